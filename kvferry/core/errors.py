@@ -1,0 +1,71 @@
+"""Every exception that kvferry raises on purpose, one sentence each."""
+
+from __future__ import annotations
+
+
+class KVFerryError(Exception):
+    """Base of all of them: catch it to catch whatever kvferry refuses."""
+
+
+class LayoutError(KVFerryError, ValueError):
+    """A layout describes memory that it does not have, or describes it twice."""
+
+
+class PlanError(KVFerryError):
+    """Two engines' layouts cannot be matched; names the field, the range and the ranks."""
+
+
+class PageError(KVFerryError, ValueError):
+    """A page list does not fit: an id out of range, a hole that is needed, too few pages."""
+
+
+class WireError(KVFerryError, ValueError):
+    """Bytes from a peer are not a message of this protocol."""
+
+
+class HandshakeError(KVFerryError):
+    """A peer could not be reached, or answered that it cannot serve us."""
+
+
+class IncompatibleError(HandshakeError):
+    """Two engines must not exchange pages; names what differs, with both values."""
+
+
+class TicketError(KVFerryError, ValueError):
+    """A ticket is refused before anything is read."""
+
+
+class StaleError(KVFerryError):
+    """The hold did not stand when the read ended, so what was read is not to be used."""
+
+
+class EndpointClosedError(KVFerryError):
+    """The endpoint has been closed."""
+
+
+class DriverError(KVFerryError):
+    """A driver cannot be found, loaded or accepted; says what to do."""
+
+
+class TransportError(KVFerryError):
+    """Base of what a driver raises, or hands out as the error of a failed transfer."""
+
+
+class TransportUsageError(TransportError, ValueError):
+    """A caller's mistake: an unknown id, a range that was never registered, a closed transport."""
+
+
+class TransportUnsupportedError(TransportError):
+    """The driver declares that it cannot do this; its capabilities say so beforehand."""
+
+
+class ConnectError(TransportError):
+    """The peer's address cannot be connected to; says why and what to change."""
+
+
+class PeerLostError(TransportError):
+    """The peer died, restarted or was disconnected."""
+
+
+class TransferCancelledError(TransportError):
+    """The transfer ended because its caller cancelled it."""

@@ -1,0 +1,113 @@
+"""Memory that a transport can reach: regions, and how to get one from a tensor.
+
+A region never owns memory. Whoever made the tensor keeps it alive for as long as the region is
+registered with a transport.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import LayoutError
+
+CPU = "cpu"
+ADDRESS_LIMIT = 1 << 63
+"""Addresses stay below this, so that sums of addresses and offsets never leave 64 signed bits."""
+
+U64Array = npt.NDArray[np.uint64]
+I64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Region:
+    """One contiguous range of memory.
+
+    Attributes:
+        address: first byte, as the process that owns it sees it.
+        nbytes: length in bytes, at least 1.
+        kind: memory kind, such as ``cpu`` or ``cuda``.
+        device: device index within the kind; 0 for CPU memory.
+
+    Raises:
+        LayoutError: the range is empty or leaves the address space.
+    """
+
+    address: int
+    nbytes: int
+    kind: str = CPU
+    device: int = 0
+
+    def __post_init__(self) -> None:
+        if self.address <= 0 or self.nbytes <= 0 or self.address + self.nbytes > ADDRESS_LIMIT:
+            raise LayoutError(
+                f"region at {self.address:#x} of {self.nbytes} bytes: the address and the length "
+                f"must be positive and end below {ADDRESS_LIMIT:#x}"
+            )
+        if not self.kind or len(self.kind) > 16 or not 0 <= self.device < 1 << 16:
+            raise LayoutError(
+                f"region of kind {self.kind[:32]!r}, device {self.device}: a kind has 1 to 16 "
+                f"characters and a device index lies in 0 to {(1 << 16) - 1}"
+            )
+
+    @property
+    def end(self) -> int:
+        """The first address after the region."""
+        return self.address + self.nbytes
+
+    def contains(self, other: Region) -> bool:
+        """Whether every byte of ``other`` lies in this region, on the same device."""
+        same = (self.kind, self.device) == (other.kind, other.device)
+        return same and self.address <= other.address and other.end <= self.end
+
+
+@runtime_checkable
+class _Storage(Protocol):
+    def data_ptr(self) -> int: ...
+    def nbytes(self) -> int: ...
+
+
+@runtime_checkable
+class _TorchLike(Protocol):
+    device: Any
+
+    def untyped_storage(self) -> _Storage: ...
+
+
+def region_of(tensor: object) -> Region:
+    """The region that a tensor's memory lies in.
+
+    For a tensor with an ``untyped_storage`` (torch's) this is the whole storage, so that views
+    into one buffer give equal regions; for a numpy array it is the array, which must be
+    contiguous. The tensor keeps its memory; the caller keeps the tensor.
+
+    Raises:
+        LayoutError: the object is neither, or is empty or not contiguous.
+    """
+    if isinstance(tensor, np.ndarray):
+        return _region_of_array(tensor)
+    if isinstance(tensor, _TorchLike):
+        storage = tensor.untyped_storage()
+        device = tensor.device
+        return Region(
+            address=storage.data_ptr(),
+            nbytes=storage.nbytes(),
+            kind=device.type,
+            device=device.index or 0,
+        )
+    raise LayoutError(
+        f"cannot take the memory of a {type(tensor).__name__}: pass a numpy array or a tensor "
+        "with an untyped_storage()"
+    )
+
+
+def _region_of_array(array: npt.NDArray[Any]) -> Region:
+    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+        raise LayoutError(
+            f"array of shape {array.shape} with strides {array.strides} is not contiguous: "
+            "pass the buffer that it is a view of"
+        )
+    return Region(address=array.ctypes.data, nbytes=array.nbytes)
