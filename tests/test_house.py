@@ -1,0 +1,151 @@
+"""The rules of the house that hold for the package and the repository as a whole."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import distribution, entry_points
+from pathlib import Path
+
+import pytest
+
+import kvferry
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: None of these may be loaded by whoever only asks for the package or for the command's help.
+HEAVY = ("libucx", "nixl", "nixl_cu12", "numba", "torch", "transformers", "ucp", "ucxx", "vllm")
+
+BLOCK_HEAVY = f"""
+import sys
+sys.modules.update(dict.fromkeys({HEAVY!r}))  # None in sys.modules: importing it fails
+"""
+
+
+def run_python(code: str) -> str:
+    """Run ``code`` in a fresh interpreter and return what it printed; its failure is ours."""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def loaded_by(code: str) -> set[str]:
+    """Names of the top-level modules in ``sys.modules`` after ``code`` ran."""
+    names = "{name.partition('.')[0] for name in sys.modules}"
+    printed = run_python(f"import sys\n{code}\nprint(*{names})")
+    return set(printed.splitlines()[-1].split())
+
+
+def modules() -> list[str]:
+    """Every module of kvferry that has to work without vLLM and torch."""
+    package = ROOT / "kvferry"
+    paths = (path.relative_to(ROOT).with_suffix("") for path in package.rglob("*.py"))
+    names = (".".join(path.parts).removesuffix(".__init__") for path in paths)
+    needs_more = ("kvferry.integrations.vllm", "kvferry.testing")
+    return sorted(n for n in names if not n.startswith(needs_more) and not n.endswith("__main__"))
+
+
+def tracked_texts() -> list[tuple[Path, str]]:
+    """Path and content of every text file that git tracks."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    present = [path for path in paths if path.is_file()]
+    return [(p, p.read_text()) for p in present if b"\0" not in p.read_bytes()]
+
+
+def test_importing_the_package_loads_nothing_but_itself() -> None:
+    before = loaded_by("")
+    assert loaded_by("import kvferry") - before == {"kvferry"}
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = """
+sys.argv = ["kvferry", "--help"]
+from kvferry.cli import main
+try:
+    main()
+except SystemExit as exit:
+    if exit.code:
+        raise
+"""
+    assert loaded_by(code).isdisjoint(HEAVY)
+
+
+def test_every_module_imports_without_torch_and_vllm() -> None:
+    imports = "\n".join(f"import {name}" for name in modules())
+    run_python(BLOCK_HEAVY + imports)
+
+
+def test_version_is_the_distributions() -> None:
+    assert kvferry.__version__ == distribution("kvferry").version
+
+
+def test_unknown_attribute_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = kvferry.nonsense
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [("kvferry.drivers", "loopback"), ("console_scripts", "kvferry")]
+)
+def test_entry_point_resolves(group: str, name: str) -> None:
+    (found,) = entry_points(group=group, name=name)
+    assert callable(found.load())
+
+
+@pytest.mark.vllm
+def test_vllm_plugin_entry_point_resolves() -> None:
+    # In a process of its own: importing vLLM changes the one that does it.
+    code = """
+from importlib.metadata import entry_points
+(found,) = entry_points(group="vllm.general_plugins", name="kvferry")
+print(callable(found.load()))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout.splitlines()[-1:] == ["True"], run.stderr
+
+
+def test_package_is_typed() -> None:
+    assert (ROOT / "kvferry" / "py.typed").is_file()
+
+
+def test_changelog_knows_the_version() -> None:
+    assert kvferry.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_makefile_installs_a_vllm_that_the_extra_allows() -> None:
+    extra = next(r for r in distribution("kvferry").requires or [] if r.startswith("vllm"))
+    bounds = sorted(tuple(map(int, found)) for found in re.findall(r"(\d+)\.(\d+)", extra))
+    makefile = (ROOT / "Makefile").read_text()
+    installed = re.findall(r"^VLLM_VERSION := (\d+)\.(\d+)", makefile, re.MULTILINE)
+    low, high = bounds
+    assert [low <= tuple(map(int, version)) < high for version in installed] == [True]
+
+
+def test_no_tracked_file_names_a_machine() -> None:
+    folder = re.compile(r"(?<![\w.~<)}\]-])/(?:home|opt|root|tmp|work|Users)/\w")
+    index = re.compile(r"https?://\S+/(?:simple|whl)\b")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path, text in tracked_texts()
+        for number, line in enumerate(text.splitlines(), 1)
+        if folder.search(line) or index.search(line)
+    ]
+    assert found == []
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    link = re.compile(r"\[[^\]]*\]\((?!\w+:|#)([^)#\s]+)")
+    broken = [
+        f"{path.relative_to(ROOT)}: {target}"
+        for path, text in tracked_texts()
+        if path.suffix == ".md"
+        for target in link.findall(text)
+        if not (path.parent / target).exists()
+    ]
+    assert broken == []
