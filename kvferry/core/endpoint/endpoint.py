@@ -1,0 +1,369 @@
+"""What an integration uses: one rank's memory, readable by others, and its loads from others.
+
+An endpoint owns its transport and serialises it: all of the transport's blocking calls are made on
+one thread of the endpoint's, so that an engine's step never waits for a driver. It knows no engine:
+requests are names, pages are numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.core.descriptors import Spans
+from kvferry.core.endpoint.peers import Peers
+from kvferry.core.endpoint.pulling import Load, Puller
+from kvferry.core.endpoint.serving import Server
+from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.endpoint.words import Scratch, SlotTable
+from kvferry.core.errors import EndpointClosedError, KVFerryError
+from kvferry.core.layout import Layout
+from kvferry.core.lifecycle.holds import Incarnation, RequestId
+from kvferry.core.lifecycle.ledger import Orders
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.stats import LoadRecord
+from kvferry.core.transport import Transport
+from kvferry.core.wire import NEWEST_PROTOCOL, OLDEST_PROTOCOL, Coordinates, RankPayload
+from kvferry.core.zeroing import zero_cpu
+
+logger = logging.getLogger(__name__)
+
+BUSY_SECONDS = 0.0002
+"""Pause between polls while transfers are under way."""
+HELD_SECONDS = 0.005
+"""Pause while peers may send messages about holds."""
+IDLE_SECONDS = 0.05
+"""Pause while nothing is under way; whatever the engine asks for ends it at once."""
+JOIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who a rank is.
+
+    Attributes:
+        engine: the engine's id.
+        incarnation: one random number for all ranks of one start of the engine.
+        rank: this rank's index among the engine's.
+        coordinates: where it stands.
+        agreement: what two engines must agree on, name to value.
+    """
+
+    engine: str
+    incarnation: Incarnation
+    rank: int = 0
+    coordinates: Coordinates = Coordinates()
+    agreement: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """Times, in seconds.
+
+    Attributes:
+        handshake_timeout: until a producer must have answered.
+        lease: a load that is not over after this fails as stale.
+    """
+
+    handshake_timeout: float = 10.0
+    lease: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What is over since the last call; each request exactly once per direction.
+
+    Attributes:
+        sent: requests whose pages nobody reads any more: they may be given back.
+        received: requests whose pages no byte lands in any more.
+        failed: those of ``received`` whose pages must not be used, and why.
+        loads: figures of every load, also of those that are not reported.
+    """
+
+    sent: frozenset[RequestId] = frozenset()
+    received: frozenset[RequestId] = frozenset()
+    failed: Mapping[RequestId, KVFerryError] = field(default_factory=dict)
+    loads: tuple[LoadRecord, ...] = ()
+
+
+class Endpoint:
+    """One rank's end of everything.
+
+    Args:
+        identity: who this rank is.
+        driver: the name of the transport's driver; peers must have the same.
+        transport: owned by the endpoint from now on, which closes it.
+        layout: this rank's memory, kept alive by the caller until ``close`` has returned.
+        slots: how many requests can be held at once: as many as the engine has blocks.
+        options: times.
+        zero: zeroes the pages' bytes that a load will not write, and returns when that is done;
+            for memory that the CPU cannot write, pass one that can.
+        clock: seconds, monotonic.
+
+    Raises:
+        TransportError: a region cannot be registered. The transport is closed then.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        driver: str,
+        transport: Transport,
+        layout: Layout,
+        slots: int,
+        options: EndpointOptions = EndpointOptions(),
+        zero: Callable[[Spans], None] = zero_cpu,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._identity = identity
+        self._transport = transport
+        self._table = SlotTable(slots)
+        self._scratch = Scratch()
+        self._register(layout)
+        self.payload = self._make_payload(driver, layout)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._server = Server(self._table, identity.incarnation, clock)
+        self._transfers = Transfers(transport)
+        self._peers = Peers(transport, self._post, options.handshake_timeout)
+        self._puller = Puller(
+            own=self.payload,
+            transport=transport,
+            peers=self._peers,
+            transfers=self._transfers,
+            scratch=self._scratch,
+            zero=zero,
+            lease=options.lease,
+            clock=clock,
+            reported=self._reported,
+        )
+        self._changed = threading.Condition()
+        self._received: dict[RequestId, KVFerryError | None] = {}
+        self._records: list[LoadRecord] = []
+        self._sent: set[RequestId] = set()
+        self._pending = 0
+        self._broken: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-endpoint", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # The producer's side.
+
+    @property
+    def held(self) -> int:
+        """How many requests' pages are held here."""
+        return self._server.held
+
+    def apply(self, orders: Orders, passed: Callable[[], bool] | None = None) -> None:
+        """What the scheduler half ordered for this step; never blocks.
+
+        Args:
+            orders: applied before this returns, but for ``ready``.
+            passed: whether the device has passed all work of the ready orders' requests; asked
+                again and again, on the endpoint's thread. ``None``: it has.
+        """
+        if orders:
+            self._check_open()
+            self._server.apply(orders, passed)
+            self._wake.set()
+
+    # The consumer's side.
+
+    def join(self, payloads: Sequence[RankPayload]) -> None:
+        """All ranks of this engine, in rank order; before the first load."""
+        self._command(lambda: self._peers.join(payloads, self._identity.rank))
+
+    def prepare(self, ticket: Ticket) -> None:
+        """Shake hands with a ticket's producer ahead of the load."""
+        self._command(lambda: self._puller.prepare(ticket))
+
+    def load(self, load: Load) -> None:
+        """Pull a request's pages; the outcome comes with ``results``."""
+        self._count(load.report)
+        self._command(lambda: self._puller.begin(load))
+
+    def refuse(self, request: RequestId, error: KVFerryError) -> None:
+        """Report a request failed and received without reading anything."""
+        with self._changed:
+            self._received[request] = error
+            self._changed.notify_all()
+
+    def abort(self, request: RequestId) -> None:
+        """Give a load up. It is still reported, when no byte can land any more."""
+        self._command(lambda: self._puller.abort(request))
+
+    # Both.
+
+    @property
+    def pending(self) -> int:
+        """Loads that are not yet reported."""
+        with self._changed:
+            return self._pending
+
+    def results(self) -> Results:
+        """What is over since the last call. Never blocks."""
+        self._check_open()
+        with self._changed:
+            received, self._received = self._received, {}
+            records, self._records = self._records, []
+            sent, self._sent = self._sent, set()
+        sent.update(self._server.take_sent())
+        return Results(
+            sent=frozenset(sent),
+            received=frozenset(received),
+            failed={request: error for request, error in received.items() if error is not None},
+            loads=tuple(records),
+        )
+
+    def wait(self, timeout: float) -> bool:
+        """Sleep until a result is there, or ``timeout`` seconds; whether one is.
+
+        For an engine's step that has nothing else to run: it lets this endpoint's thread work.
+        """
+        with self._changed:
+            return self._changed.wait_for(self._has_results, timeout)
+
+    def close(self, drain: float = 0.0) -> None:
+        """End everything; twice is fine.
+
+        Args:
+            drain: seconds to wait for held requests to be read by others.
+        """
+        if self._closing:
+            return
+        until = time.monotonic() + drain
+        while self._broken is None and self.held and time.monotonic() < until:
+            with self._changed:
+                self._changed.wait(HELD_SECONDS)
+        self._closing = True
+        self._server.close()
+        self._wake.set()
+        self._thread.join(JOIN_SECONDS)
+        self._peers.close()
+        self._transport.close()
+
+    # Inside.
+
+    def _register(self, layout: Layout) -> None:
+        try:
+            for region in (*layout.regions, self._table.region, self._scratch.region):
+                self._transport.register(region)
+        except KVFerryError:
+            self._transport.close()
+            raise
+
+    def _make_payload(self, driver: str, layout: Layout) -> RankPayload:
+        identity = self._identity
+        return RankPayload(
+            oldest=OLDEST_PROTOCOL,
+            newest=NEWEST_PROTOCOL,
+            engine=identity.engine,
+            incarnation=identity.incarnation,
+            rank=identity.rank,
+            coordinates=identity.coordinates,
+            agreement=dict(identity.agreement),
+            layout=layout,
+            driver=driver,
+            address=self._transport.address(),
+            slots=self._table.region,
+        )
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._check_open()
+        self._post(command)
+
+    def _check_open(self) -> None:
+        if self._closing or self._broken is not None:
+            raise EndpointClosedError("the endpoint is closed") from self._broken
+
+    def _count(self, report: bool) -> None:
+        with self._changed:
+            self._pending += report
+
+    def _has_results(self) -> bool:
+        return bool(self._received or self._sent or self._broken)
+
+    def _reported(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+        """A load is over; on the endpoint's thread."""
+        _log(load, error, record)
+        with self._changed:
+            self._records.append(record)
+            if load.report:
+                self._pending -= 1
+                self._received[load.request] = error
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                busy = self._turn()
+                self._wake.wait(self._pause(busy))
+                self._wake.clear()
+            self._puller.abort_all()
+            self._puller.progress()
+        except BaseException as exc:
+            # Whatever it was, the engine must hear of it: every later call raises from it.
+            logger.exception("the endpoint of engine %s is broken", self._identity.engine)
+            with self._changed:
+                self._broken = exc
+                self._changed.notify_all()
+
+    def _turn(self) -> bool:
+        """One round of everything; whether there is reason not to pause."""
+        busy = False
+        while self._commands:
+            busy = True
+            self._commands.popleft()()
+        self._server.hear(self._transport.notifications())
+        self._server.tick()
+        self._note_sent()
+        busy = self._puller.progress() or busy
+        return self._transfers.progress() or busy
+
+    def _note_sent(self) -> None:
+        sent = self._server.take_sent()
+        if sent:
+            with self._changed:
+                self._sent.update(sent)
+                self._changed.notify_all()
+
+    def _pause(self, busy: bool) -> float:
+        if busy:
+            return 0.0
+        if len(self._transfers):
+            return BUSY_SECONDS
+        if len(self._puller):
+            return BUSY_SECONDS * 5
+        return HELD_SECONDS if self.held else IDLE_SECONDS
+
+
+def _log(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+    if error is not None:
+        logger.warning(
+            "request %s: not loaded from engine %s: %s", load.request, record.engine, error
+        )
+        return
+    logger.info(
+        "request %s: pulled %d tokens, %d bytes in %d copies from engine %s in %.1f ms",
+        load.request,
+        record.tokens,
+        record.nbytes,
+        record.copies,
+        record.engine,
+        record.seconds * 1e3,
+    )

@@ -1,0 +1,112 @@
+"""The producer half of an endpoint: the slot table and the messages that end holds.
+
+Called from the engine's thread (orders) and the endpoint's (everything else); a lock serialises.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvferry.core.endpoint.words import SlotTable
+from kvferry.core.errors import WireError
+from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
+from kvferry.core.lifecycle.ledger import Orders
+from kvferry.core.transport import Notification
+from kvferry.core.wire import decode_releases
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Awaited:
+    """A hold that is ready once the device has passed all its work."""
+
+    hold: Hold
+    passed: Callable[[], bool]
+
+
+class Server:
+    """Holds of one rank, and who may end them."""
+
+    def __init__(
+        self, table: SlotTable, incarnation: Incarnation, clock: Callable[[], float]
+    ) -> None:
+        self._keeper = HoldKeeper(table, incarnation)
+        self._clock = clock
+        self._awaited: list[_Awaited] = []
+        self._lock = threading.Lock()
+
+    @property
+    def held(self) -> int:
+        """How many holds stand."""
+        with self._lock:
+            return self._keeper.held
+
+    def apply(self, orders: Orders, passed: Callable[[], bool] | None) -> None:
+        """Words of drops and take-ons are written before this returns."""
+        with self._lock:
+            for hold in orders.drops:
+                self._keeper.drop(hold)
+            for request, hold in orders.take_ons:
+                self._keeper.take_on(request, hold)
+            for hold, lease in orders.ready:
+                self._keeper.order(hold, lease)
+                self._await(hold, passed)
+            for hold in orders.ends:
+                self._keeper.end(hold)
+
+    def hear(self, notifications: Iterable[Notification]) -> None:
+        """Messages from consumers; what is not one is dropped."""
+        for notification in notifications:
+            try:
+                releases = decode_releases(notification.payload)
+            except WireError as exc:
+                logger.warning("dropped a notification of %s: %s", notification.sender[:64], exc)
+                continue
+            with self._lock:
+                verdicts = [(release, self._keeper.release(release)) for release in releases]
+            for release, verdict in verdicts:
+                if verdict is Verdict.UNKNOWN:
+                    logger.debug(
+                        "engine %s, rank %d: slot %d is not held for it (any more)",
+                        release.engine,
+                        release.rank,
+                        release.slot,
+                    )
+
+    def tick(self) -> None:
+        """Pages that became ready, leases that are over."""
+        with self._lock:
+            now = self._clock()
+            waiting = []
+            for awaited in self._awaited:
+                if awaited.passed():
+                    self._keeper.ready(awaited.hold, now)
+                else:
+                    waiting.append(awaited)
+            self._awaited = waiting
+            expired = self._keeper.expire(now)
+        for request in expired:
+            logger.warning(
+                "request %s: nobody read its pages within the lease; they are given back", request
+            )
+
+    def take_sent(self) -> list[RequestId]:
+        """Requests to report sent."""
+        with self._lock:
+            return self._keeper.take_sent()
+
+    def close(self) -> None:
+        """Clear every word: no read that ends after this is valid."""
+        with self._lock:
+            self._keeper.end_all()
+
+    def _await(self, hold: Hold, passed: Callable[[], bool] | None) -> None:
+        if passed is None:
+            self._keeper.ready(hold, self._clock())
+        else:
+            self._awaited.append(_Awaited(hold=hold, passed=passed))

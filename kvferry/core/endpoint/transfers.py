@@ -1,0 +1,128 @@
+"""Transfers under way: posted within the driver's limit, polled in one call, heard of once."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from kvferry.core.copies import Copies
+from kvferry.core.errors import KVFerryError, TransferCancelledError, TransportError
+from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a transfer ended: ``error`` is ``None`` if all bytes arrived. It is quiet."""
+
+    error: KVFerryError | None
+    copies: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """A read to be posted.
+
+    Attributes:
+        peer: from whom.
+        build: gives the copies when the read is posted, and not before: the arrays may be a
+            workspace that the next job fills again. What it raises is the job's outcome.
+        notify: bound to the read, or ``None``.
+        tags: whom it serves; ``Transfers.cancel`` takes them off.
+        finished: called once, when the transfer is final.
+        doomed: called at most once, when it is known to fail but not yet quiet.
+    """
+
+    peer: PeerId
+    build: Callable[[], Copies]
+    finished: Callable[[Outcome], None]
+    doomed: Callable[[KVFerryError], None]
+    notify: bytes | None = None
+    tags: set[Hashable] = field(default_factory=set)
+    started: float = 0.0
+    copies: int = 0
+    nbytes: int = 0
+    is_doomed: bool = False
+
+
+class Transfers:
+    """All reads of one endpoint. Used by its thread only."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._limit = transport.capabilities.max_outstanding
+        self._queued: deque[Job] = deque()
+        self._posted: dict[TransferId, Job] = {}
+
+    def __len__(self) -> int:
+        """Reads that are queued or under way."""
+        return len(self._queued) + len(self._posted)
+
+    def add(self, job: Job) -> None:
+        """Post the job as soon as the driver's limit allows."""
+        self._queued.append(job)
+
+    def progress(self) -> bool:
+        """Post and poll; whether anything came of it."""
+        posted = self._post()
+        return self._poll() or posted
+
+    def cancel(self, tag: Hashable) -> None:
+        """The job is not wanted by this tag any more; it ends early once nobody wants it."""
+        for job in [job for job in self._queued if tag in job.tags]:
+            job.tags.discard(tag)
+            if not job.tags:
+                self._queued.remove(job)
+                self._finish(job, TransferCancelledError("cancelled before it was posted"))
+        for transfer, job in self._posted.items():
+            if tag in job.tags:
+                job.tags.discard(tag)
+                if not job.tags:
+                    self._transport.cancel(transfer)
+
+    def _post(self) -> bool:
+        before = len(self._queued)
+        while self._queued and (self._limit is None or len(self._posted) < self._limit):
+            self._post_one(self._queued.popleft())
+        return len(self._queued) != before
+
+    def _post_one(self, job: Job) -> None:
+        job.started = time.perf_counter()
+        try:
+            copies = job.build()
+            job.copies, job.nbytes = len(copies), copies.total
+            transfer = self._transport.read(job.peer, copies, job.notify)
+        except KVFerryError as exc:
+            self._finish(job, exc)
+        else:
+            self._posted[transfer] = job
+
+    def _poll(self) -> bool:
+        if not self._posted:
+            return False
+        ids = list(self._posted)
+        heard = False
+        for transfer, status in zip(ids, self._transport.poll(ids), strict=True):
+            heard = self._hear(transfer, status) or heard
+        return heard
+
+    def _hear(self, transfer: TransferId, status: Status) -> bool:
+        job = self._posted[transfer]
+        error = status.error or TransportError("the transfer failed and the driver gave no reason")
+        if status.state is State.DOOMED and not job.is_doomed:
+            job.is_doomed = True
+            job.doomed(error)
+            return True
+        if not status.state.final:
+            return False
+        del self._posted[transfer]
+        self._transport.forget(transfer)
+        self._finish(job, error if status.state is State.FAILED else None)
+        return True
+
+    def _finish(self, job: Job, error: KVFerryError | None) -> None:
+        seconds = time.perf_counter() - job.started if job.started else 0.0
+        job.finished(Outcome(error=error, copies=job.copies, nbytes=job.nbytes, seconds=seconds))

@@ -1,0 +1,28 @@
+"""What a request's pages depend on, in 16 bytes (PROTOCOL: "Identities")."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+DIGEST_BYTES = 16
+
+
+def digest(token_ids: Sequence[int] | np.ndarray, *extra: object) -> bytes:
+    """BLAKE2b over the token ids (little-endian 64-bit), then the rest as msgpack.
+
+    Args:
+        token_ids: the prompt's tokens that the pages cover.
+        extra: whatever else changes the pages: LoRA, multimodal hashes, cache salt; in an order
+            that both engines share. ``None`` says that there is none.
+
+    Returns:
+        16 bytes.
+    """
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    state.update(np.asarray(token_ids, dtype="<i8").tobytes())
+    state.update(msgspec.msgpack.encode(extra, order="deterministic"))
+    return state.digest()

@@ -1,0 +1,70 @@
+"""Holds and the slot words that stand for them (PROTOCOL: "Identities").
+
+A producer rank keeps one 8-byte word per slot in registered memory. Consumers read it with the same
+one-sided reads as the pages, and so learn whether the pages were still held.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import NewType
+
+from kvferry.core.errors import TicketError
+
+Incarnation = NewType("Incarnation", int)
+"""A random number made when an engine starts; a restarted engine is another one."""
+
+RequestId = NewType("RequestId", str)
+"""What an engine calls a request; reused, so never proof of anything."""
+
+WORD_BYTES = 8
+NOTHING = 0
+"""The word of a slot that holds no pages."""
+
+MAX_SLOTS = 1 << 32
+GENERATION_LIMIT = 1 << 63
+_READY = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Hold:
+    """A slot and a random generation that stand for one request's pages on the producer.
+
+    Raises:
+        TicketError: a number is out of bounds.
+    """
+
+    slot: int
+    generation: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.slot < MAX_SLOTS or not 0 < self.generation < GENERATION_LIMIT:
+            raise TicketError(
+                f"hold (slot {self.slot}, generation {self.generation}): a slot lies in 0 to "
+                f"{MAX_SLOTS - 1}, a generation in 1 to {GENERATION_LIMIT - 1}"
+            )
+
+    @property
+    def computing(self) -> int:
+        """The slot's word while the pages are being computed."""
+        return self.generation << 1
+
+    @property
+    def ready(self) -> int:
+        """The slot's word when the pages may be read."""
+        return self.computing | _READY
+
+    def stands(self, word: int) -> bool:
+        """Whether a word says that this hold, and no other, has the slot."""
+        return word >> 1 == self.generation
+
+
+def random_generation() -> int:
+    """Random bits, never a counter: a restarted engine must not repeat itself."""
+    return 1 + secrets.randbelow(GENERATION_LIMIT - 1)
+
+
+def random_incarnation() -> Incarnation:
+    """The number of an engine that starts now."""
+    return Incarnation(random_generation())

@@ -1,0 +1,157 @@
+"""The producer's worker half: the slot table, and when a request's pages may go back.
+
+Each rank keeps its own, on its own clock. The order that keeps late readers from stale pages is
+the same everywhere here: first the slot word is cleared, then the request is reported sent.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
+from kvferry.core.wire import Release
+
+MAX_READERS = 64
+"""How many consumer engines are counted for one hold; it takes one to end it."""
+
+
+class Words(Protocol):
+    """A slot table: one word per slot."""
+
+    def __len__(self) -> int: ...
+    def __setitem__(self, slot: int, word: int, /) -> None: ...
+
+
+class Verdict(enum.Enum):
+    """What became of a "done" or "abandon"."""
+
+    COUNTED = "counted"
+    ENDED = "ended"
+    """It was the last of its consumer engine: the hold is over."""
+    REPEATED = "repeated"
+    UNKNOWN = "unknown"
+    """Another incarnation, another generation, or a hold that is over."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    request: RequestId
+    hold: Hold
+    lease: float | None = None
+    """Seconds, from the order that the ticket was made; ``None`` while there is no ticket."""
+    deadline: float | None = None
+    """On this rank's clock, once the pages are ready."""
+    readers: dict[str, set[int]] = field(default_factory=dict)
+    """Consumer engine to the ranks that need the hold no longer."""
+
+
+class HoldKeeper:
+    """One rank's holds.
+
+    Not thread-safe: the caller serialises.
+
+    Args:
+        words: the slot table, one word per slot, all zero; readable by peers.
+        incarnation: of this engine.
+    """
+
+    def __init__(self, words: Words, incarnation: Incarnation) -> None:
+        self._words = words
+        self._incarnation = incarnation
+        self._held: dict[int, _Held] = {}
+        self._sent: list[RequestId] = []
+
+    @property
+    def held(self) -> int:
+        """How many holds stand."""
+        return len(self._held)
+
+    @property
+    def slots(self) -> int:
+        """How many there can be."""
+        return len(self._words)
+
+    def take_on(self, request: RequestId, hold: Hold) -> None:
+        """The request is computed from this step on. Must come before the step's work ends."""
+        self._held[hold.slot] = _Held(request=request, hold=hold)
+        self._words[hold.slot] = hold.computing
+
+    def drop(self, hold: Hold) -> None:
+        """The request ended before there was a ticket; nothing is reported."""
+        if self._find(hold):
+            self._clear(hold)
+
+    def order(self, hold: Hold, lease: float) -> None:
+        """A ticket was made; ``ready`` follows when all the request's work has passed."""
+        held = self._find(hold)
+        if held:
+            held.lease = lease
+
+    def ready(self, hold: Hold, now: float) -> None:
+        """All work of an ordered request has passed: it may be read, and its lease starts."""
+        held = self._find(hold)
+        if held and held.lease is not None and held.deadline is None:
+            held.deadline = now + held.lease
+            self._words[hold.slot] = hold.ready
+
+    def end(self, hold: Hold) -> None:
+        """Give a ticketed hold up; reported sent unless it was already."""
+        held = self._find(hold)
+        if held:
+            self._over(held)
+
+    def end_all(self) -> None:
+        """Shutdown: every word is cleared; what had a ticket is reported sent."""
+        for held in list(self._held.values()):
+            if held.lease is None:
+                self._clear(held.hold)
+            else:
+                self._over(held)
+
+    def release(self, message: Release) -> Verdict:
+        """A consumer rank needs a hold no longer ("done" or "abandon": the same here).
+
+        Counts distinct ranks per consumer engine against that engine's own number; the first
+        engine that is complete ends the hold. Accepted before ``ready`` too: consumers are often
+        faster than the order.
+        """
+        held = self._held.get(message.slot)
+        known = held is not None and held.hold.generation == message.generation
+        if held is None or not known or message.incarnation != self._incarnation:
+            return Verdict.UNKNOWN
+        if message.engine not in held.readers and len(held.readers) >= MAX_READERS:
+            return Verdict.UNKNOWN
+        ranks = held.readers.setdefault(message.engine, set())
+        if message.rank in ranks:
+            return Verdict.REPEATED
+        ranks.add(message.rank)
+        if len(ranks) < message.expected:
+            return Verdict.COUNTED
+        self._over(held)
+        return Verdict.ENDED
+
+    def expire(self, now: float) -> list[RequestId]:
+        """End the holds whose lease is over; says of which requests."""
+        over = [h for h in self._held.values() if h.deadline is not None and h.deadline <= now]
+        for held in over:
+            self._over(held)
+        return [held.request for held in over]
+
+    def take_sent(self) -> list[RequestId]:
+        """The requests to report sent, each exactly once."""
+        sent, self._sent = self._sent, []
+        return sent
+
+    def _find(self, hold: Hold) -> _Held | None:
+        held = self._held.get(hold.slot)
+        return held if held is not None and held.hold == hold else None
+
+    def _clear(self, hold: Hold) -> None:
+        self._words[hold.slot] = NOTHING
+        del self._held[hold.slot]
+
+    def _over(self, held: _Held) -> None:
+        self._clear(held.hold)
+        self._sent.append(held.request)

@@ -1,0 +1,128 @@
+"""The producer's scheduler half: which holds stand for which requests.
+
+Shares no memory with the workers: they hear of it through ``Orders``, one batch per engine step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.core.lifecycle.holds import Hold, RequestId, random_generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the scheduler half tells every worker in one step, to be applied in this order.
+
+    Attributes:
+        drops: computing holds that are over; no ticket was made for them.
+        take_ons: requests that are computed for another engine from this step on.
+        ready: holds whose pages may be read once all work before this step has passed, with the
+            lease in seconds.
+        ends: ticketed holds to give up now (a reset); they are still reported as sent.
+    """
+
+    drops: tuple[Hold, ...] = ()
+    take_ons: tuple[tuple[RequestId, Hold], ...] = ()
+    ready: tuple[tuple[Hold, float], ...] = ()
+    ends: tuple[Hold, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.drops or self.take_ons or self.ready or self.ends)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    hold: Hold
+    ticketed: bool = False
+
+
+class HoldLedger:
+    """Picks holds and says what the workers must know.
+
+    Args:
+        slots: how many slots each worker's table has; as many as the engine has blocks.
+        draw: gives random generations.
+    """
+
+    def __init__(self, slots: int, draw: Callable[[], int] = random_generation) -> None:
+        self._free = deque(range(slots))
+        self._draw = draw
+        self._entries: dict[RequestId, _Entry] = {}
+        self._drops: list[Hold] = []
+        self._take_ons: list[tuple[RequestId, Hold]] = []
+        self._ready: list[tuple[Hold, float]] = []
+        self._ends: list[Hold] = []
+
+    @property
+    def held(self) -> int:
+        """How many requests have a hold, computing or ticketed."""
+        return len(self._entries)
+
+    def take_on(self, request: RequestId) -> Hold | None:
+        """A hold for a request that another engine will decode; the same one after preemption.
+
+        ``None`` if there can be none: no slot is free, or an earlier request of this id is still
+        held. The request is then served like any other, without a ticket.
+        """
+        entry = self._entries.get(request)
+        if entry is not None:
+            return None if entry.ticketed else entry.hold
+        if not self._free:
+            return None
+        hold = Hold(slot=self._free.popleft(), generation=self._draw())
+        self._entries[request] = _Entry(hold=hold)
+        self._take_ons.append((request, hold))
+        return hold
+
+    def ticket(self, request: RequestId, lease: float) -> Hold | None:
+        """The request is computed and a ticket is made: its pages stay until ``sent``.
+
+        ``None`` if the request was never taken on, or has its ticket already.
+        """
+        entry = self._entries.get(request)
+        if entry is None or entry.ticketed:
+            return None
+        entry.ticketed = True
+        self._ready.append((entry.hold, lease))
+        return entry.hold
+
+    def drop(self, request: RequestId) -> bool:
+        """The request ends before a ticket exists; whether there was such a hold."""
+        entry = self._entries.get(request)
+        if entry is None or entry.ticketed:
+            return False
+        del self._entries[request]
+        if (request, entry.hold) in self._take_ons:  # the workers never heard of it
+            self._take_ons.remove((request, entry.hold))
+            self._free.append(entry.hold.slot)
+        else:
+            self._drops.append(entry.hold)
+        return True
+
+    def sent(self, request: RequestId) -> None:
+        """Every worker has reported the request sent: its slot is free again."""
+        entry = self._entries.get(request)
+        if entry is not None and entry.ticketed:
+            del self._entries[request]
+            self._free.append(entry.hold.slot)
+
+    def reset(self) -> None:
+        """Give up every ticketed hold: its ticket becomes stale, its pages come back."""
+        ordered = {entry.hold for entry in self._entries.values() if entry.ticketed}
+        self._ends.extend(sorted(ordered - set(self._ends)))
+
+    def drain(self) -> Orders:
+        """What happened since the last call. The slots of drops are free from now on."""
+        orders = Orders(
+            drops=tuple(self._drops),
+            take_ons=tuple(self._take_ons),
+            ready=tuple(self._ready),
+            ends=tuple(self._ends),
+        )
+        self._free.extend(hold.slot for hold in self._drops)
+        for pending in (self._drops, self._take_ons, self._ready, self._ends):
+            pending.clear()
+        return orders

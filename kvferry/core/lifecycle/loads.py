@@ -1,0 +1,294 @@
+"""The consumer's worker half: from a ticket to pages that are proven good, or to a failure.
+
+One ``Loads`` per rank. Events go in by method, actions come out of ``take_actions`` for the
+endpoint to perform; no I/O happens here. A load is reported exactly once, and only when no byte
+can land in its pages any more.
+
+    begin -> HANDSHAKE -> per producer rank: (CHECK ->) READ -> FENCE -> over -> report
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+from typing import NewType
+
+from kvferry.core.errors import KVFerryError, StaleError
+from kvferry.core.lifecycle.holds import Hold, RequestId
+
+LoadId = NewType("LoadId", int)
+"""Names one load; a request id may come back, a load id never does."""
+
+
+class Op(enum.Enum):
+    """What the endpoint is to do."""
+
+    CHECK = "check"
+    """Read the slot word, alone."""
+    READ = "read"
+    """Read the pages. Nothing is bound to it."""
+    FENCE = "fence"
+    """Read the slot word, with "done" bound to the read."""
+    CANCEL = "cancel"
+    """Try to end the transfer under way with this rank; its outcome is still awaited."""
+    DONE = "done"
+    """Tell a rank that was not read from."""
+    ABANDON = "abandon"
+    """Tell a rank that the load failed."""
+    REPORT = "report"
+    """The load is over: received, and failed if ``error`` is set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One thing to do; ``rank`` is the producer rank that it concerns, -1 for a report."""
+
+    op: Op
+    load: LoadId
+    rank: int = -1
+    error: KVFerryError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Party:
+    """A producer rank that this consumer rank has to do with: it reads from it, or only tells."""
+
+    rank: int
+    reads: bool
+
+
+class _At(enum.Enum):
+    CHECKING = enum.auto()
+    RECHECK = enum.auto()
+    READING = enum.auto()
+    FENCING = enum.auto()
+    OVER = enum.auto()
+
+    @property
+    def waits(self) -> bool:
+        """Whether an outcome is still to come."""
+        return self in (_At.CHECKING, _At.READING, _At.FENCING)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Load:
+    request: RequestId
+    hold: Hold
+    computed: bool
+    reads: bool
+    deadline: float
+    parties: tuple[Party, ...] | None = None
+    at: dict[int, _At] = field(default_factory=dict)
+    failure: KVFerryError | None = None
+    reported: bool = False
+
+
+class Loads:
+    """All loads of one consumer rank.
+
+    Not thread-safe: the caller serialises. Every event names a load that ``begin`` returned; one
+    about a load that is over is ignored.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[LoadId, _Load] = {}
+        self._ids = itertools.count(1)
+        self._actions: list[Action] = []
+
+    def __len__(self) -> int:
+        """Loads that are not yet reported."""
+        return sum(not load.reported for load in self._loads.values())
+
+    def __contains__(self, load_id: LoadId) -> bool:
+        """Whether more can come of a load: it is not over, or its handshake still goes on."""
+        return load_id in self._loads
+
+    def take_actions(self) -> list[Action]:
+        """What is to be done, in order; each once."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def stage(self, load_id: LoadId) -> str:
+        """Where a load stands, in a word for a log line."""
+        load = self._loads.get(load_id)
+        if load is None or load.reported:
+            return "over"
+        if load.parties is None:
+            return "handshake"
+        return next((at.name.lower() for at in load.at.values() if at is not _At.OVER), "over")
+
+    def begin(
+        self, request: RequestId, hold: Hold, *, computed: bool, reads: bool, deadline: float
+    ) -> LoadId:
+        """A load starts; its handshake is under way.
+
+        Args:
+            request: what it is reported as.
+            hold: from the ticket.
+            computed: the ticket says that no check is needed before the read.
+            reads: whether anything is to be pulled; if not, the producer is told "done".
+            deadline: when it fails as stale if it is not over, on the clock of ``tick``.
+        """
+        load_id = LoadId(next(self._ids))
+        self._loads[load_id] = _Load(
+            request=request, hold=hold, computed=computed, reads=reads, deadline=deadline
+        )
+        return load_id
+
+    def request(self, load_id: LoadId) -> RequestId:
+        """The request of a load that is not over."""
+        return self._loads[load_id].request
+
+    def shaken(self, load_id: LoadId, parties: tuple[Party, ...]) -> None:
+        """The handshake succeeded; these are the producer ranks that concern this rank."""
+        load = self._loads.get(load_id)
+        if load is None or load.parties is not None:
+            return
+        load.parties = parties
+        if load.reported:  # it failed while the handshake went on: say so now that we can
+            self._tell_abandon(load_id, load)
+            del self._loads[load_id]
+            return
+        for party in parties:
+            if load.reads and party.reads:
+                self._step(load_id, load, party.rank, first=True)
+        self._finish_if_over(load_id, load)
+
+    def unshaken(self, load_id: LoadId, error: KVFerryError) -> None:
+        """The handshake failed, or what it said rules the load out: there is nobody to tell."""
+        load = self._loads.get(load_id)
+        if load is None or load.parties is not None:
+            return
+        if load.reported:
+            del self._loads[load_id]
+            return
+        load.parties = ()
+        load.failure = load.failure or error
+        self._finish_if_over(load_id, load)
+
+    def checked(self, load_id: LoadId, rank: int, word: int) -> None:
+        """The word that a check read."""
+        load = self._at(load_id, rank, _At.CHECKING)
+        if load is None:
+            return
+        if load.failure or not load.hold.stands(word):
+            self._over(load_id, load, rank, load.failure or _stale("before the read"))
+        elif word == load.hold.ready:
+            self._step(load_id, load, rank)
+        else:
+            load.at[rank] = _At.RECHECK
+
+    def read(self, load_id: LoadId, rank: int) -> None:
+        """All data from this rank has arrived, and nothing more will."""
+        load = self._at(load_id, rank, _At.READING)
+        if load is None:
+            return
+        if load.failure:
+            self._over(load_id, load, rank, load.failure)
+        else:
+            self._do(load_id, load, rank, _At.FENCING, Op.FENCE)
+
+    def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
+        """The word that the fence read."""
+        load = self._at(load_id, rank, _At.FENCING)
+        if load is None:
+            return
+        held = load.hold.stands(word) and (load.computed or word == load.hold.ready)
+        self._over(load_id, load, rank, None if held else _stale("when the read ended"))
+
+    def lost(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
+        """Whatever was under way with this rank failed, and is quiet."""
+        load = self._loads.get(load_id)
+        if load is not None and load.at.get(rank, _At.OVER).waits:
+            self._over(load_id, load, rank, error)
+
+    def doomed(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
+        """What is under way with this rank will fail, but bytes may still land."""
+        load = self._loads.get(load_id)
+        if load is not None and load.at.get(rank, _At.OVER).waits:
+            self._fail(load_id, load, error)
+
+    def abort(self, load_id: LoadId, error: KVFerryError) -> None:
+        """The engine gives the load up; it is reported when it is quiet."""
+        load = self._loads.get(load_id)
+        if load is not None and not load.reported:
+            self._fail(load_id, load, error)
+
+    def tick(self, now: float) -> None:
+        """Ask again where a check found the pages still computing; fail what is too late."""
+        for load_id, load in list(self._loads.items()):
+            if load.reported:
+                continue
+            if load.failure is None and now >= load.deadline:
+                self._fail(load_id, load, self._late(load_id))
+                continue
+            for rank in [r for r, at in load.at.items() if at is _At.RECHECK]:
+                self._do(load_id, load, rank, _At.CHECKING, Op.CHECK)
+
+    def _late(self, load_id: LoadId) -> StaleError:
+        return StaleError(
+            f"waited longer than its lease, and was in stage {self.stage(load_id)}; "
+            "a longer kv_lease_duration on both engines allows longer waits"
+        )
+
+    def _at(self, load_id: LoadId, rank: int, at: _At) -> _Load | None:
+        load = self._loads.get(load_id)
+        return load if load is not None and load.at.get(rank) is at else None
+
+    def _step(self, load_id: LoadId, load: _Load, rank: int, *, first: bool = False) -> None:
+        if first and not load.computed:
+            self._do(load_id, load, rank, _At.CHECKING, Op.CHECK)
+        else:
+            self._do(load_id, load, rank, _At.READING, Op.READ)
+
+    def _do(self, load_id: LoadId, load: _Load, rank: int, at: _At, op: Op) -> None:
+        load.at[rank] = at
+        self._actions.append(Action(op=op, load=load_id, rank=rank))
+
+    def _over(self, load_id: LoadId, load: _Load, rank: int, error: KVFerryError | None) -> None:
+        load.at[rank] = _At.OVER
+        if error is not None:
+            self._fail(load_id, load, error)
+        else:
+            self._finish_if_over(load_id, load)
+
+    def _fail(self, load_id: LoadId, load: _Load, error: KVFerryError) -> None:
+        """The first failure counts; the rest of the load is wound down."""
+        if load.failure is None:
+            load.failure = error
+            for rank, at in load.at.items():
+                if at is _At.RECHECK:
+                    load.at[rank] = _At.OVER
+                elif at.waits:
+                    self._actions.append(Action(op=Op.CANCEL, load=load_id, rank=rank))
+        self._finish_if_over(load_id, load)
+
+    def _finish_if_over(self, load_id: LoadId, load: _Load) -> None:
+        if load.reported or any(at is not _At.OVER for at in load.at.values()):
+            return
+        if load.parties is None and load.failure is None:
+            return
+        if load.failure is not None:
+            self._tell_abandon(load_id, load)
+        else:
+            self._tell_done(load_id, load)
+        load.reported = True
+        self._actions.append(Action(op=Op.REPORT, load=load_id, error=load.failure))
+        if load.parties is not None:
+            del self._loads[load_id]
+
+    def _tell_abandon(self, load_id: LoadId, load: _Load) -> None:
+        for party in load.parties or ():
+            self._actions.append(Action(op=Op.ABANDON, load=load_id, rank=party.rank))
+
+    def _tell_done(self, load_id: LoadId, load: _Load) -> None:
+        for party in load.parties or ():
+            if not (load.reads and party.reads):
+                self._actions.append(Action(op=Op.DONE, load=load_id, rank=party.rank))
+
+
+def _stale(when: str) -> StaleError:
+    return StaleError(
+        f"the producer did not hold the pages any more {when}; what was read is discarded"
+    )

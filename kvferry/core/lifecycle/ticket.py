@@ -1,0 +1,133 @@
+"""The ticket: what a producer hands to a consumer, through the router, about one request.
+
+It passes through a client's hands, so nothing in it is believed before it was checked: first by
+itself (form), then by the consumer's scheduler (digest), then against the producer's handshake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.core.errors import TicketError
+from kvferry.core.layout import HOLE
+from kvferry.core.lifecycle.digest import DIGEST_BYTES
+from kvferry.core.lifecycle.holds import GENERATION_LIMIT, Hold
+from kvferry.core.wire import RankPayload
+
+MAX_TICKET_PAGES = 1 << 22
+MAX_TOKENS = 1 << 32
+MAX_TEXT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """About one request's pages on one producer engine.
+
+    Attributes:
+        engine, incarnation: the producer.
+        request: what the producer calls the request; for logs only.
+        host, port: its side channel.
+        hold: stands for the pages in the producer's slot tables.
+        pages: per group, page ids of the producer's layout; 0 is a hole.
+        first_index: per group, the block index of the list's first entry.
+        tokens: T, how many tokens the pages cover; a state is the one after exactly these.
+        digest: what the pages depend on; see ``digest``.
+        computed: nothing writes the pages any more after the ticket was made, so that the read
+            needs no check before it.
+        tp_size: the producer's tensor parallelism, which the handshake must confirm.
+        signature: reserved for the signature over all of this.
+
+    Raises:
+        TicketError: a value is out of bounds, or a page stands twice in a list.
+    """
+
+    engine: str
+    incarnation: int
+    request: str
+    host: str
+    port: int
+    hold: Hold
+    pages: tuple[tuple[int, ...], ...]
+    first_index: tuple[int, ...]
+    tokens: int
+    digest: bytes
+    computed: bool
+    tp_size: int = 1
+    signature: bytes = field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        for problem in (*_identity_problems(self), *_page_problems(self)):
+            raise TicketError(problem)
+
+
+def _identity_problems(ticket: Ticket) -> Iterator[str]:
+    for name in ("engine", "request", "host"):
+        text = getattr(ticket, name)
+        if not 1 <= len(text) <= MAX_TEXT:
+            yield f"{name} has {len(text)} characters; 1 to {MAX_TEXT} are allowed"
+    if not 1 <= ticket.port <= 65535:
+        yield f"port {ticket.port} is not in 1 to 65535"
+    if not 0 < ticket.incarnation < GENERATION_LIMIT:
+        yield f"incarnation {ticket.incarnation} is not in 1 to {GENERATION_LIMIT - 1}"
+    if not 0 < ticket.tokens <= MAX_TOKENS:
+        yield f"{ticket.tokens} tokens; 1 to {MAX_TOKENS} are allowed"
+    if len(ticket.digest) != DIGEST_BYTES:
+        yield f"a digest of {len(ticket.digest)} bytes; it has {DIGEST_BYTES}"
+    if not 1 <= ticket.tp_size <= 1 << 16:
+        yield f"tp_size {ticket.tp_size} is not in 1 to {1 << 16}"
+    if len(ticket.signature) > MAX_TEXT:
+        yield f"a signature of {len(ticket.signature)} bytes; {MAX_TEXT} are allowed"
+
+
+def _page_problems(ticket: Ticket) -> Iterator[str]:
+    if len(ticket.first_index) != len(ticket.pages):
+        yield f"{len(ticket.first_index)} first indices for {len(ticket.pages)} groups"
+    if any(not 0 <= index <= MAX_TOKENS for index in ticket.first_index):
+        yield f"a first index of {ticket.first_index} is not in 0 to {MAX_TOKENS}"
+    if sum(map(len, ticket.pages)) > MAX_TICKET_PAGES:
+        yield f"{sum(map(len, ticket.pages))} block ids; {MAX_TICKET_PAGES} are allowed"
+    for group, ids in enumerate(ticket.pages):
+        if ids and min(ids) < 0:
+            yield f"group {group} names block {min(ids)}; ids are not negative"
+        pages = [page for page in ids if page != HOLE]
+        if len(set(pages)) != len(pages):
+            twice = next(page for page in pages if pages.count(page) > 1)
+            yield f"group {group} names block {twice} more than once"
+
+
+def check_against(ticket: Ticket, payloads: Sequence[RankPayload]) -> None:
+    """Check a ticket against what its producer said in the handshake.
+
+    Raises:
+        TicketError: another incarnation, another number of groups or tensor-parallel ranks, or a
+            block past the end of the producer's cache.
+    """
+    for problem in _handshake_problems(ticket, payloads):
+        raise TicketError(problem)
+
+
+def _handshake_problems(ticket: Ticket, payloads: Sequence[RankPayload]) -> Iterator[str]:
+    first = payloads[0]
+    if ticket.incarnation != first.incarnation:
+        yield (
+            f"the ticket is from another life of engine {ticket.engine!r} (incarnation "
+            f"{ticket.incarnation}, now {first.incarnation}): it was restarted since"
+        )
+    tp_size = 1 + max(payload.coordinates.tp for payload in payloads)
+    if ticket.tp_size != tp_size:
+        yield f"the ticket says tp_size {ticket.tp_size}, the handshake {tp_size}"
+    slots = min(payload.slots.nbytes // 8 for payload in payloads)
+    if ticket.hold.slot >= slots:
+        yield f"the ticket names slot {ticket.hold.slot}; the producer has {slots}"
+    groups = len(first.layout.groups)
+    if len(ticket.pages) != groups:
+        yield f"the ticket lists blocks of {len(ticket.pages)} groups; the producer has {groups}"
+        return
+    for group, ids in enumerate(ticket.pages):
+        limit = min((n for p in payloads if (n := p.layout.pages(group))), default=0)
+        highest = int(np.max(ids)) if ids else HOLE
+        if highest and highest >= limit:
+            yield f"group {group} names block {highest}; the producer has {limit}"

@@ -1,0 +1,219 @@
+"""Every message that crosses between engines, typed and bounded, and how it is decoded.
+
+All are msgpack. A decoder never raises anything but ``WireError``: what a peer sends is untrusted,
+so sizes are checked before decoding and values while decoding (layouts validate themselves).
+Unknown fields are skipped, so that a newer minor version can add some.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvferry.core.errors import WireError
+from kvferry.core.layout import Layout
+from kvferry.core.lifecycle.holds import GENERATION_LIMIT, MAX_SLOTS, WORD_BYTES
+from kvferry.core.memory import Region
+
+OLDEST_PROTOCOL = 1
+NEWEST_PROTOCOL = 1
+"""The protocol versions that this build speaks; two engines need one in common."""
+
+MAX_REQUEST_BYTES = 1 << 12
+MAX_REPLY_BYTES = 1 << 26
+MAX_RELEASE_BYTES = 1 << 11
+"""No single ``Release`` is longer."""
+MAX_RELEASES = 1 << 12
+"""As many fit one notification."""
+MAX_RANKS = 1 << 12
+MAX_TEXT = 1 << 12
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Count = Annotated[int, Meta(ge=1, le=1 << 16)]
+Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
+RandomBits = Annotated[int, Meta(ge=1, le=GENERATION_LIMIT - 1)]
+
+
+class Coordinates(Struct, frozen=True, kw_only=True, order=True):
+    """Where a rank stands in its engine."""
+
+    pp: Index = 0
+    tp: Index = 0
+    pcp: Index = 0
+    dcp: Index = 0
+
+
+class Versions(Struct, frozen=True, kw_only=True):
+    """The protocol versions that somebody speaks, ``oldest`` to ``newest``, both included.
+
+    Raises:
+        WireError: there is no version between them.
+    """
+
+    oldest: Count
+    newest: Count
+
+    def __post_init__(self) -> None:
+        if self.oldest > self.newest:
+            raise WireError(f"protocol versions {self.oldest} to {self.newest} are none")
+
+    def __str__(self) -> str:
+        return f"{self.oldest} to {self.newest}"
+
+    def common(self, other: Versions) -> int | None:
+        """The newest version that both speak; ``None`` if there is none."""
+        newest = min(self.newest, other.newest)
+        return newest if newest >= max(self.oldest, other.oldest) else None
+
+
+SPOKEN = Versions(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL)
+"""Those of this build."""
+
+
+class RankPayload(Versions, frozen=True, kw_only=True):
+    """What a rank publishes in the handshake.
+
+    Attributes:
+        oldest, newest: the protocol versions that it speaks.
+        engine, incarnation: whose rank it is.
+        rank: its index among the engine's ranks; payloads are served in this order.
+        coordinates: where it stands.
+        agreement: what two engines must agree on (model, cache dtype, ...), name to value.
+        layout: its memory.
+        driver: the name of its driver.
+        address: what that driver needs to connect; opaque here.
+        slots: the table of slot words, 8 bytes each; registered with the transport.
+
+    Raises:
+        WireError: there is no version in the range, or ``slots`` is no table of words.
+    """
+
+    engine: Name
+    incarnation: RandomBits
+    rank: Index
+    coordinates: Coordinates
+    agreement: Annotated[dict[Name, Text], Meta(max_length=256)]
+    layout: Layout
+    driver: Name
+    address: Annotated[bytes, Meta(max_length=1 << 20)]
+    slots: Region
+
+    def __post_init__(self) -> None:
+        Versions.__post_init__(self)
+        if self.slots.address % WORD_BYTES or self.slots.nbytes % WORD_BYTES:
+            raise WireError(
+                f"slot table at {self.slots.address:#x} of {self.slots.nbytes} bytes: both must be "
+                f"multiples of {WORD_BYTES}, or a word could be read torn"
+            )
+
+
+class Ask(Versions, frozen=True, kw_only=True, tag="ask"):
+    """A consumer asks a side channel for the payloads of all ranks of an engine."""
+
+    engine: Name
+
+
+class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
+    """A consumer asks whether the engine lives."""
+
+    engine: Name
+
+
+class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
+    """The answer to ``Ask``: every rank's payload, each encoded by its own rank."""
+
+    ranks: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class Pong(Struct, frozen=True, kw_only=True, tag="pong"):
+    """The answer to ``Ping``."""
+
+    incarnation: RandomBits
+
+
+class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
+    """Any request's answer where there is no better one; says why."""
+
+    reason: Text
+
+
+Request = Ask | Ping
+Reply = Payloads | Pong | Refusal
+
+
+class Release(Struct, frozen=True, kw_only=True, tag="release"):
+    """A consumer rank needs a hold no longer: "done", or "abandon".
+
+    Attributes:
+        incarnation: of the producer.
+        slot, generation: the hold.
+        engine: the consumer engine.
+        rank: the consumer's rank.
+        expected: how many ranks of that engine say this to this producer rank.
+        abandoned: the rank gave up.
+    """
+
+    incarnation: RandomBits
+    slot: Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
+    generation: RandomBits
+    engine: Name
+    rank: Index
+    expected: Count
+    abandoned: bool = False
+
+
+Releases = Annotated[list[Release], Meta(min_length=1, max_length=MAX_RELEASES)]
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Struct | list[Release]) -> bytes:
+    """The bytes of any message of this module."""
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    """Raises ``WireError``."""
+    return _decode(_request, data, MAX_REQUEST_BYTES, "request")
+
+
+def decode_reply(data: bytes) -> Reply:
+    """Raises ``WireError``."""
+    return _decode(_reply, data, MAX_REPLY_BYTES, "reply")
+
+
+def decode_versions(data: bytes) -> Versions:
+    """Which versions a payload speaks, whatever else it says. Raises ``WireError``."""
+    return _decode(_versions, data, MAX_REPLY_BYTES, "payload")
+
+
+def decode_payload(data: bytes) -> RankPayload:
+    """One rank's payload, its layout validated. Raises ``WireError``."""
+    return _decode(_payload, data, MAX_REPLY_BYTES, "payload")
+
+
+def decode_releases(data: bytes) -> list[Release]:
+    """The content of a notification. Raises ``WireError``."""
+    return _decode(_releases, data, MAX_RELEASES * MAX_RELEASE_BYTES, "release")
+
+
+_request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_versions: msgspec.msgpack.Decoder[Versions] = msgspec.msgpack.Decoder(Versions)
+_payload: msgspec.msgpack.Decoder[RankPayload] = msgspec.msgpack.Decoder(RankPayload)
+_releases: msgspec.msgpack.Decoder[list[Release]] = msgspec.msgpack.Decoder(Releases)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, limit: int, what: str) -> T:
+    if len(data) > limit:
+        raise WireError(f"a {what} of {len(data)} bytes; {limit} are allowed")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as exc:
+        # ValueError: msgspec lets the UnicodeDecodeError of a bad string through.
+        raise WireError(f"not a {what} of this protocol: {exc}") from exc
