@@ -1,0 +1,262 @@
+"""Small engines without a model: numpy caches, real endpoints, real side channels, loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.descriptors import Pages
+from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
+from kvferry.core.handshake import HandshakeServer
+from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+from kvferry.core.lifecycle.digest import digest
+from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.memory import region_of
+from kvferry.core.transport import Transport
+from kvferry.core.wire import Coordinates, encode
+from kvferry.drivers.loopback import LoopbackTransport
+
+LAYERS, HEADS, DIM, PAGES = 2, 4, 8, 16
+POISON = np.float32("nan")
+
+
+@dataclass(kw_only=True)
+class Shape:
+    """How an engine's cache looks: pages of [heads, tokens, dim], or [tokens, heads, dim]."""
+
+    tp: int = 1
+    block: int = 4
+    heads_first: bool = True
+    pages: int = PAGES
+    replicated: bool = False
+
+    @property
+    def heads(self) -> int:
+        return HEADS if self.replicated else HEADS // self.tp
+
+    def first_head(self, rank: int) -> int:
+        return 0 if self.replicated else rank * self.heads
+
+
+@dataclass(kw_only=True)
+class Rank:
+    """One rank: its cache as (layer, page, ...), and its endpoint."""
+
+    cache: npt.NDArray[np.float32]
+    endpoint: Endpoint
+    heads_first: bool
+    first_head: int
+
+    def tokens(self, pages: list[int], layer: int) -> npt.NDArray[np.float32]:
+        """(token, head, dim) of these pages, in whatever way they are stored."""
+        blocks = self.cache[layer, pages]
+        if self.heads_first:
+            blocks = blocks.swapaxes(1, 2)
+        return blocks.reshape(-1, *blocks.shape[2:])
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """All ranks of an engine, its scheduler's ledger and its side channel."""
+
+    name: str
+    shape: Shape
+    ranks: list[Rank]
+    server: HandshakeServer
+    ledger: HoldLedger
+    incarnation: int
+    ids: Iterator[int] = field(default_factory=itertools.count)
+    sent: list[list[RequestId]] = field(default_factory=list)
+
+    def step(self, passed: Callable[[], bool] | None = None) -> None:
+        """One engine step: the orders go to every rank."""
+        orders = self.ledger.drain()
+        for rank in self.ranks:
+            rank.endpoint.apply(orders, passed)
+
+    def compute(self, request: str, pages: list[int], tokens: int) -> None:
+        """Take a request on and fill its pages with what only these tokens have there."""
+        assert self.ledger.take_on(RequestId(request)) is not None
+        self.step()
+        for rank in self.ranks:
+            fill(self.shape, rank, pages, tokens)
+
+    def finish(
+        self, request: str, pages: list[int], tokens: int, *, computed: bool = True,
+        lease: float = 30.0, order: bool = True,
+    ) -> Ticket:
+        """Make the ticket, and (unless it is to come late) send the order that goes with it."""
+        hold = self.ledger.ticket(RequestId(request), lease)
+        assert hold is not None
+        if order:
+            self.step()
+        return Ticket(
+            engine=self.name,
+            incarnation=self.incarnation,
+            request=request,
+            host=self.server.host,
+            port=self.server.port,
+            hold=hold,
+            pages=(tuple(pages),),
+            first_index=(0,),
+            tokens=tokens,
+            digest=digest(range(tokens)),
+            computed=computed,
+            tp_size=self.shape.tp,
+        )
+
+    def serve(self, request: str, pages: list[int], tokens: int) -> Ticket:
+        """Compute and finish."""
+        self.compute(request, pages, tokens)
+        return self.finish(request, pages, tokens)
+
+    def pull(
+        self, request: str, ticket: Ticket, pages: list[int], *, first: int = 0,
+        first_index: int = 0, nothing: bool = False,
+    ) -> None:
+        """Start a load on every rank."""
+        load = Load(
+            request=RequestId(request),
+            ticket=ticket,
+            ranges=(None if nothing else (first, ticket.tokens),),
+            local=(Pages(ids=np.array(pages, dtype=np.int64), first_index=first_index),),
+            report=not nothing,
+        )
+        for rank in self.ranks:
+            rank.endpoint.load(load)
+
+    def outcome(self, request: str) -> Results:
+        """Wait until every rank has reported the request; the failures of all of them."""
+        failed = {}
+        for rank in self.ranks:
+            results = until(rank.endpoint, lambda r: RequestId(request) in r.received)
+            failed.update(results.failed)
+        return Results(received=frozenset({RequestId(request)}), failed=failed)
+
+    def released(self, request: str) -> None:
+        """Wait until every rank has reported the request sent, and say so to the ledger."""
+        for rank in self.ranks:
+            until(rank.endpoint, lambda r: RequestId(request) in r.sent)
+        self.ledger.sent(RequestId(request))
+
+
+def until(endpoint: Endpoint, holds: Callable[[Results], bool], seconds: float = 20.0) -> Results:
+    """The results in which something holds; fails if it never does."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        endpoint.wait(0.05)
+        results = endpoint.results()
+        if holds(results):
+            return results
+    raise AssertionError("the endpoint never reported what was waited for")
+
+
+def expected(shape: Shape, tokens: int, layer: int, first_head: int) -> npt.NDArray[np.float32]:
+    """(token, head, dim): a value that names layer, token, head and element."""
+    token = np.arange(tokens)[:, None, None]
+    head = first_head + np.arange(shape.heads)[None, :, None]
+    element = np.arange(DIM)[None, None, :]
+    return (((layer * 1000 + token) * HEADS + head) * DIM + element).astype(np.float32)
+
+
+def fill(shape: Shape, rank: Rank, pages: list[int], tokens: int) -> None:
+    """What a prefill of these tokens would leave in the pages; zeros after the last token."""
+    for layer in range(LAYERS):
+        values = np.zeros((len(pages) * shape.block, shape.heads, DIM), dtype=np.float32)
+        values[:tokens] = expected(shape, tokens, layer, rank.first_head)
+        blocks = values.reshape(len(pages), shape.block, shape.heads, DIM)
+        rank.cache[layer, pages] = blocks.swapaxes(1, 2) if shape.heads_first else blocks
+
+
+def layout_of(shape: Shape, cache: npt.NDArray[np.float32], rank: int) -> Layout:
+    """One field per layer."""
+    row, page = DIM * 4, shape.heads * shape.block * DIM * 4
+    token, head = (row, shape.block * row) if shape.heads_first else (shape.heads * row, row)
+    fields = tuple(
+        Field(
+            key=f"layer{layer}",
+            group=0,
+            region=0,
+            offset=layer * shape.pages * page,
+            page_stride=page,
+            pages=shape.pages,
+            dtype="float32",
+            unit=row,
+            tokens=axis((shape.block, token)),
+            shard=axis((shape.heads, head)),
+            shard_range=(shape.first_head(rank), shape.first_head(rank) + shape.heads),
+        )
+        for layer in range(LAYERS)
+    )
+    group = Group(kind=GroupKind.PAGED, block_tokens=shape.block)
+    return Layout(regions=(region_of(cache),), groups=(group,), fields=fields)
+
+
+@contextlib.contextmanager
+def engine(
+    name: str,
+    shape: Shape | None = None,
+    *,
+    options: EndpointOptions | None = None,
+    transport: Callable[[], Transport] = LoopbackTransport,
+    agreement: dict[str, str] | None = None,
+    port: int = 0,
+) -> Iterator[Engine]:
+    """An engine that runs until the block ends."""
+    shape = shape or Shape()
+    incarnation = random_incarnation()
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for index in range(shape.tp):
+            inner = (shape.heads, shape.block) if shape.heads_first else (shape.block, shape.heads)
+            cache = np.full((LAYERS, shape.pages, *inner, DIM), POISON, dtype=np.float32)
+            identity = Identity(
+                engine=name,
+                incarnation=incarnation,
+                rank=index,
+                coordinates=Coordinates(tp=index),
+                agreement=agreement or {},
+            )
+            endpoint = Endpoint(
+                identity=identity,
+                driver="loopback",
+                transport=transport(),
+                layout=layout_of(shape, cache, index),
+                slots=shape.pages,
+                options=options or EndpointOptions(),
+            )
+            stack.enter_context(endpoint)
+            ranks.append(
+                Rank(
+                    cache=cache,
+                    endpoint=endpoint,
+                    heads_first=shape.heads_first,
+                    first_head=shape.first_head(index),
+                )
+            )
+        payloads = [rank.endpoint.payload for rank in ranks]
+        server = HandshakeServer(
+            [encode(payload) for payload in payloads],
+            engine=name,
+            incarnation=incarnation,
+            port=port,
+        )
+        stack.enter_context(server)
+        for rank in ranks:
+            rank.endpoint.join(payloads)
+        yield Engine(
+            name=name,
+            shape=shape,
+            ranks=ranks,
+            server=server,
+            ledger=HoldLedger(shape.pages),
+            incarnation=incarnation,
+        )

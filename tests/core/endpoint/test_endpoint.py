@@ -1,0 +1,266 @@
+"""Whole loads between real endpoints: the bytes, the reports, and every way to fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+
+from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.errors import (
+    EndpointClosedError,
+    HandshakeError,
+    IncompatibleError,
+    PageError,
+    StaleError,
+    TicketError,
+)
+from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from tests.core.endpoint.engines import LAYERS, Engine, Shape, engine, expected, until
+
+SHAPES = [
+    pytest.param(Shape(), Shape(), id="equal"),
+    pytest.param(Shape(tp=2, block=2), Shape(heads_first=False), id="tp 2 to 1, HND to NHD"),
+    pytest.param(Shape(block=8, heads_first=False), Shape(tp=2, block=4), id="tp 1 to 2"),
+    pytest.param(Shape(tp=4, block=6), Shape(tp=2, block=4), id="tp 4 to 2, blocks 6 to 4"),
+]
+
+
+def assert_pulled(decode: Engine, pages: list[int], tokens: int) -> None:
+    """Every token is right, and every byte after the last one is zero, not what was there."""
+    for rank in decode.ranks:
+        for layer in range(LAYERS):
+            found = rank.tokens(pages, layer)
+            wanted = expected(decode.shape, tokens, layer, rank.first_head)
+            np.testing.assert_array_equal(found[:tokens], wanted)
+            np.testing.assert_array_equal(found[tokens:], 0)
+
+
+@pytest.mark.parametrize(("there", "here"), SHAPES)
+@pytest.mark.parametrize("tokens", [1, 7, 12])
+def test_pages_arrive_and_are_released_once(there: Shape, here: Shape, tokens: int) -> None:
+    with engine("prefill", there) as prefill, engine("decode", here) as decode:
+        remote = [5, 2, 9, 7, 3, 8][: -(-tokens // there.block)]
+        local = [4, 11, 6, 1, 2, 3, 13][: -(-tokens // here.block)]
+        ticket = prefill.serve("p-1", remote, tokens)
+        decode.pull("d-1", ticket, local)
+        assert not decode.outcome("d-1").failed
+        assert_pulled(decode, local, tokens)
+        prefill.released("p-1")
+        assert [rank.endpoint.held for rank in prefill.ranks] == [0] * there.tp
+
+
+def test_pages_beyond_the_range_are_zeroed() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        decode.pull("d-1", prefill.serve("p-1", [1, 2], 6), [3, 4, 5])
+        assert not decode.outcome("d-1").failed
+        assert_pulled(decode, [3, 4, 5], 6)
+
+
+def test_a_partial_hit_pulls_the_rest_and_touches_nothing_else() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        ticket = prefill.serve("p-1", [1, 2, 3], 12)
+        decode.pull("d-1", ticket, [7, 8], first=4, first_index=1)
+        assert not decode.outcome("d-1").failed
+        rank = decode.ranks[0]
+        wanted = expected(decode.shape, 12, 1, 0)
+        np.testing.assert_array_equal(rank.tokens([7, 8], 1), wanted[4:])
+        untouched = [page for page in range(decode.shape.pages) if page not in (7, 8)]
+        assert np.isnan(rank.cache[:, untouched]).all()
+
+
+def test_a_full_local_hit_tells_the_producer_and_reports_nothing() -> None:
+    with engine("prefill", Shape(tp=2)) as prefill, engine("decode") as decode:
+        decode.pull("d-1", prefill.serve("p-1", [1, 2], 8), [], nothing=True)
+        prefill.released("p-1")
+        record = until(decode.ranks[0].endpoint, lambda results: bool(results.loads))
+        assert not record.received
+        assert decode.ranks[0].endpoint.pending == 0
+
+
+def test_replicas_that_nobody_reads_are_told() -> None:
+    """Every rank of both engines holds all heads: two ranks read two of four."""
+    there, here = Shape(tp=4, replicated=True), Shape(tp=2, replicated=True)
+    with engine("prefill", there) as prefill, engine("decode", here) as decode:
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        assert not decode.outcome("d-1").failed
+        assert_pulled(decode, [2], 4)
+        prefill.released("p-1")
+
+
+def test_a_consumer_faster_than_the_order_is_not_stale() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        prefill.compute("p-1", [1], 4)
+        ticket = prefill.finish("p-1", [1], 4, order=False)
+        decode.pull("d-1", ticket, [2])
+        assert not decode.outcome("d-1").failed
+        prefill.step()
+        prefill.released("p-1")
+
+
+def test_with_a_drafter_the_read_waits_for_the_device() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        prefill.compute("p-1", [1], 4)
+        drafted = threading.Event()
+        ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
+        prefill.step(passed=drafted.is_set)
+        decode.pull("d-1", ticket, [2])
+        assert not decode.ranks[0].endpoint.wait(0.05)
+        prefill.ranks[0].cache[:, 1] += 1  # the drafter's work
+        drafted.set()
+        assert not decode.outcome("d-1").failed
+        np.testing.assert_array_equal(decode.ranks[0].cache[:, 2], prefill.ranks[0].cache[:, 1])
+
+
+def test_a_late_read_fails() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        prefill.compute("p-1", [1], 4)
+        ticket = prefill.finish("p-1", [1], 4, lease=0.0)
+        prefill.released("p-1")
+        prefill.serve("p-2", [1], 4)  # its page is used again, its slot perhaps too
+        decode.pull("d-1", ticket, [2])
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
+
+
+def test_a_reset_makes_tickets_stale_and_gives_pages_back() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        ticket = prefill.serve("p-1", [1], 4)
+        prefill.ledger.reset()
+        prefill.step()
+        prefill.released("p-1")
+        decode.pull("d-1", ticket, [2])
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
+
+
+def test_the_second_of_two_consumers_with_one_ticket_is_stale() -> None:
+    with engine("prefill") as prefill, engine("one") as one, engine("two") as two:
+        ticket = prefill.serve("p-1", [1], 4)
+        one.pull("d-1", ticket, [2])
+        assert not one.outcome("d-1").failed
+        prefill.released("p-1")
+        two.pull("d-1", ticket, [2])
+        assert isinstance(two.outcome("d-1").failed[RequestId("d-1")], StaleError)
+
+
+def test_waiting_longer_than_the_lease_fails() -> None:
+    options = EndpointOptions(lease=0.05)
+    with engine("prefill") as prefill, engine("decode", options=options) as decode:
+        prefill.compute("p-1", [1], 4)
+        ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
+        decode.pull("d-1", ticket, [2])
+        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert isinstance(error, StaleError)
+        assert "kv_lease_duration" in str(error)
+        prefill.step()
+        prefill.released("p-1")  # by "abandon"
+
+
+def test_an_aborted_load_is_reported_and_abandoned() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        prefill.compute("p-1", [1], 4)
+        ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
+        decode.pull("d-1", ticket, [2])
+        decode.ranks[0].endpoint.abort(RequestId("d-1"))
+        assert decode.outcome("d-1").failed
+        prefill.step()
+        prefill.released("p-1")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"incarnation": random_incarnation()}, "restarted"),
+        ({"pages": ((1, 99),)}, "block 99; the producer has 16"),
+        ({"pages": ((1,), (2,)), "first_index": (0, 0)}, "2 groups; the producer has 1"),
+        ({"tp_size": 2}, "tp_size 2, the handshake 1"),
+    ],
+)
+def test_a_ticket_that_the_handshake_denies_is_refused(
+    change: dict[str, object], complaint: str
+) -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        ticket = prefill.serve("p-1", [1, 2], 8)
+        decode.pull("d-1", dataclasses.replace(ticket, **change), [3, 4])  # type: ignore[arg-type]
+        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert isinstance(error, TicketError)
+        assert complaint in str(error)
+        assert np.isnan(decode.ranks[0].cache).all()
+        decode.pull("d-2", ticket, [3, 4])
+        assert not decode.outcome("d-2").failed
+
+
+def test_a_hole_where_a_page_is_needed_fails_the_load_and_abandons() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        ticket = dataclasses.replace(prefill.serve("p-1", [1, 2], 8), pages=((0, 2),))
+        decode.pull("d-1", ticket, [3, 4])
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], PageError)
+        prefill.released("p-1")
+
+
+def test_a_ticket_of_the_engine_itself_is_refused() -> None:
+    with engine("both") as both:
+        both.pull("d-1", both.serve("p-1", [1], 4), [2])
+        assert isinstance(both.outcome("d-1").failed[RequestId("d-1")], TicketError)
+
+
+def test_engines_that_disagree_are_refused_by_name() -> None:
+    with (
+        engine("prefill", agreement={"model": "llama"}) as prefill,
+        engine("decode", agreement={"model": "qwen"}) as decode,
+    ):
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert isinstance(error, IncompatibleError)
+        assert "llama" in str(error)
+        assert "qwen" in str(error)
+
+
+def test_a_producer_that_is_gone_fails_the_load_and_its_successor_serves() -> None:
+    with engine("decode") as decode:
+        with engine("prefill") as prefill:
+            old = prefill.serve("p-1", [1], 4)
+            decode.pull("d-1", old, [2])
+            assert not decode.outcome("d-1").failed
+            port = prefill.server.port
+        decode.pull("d-2", old, [2])
+        assert decode.outcome("d-2").failed
+        with engine("prefill", port=port) as prefill:
+            decode.pull("d-3", old, [2])
+            assert isinstance(decode.outcome("d-3").failed[RequestId("d-3")], TicketError)
+            decode.pull("d-4", prefill.serve("p-1", [3], 4), [5])
+            assert not decode.outcome("d-4").failed
+
+
+def test_nobody_at_the_address_fails_the_load() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        ticket = prefill.serve("p-1", [1], 4)
+        prefill.server.close()
+        decode.pull("d-1", ticket, [2])
+        error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert isinstance(error, HandshakeError)
+        assert str(ticket.port) in str(error)
+
+
+def test_many_loads_at_once() -> None:
+    with engine("prefill", Shape(pages=64)) as prefill, engine("decode", Shape(pages=64)) as decode:
+        tickets = [prefill.serve(f"p-{i}", [1 + 2 * i, 2 + 2 * i], 8) for i in range(30)]
+        for i, ticket in enumerate(tickets):
+            decode.pull(f"d-{i}", ticket, [2 + 2 * i, 1 + 2 * i])
+        waiting = {RequestId(f"d-{i}") for i in range(30)}
+        while waiting:
+            results = until(decode.ranks[0].endpoint, lambda r: bool(r.received))
+            assert not results.failed
+            waiting -= results.received
+        for i in range(30):
+            assert_pulled(decode, [2 + 2 * i, 1 + 2 * i], 8)
+
+
+def test_a_closed_endpoint_says_so() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        ticket = prefill.serve("p-1", [1], 4)
+        decode.ranks[0].endpoint.close()
+        decode.ranks[0].endpoint.close()
+        with pytest.raises(EndpointClosedError):
+            decode.pull("d-1", ticket, [2])
