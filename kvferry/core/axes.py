@@ -101,7 +101,9 @@ def walk(local: Digits, remote: Digits, starts: tuple[int, int], count: int, lim
         raise OverflowError
     index = np.arange(count, dtype=np.int64)
     return Walk(
-        local=offsets(local, index + starts[0]), remote=offsets(remote, index + starts[1]), digits=()
+        local=offsets(local, index + starts[0]),
+        remote=offsets(remote, index + starts[1]),
+        digits=(),
     )
 
 

@@ -1,13 +1,25 @@
-"""From a plan and the pages of a request to copies."""
+"""From a plan and the pages of a request to copies.
+
+Per copy nothing runs but array operations: the strips of a batch and the places of the sub-blocks
+are added as an outer sum into arrays that are used again and again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from kvferry.core.copies import Copies
-from kvferry.core.layout import Layout
+import numpy as np
+
+from kvferry.core.axes import offsets
+from kvferry.core.copies import Copies, Segment
+from kvferry.core.errors import PageError
+from kvferry.core.layout import HOLE, GroupKind, Layout
 from kvferry.core.memory import I64Array, Region, U64Array
-from kvferry.core.topology import Plan, Source
+from kvferry.core.strips import Batch, Runs, Steps, concatenated, touching
+from kvferry.core.subblocks import Lens, sub_blocks
+from kvferry.core.topology import Match, Plan, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -15,12 +27,24 @@ class Pages:
     """The pages that one group of one engine holds for a request.
 
     Attributes:
-        ids: (n,) int64, page ids; ``layout.HOLE`` is a hole.
+        ids: (n,) int64, page ids; ``layout.HOLE`` is a hole. Not copied.
         first_index: entry *i* is block index ``first_index + i`` of the request.
+
+    Raises:
+        PageError: the ids are not a one-dimensional int64 array, or the index is negative.
     """
 
     ids: I64Array
     first_index: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 1 or self.ids.dtype != np.int64:
+            raise PageError(
+                f"page ids of shape {self.ids.shape} and type {self.ids.dtype}: pass a "
+                "one-dimensional int64 array"
+            )
+        if self.first_index < 0:
+            raise PageError(f"first block index {self.first_index}: it must not be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,7 +53,7 @@ class ReadRequest:
 
     Attributes:
         ranges: per local group, the global tokens ``[first, last)`` to pull; ``None`` where
-            nothing is pulled. ``(0, T)`` for a state group.
+            nothing is pulled. ``(0, T)`` for a state group, whose page has block index 0.
         local: per local group, its pages.
         remote: per remote group (numbered as the remote engine numbers them), its pages.
     """
@@ -50,10 +74,10 @@ class SpanSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
-    """Ranges of local memory.
+    """Ranges of local memory; the arrays belong to the caller.
 
     Attributes:
-        address: (n,) uint64, first byte of each.
+        address: (n,) uint64, first byte of each, ascending within a segment.
         nbytes: (n,) uint64, length of each.
         segments: which regions they lie in, in order and without gaps.
     """
@@ -62,12 +86,55 @@ class Spans:
     nbytes: U64Array
     segments: tuple[SpanSegment, ...]
 
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
 
 class Workspace:
     """Arrays that ``copies`` fills again and again; what it returned is valid until its next use.
 
-    Not for two threads at once.
+    Fresh arrays cost more than what is computed in them. Not for two threads at once.
     """
+
+    __slots__ = ("_table",)
+
+    def __init__(self, copies: int = 0) -> None:
+        """Room for that many copies; it grows when more are needed."""
+        self._table = np.empty((3, copies), dtype=np.int64)
+
+    def take(self, count: int) -> tuple[I64Array, I64Array, I64Array]:
+        """Three arrays of this length, with whatever was in them."""
+        if self._table.shape[1] < count:
+            self._table = np.empty((3, 1 << (count - 1).bit_length()), dtype=np.int64)
+        local, remote, nbytes = self._table[:, :count]
+        return local, remote, nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Places:
+    """Where the sub-blocks of a part of a request lie on one side: page id, index within it."""
+
+    ids: I64Array
+    within: I64Array
+
+    def moved(self, steps: Steps) -> I64Array:
+        """How far each is from page 0, sub-block 0."""
+        moved = self.ids * steps.page
+        return moved + offsets(steps.within, self.within) if steps.within else moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Part:
+    """A batch and where it goes: every strip at every one of (s,) places."""
+
+    batch: Batch
+    local: I64Array
+    remote: I64Array
+    nbytes: I64Array | int
+
+    @property
+    def copies(self) -> int:
+        return len(self.batch.local) * len(self.local)
 
 
 def copies(
@@ -75,19 +142,218 @@ def copies(
 ) -> Copies:
     """The copies that pull one request's pages from one source.
 
+    A range's end is rounded up to what both sides hold in one piece, so that a partial last page
+    is still one copy. Neighbours on both sides are one copy, also across pages.
+
+    Args:
+        plan: the plan of this rank.
+        source: one of ``plan.sources``.
+        request: what to pull. Its remote pages are untrusted.
+        workspace: where the arrays come from; the result is valid until its next use.
+
     Raises:
-        PageError: a page list does not fit; names side, group, position, id and limit.
+        PageError: a range or a page list does not fit; names side, group, position, id and limit.
     """
-    raise NotImplementedError
+    _check_lists(source, request)
+    parts = [part for match in source.matches for part in _parts(source, match, request)]
+    arrays = (workspace or Workspace()).take(sum(part.copies for part in parts))
+    start = 0
+    for part in parts:
+        _fill(part, [array[start : start + part.copies] for array in arrays])
+        start += part.copies
+    local, remote, nbytes = (array.view(np.uint64) for array in arrays)
+    return Copies(local=local, remote=remote, nbytes=nbytes, segments=tuple(_segments(parts)))
+
+
+def _check_lists(source: Source, request: ReadRequest) -> None:
+    for what, given, groups in (
+        ("ranges", request.ranges, source.local_layout.groups),
+        ("local page lists", request.local, source.local_layout.groups),
+        ("remote page lists", request.remote, source.remote_layout.groups),
+    ):
+        if len(given) != len(groups):
+            raise PageError(f"{len(given)} {what} for {len(groups)} groups")
+
+
+def _parts(source: Source, match: Match, request: ReadRequest) -> Iterator[_Part]:
+    wanted = request.ranges[match.local_group]
+    if wanted is None:
+        return
+    start, stop = match.pairing.span(*wanted)
+    _check_room(match, stop, request.local[match.local_group])
+    for low, high, grain in match.pairing.cuts(start, stop):
+        known: dict[int, tuple[_Places, _Places]] = {}
+        for batch in match.batches(grain, source.local_layout, source.remote_layout):
+            fine = batch.motion.grain
+            if fine not in known:
+                known[fine] = _placed(match, request, low, high, fine)
+            if len(known[fine][0].ids):
+                yield _part(batch, *known[fine])
+
+
+def _check_room(match: Match, stop: int, pages: Pages) -> None:
+    """Before anything is enumerated: exact only up to a page, what is left is found later."""
+    group = match.pairing.local
+    indices = pages.first_index + len(pages.ids)
+    if stop > (indices + 1) * max(group.block_tokens, 1) * group.context.size:
+        raise PageError(
+            f"local group {match.local_group}: tokens up to {stop} are wanted, and its pages of "
+            f"{group.block_tokens} tokens end at block index {indices}"
+        )
+
+
+def _placed(
+    match: Match, request: ReadRequest, low: int, high: int, grain: int
+) -> tuple[_Places, _Places]:
+    """Where the sub-blocks of ``[low, high)`` that both sides hold lie on each."""
+    near, far = match.pairing.lenses(grain)
+    index = sub_blocks(low, high, grain, near, far)
+    local, remote = request.local[match.local_group], request.remote[match.remote_group]
+    return (
+        _places(f"local group {match.local_group}", local, match.local_pages, near, index),
+        _places(f"remote group {match.remote_group}", remote, match.remote_pages, far, index),
+    )
+
+
+def _places(name: str, pages: Pages, limit: int, lens: Lens, index: I64Array) -> _Places:
+    """Look up ascending sub-blocks in a page list, and trust none of it."""
+    position, within = lens.places(index)
+    entry = position - pages.first_index
+    if not len(entry):
+        return _Places(ids=entry, within=within)
+    if entry[0] < 0 or entry[-1] >= len(pages.ids):
+        missing = position[0] if entry[0] < 0 else position[-1]
+        raise PageError(
+            f"{name}: block index {missing} is wanted, and its page list has the block indices "
+            f"[{pages.first_index}, {pages.first_index + len(pages.ids)})"
+        )
+    ids = pages.ids[entry]
+    if ids.min() <= HOLE or ids.max() >= limit:
+        bad = int(np.flatnonzero((ids <= HOLE) | (ids >= limit))[0])
+        raise PageError(
+            f"{name}: block index {position[bad]} is wanted, and its page id there is {ids[bad]}"
+            + (", a hole" if ids[bad] == HOLE else f"; ids lie in 1 to {limit - 1}")
+        )
+    return _Places(ids=ids, within=within)
+
+
+def _part(batch: Batch, local: _Places, remote: _Places) -> _Part:
+    """Join neighbouring places where a strip of one ends where that of the next starts."""
+    near, far = local.moved(batch.motion.local), remote.moved(batch.motion.remote)
+    apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
+    if apart.all():
+        return _Part(batch=batch, local=near, remote=far, nbytes=batch.nbytes)
+    first = np.flatnonzero(np.concatenate(([True], apart)))
+    nbytes = np.diff(first, append=len(near)) * batch.nbytes
+    return _Part(batch=batch, local=near[first], remote=far[first], nbytes=nbytes)
+
+
+def _fill(part: _Part, arrays: Sequence[I64Array]) -> None:
+    shape = len(part.batch.local), len(part.local)
+    local, remote, nbytes = (array.reshape(shape) for array in arrays)
+    np.add(part.batch.local[:, None], part.local, out=local)
+    np.add(part.batch.remote[:, None], part.remote, out=remote)
+    nbytes[:] = part.nbytes
+
+
+def _segments(parts: Sequence[_Part]) -> Iterator[Segment]:
+    start = 0
+    for part in parts:
+        strips = 0
+        for stop, local, remote in part.batch.cuts:
+            copies = (stop - strips) * len(part.local)
+            yield Segment(start=start, stop=start + copies, local=local, remote=remote)
+            start, strips = start + copies, stop
 
 
 def unwritten(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
-    """What the reads of ``request`` leave unwritten in the pages that they load.
+    """What the reads of a request leave unwritten in the pages that they load.
 
-    Every byte of a field, in local pages that are no holes, that lies at or after a range's first
-    token and that no read writes. Zero it before the reads start.
+    Kernels compute over tokens past the end, so a page that was given to us to load must not keep
+    what was in it before. These are the bytes of fields, in local pages that are no holes, after
+    the last token that is read: the tail of its page, and all pages beyond. Zero them before the
+    reads start. What lies before a range's first token is not ours, and a state has no tail.
+
+    Args:
+        layout: the layout of this rank.
+        plan: the plan of this rank, all of whose sources are read for the request.
+        request: what is pulled.
 
     Raises:
-        PageError: a local page list does not fit.
+        PageError: a range or a local page list does not fit.
     """
-    raise NotImplementedError
+    regions: dict[Region, int] = {}
+    runs = [
+        _spread(batch, ids, regions)
+        for group, kept in _kept(plan, request).items()
+        for batch, ids in _blanks(layout, plan, group, kept, request.local[group])
+        if len(ids)
+    ]
+    if not runs:
+        empty = np.empty(0, dtype=np.uint64)
+        return Spans(address=empty, nbytes=empty, segments=())
+    joined = touching(concatenated(runs))
+    stops = [*(np.flatnonzero(np.diff(joined.place)) + 1).tolist(), len(joined)]
+    places = list(regions)
+    return Spans(
+        address=joined.local.view(np.uint64),
+        nbytes=joined.nbytes.view(np.uint64),
+        segments=tuple(
+            SpanSegment(start=start, stop=stop, region=places[joined.place[start]])
+            for start, stop in pairwise([0, *stops])
+        ),
+    )
+
+
+def _kept(plan: Plan, request: ReadRequest) -> dict[int, int]:
+    """Per local group that is read, how many of its tokens from 0 on lie before the unwritten."""
+    kept: dict[int, int] = {}
+    for source in plan.sources:
+        _check_lists(source, request)
+        for match in source.matches:
+            wanted = request.ranges[match.local_group]
+            if wanted is None or match.pairing.local.kind is GroupKind.STATE:
+                continue
+            tokens = match.pairing.local_tokens(match.pairing.span(*wanted)[1])
+            # Where a group is read from groups with other blocks, ends differ: what one reads
+            # beyond another's end is zeroed first and written then.
+            kept[match.local_group] = min(tokens, kept.get(match.local_group, tokens))
+    return kept
+
+
+def _blanks(
+    layout: Layout, plan: Plan, group: int, kept: int, pages: Pages
+) -> Iterator[tuple[Batch, I64Array]]:
+    """Strips of local pages, and the pages that they are to be applied to."""
+    page, skip = divmod(kept, layout.groups[group].block_tokens)
+    entry = page - pages.first_index
+    if skip:
+        ids = _present(layout, group, pages.ids[entry : entry + 1] if entry >= 0 else pages.ids[:0])
+        yield from ((batch, ids) for batch in plan.blanks(layout, group, skip))
+        entry += 1
+    ids = _present(layout, group, pages.ids[max(entry, 0) :])
+    yield from ((batch, ids) for batch in plan.blanks(layout, group, 0))
+
+
+def _present(layout: Layout, group: int, ids: I64Array) -> I64Array:
+    """Those that are no holes."""
+    limit = layout.pages(group)
+    if len(ids) and not (ids.min() >= 0 and ids.max() < limit):
+        bad = ids[(ids < 0) | (ids >= limit)][0]
+        raise PageError(f"local group {group}: page id {bad} does not lie in 0 to {limit - 1}")
+    present: I64Array = ids[ids != HOLE]
+    return present
+
+
+def _spread(batch: Batch, ids: I64Array, regions: dict[Region, int]) -> Runs:
+    """The strips of a batch in each of these pages; ``regions`` is numbered further."""
+    moved = ids * batch.motion.local.page
+    places = [regions.setdefault(region, len(regions)) for _, region, _ in batch.cuts]
+    strips = np.diff([0, *(stop for stop, _, _ in batch.cuts)])
+    local = np.add.outer(batch.local, moved).ravel()
+    return Runs(
+        place=np.repeat(np.repeat(places, strips), len(ids)),
+        local=local,
+        remote=local,
+        nbytes=np.full(len(local), batch.nbytes),
+    )

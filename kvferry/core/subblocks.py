@@ -18,6 +18,9 @@ from kvferry.core.errors import PageError
 from kvferry.core.layout import Context, Group, GroupKind
 from kvferry.core.memory import I64Array
 
+LAST_TOKEN = 1 << 40
+"""Token numbers stay below this."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lens:
@@ -69,12 +72,14 @@ class Pairing:
     """A local and a remote group whose fields meet.
 
     Attributes:
+        index: which local group it is, for messages.
         local: the local group.
         remote: the remote group.
         entry: tokens that ranges must start at a multiple of, for no field to be cut within one
             of its entries.
     """
 
+    index: int
     local: Group
     remote: Group
     entry: int
@@ -82,7 +87,9 @@ class Pairing:
     @property
     def alike(self) -> bool:
         """Whether both sides hold the same tokens, so that these can be numbered without gaps."""
-        return self.local.context == self.remote.context
+        return self.local.context.size == self.remote.context.size == 1 or (
+            self.local.context == self.remote.context
+        )
 
     @property
     def grain(self) -> int:
@@ -119,23 +126,20 @@ class Pairing:
             return 0, min(last, 1)
         if self.alike:
             first, last = (tokens_before(self.local.context, token) for token in (first, last))
+        if self.local.kind is GroupKind.OPAQUE and first % self.grain:
+            raise self._refused(first, last, f"an opaque page of {self.grain} tokens moves whole")
         return first, (-(-last // self.grain) * self.grain if last > first else first)
 
     def _check(self, first: int, last: int) -> None:
-        if not 0 <= first <= last < 1 << 48:
-            raise PageError(f"token range [{first}, {last}): it must be 0 <= first <= last < 2**48")
+        if not 0 <= first <= last < LAST_TOKEN:
+            raise self._refused(first, last, f"it must be 0 <= first <= last < {LAST_TOKEN}")
         if self.local.kind is GroupKind.STATE and first:
-            raise PageError(f"token range [{first}, {last}) of a state, which starts at token 0")
-        if self.local.kind is GroupKind.OPAQUE and first % self.local.block_tokens:
-            raise PageError(
-                f"token range [{first}, {last}) of an opaque group starts within a block of "
-                f"{self.local.block_tokens} tokens, which only moves whole"
-            )
+            raise self._refused(first, last, "a state stands for all tokens from 0 on")
         if first % self.entry:
-            raise PageError(
-                f"token range [{first}, {last}) starts within an entry that stands for "
-                f"{self.entry} tokens: start at a multiple of it"
-            )
+            raise self._refused(first, last, f"it cuts an entry of {self.entry} tokens")
+
+    def _refused(self, first: int, last: int, why: str) -> PageError:
+        return PageError(f"token range [{first}, {last}) of local group {self.index}: {why}")
 
     def cuts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(start, stop, grain) of the parts of a span: a finer head if it starts off the grain."""
@@ -150,7 +154,7 @@ class Pairing:
         return stop if self.alike else tokens_before(self.local.context, stop)
 
 
-def sub_blocks(start: int, stop: int, grain: int, lenses: tuple[Lens, Lens]) -> I64Array:
-    """(n,) the sub-blocks of a part that both sides hold, ascending."""
+def sub_blocks(start: int, stop: int, grain: int, local: Lens, remote: Lens) -> I64Array:
+    """(n,) the sub-blocks of the tokens ``[start, stop)`` that both sides hold, ascending."""
     index = np.arange(start // grain, stop // grain, dtype=np.int64)
-    return lenses[1].holds(lenses[0].holds(index))
+    return remote.holds(local.holds(index))

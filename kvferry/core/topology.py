@@ -1,32 +1,81 @@
-"""Who reads which bytes from whom: the plan, a pure function of both engines' layouts."""
+"""Who reads which bytes from whom: the plan, a pure function of both engines' layouts.
+
+Nothing here knows a model or a kind of parallelism: ranks hold parts of tensors, and a rank reads
+what it holds from remote ranks that hold the same. Every rank computes the same assignment for all
+local ranks, so each knows how many readers a remote rank has without asking.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvferry.core.coverage import Piece, Side, coverage
+from kvferry.core.errors import PlanError
 from kvferry.core.layout import Layout
+from kvferry.core.strips import Batch, Meeting, batches
+from kvferry.core.subblocks import Pairing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Match:
+    """All fields of one local and one remote group that meet.
+
+    Attributes:
+        local_group: index of the local group.
+        remote_group: index of the remote group.
+        pairing: how the tokens of the two groups go together.
+        local_pages: local page ids are below this.
+        remote_pages: remote page ids are below this.
+        meetings: the fields.
+    """
+
+    local_group: int
+    remote_group: int
+    pairing: Pairing
+    local_pages: int
+    remote_pages: int
+    meetings: tuple[Meeting, ...] = field(repr=False)
+    _batches: dict[int, tuple[Batch, ...]] = field(default_factory=dict, repr=False)
+
+    def batches(self, grain: int, local: Layout, remote: Layout) -> tuple[Batch, ...]:
+        """The strips per sub-block of ``grain`` tokens; computed once and kept.
+
+        Raises:
+            PlanError: they are too many.
+        """
+        if grain not in self._batches:
+            self._batches[grain] = batches(self.meetings, local, remote, grain)
+        return self._batches[grain]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Source:
     """What one local rank reads from one remote rank.
 
     Attributes:
         remote: index of the remote rank.
+        local_layout: the layout of the rank that reads.
+        remote_layout: the layout of the rank that is read.
+        matches: what is read, by pairs of groups.
     """
 
     remote: int
+    local_layout: Layout = field(repr=False)
+    remote_layout: Layout = field(repr=False)
+    matches: tuple[Match, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """What one local rank reads, and whom it tells.
+    """What one local rank reads, and whom it tells. Its memory grows with layers, not with blocks.
 
     Attributes:
         rank: index into the local layouts.
         sources: one per remote rank that this rank reads from, ascending.
-        readers: per remote rank, how many local ranks say "done" to it; at least 1.
+        readers: per remote rank, how many local ranks say "done" to it: those that read from it,
+            or 1 where nobody does and one tells it.
         tells: the remote ranks that nobody reads and that this rank tells, ascending.
     """
 
@@ -34,12 +83,121 @@ class Plan:
     sources: tuple[Source, ...]
     readers: tuple[int, ...]
     tells: tuple[int, ...]
+    _blanks: dict[tuple[int, int], tuple[Batch, ...]] = field(default_factory=dict, repr=False)
+
+    def blanks(self, layout: Layout, group: int, skip: int) -> tuple[Batch, ...]:
+        """The strips of local pages from token ``skip`` of each on; computed once and kept.
+
+        Raises:
+            PlanError: they are too many.
+        """
+        if (group, skip) not in self._blanks:
+            own = [
+                Meeting(local=f, remote=f, shard=f.shard_range)
+                for f in layout.fields
+                if f.group == group
+            ]
+            grain = layout.groups[group].block_tokens
+            self._blanks[group, skip] = batches(own, layout, layout, grain, skip)
+        return self._blanks[group, skip]
 
 
 def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
     """What local rank ``rank`` reads from the ranks of the other engine.
 
+    Where several remote ranks hold the same bytes, each local rank takes those at its own relative
+    position, so that replicas share the load.
+
+    Args:
+        local: the layouts of all ranks of this engine, by rank.
+        remote: the layouts of all ranks of the other one, by rank.
+        rank: which local rank the plan is for.
+
     Raises:
         PlanError: the layouts cannot be matched; names the field, the range and the ranks.
     """
-    raise NotImplementedError
+    if not 0 <= rank < len(local):
+        raise PlanError(f"there is no local rank {rank}: there are {len(local)}")
+    near, far = Side("local", local), Side("remote", remote)
+    _check_keys(near, far)
+    reads, meetings = _assigned(near, far, rank)
+    readers = [0] * len(remote)
+    for _, source in reads:
+        readers[source] += 1
+    return Plan(
+        rank=rank,
+        sources=tuple(
+            _source(local[rank], remote[source], source, meetings[source])
+            for source in sorted(meetings)
+        ),
+        readers=tuple(max(count, 1) for count in readers),
+        tells=tuple(
+            source
+            for source, count in enumerate(readers)
+            if count == 0 and source * len(local) // len(remote) == rank
+        ),
+    )
+
+
+def _check_keys(local: Side, remote: Side) -> None:
+    for here, there in ((local, remote), (remote, local)):
+        key = next((key for key in here.holdings if key not in there.holdings), None)
+        if key is not None:
+            ranks = ", ".join(str(holding.rank) for holding in here.holdings[key])
+            raise PlanError(
+                f"field {key!r} {here.holdings[key][0].shard} is held by {here.name} ranks {ranks} "
+                f"and by no {there.name} rank: the engines do not run the same model"
+            )
+
+
+def _assigned(
+    local: Side, remote: Side, rank: int
+) -> tuple[set[tuple[int, int]], dict[int, list[Meeting]]]:
+    """Every (reader, read) pair of ranks, and by rank what ``rank`` reads."""
+    known: dict[object, list[list[Piece]]] = {}
+    reads: set[tuple[int, int]] = set()
+    meetings: dict[int, list[Meeting]] = {}
+    for key, mine in local.holdings.items():
+        theirs = remote.holdings[key]
+        signature = tuple(mine), tuple(theirs)
+        if signature not in known:
+            known[signature] = coverage(key, local, remote)
+            reads |= {
+                (holding.rank, theirs[piece.holding].rank)
+                for holding, pieces in zip(mine, known[signature], strict=True)
+                for piece in pieces
+            }
+        for holding, f, pieces in zip(mine, local.fields[key], known[signature], strict=True):
+            if holding.rank != rank:
+                continue
+            for index, shard in pieces:
+                meeting = Meeting(local=f, remote=remote.fields[key][index], shard=shard)
+                meetings.setdefault(theirs[index].rank, []).append(meeting)
+    return reads, meetings
+
+
+def _source(local: Layout, remote: Layout, rank: int, meetings: list[Meeting]) -> Source:
+    by_groups: dict[tuple[int, int], list[Meeting]] = {}
+    for meeting in meetings:
+        by_groups.setdefault((meeting.local.group, meeting.remote.group), []).append(meeting)
+    matches = tuple(_match(local, remote, *groups, found) for groups, found in by_groups.items())
+    for match in matches:
+        match.batches(match.pairing.grain, local, remote)
+    return Source(remote=rank, local_layout=local, remote_layout=remote, matches=matches)
+
+
+def _match(local: Layout, remote: Layout, near: int, far: int, meetings: list[Meeting]) -> Match:
+    pairing = Pairing(
+        index=near,
+        local=local.groups[near],
+        remote=remote.groups[far],
+        entry=math.lcm(*{meeting.local.tokens_per_state for meeting in meetings}),
+    )
+    return Match(
+        local_group=near,
+        remote_group=far,
+        pairing=pairing,
+        local_pages=min(meeting.local.pages for meeting in meetings),
+        remote_pages=min(meeting.remote.pages for meeting in meetings),
+        meetings=tuple(meetings),
+    )

@@ -1,0 +1,175 @@
+"""Which ranks hold a tensor, and which of them each reader takes which part from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvferry.core.errors import PlanError
+from kvferry.core.layout import Axis, Context, Field, GroupKind, Layout, length
+from kvferry.core.subblocks import share_tokens
+
+
+class Holding(NamedTuple):
+    """What one rank holds of a tensor: all that coverage depends on, and nothing else."""
+
+    rank: int
+    group: int
+    shard: tuple[int, int]
+    dtype: str
+    unit: int
+    inner: tuple[Axis, ...]
+    tokens_per_state: int
+    packing: str
+
+
+class Piece(NamedTuple):
+    """A range of a tensor, and which of its remote holdings it is read from."""
+
+    holding: int
+    shard: tuple[int, int]
+
+
+class Side:
+    """One engine: its layouts, and who holds what of each tensor, by rank.
+
+    Attributes:
+        name: ``local`` or ``remote``, for messages.
+        layouts: by rank.
+        holdings: by key.
+        fields: by key, in the order of the holdings.
+    """
+
+    __slots__ = ("fields", "holdings", "layouts", "name")
+
+    def __init__(self, name: str, layouts: Sequence[Layout]) -> None:
+        self.name = name
+        self.layouts = layouts
+        self.holdings: dict[str, list[Holding]] = {}
+        self.fields: dict[str, list[Field]] = {}
+        for rank, layout in enumerate(layouts):
+            for f in layout.fields:
+                holding = Holding(
+                    rank,
+                    f.group,
+                    f.shard_range,
+                    f.dtype,
+                    f.unit,
+                    f.inner,
+                    f.tokens_per_state,
+                    f.packing,
+                )
+                self.holdings.setdefault(f.key, []).append(holding)
+                self.fields.setdefault(f.key, []).append(f)
+
+    def context(self, holding: Holding) -> Context:
+        """Which tokens a holding is of."""
+        return self.layouts[holding.rank].groups[holding.group].context
+
+    def facts(self, holding: Holding) -> dict[str, object]:
+        """What must be equal wherever a tensor is held, by what a message calls it."""
+        group = self.layouts[holding.rank].groups[holding.group]
+        facts: dict[str, object] = {
+            "group kind": group.kind.value,
+            "element type": holding.dtype,
+            "bytes of one entry": holding.unit * math.prod(length(a) for a in holding.inner),
+            "tokens per entry": holding.tokens_per_state,
+            "packing": holding.packing,
+        }
+        if group.kind is GroupKind.OPAQUE:
+            facts |= {"tokens of a block": group.block_tokens} | self.turns(holding)
+        return facts
+
+    def turns(self, holding: Holding) -> dict[str, object]:
+        """How context parallelism deals out tokens, whichever rank's turn it is."""
+        context = self.context(holding)
+        interleave = context.interleave if context.size > 1 else 0
+        return {"context size": context.size, "context interleave": interleave}
+
+
+def coverage(key: str, local: Side, remote: Side) -> list[list[Piece]]:
+    """Per local holding of a tensor, what it reads from which remote holding.
+
+    Raises:
+        PlanError: the holdings do not describe one tensor, or leave a gap.
+    """
+    _agree(key, local, remote)
+    return [list(_pieces(key, position, local, remote)) for position in range(_held(key, local))]
+
+
+def _held(key: str, side: Side) -> int:
+    return len(side.holdings[key])
+
+
+def _agree(key: str, local: Side, remote: Side) -> None:
+    first = local.holdings[key][0]
+    for side in (local, remote):
+        lead = side.holdings[key][0]
+        for holding in side.holdings[key]:
+            here, there = f"local rank {first.rank}", f"{side.name} rank {holding.rank}"
+            _equal(key, here, local.facts(first), there, side.facts(holding))
+            here = f"{side.name} rank {lead.rank}"
+            _equal(key, here, side.turns(lead), there, side.turns(holding))
+
+
+def _equal(
+    key: str, here: str, one: dict[str, object], there: str, other: dict[str, object]
+) -> None:
+    for name in {**one, **other}:
+        if one.get(name) != other.get(name):
+            raise PlanError(
+                f"field {key!r}: {name} is {one.get(name)!r} on {here} and {other.get(name)!r} "
+                f"on {there}"
+            )
+
+
+def _pieces(key: str, position: int, local: Side, remote: Side) -> Iterator[Piece]:
+    """What one local holding reads: its range, once for every remote share of its tokens."""
+    mine = local.holdings[key][position]
+    context = local.context(mine)
+    theirs = list(enumerate(remote.holdings[key]))
+    lead = remote.context(theirs[0][1])
+    for turn in range(lead.size):
+        share = Context(size=lead.size, rank=turn, interleave=lead.interleave)
+        if not share_tokens(context, share):
+            continue
+        holders = [(i, h) for i, h in theirs if remote.context(h).rank == turn]
+        prefer = position * len(holders) // _held(key, local)
+        yield from _covered(key, mine, share, holders[prefer:] + holders[:prefer])
+
+
+def _covered(
+    key: str, mine: Holding, share: Context, holders: list[tuple[int, Holding]]
+) -> Iterator[Piece]:
+    """The range of a holding, piece by piece, from the first holder that has the next index."""
+    cursor, stop = mine.shard
+    while cursor < stop:
+        found = next(((i, h) for i, h in holders if h.shard[0] <= cursor < h.shard[1]), None)
+        if found is None:
+            raise _gap(key, mine, cursor, share, [h for _, h in holders])
+        holding, theirs = found
+        if mine.packing and theirs.shard != mine.shard:
+            raise PlanError(
+                f"field {key!r} is packed as {mine.packing!r} and only moves whole, but local rank "
+                f"{mine.rank} holds {_range(mine.shard)} and remote rank {theirs.rank} holds "
+                f"{_range(theirs.shard)}: use equal tensor parallelism"
+            )
+        end = min(stop, theirs.shard[1])
+        yield Piece(holding, (cursor, end))
+        cursor = end
+
+
+def _gap(key: str, mine: Holding, cursor: int, share: Context, holders: list[Holding]) -> PlanError:
+    starts = [h.shard[0] for h in holders if h.shard[0] > cursor]
+    missing = (cursor, min(mine.shard[1], *starts))
+    of = f" of context rank {share.rank} of {share.size}" if share.size > 1 else ""
+    held = ", ".join(f"{h.rank} {_range(h.shard)}" for h in sorted(holders)) or "none"
+    return PlanError(
+        f"field {key!r}: local rank {mine.rank} holds {_range(mine.shard)}, and no remote rank "
+        f"has {_range(missing)}{of}; remote ranks that hold a part{of}: {held}"
+    )
+
+
+def _range(shard: tuple[int, int]) -> str:
+    return f"[{shard[0]}, {shard[1]})"
