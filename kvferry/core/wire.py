@@ -60,7 +60,9 @@ class Versions(Struct, frozen=True, kw_only=True):
         if self.oldest > self.newest:
             raise WireError(f"protocol versions {self.oldest} to {self.newest} are none")
 
-    def __str__(self) -> str:
+    @property
+    def spoken(self) -> str:
+        """For people: "1 to 3"."""
         return f"{self.oldest} to {self.newest}"
 
     def common(self, other: Versions) -> int | None:

@@ -1,0 +1,138 @@
+"""Facts about engines, and what follows from them: pure functions of what ranks publish."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvferry.core.errors import HandshakeError, IncompatibleError, WireError
+from kvferry.core.lifecycle.holds import Incarnation
+from kvferry.core.wire import (
+    MAX_RANKS,
+    SPOKEN,
+    RankPayload,
+    Versions,
+    decode_payload,
+    decode_versions,
+)
+
+UPGRADE = "upgrade the older of the two engines"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine says of itself in the handshake; checked by ``engine_info``.
+
+    Attributes:
+        engine: its id.
+        incarnation: of this start of it.
+        ranks: one payload per rank, in rank order.
+    """
+
+    engine: str
+    incarnation: Incarnation
+    ranks: tuple[RankPayload, ...]
+
+
+def engine_info(payloads: Sequence[bytes]) -> EngineInfo:
+    """Put together what the ranks of one engine published.
+
+    Args:
+        payloads: every rank's encoded ``RankPayload``, in rank order; untrusted.
+
+    Raises:
+        IncompatibleError: a rank speaks no protocol version of this build.
+        HandshakeError: a payload cannot be decoded, or the payloads are not those of all ranks of
+            one start of one engine; names the ranks and the values.
+    """
+    if not 1 <= len(payloads) <= MAX_RANKS:
+        raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
+    ranks = tuple(_decode(rank, data) for rank, data in enumerate(payloads))
+    for problem in _problems(ranks):
+        raise HandshakeError(f"{problem}; every rank of an engine must be started alike")
+    first = ranks[0]
+    return EngineInfo(engine=first.engine, incarnation=Incarnation(first.incarnation), ranks=ranks)
+
+
+def agree(mine: RankPayload, theirs: RankPayload) -> int:
+    """The protocol version to speak with a rank of another engine.
+
+    Compared are the protocol versions, the driver, and every agreement key that *both* know. A key
+    that only one side knows says nothing: otherwise an engine that names one fact more than its
+    predecessor could not be rolled out beside it.
+
+    Raises:
+        IncompatibleError: they must not exchange pages; names every difference with both values.
+    """
+    version = mine.common(theirs)
+    differences = list(_differences(mine, theirs))
+    if version is None:
+        differences.insert(0, _side_by_side("protocol versions", mine.spoken, theirs.spoken))
+    if version is None or differences:
+        raise IncompatibleError(
+            f"engines {mine.engine!r} and {theirs.engine!r} must not exchange pages. They differ "
+            f"in {'; '.join(differences)}. Start both alike"
+            + ("" if version else f", and {UPGRADE}")
+        )
+    return version
+
+
+def unspoken(theirs: Versions) -> str:
+    """Says that a peer and this build have no protocol version in common."""
+    return f"it speaks protocol versions {theirs.spoken}, this build {SPOKEN.spoken}: {UPGRADE}"
+
+
+def _decode(rank: int, data: bytes) -> RankPayload:
+    """Versions first: the payload of another version may look like anything."""
+    try:
+        versions = decode_versions(data)
+        if versions.common(SPOKEN) is None:
+            raise IncompatibleError(f"payload of rank {rank}: {unspoken(versions)}")
+        return decode_payload(data)
+    except WireError as exc:
+        raise HandshakeError(f"payload of rank {rank}: {exc}") from exc
+
+
+def _problems(ranks: Sequence[RankPayload]) -> Iterator[str]:
+    first = ranks[0]
+    seen: dict[object, int] = {}
+    for index, payload in enumerate(ranks):
+        if payload.rank != index:
+            yield f"payload {index} of {len(ranks)} is that of rank {payload.rank}"
+        for name in ("engine", "incarnation", "driver"):
+            value, other = getattr(first, name), getattr(payload, name)
+            if value != other:
+                yield f"rank 0 says {name} {value!r}, rank {index} {other!r}"
+        for name, value, other in _clashes(first, payload):
+            yield f"rank 0 says {name} {_short(value)}, rank {index} {_short(other)}"
+        twin = seen.setdefault(payload.coordinates, index)
+        if twin != index:
+            yield f"ranks {twin} and {index} both stand at {payload.coordinates}"
+
+
+def _differences(mine: RankPayload, theirs: RankPayload) -> Iterator[str]:
+    if mine.driver != theirs.driver:
+        yield _side_by_side("driver", mine.driver, theirs.driver)
+    for name, value, other in _clashes(mine, theirs):
+        yield _side_by_side(name, value, other)
+
+
+def _clashes(mine: RankPayload, theirs: RankPayload) -> Iterator[tuple[str, str, str]]:
+    for name in sorted(mine.agreement.keys() & theirs.agreement.keys()):
+        value, other = mine.agreement[name], theirs.agreement[name]
+        if value != other:
+            yield name, value, other
+
+
+def _side_by_side(name: str, mine: str, theirs: str) -> str:
+    return f"{name}: {_short(mine)} here, {_short(theirs)} there"
+
+
+_bounded = reprlib.Repr()
+_bounded.maxstring = 200
+
+
+def _short(value: str) -> str:
+    """A peer's words may be long; an error is read by people."""
+    return _bounded.repr(value)

@@ -1,0 +1,214 @@
+"""The serving end of a side channel: one thread per engine, which outlives every request."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Sequence
+
+import zmq
+
+from kvferry.core.errors import HandshakeError, WireError
+from kvferry.core.handshake.agree import engine_info, unspoken
+from kvferry.core.handshake.sockets import (
+    Context,
+    Socket,
+    bare,
+    endpoint,
+    make_socket,
+    numeric_hosts,
+    place,
+    receive,
+)
+from kvferry.core.wire import (
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
+    SPOKEN,
+    Ask,
+    Payloads,
+    Pong,
+    Refusal,
+    Reply,
+    Request,
+    decode_request,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_REASON = 1024
+QUEUED_REQUESTS = 64
+QUEUED_REPLIES = 4
+"""Per client. What a client that does not read has asked for beyond this is dropped."""
+BACKLOG = 256
+SILENT_MS = 30_000
+"""A client that does not even answer heartbeats for so long is disconnected."""
+PAUSE_SECONDS = 0.1
+
+
+class HandshakeServer:
+    """Serves what the ranks of one engine publish, from a thread of its own.
+
+    Args:
+        payloads: every rank's encoded ``RankPayload``, in rank order. Checked as a client will.
+        engine: the engine's id; who asks for another is refused.
+        incarnation: of this start of it.
+        host: the address to bind, and to put into tickets; peers must be able to reach it.
+        port: 0 takes a free one.
+
+    Raises:
+        HandshakeError: the payloads are not those of this engine, or the address cannot be bound;
+            names the setting to change.
+    """
+
+    def __init__(
+        self,
+        payloads: Sequence[bytes],
+        *,
+        engine: str,
+        incarnation: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self._engine = engine
+        self._payloads = _checked(payloads, engine, incarnation)
+        self._pong = zmq.Frame(encode(Pong(incarnation=incarnation)), copy=True)
+        self._host = bare(host)
+        self._closing = threading.Lock()
+        self._stopped = threading.Event()
+        self._context: Context = zmq.Context()
+        try:
+            self._socket, self._port = _bind(self._context, self._host, port)
+        except HandshakeError:
+            self._context.term()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="kvferry-handshake", daemon=True)
+        self._thread.start()
+
+    @property
+    def host(self) -> str:
+        """Where it listens, as configured, without brackets."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return self._port
+
+    def close(self) -> None:
+        """Stop serving and free the port; returns when the thread has ended. Twice is fine."""
+        with self._closing:
+            self._stopped.set()
+            self._context.term()  # wakes the thread, and waits until it has closed its socket
+            self._thread.join()
+
+    def __enter__(self) -> HandshakeServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._answer(receive(self._socket))
+            except zmq.ContextTerminated:
+                break
+            except Exception:
+                # Whatever one request did, the next one must be served: without this thread no
+                # consumer can read from the engine any more.
+                logger.exception("engine %s: a handshake request failed", self._engine)
+                self._stopped.wait(PAUSE_SECONDS)
+        self._socket.close()
+
+    def _answer(self, frames: list[bytes]) -> None:
+        routing_id, *rest = frames
+        envelope = [b""] if len(rest) > 1 and not rest[0] else []
+        if len(rest) == len(envelope) + 1:
+            reply = self._reply(rest[-1])
+        else:
+            reply = _refusal("a request is one frame, or an empty one and one")
+        # A ROUTER never blocks: what a client has no room for is dropped.
+        for frame in (routing_id, *envelope):
+            self._socket.send(frame, zmq.SNDMORE | zmq.DONTWAIT)
+        self._socket.send(reply, zmq.DONTWAIT, copy=False)
+
+    def _reply(self, message: bytes) -> zmq.Frame:
+        try:
+            request = decode_request(message)
+        except WireError as exc:
+            return _refusal(f"{exc}. This side channel speaks protocol versions {SPOKEN.spoken}")
+        reason = self._reason_against(request)
+        if reason:
+            logger.info("a request for engine %s was refused: %s", request.engine, reason)
+            return _refusal(reason)
+        return self._payloads if isinstance(request, Ask) else self._pong
+
+    def _reason_against(self, request: Request) -> str:
+        if request.engine != self._engine:
+            return f"engine {request.engine!r} is not here: this is engine {self._engine!r}"
+        if isinstance(request, Ask) and request.common(SPOKEN) is None:
+            return f"who asks is incompatible: {unspoken(request)}"
+        return ""
+
+
+def _checked(payloads: Sequence[bytes], engine: str, incarnation: int) -> zmq.Frame:
+    """The answer to every Ask. One frame for all clients: ZMQ counts its uses and copies nothing.
+
+    Copied into ZMQ's memory once, because lending Python's would need pyzmq's collector thread.
+    """
+    info = engine_info(payloads)
+    if (info.engine, info.incarnation) != (engine, incarnation):
+        raise HandshakeError(
+            f"payloads of engine {info.engine!r}, incarnation {info.incarnation}, for the side "
+            f"channel of engine {engine!r}, incarnation {incarnation}"
+        )
+    return _frame(Payloads(ranks=list(payloads)))
+
+
+def _frame(reply: Reply) -> zmq.Frame:
+    data = encode(reply)
+    if len(data) > MAX_REPLY_BYTES:
+        raise HandshakeError(
+            f"all ranks' payloads take {len(data)} bytes; {MAX_REPLY_BYTES} are allowed: "
+            "fewer ranks per engine, or fewer fields per rank"
+        )
+    return zmq.Frame(data, copy=True)
+
+
+def _refusal(reason: str) -> zmq.Frame:
+    return _frame(Refusal(reason=reason[:MAX_REASON]))
+
+
+def _bind(context: Context, host: str, port: int) -> tuple[Socket, int]:
+    numeric = numeric_hosts(host, port)[0]
+    made = make_socket(
+        context,
+        zmq.ROUTER,
+        numeric,
+        MAXMSGSIZE=MAX_REQUEST_BYTES,
+        RCVHWM=QUEUED_REQUESTS,
+        SNDHWM=QUEUED_REPLIES,
+        BACKLOG=BACKLOG,
+        HEARTBEAT_IVL=SILENT_MS // 3,
+        HEARTBEAT_TIMEOUT=SILENT_MS,
+    )
+    try:
+        made.bind(endpoint(numeric, port))
+    except zmq.ZMQError as exc:
+        made.close()
+        raise HandshakeError(_why_not_bound(host, port, exc)) from exc
+    return made, int(made.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
+def _why_not_bound(host: str, port: int, exc: zmq.ZMQError) -> str:
+    what = f"the side channel cannot listen at {place(host, port)}"
+    if exc.errno == errno.EADDRINUSE:
+        return (
+            f"{what}: the port is in use. Set side_channel_port to a free port, or to 0 to take "
+            "any; a fixed one counts up by data-parallel index"
+        )
+    if exc.errno == errno.EACCES:
+        return f"{what}: this user may not. Set side_channel_port to 1024 or above, or to 0"
+    return f"{what}: {exc}. Set side_channel_host to an address of this host"

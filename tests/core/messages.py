@@ -1,0 +1,152 @@
+"""Strategies for everything that crosses between engines, and payloads for the servers of tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hypothesis import strategies as st
+
+from kvferry.core import wire
+from kvferry.core.layout import Digit, Field, Group, GroupKind, Layout
+from kvferry.core.lifecycle.holds import GENERATION_LIMIT, MAX_SLOTS
+from kvferry.core.memory import Region
+
+names = st.text(min_size=1, max_size=20)
+texts = st.text(max_size=50)
+counts = st.integers(1, 1 << 16)
+indices = st.integers(0, (1 << 16) - 1)
+random_bits = st.integers(1, GENERATION_LIMIT - 1)
+versions = st.tuples(counts, counts).map(sorted)
+
+
+@st.composite
+def regions(draw: st.DrawFn, *, nbytes: int | None = None) -> Region:
+    """Anywhere, of any kind; a multiple of 8 bytes at a multiple of 8 if ``nbytes`` is."""
+    return Region(
+        address=8 * draw(st.integers(1, 1 << 56)),
+        nbytes=nbytes or 8 * draw(st.integers(1, 1 << 40)),
+        kind=draw(st.sampled_from(["cpu", "cuda", "xpu"])),
+        device=draw(st.integers(0, 7)),
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Paged fields, token-major, one after the other in a region of their own."""
+    block, heads, unit = draw(st.integers(1, 64)), draw(st.integers(1, 8)), draw(st.integers(1, 64))
+    pages, start = draw(st.integers(1, 1000)), draw(st.integers(0, 100))
+    page = block * heads * unit
+    keys = draw(st.lists(names, min_size=1, max_size=4, unique=True))
+    fields = tuple(
+        Field(
+            key=key,
+            group=0,
+            region=0,
+            offset=index * page,
+            page_stride=len(keys) * page,
+            pages=pages,
+            dtype="int8",
+            unit=unit,
+            tokens=(Digit(count=block, stride=heads * unit),),
+            shard=(Digit(count=heads, stride=unit),),
+            shard_range=(start, start + heads),
+        )
+        for index, key in enumerate(keys)
+    )
+    return Layout(
+        regions=(draw(regions(nbytes=pages * len(keys) * page)),),
+        groups=(Group(kind=GroupKind.PAGED, block_tokens=block),),
+        fields=fields,
+    )
+
+
+coordinates = st.builds(wire.Coordinates, pp=indices, tp=indices, pcp=indices, dcp=indices)
+
+
+@st.composite
+def payloads(draw: st.DrawFn) -> wire.RankPayload:
+    oldest, newest = draw(versions)
+    return wire.RankPayload(
+        oldest=oldest,
+        newest=newest,
+        engine=draw(names),
+        incarnation=draw(random_bits),
+        rank=draw(indices),
+        coordinates=draw(coordinates),
+        agreement=draw(st.dictionaries(names, texts, max_size=4)),
+        layout=draw(layouts()),
+        driver=draw(names),
+        address=draw(st.binary(max_size=50)),
+        slots=draw(regions()),
+    )
+
+
+asks = st.builds(lambda v, e: wire.Ask(oldest=v[0], newest=v[1], engine=e), versions, names)
+requests = asks | st.builds(wire.Ping, engine=names)
+replies = (
+    st.builds(wire.Payloads, ranks=st.lists(st.binary(max_size=50), min_size=1, max_size=4))
+    | st.builds(wire.Pong, incarnation=random_bits)
+    | st.builds(wire.Refusal, reason=texts)
+)
+releases = st.lists(
+    st.builds(
+        wire.Release,
+        incarnation=random_bits,
+        slot=st.integers(0, MAX_SLOTS - 1),
+        generation=random_bits,
+        engine=names,
+        rank=indices,
+        expected=counts,
+        abandoned=st.booleans(),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def payload(
+    rank: int = 0,
+    *,
+    engine: str = "prefill",
+    incarnation: int = 7,
+    oldest: int = wire.OLDEST_PROTOCOL,
+    newest: int = wire.NEWEST_PROTOCOL,
+    tp: int | None = None,
+    driver: str = "loopback",
+    agreement: Mapping[str, str] | None = None,
+    address: bytes = b"here",
+) -> wire.RankPayload:
+    """A rank's payload with a small layout; ``tp`` is ``rank`` unless given."""
+    block = Field(
+        key="layer.0/k",
+        group=0,
+        region=0,
+        offset=0,
+        page_stride=1024,
+        pages=16,
+        dtype="float32",
+        unit=64,
+        tokens=(Digit(count=16, stride=64),),
+        shard_range=(rank, rank + 1),
+    )
+    return wire.RankPayload(
+        oldest=oldest,
+        newest=newest,
+        engine=engine,
+        incarnation=incarnation,
+        rank=rank,
+        coordinates=wire.Coordinates(tp=rank if tp is None else tp),
+        agreement=dict({"model": "tiny"} if agreement is None else agreement),
+        layout=Layout(
+            regions=(Region(address=1 << 20, nbytes=1 << 14),),
+            groups=(Group(kind=GroupKind.PAGED, block_tokens=16),),
+            fields=(block,),
+        ),
+        driver=driver,
+        address=address,
+        slots=Region(address=1 << 21, nbytes=128),
+    )
+
+
+def encoded(*ranks: wire.RankPayload) -> list[bytes]:
+    return [wire.encode(rank) for rank in ranks]
