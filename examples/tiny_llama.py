@@ -1,0 +1,96 @@
+"""A tiny Llama checkpoint, made on the spot: nothing is downloaded, and it is the same every time.
+
+    python examples/tiny_llama.py /some/folder
+
+The model answers nonsense, but nonsense that tells engines apart: its greedy text differs from
+prompt to prompt and depends on every token of the prompt, so two engines that give the same text
+hold the same KV cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SEED = 20
+WORDS = ["".join(letters) for letters in itertools.product("bdfghjklmnprstvz", "aeio", "klmnprst")]
+"""The vocabulary: 512 words of three letters. Token id *i* is word *i*."""
+
+
+def build(folder: Path, *, max_tokens: int = 1024, seed: int = SEED) -> Path:
+    """Write a Llama with grouped-query attention (4 query, 2 KV heads of 32) and its tokenizer.
+
+    Args:
+        folder: where the checkpoint goes; made if missing.
+        max_tokens: the longest context.
+        seed: of the weights.
+
+    Returns:
+        ``folder``, to be given to vLLM as its model.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(WORDS),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=max_tokens,
+            bos_token_id=None,
+            eos_token_id=None,
+            tie_word_embeddings=False,
+        )
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=_spread(name))
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _spread(name: str) -> float:
+    """Standard deviation of a weight matrix.
+
+    Transformers' default (0.02) leaves the residual stream to the last token's embedding, and the
+    logits nearly flat. Wide output projections make the louder part what attention gathered from
+    all of the prompt.
+    """
+    if "o_proj" in name:
+        return 1.0
+    return 0.2 if "proj" in name else 1.0
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {word: id_ for id_, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=WORDS[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """``length`` token ids that no other (length, seed) shares a prefix with, except by chance."""
+    rng = random.Random(f"{length}:{seed}")
+    return [rng.randrange(len(WORDS)) for _ in range(length)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    print(build(parser.parse_args().folder))

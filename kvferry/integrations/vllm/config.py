@@ -1,0 +1,140 @@
+"""What the user sets in ``kv_connector_extra_config``, and every way in which it can be wrong."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.core.errors import KVFerryError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+HIGHEST_PORT = 65535
+
+NIXL_KEYS = {
+    "backends": "pass them to a driver that has them, in driver_options",
+    "num_threads": "pass it to a driver that has it, in driver_options",
+    "enforce_handshake_compat": (
+        "there is nothing to switch off, since engines are paired by what they can do, and refused "
+        "only with the two values that differ"
+    ),
+    "engine_ttl": "there is no such time, since a peer that died is let go of at once",
+    "push_registration_timeout": "there is no push mode yet; decode pulls",
+    "bidirectional_kv_xfer": "there is no second turn, from decode back to prefill, yet",
+    "kv_recompute_threshold": "there is no second turn, from decode back to prefill, yet",
+    "decoder_kv_blocks_ttl": "there is no second turn, from decode back to prefill, yet",
+}
+"""NixlConnector's keys that are not ours, each with what to do, or why there is nothing."""
+
+NIXL_ENVIRONMENT = {
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "side_channel_host",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "side_channel_port",
+}
+"""NixlConnector's environment variables, each with the key that does the same here."""
+
+
+class ConfigError(KVFerryError, ValueError):
+    """The engine's configuration is refused; names what was set, and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """``kv_connector_extra_config``, checked.
+
+    Attributes:
+        driver: name of the transport, as ``kvferry drivers`` lists it.
+        driver_options: go to the driver as they are.
+        side_channel_host: where the handshake is served, and what tickets tell other hosts.
+        side_channel_port: 0 for a free one; a fixed one counts up by the data-parallel index.
+        kv_lease_duration: for how many seconds a producer keeps a finished request's pages for
+            its consumer, and for how many a consumer waits at most.
+        verify_prompt: refuse a ticket that was made for another prompt. Off only in tests that
+            swap caches on purpose.
+    """
+
+    driver: Annotated[str, Meta(min_length=1)] = "loopback"
+    driver_options: dict[str, Any] = field(default_factory=dict)
+    side_channel_host: Annotated[str, Meta(min_length=1, max_length=256)] = "127.0.0.1"
+    side_channel_port: Annotated[int, Meta(ge=0, le=HIGHEST_PORT)] = 0
+    kv_lease_duration: Annotated[float, Meta(gt=0)] = 30.0
+    verify_prompt: bool = True
+
+
+KEYS = tuple(f.name for f in fields(Config))
+"""The keys that there are."""
+
+
+def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
+    """Check what the user wrote.
+
+    Args:
+        extra: ``kv_connector_extra_config``.
+        data_parallel_index: of this engine; a fixed port counts up by it.
+
+    Raises:
+        ConfigError: an unknown key, or a value of the wrong type or out of bounds.
+    """
+    for key in extra:
+        _check_key(key)
+    try:
+        config = msgspec.convert(dict(extra), Config)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"kv_connector_extra_config: {exc}") from exc
+    if not config.side_channel_port:
+        return config
+    port = config.side_channel_port + data_parallel_index
+    if port > HIGHEST_PORT:
+        raise ConfigError(
+            f"side_channel_port {config.side_channel_port} plus the data-parallel index "
+            f"{data_parallel_index} is {port}: set one that leaves room below {HIGHEST_PORT}, or 0"
+        )
+    return replace(config, side_channel_port=port)
+
+
+def of_engine(vllm_config: VllmConfig) -> Config:
+    """The configuration of an engine. Raises ``ConfigError``."""
+    return parse(
+        vllm_config.kv_transfer_config.kv_connector_extra_config,
+        data_parallel_index=vllm_config.parallel_config.data_parallel_index,
+    )
+
+
+def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
+    """Say at start what is ignored, and what is not safe to serve with."""
+    ignored = [
+        f"{name} (set {NIXL_ENVIRONMENT.get(name, 'driver_options')} instead)"
+        for name in sorted(environment)
+        if name.startswith("VLLM_NIXL_")
+    ]
+    if ignored:
+        logger.warning("ignored, since they are NixlConnector's: %s", ", ".join(ignored))
+    if not config.verify_prompt:
+        logger.warning(
+            "verify_prompt is false: a ticket that was made for another prompt is accepted, and "
+            "its pages enter the prefix cache under this one; for tests only"
+        )
+
+
+def _check_key(key: str) -> None:
+    if key in KEYS:
+        return
+    if key in NIXL_KEYS:
+        raise ConfigError(
+            f"{key!r} in kv_connector_extra_config is NixlConnector's: {NIXL_KEYS[key]}. "
+            f"Remove it; the keys here are {', '.join(KEYS)}"
+        )
+    [nearest] = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)
+    raise ConfigError(
+        f"unknown key {key!r} in kv_connector_extra_config: did you mean {nearest!r}? "
+        f"The keys are {', '.join(KEYS)}"
+    )

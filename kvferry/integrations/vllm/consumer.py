@@ -1,0 +1,192 @@
+"""The scheduler half of an engine that decodes what others prefilled (PROTOCOL's DS).
+
+A ticket that is refused never raises here, where an exception would end the engine: its request
+takes the way of any other, and the worker reports it as failed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvferry.core.descriptors import Pages
+from kvferry.core.endpoint import Load
+from kvferry.core.errors import TicketError
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.integrations.vllm import ticket as tickets
+from kvferry.integrations.vllm.prompts import digest_of, handed_over
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """What the workers must hear in this step; see ``metadata.Step``."""
+
+    prepare: tuple[Ticket, ...] = ()
+    loads: tuple[Load, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    aborted: tuple[str, ...] = ()
+
+
+class Consumer:
+    """Follows requests with a ticket from their arrival to the end of their load.
+
+    Args:
+        kv_cache_config: the engine's groups.
+        engine: the engine's id.
+        may_load: whether vLLM orders this engine's frees for a loader (its role is a consumer's).
+        verify_prompt: refuse tickets that were made for another prompt.
+        backoff: prompt tokens that a producer leaves to this engine.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        *,
+        engine: str,
+        may_load: bool,
+        verify_prompt: bool,
+        backoff: int,
+    ) -> None:
+        self._config = kv_cache_config
+        self._engine = engine
+        self._may_load = may_load
+        self._verify_prompt = verify_prompt
+        self._backoff = backoff
+        self._waiting: dict[str, Ticket | TicketError] = {}
+        self._loading: set[str] = set()
+        self._prepare: list[Ticket] = []
+        self._loads: list[Load] = []
+        self._refused: list[tuple[str, str]] = []
+        self._aborted: list[str] = []
+        self._refusals = 0
+
+    def on_new_request(self, request: Request) -> None:
+        """Check the ticket of a request that was prefilled elsewhere."""
+        if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            return
+        try:
+            ticket = self._admit(request)
+        except TicketError as error:
+            logger.warning("request %s: ticket refused: %s", request.request_id, error)
+            self._waiting[request.request_id] = error
+            self._refusals += 1
+        else:
+            self._waiting[request.request_id] = ticket
+            self._prepare.append(ticket)
+
+    def matched(self, request: Request, computed: int) -> int:
+        """How many tokens beyond the ``computed`` ones are to be loaded. Changes nothing."""
+        entry = self._waiting.get(request.request_id)
+        return max(0, self._total(request, entry) - computed) if entry is not None else 0
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """vLLM has given blocks to a request, ``external`` tokens of which are to be loaded."""
+        entry = self._waiting.pop(request.request_id, None)
+        if entry is None:
+            return
+        if external:
+            self._loading.add(request.request_id)
+        if isinstance(entry, Ticket):
+            last = self._total(request, entry)
+            self._loads.append(self._load(request.request_id, entry, blocks, last - external, last))
+        elif external:
+            self._refused.append((request.request_id, str(entry)))
+
+    def finished(self, request: Request) -> None:
+        """A request ended, maybe before its load did, or before it had one."""
+        entry = self._waiting.pop(request.request_id, None)
+        if isinstance(entry, Ticket):
+            self._loads.append(self._nothing_to_load(request.request_id, entry))
+        elif request.request_id in self._loading:
+            self._aborted.append(request.request_id)
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """All workers have reported the loads of these requests, good or bad."""
+        self._loading.difference_update(request_ids)
+
+    def drain(self) -> Arrivals:
+        """What the workers must hear in this step."""
+        arrivals = Arrivals(
+            prepare=tuple(self._prepare),
+            loads=tuple(self._loads),
+            refused=tuple(self._refused),
+            aborted=tuple(self._aborted),
+        )
+        for pending in (self._prepare, self._loads, self._refused, self._aborted):
+            pending.clear()
+        return arrivals
+
+    def take_refusals(self) -> int:
+        """How many tickets were refused since the last call, before their engine was asked."""
+        count, self._refusals = self._refusals, 0
+        return count
+
+    @property
+    def pending(self) -> bool:
+        """Whether the workers have yet to hear something."""
+        return bool(self._prepare or self._loads or self._refused or self._aborted)
+
+    def _admit(self, request: Request) -> Ticket:
+        """Raises ``TicketError``."""
+        if not self._may_load:
+            raise TicketError(
+                'this engine\'s kv_role is "kv_producer", so it may not load: set "kv_consumer" or '
+                '"kv_both"'
+            )
+        if request.prompt_token_ids is None:
+            raise TicketError("prompts of embeddings cannot be handed over yet: send token ids")
+        ticket = tickets.read(request.kv_transfer_params)
+        if ticket.engine == self._engine:
+            raise TicketError(f"it was made by this very engine, {self._engine!r}")
+        if self._verify_prompt and digest_of(request, ticket.tokens) != ticket.digest:
+            raise TicketError(
+                f"it was made for another prompt than this one of {request.num_prompt_tokens} "
+                f"tokens (producer's request {ticket.request!r}, {ticket.tokens} tokens)"
+            )
+        return ticket
+
+    def _total(self, request: Request, entry: Ticket | TicketError) -> int:
+        total = handed_over(request, self._backoff)
+        return min(total, entry.tokens) if isinstance(entry, Ticket) else total
+
+    def _load(
+        self, request_id: str, ticket: Ticket, blocks: KVCacheBlocks, first: int, last: int
+    ) -> Load:
+        if first >= last:
+            return self._nothing_to_load(request_id, ticket)
+        pages = []
+        for index in self._config.transfer_group_ids:
+            size = self._config.kv_cache_groups[index].kv_cache_spec.block_size
+            # By position, not by "unhashed" blocks: holes and cached blocks keep their place.
+            ids = [block.block_id for block in blocks.blocks[index][first // size :]]
+            pages.append(Pages(ids=np.array(ids, dtype=np.int64), first_index=first // size))
+        return Load(
+            request=RequestId(request_id),
+            ticket=ticket,
+            ranges=((first, last),) * len(pages),
+            local=tuple(pages),
+        )
+
+    def _nothing_to_load(self, request_id: str, ticket: Ticket) -> Load:
+        """Tells the producer that its pages are not needed (any more)."""
+        none = Pages(ids=np.empty(0, dtype=np.int64))
+        groups = len(self._config.transfer_group_ids)
+        return Load(
+            request=RequestId(request_id),
+            ticket=ticket,
+            ranges=(None,) * groups,
+            local=(none,) * groups,
+            report=False,
+        )

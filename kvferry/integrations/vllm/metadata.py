@@ -1,0 +1,44 @@
+"""What the scheduler half tells the worker half in each step, and what it hears at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from kvferry.core.endpoint import Load
+from kvferry.core.lifecycle.ledger import Orders
+from kvferry.core.lifecycle.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handshake(KVConnectorHandshakeMetadata):
+    """A rank's payload (``wire.RankPayload``), encoded; goes to the scheduler half at start."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(KVConnectorMetadata):
+    """One engine step's messages, applied by the worker in the order of the attributes.
+
+    Attributes:
+        ranks: the payloads of all ranks of this engine, once, before the first load.
+        orders: about requests that this engine computes for others.
+        prepare: tickets that came in: their engines can be shaken hands with already.
+        loads: what to pull, or only to say "done" about.
+        refused: requests whose ticket was refused, with the reason.
+        aborted: requests that were given up while their load was under way.
+        idle: the engine runs no token in this step, and may wait for a load instead.
+    """
+
+    ranks: tuple[bytes, ...] = ()
+    orders: Orders = Orders()  # noqa: RUF009 - frozen
+    prepare: tuple[Ticket, ...] = ()
+    loads: tuple[Load, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    aborted: tuple[str, ...] = ()
+    idle: bool = False

@@ -1,0 +1,136 @@
+"""The scheduler half: what an engine's scheduler tells its workers about requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.core.handshake import HandshakeServer
+from kvferry.core.lifecycle.holds import random_incarnation
+from kvferry.integrations.vllm import config as configuration
+from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.metadata import Step
+from kvferry.integrations.vllm.producer import Producer
+from kvferry.integrations.vllm.prompts import backoff
+from kvferry.integrations.vllm.serving import Serving, serve
+from kvferry.integrations.vllm.stats import REFUSED, FerryStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class FerryScheduler:
+    """Both roles of an engine's scheduler half, which vLLM's hooks reach together.
+
+    A request that is prefilled for another engine and one that was prefilled by another are told
+    apart by their params, not by the engine's role; an engine can be both.
+
+    Raises:
+        ConfigError: the configuration is refused.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._config = configuration.of_engine(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        tail = backoff(vllm_config, kv_cache_config)
+        self._producer = Producer(
+            kv_cache_config,
+            lease=self._config.kv_lease_duration,
+            backoff=tail,
+            computed=vllm_config.speculative_config is None,
+            tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        )
+        self._consumer = Consumer(
+            kv_cache_config,
+            engine=transfer.engine_id,
+            may_load=transfer.is_kv_consumer,
+            verify_prompt=self._config.verify_prompt,
+            backoff=tail,
+        )
+        self._serving = Serving(
+            engine=transfer.engine_id,
+            incarnation=random_incarnation(),
+            host=self._config.side_channel_host,
+        )
+        self._server: HandshakeServer | None = None
+        self._untold_ranks: tuple[bytes, ...] = ()
+
+    def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
+        """Open the side channel with what the ranks published. Raises ``HandshakeError``."""
+        self._close_server()
+        if (served := serve(metadata, self._config)) is not None:
+            self._serving, self._server = served
+            self._untold_ranks = self._serving.ranks
+
+    def on_new_request(self, request: Request) -> None:
+        """vLLM's hook of the same name."""
+        self._producer.on_new_request(request)
+        self._consumer.on_new_request(request)
+
+    def matched(self, request: Request, computed: int) -> tuple[int, bool]:
+        """How many tokens beyond ``computed`` will be loaded, and whether asynchronously."""
+        tokens = self._consumer.matched(request, computed)
+        return tokens, tokens > 0
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """A request has blocks; ``external`` of its tokens are to be loaded."""
+        self._producer.take_on(request)
+        self._consumer.allocated(request, blocks, external)
+
+    def finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: whether its blocks stay pinned, and its ticket's params."""
+        self._consumer.finished(request)
+        params = self._producer.finished(request, block_ids, self._serving)
+        return params is not None, params
+
+    def step(self, scheduler_output: SchedulerOutput) -> Step:
+        """What the workers must hear in this step."""
+        ranks, self._untold_ranks = self._untold_ranks, ()
+        arrivals = self._consumer.drain()
+        return Step(
+            ranks=ranks,
+            orders=self._producer.drain(),
+            prepare=arrivals.prepare,
+            loads=arrivals.loads,
+            refused=arrivals.refused,
+            aborted=arrivals.aborted,
+            idle=scheduler_output.total_num_scheduled_tokens == 0,
+        )
+
+    def heard(self, output: KVConnectorOutput) -> None:
+        """What all workers have reported."""
+        self._producer.sent(output.finished_sending or ())
+        self._consumer.received(output.finished_recving or ())
+
+    def take_stats(self) -> FerryStats | None:
+        """Tickets refused since the last call."""
+        refused = self._consumer.take_refusals()
+        return FerryStats(data={REFUSED: refused}) if refused else None
+
+    @property
+    def pending(self) -> bool:
+        """Whether the workers must hear something although the engine may have nothing to run."""
+        return self._consumer.pending
+
+    def reset(self) -> None:
+        """Give up the holds, so that vLLM's next try to reset its cache succeeds."""
+        self._producer.reset()
+
+    def close(self) -> None:
+        """Close the side channel; twice is fine."""
+        self._close_server()
+
+    def _close_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None

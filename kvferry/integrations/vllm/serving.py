@@ -1,0 +1,90 @@
+"""An engine's side channel, and how it is known to others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry.core.handshake import EngineInfo, HandshakeServer, engine_info
+from kvferry.integrations.vllm.config import Config
+from kvferry.integrations.vllm.metadata import Handshake
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What a ticket says about its engine, and what the engine's own workers must know of it.
+
+    Attributes:
+        engine: its id.
+        incarnation: of this start of it.
+        host, port: where its side channel listens; port 0 while there is none.
+        ranks: the encoded payloads of its ranks, in rank order; none while there is none.
+    """
+
+    engine: str
+    incarnation: int
+    host: str
+    port: int = 0
+    ranks: tuple[bytes, ...] = ()
+
+
+def serve(
+    metadata: Mapping[tuple[int, int], object], config: Config
+) -> tuple[Serving, HandshakeServer] | None:
+    """Serve what this engine's ranks publish.
+
+    Args:
+        metadata: what vLLM collected, by (pipeline rank, tensor rank). Under MultiConnector all
+            children get the first child's; what is not ours is ignored.
+        config: says where.
+
+    Returns:
+        What to tell others, and the server, which the caller closes; ``None`` if no rank of ours
+        published anything.
+
+    Raises:
+        HandshakeError: the address cannot be bound; names the setting to change.
+    """
+    ours = [value for _, value in sorted(metadata.items()) if isinstance(value, Handshake)]
+    if not ours:
+        logger.warning(
+            "no rank of this engine published anything, so no engine can read from it; under "
+            "MultiConnector, KVFerryConnector must come first"
+        )
+        return None
+    ranks = tuple(handshake.payload for handshake in ours)
+    info = engine_info(ranks)
+    server = HandshakeServer(
+        ranks,
+        engine=info.engine,
+        incarnation=info.incarnation,
+        host=config.side_channel_host,
+        port=config.side_channel_port,
+    )
+    logger.info("KVFerryConnector serves engine %s: %s", info.engine, _summary(info, server))
+    serving = Serving(
+        engine=info.engine,
+        incarnation=info.incarnation,
+        host=server.host,
+        port=server.port,
+        ranks=ranks,
+    )
+    return serving, server
+
+
+def _summary(info: EngineInfo, server: HandshakeServer) -> str:
+    first = info.ranks[0]
+    layout = first.layout
+    kinds = sorted({region.kind for region in layout.regions})
+    groups = [
+        f"{group.kind} of {layout.pages(i)} blocks of {group.block_tokens} tokens"
+        for i, group in enumerate(layout.groups)
+    ]
+    return (
+        f"driver {first.driver}, memory {'+'.join(kinds)}, {len(info.ranks)} rank(s), layout "
+        f"{len(layout.fields)} fields in {' and '.join(groups)}, side channel at "
+        f"{server.host} port {server.port}"
+    )

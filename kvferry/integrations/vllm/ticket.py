@@ -1,0 +1,146 @@
+"""The ticket as vLLM's ``kv_transfer_params``: NixlConnector's keys, and one more, ``kvferry``.
+
+Routers pass the dictionary through, some as JSON, so numbers beyond 53 bits travel as hexadecimal
+text, and whatever comes back is checked as what it is: something from a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvferry.core.errors import TicketError
+from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.ticket import Ticket
+
+VERSION = 1
+KEY = "kvferry"
+"""The key under which a ticket carries what NixlConnector's keys have no place for."""
+
+Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", max_length=512)]
+Integer = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class _Own(Struct, frozen=True, kw_only=True):
+    """What stands under ``kvferry``."""
+
+    version: Integer
+    incarnation: Hex
+    slot: Integer
+    generation: Hex
+    digest: Hex
+    tokens: Integer
+    computed: bool
+    first_index: list[Integer]
+    signature: Hex = ""
+
+
+class _Params(Struct, frozen=True, kw_only=True):
+    """NixlConnector's keys, as far as they are read; others are ignored."""
+
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: Integer
+    remote_block_ids: list[list[Integer]]
+    tp_size: Integer
+
+
+S = TypeVar("S", bound=Struct)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a producer says about one request; `Ticket` has the meaning of each.
+
+    Unlike a ticket it is not checked: an engine that serves no handshake, as in a test of its
+    scheduler alone, still hands out params, with port 0, and whoever reads them refuses.
+    """
+
+    engine: str
+    incarnation: int
+    request: str
+    host: str
+    port: int
+    hold: Hold
+    pages: Sequence[Sequence[int]]
+    first_index: Sequence[int]
+    tokens: int
+    digest: bytes
+    computed: bool
+    tp_size: int
+
+    def params(self) -> dict[str, Any]:
+        """The ``kv_transfer_params`` with which a router asks another engine to decode."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(ids) for ids in self.pages],
+            "remote_engine_id": self.engine,
+            "remote_request_id": self.request,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "tp_size": self.tp_size,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": self.tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            KEY: {
+                "version": VERSION,
+                "incarnation": f"{self.incarnation:016x}",
+                "slot": self.hold.slot,
+                "generation": f"{self.hold.generation:016x}",
+                "digest": self.digest.hex(),
+                "tokens": self.tokens,
+                "computed": self.computed,
+                "first_index": list(self.first_index),
+            },
+        }
+
+
+def read(params: Mapping[str, Any]) -> Ticket:
+    """The ticket in a decode request's ``kv_transfer_params``.
+
+    Raises:
+        TicketError: it is another connector's, of another version, or malformed.
+    """
+    if KEY not in params:
+        raise TicketError(
+            f"the ticket has no {KEY!r} key, so another connector made it: let both engines use "
+            "KVFerryConnector, and the router pass kv_transfer_params on whole"
+        )
+    own = _convert(params[KEY], _Own, f"kv_transfer_params[{KEY!r}]")
+    if own.version != VERSION:
+        raise TicketError(f"the ticket has version {own.version}; this engine reads {VERSION}")
+    known = _convert(dict(params), _Params, "kv_transfer_params")
+    return Ticket(
+        engine=known.remote_engine_id,
+        incarnation=_number(own.incarnation),
+        request=known.remote_request_id,
+        host=known.remote_host,
+        port=known.remote_port,
+        hold=Hold(slot=own.slot, generation=_number(own.generation)),
+        pages=tuple(map(tuple, known.remote_block_ids)),
+        first_index=tuple(own.first_index),
+        tokens=own.tokens,
+        digest=bytes.fromhex(own.digest),
+        computed=own.computed,
+        tp_size=known.tp_size,
+        signature=bytes.fromhex(own.signature),
+    )
+
+
+def _convert(value: object, struct: type[S], where: str) -> S:
+    try:
+        return msgspec.convert(value, struct)
+    except msgspec.ValidationError as exc:
+        raise TicketError(f"{where}: {exc}") from exc
+
+
+def _number(text: str) -> int:
+    return int(text, 16) if text else 0

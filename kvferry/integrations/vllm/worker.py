@@ -1,0 +1,155 @@
+"""The worker half: one rank's caches behind an endpoint, and a step's messages applied to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvferry.core import wire
+from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
+from kvferry.core.errors import TicketError
+from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.stats import LoadRecord
+from kvferry.integrations.vllm import config as configuration
+from kvferry.integrations.vllm import support
+from kvferry.integrations.vllm.caches import attention_backends, describe, local_heads
+from kvferry.integrations.vllm.metadata import Handshake, Step
+from kvferry.integrations.vllm.stats import FerryStats
+from kvferry.integrations.vllm.transports import make_transport
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.005
+"""How long a step that runs nothing waits for a load, with the interpreter's lock released: a
+spinning engine would starve the endpoint's thread."""
+
+
+class FerryWorker:
+    """One rank's worker half. ``start`` makes it; it owns the endpoint.
+
+    Args:
+        endpoint: of this rank.
+        passed: called when requests are ordered ready; what it returns says whether the device has
+            passed all work that was enqueued before that call.
+    """
+
+    def __init__(self, endpoint: Endpoint, passed: Callable[[], Callable[[], bool] | None]) -> None:
+        self._endpoint = endpoint
+        self._passed = passed
+        self._records: list[LoadRecord] = []
+        self._idle = False
+        self.handshake = Handshake(payload=wire.encode(endpoint.payload))
+
+    @classmethod
+    def start(
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        caches: Mapping[str, torch.Tensor],
+    ) -> FerryWorker:
+        """Describe a rank's caches and make them readable by others.
+
+        The tensors stay vLLM's, which keeps them until after ``close``.
+
+        Raises:
+            ConfigError: a kind of cache, its memory, or another setting is refused.
+            DriverError: the driver cannot be used.
+            LayoutError: the caches are not what their attention backend should have.
+        """
+        config = configuration.of_engine(vllm_config)
+        support.check_groups(kv_cache_config)
+        device = next(iter(caches.values())).device.type
+        support.check_buffer_device(vllm_config.kv_transfer_config.kv_buffer_device, device)
+        layout = describe(
+            caches,
+            kv_cache_config,
+            backends=attention_backends(vllm_config),
+            heads=local_heads(vllm_config, tp_rank=0),
+        )
+        endpoint = Endpoint(
+            identity=_identity(vllm_config),
+            driver=config.driver,
+            transport=make_transport(config, device),
+            layout=layout,
+            slots=kv_cache_config.num_blocks,
+            options=EndpointOptions(lease=config.kv_lease_duration),
+        )
+        return cls(endpoint, _work_of(device))
+
+    def apply(self, step: Step) -> None:
+        """What the scheduler half says in this step. Never blocks."""
+        if step.ranks:
+            self._endpoint.join([wire.decode_payload(data) for data in step.ranks])
+        if step.orders:
+            self._endpoint.apply(step.orders, self._passed() if step.orders.ready else None)
+        for ticket in step.prepare:
+            self._endpoint.prepare(ticket)
+        for load in step.loads:
+            self._endpoint.load(load)
+        for request, reason in step.refused:
+            self._endpoint.refuse(RequestId(request), TicketError(reason))
+        for request in step.aborted:
+            self._endpoint.abort(RequestId(request))
+        self._idle = step.idle
+
+    def results(self) -> KVConnectorTransferResults:
+        """What is over since the last call, each request once; waits a little in an idle step."""
+        if self._idle and self._endpoint.pending:
+            self._endpoint.wait(IDLE_SECONDS)
+        results = self._endpoint.results()
+        self._records.extend(results.loads)
+        return KVConnectorTransferResults(
+            finished_sending=set(results.sent),
+            finished_recving=set(results.received),
+            failed_recving=set(results.failed),
+        )
+
+    def take_stats(self) -> FerryStats | None:
+        """Figures of the loads that ended since the last call."""
+        records, self._records = self._records, []
+        return FerryStats.of(records) if records else None
+
+    def close(self) -> None:
+        """End the endpoint; twice is fine."""
+        self._endpoint.close()
+
+
+def _identity(vllm_config: VllmConfig) -> Identity:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return Identity(
+        engine=vllm_config.kv_transfer_config.engine_id,
+        incarnation=random_incarnation(),
+        agreement={
+            "model": str(model.model),
+            "revision": str(model.revision),
+            "dtype": str(model.dtype),
+            "quantization": str(model.quantization),
+            "cache dtype": str(cache.cache_dtype),
+        },
+    )
+
+
+def _work_of(device: str) -> Callable[[], Callable[[], bool] | None]:
+    """Marks the end of the work enqueued so far on the current stream of a device."""
+    if device == "cpu":
+        return lambda: None
+
+    import torch
+
+    module = torch.get_device_module(device)
+
+    def mark() -> Callable[[], bool]:
+        event = module.Event()
+        event.record()
+        query: Callable[[], bool] = event.query
+        return query
+
+    return mark

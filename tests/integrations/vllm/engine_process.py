@@ -1,0 +1,136 @@
+"""The child's side of `engines.Engine`: one real vLLM engine, stepped like a server steps it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.llm_engine import LLMEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What `engines.Engine` asks for: one prompt, decoded greedily."""
+
+    id: str
+    prompt: list[int]
+    max_tokens: int
+    params: dict[str, Any] | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """How a request ended."""
+
+    id: str
+    text: str
+    tokens: list[int]
+    finish_reason: str | None
+    params: dict[str, Any] | None
+
+
+class Server:
+    """Answers the parent's calls and steps the engine in between, idle or not."""
+
+    IDLE_SECONDS = 0.001
+
+    def __init__(self, connection: Connection, engine: LLMEngine) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._stepping = True
+        self._open = True
+
+    def serve(self) -> None:
+        while self._open:
+            while self._connection.poll(0 if self._busy() else self.IDLE_SECONDS):
+                self._answer(*self._connection.recv())
+            if self._stepping:
+                self._step()
+
+    def _busy(self) -> bool:
+        return self._stepping and bool(self._engine.has_unfinished_requests())
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        for output in outputs:
+            if output.finished:
+                self._connection.send(("finished", _completion(output)))
+        if not outputs:
+            time.sleep(self.IDLE_SECONDS)  # as vLLM's own loop does, for the connector's thread
+
+    def _answer(self, method: str, *arguments: Any) -> None:
+        try:
+            answer = ("answered", getattr(self, method)(*arguments))
+        except Exception as error:  # noqa: BLE001  whatever it is, the parent raises it
+            answer = ("raised", (f"{type(error).__name__}: {error}", traceback.format_exc()))
+        self._connection.send(answer)
+
+    def submit(self, requests: list[Request]) -> None:
+        for request in requests:
+            extra = {"kv_transfer_params": request.params} if request.params is not None else None
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=request.max_tokens,
+                ignore_eos=True,
+                extra_args=extra,
+                **request.options,
+            )
+            self._engine.add_request(request.id, {"prompt_token_ids": request.prompt}, sampling)
+
+    def abort(self, request_id: str) -> None:
+        self._engine.abort_request([request_id])
+
+    def stepping(self, on: bool) -> None:
+        self._stepping = on
+
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self._step()
+
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        return function(self._engine, *arguments)
+
+    def close(self) -> None:
+        self._open = False
+
+
+def main(connection: Connection, log: str, arguments: dict[str, Any]) -> None:
+    """Start the engine, say how that went, and serve until told to close."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    _log_to(log)
+    try:
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except BaseException as error:
+        connection.send(("failed", f"{type(error).__name__}: {error}"))
+        raise
+    connection.send(("started", os.getpid()))
+    Server(connection, engine).serve()
+    engine.engine_core.shutdown()
+
+
+def _log_to(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+
+
+def _completion(output: Any) -> Completion:
+    [sequence] = output.outputs
+    return Completion(
+        id=output.request_id,
+        text=sequence.text,
+        tokens=list(sequence.token_ids),
+        finish_reason=sequence.finish_reason,
+        params=output.kv_transfer_params,
+    )

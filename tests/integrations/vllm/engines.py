@@ -1,0 +1,199 @@
+"""Real vLLM engines in processes of their own: alike, quick to start, and steerable."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from tests.integrations.vllm.engine_process import Completion
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""What vLLM's CPU build needs; the engine's core lives in the process that asks for it."""
+
+OPTIONS: dict[str, Any] = {
+    "block_size": 32,
+    "disable_log_stats": False,
+    "dtype": "float32",
+    "enable_prefix_caching": False,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 512,
+}
+
+PREFILL: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_block_ids": None,
+    "remote_engine_id": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""The ``kv_transfer_params`` with which a router asks an engine to prefill for another one."""
+
+START_SECONDS = 120.0
+ANSWER_SECONDS = 90.0
+
+
+class EngineError(RuntimeError):
+    """The engine did not start, raised, or ended; the message has the end of its log."""
+
+
+class Engine:
+    """One engine. It steps by itself, as a server does, until `paused`.
+
+    Closing it twice is fine; a killed one needs closing, too.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, name: str, model: Path, folder: Path, **options: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.integrations.vllm.engine_process"])
+        self.name = f"{name}-{next(self._numbers)}"
+        self._log = folder / f"{self.name}.log"
+        self._log.touch()
+        self._connection, theirs = context.Pipe()
+        arguments = OPTIONS | {"model": str(model)} | options
+        self._process = context.Process(
+            target=_child, args=(theirs, str(self._log), arguments), name=self.name, daemon=True
+        )
+        self._finished: dict[str, Completion] = {}
+        self._ids = itertools.count()
+        self._process.start()
+        theirs.close()
+
+    def wait_started(self) -> Self:
+        """Return when the engine serves; raise `EngineError` if it refuses to start."""
+        kind, what = self._receive(START_SECONDS)
+        if kind != "started":
+            self.close()
+            raise EngineError(what)
+        return self
+
+    def submit(
+        self, *prompts: Sequence[int], max_tokens: int = 24, params: Any = None, **options: Any
+    ) -> list[str]:
+        """Hand in requests, all before one step; ``params`` is for all, or a list of each one's."""
+        from tests.integrations.vllm.engine_process import Request
+
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        requests = [
+            Request(
+                id=f"{self.name}-r{next(self._ids)}",
+                prompt=list(prompt),
+                max_tokens=max_tokens,
+                params=dict(one) if one is not None else None,
+                options=options,
+            )
+            for prompt, one in zip(prompts, each, strict=True)
+        ]
+        self._call("submit", requests)
+        return [request.id for request in requests]
+
+    def results(self, ids: Sequence[str]) -> list[Completion]:
+        """Wait for the requests to end."""
+        while not all(one in self._finished for one in ids):
+            self._receive_push()
+        return [self._finished.pop(one) for one in ids]
+
+    def generate(self, *prompts: Sequence[int], **options: Any) -> list[Completion]:
+        """Submit and wait."""
+        return self.results(self.submit(*prompts, **options))
+
+    def prefill(self, *prompts: Sequence[int], **options: Any) -> list[dict[str, Any]]:
+        """Prefill for another engine; return the tickets."""
+        completions = self.generate(*prompts, max_tokens=1, params=PREFILL, **options)
+        return [completion.params or {} for completion in completions]
+
+    def abort(self, request_id: str) -> None:
+        self._call("abort", request_id)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call ``function(llm_engine, *arguments)`` in the engine's process, between two steps."""
+        return self._call("run", function, arguments)
+
+    def step(self, times: int = 1) -> None:
+        """Step a `paused` engine."""
+        self._call("step", times)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No steps happen inside, but those asked for with `step`."""
+        self._call("stepping", False)
+        try:
+            yield
+        finally:
+            self._call("stepping", True)
+
+    def log(self) -> str:
+        """All that the engine has written so far."""
+        return self._log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """End the process at once, as a crash would."""
+        self._process.kill()
+        self._process.join()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            self._connection.send(("close",))
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._connection.close()
+
+    def _call(self, *message: Any) -> Any:
+        self._connection.send(message)
+        while (answer := self._receive_push()) is None:
+            pass
+        kind, what = answer
+        if kind == "raised":
+            raise EngineError("\n".join(what))
+        return what
+
+    def _receive_push(self) -> tuple[str, Any] | None:
+        kind, what = self._receive(ANSWER_SECONDS)
+        if kind != "finished":
+            return kind, what
+        self._finished[what.id] = what
+        return None
+
+    def _receive(self, seconds: float) -> tuple[str, Any]:
+        try:
+            if self._connection.poll(seconds):
+                message: tuple[str, Any] = self._connection.recv()
+                return message
+        except (EOFError, OSError) as error:
+            raise EngineError(f"{self.name} ended: {self._tail()}") from error
+        raise EngineError(f"{self.name} is silent for {seconds} s: {self._tail()}")
+
+    def _tail(self) -> str:
+        return self.log()[-4000:]
+
+
+def prepare(environment: dict[str, str]) -> None:
+    """Set what engines inherit; before the first one, as the fork server keeps what it found."""
+    os.environ.update(ENVIRONMENT | environment)
+
+
+def _child(connection: Connection, log: str, arguments: dict[str, Any]) -> None:
+    from tests.integrations.vllm import engine_process
+
+    engine_process.main(connection, log, arguments)
