@@ -56,7 +56,7 @@ class Identity:
     engine: str
     incarnation: Incarnation
     rank: int = 0
-    coordinates: Coordinates = Coordinates()
+    coordinates: Coordinates = field(default_factory=Coordinates)
     agreement: Mapping[str, str] = field(default_factory=dict)
 
 

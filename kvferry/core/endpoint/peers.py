@@ -67,7 +67,9 @@ Failed = Callable[[KVFerryError], None]
 
 
 class Peers:
-    """Peers by engine id, wherever a ticket says that it is. Used by the endpoint's thread only; handshakes run on threads of their own.
+    """Peers by engine id, wherever a ticket says that the engine is.
+
+    Used by the endpoint's thread only; handshakes run on threads of their own.
 
     Args:
         transport: to connect with.
