@@ -1,0 +1,102 @@
+"""What a loopback transport tells its peers: where it is and what it has registered."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvferry.core.errors import ConnectError, LayoutError
+from kvferry.core.memory import ADDRESS_LIMIT, Region
+from kvferry.drivers.loopback.board import MAX_REGIONS, Entry
+
+MAX_ADDRESS_BYTES = 64 * MAX_REGIONS
+MAX_NAME = 128
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+_Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
+_Short = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+_Pid = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+_Slot = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
+
+
+class RegisteredRegion(msgspec.Struct, frozen=True, array_like=True):
+    """A region and its entry on the owner's board."""
+
+    address: _Word
+    nbytes: _Word
+    device: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    slot: _Slot
+    key: _Word
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """An address, as msgpack. Fields that a later version adds are ignored.
+
+    Attributes:
+        name: the transport's name.
+        boot: which running kernel it lives under.
+        pid_namespace: where ``pid`` means something.
+        pid: the process, and ``start_time``, in ticks: which one of all that have had that pid.
+        instance: random; stands first on the board, so that a reader knows whom it reads, and
+            must be in the first message to ``socket``, so that only who has this address can send.
+        socket: name of the notification socket in the abstract namespace.
+        board: where the board lies in the process's memory.
+        regions: what was registered when the address was made.
+    """
+
+    magic: Literal["kvferry-loopback-1"] = "kvferry-loopback-1"
+    name: Name
+    boot: _Short
+    pid_namespace: _Word
+    pid: _Pid
+    start_time: _Word
+    instance: Instance
+    socket: _Short
+    board: _Word
+    regions: Annotated[list[RegisteredRegion], msgspec.Meta(max_length=MAX_REGIONS)]
+
+
+_decoder = msgspec.msgpack.Decoder(Address)
+
+
+def encode(address: Address) -> bytes:
+    """The bytes that peers get."""
+    return msgspec.msgpack.encode(address)
+
+
+def decode(data: bytes) -> Address:
+    """Parse untrusted bytes.
+
+    Raises:
+        ConnectError: they are no address of this driver.
+    """
+    if len(data) > MAX_ADDRESS_BYTES:
+        raise ConnectError(
+            f"an address of {len(data)} bytes; one of the loopback driver has at most "
+            f"{MAX_ADDRESS_BYTES}"
+        )
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as exc:
+        raise ConnectError(
+            f"not an address of the loopback driver ({exc}): both sides must use the same driver"
+        ) from exc
+
+
+def entries(address: Address) -> dict[Region, Entry]:
+    """The regions of a peer and where its board has them.
+
+    Raises:
+        ConnectError: one is not a region.
+    """
+    try:
+        return {
+            Region(address=row.address, nbytes=row.nbytes, device=row.device): Entry(
+                slot=row.slot, key=row.key
+            )
+            for row in address.regions
+        }
+    except LayoutError as exc:
+        raise ConnectError(f"the address of {address.name} names no valid region: {exc}") from exc

@@ -1,0 +1,208 @@
+"""From a batch of copies to memory that has been moved: bounds, merged runs, chunks, memmove."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.copies import Copies, Segment
+from kvferry.core.errors import TransportUsageError
+from kvferry.core.memory import ADDRESS_LIMIT, Region, U64Array
+from kvferry.drivers.loopback.process import MAX_IOVECS
+
+_RELEASE_FROM = 1 << 20
+"""Mean bytes per run from which an in-process copy gives up the interpreter's lock for each run.
+Below, asking for the lock again may take longer (5 ms, beside a busy thread) than the run."""
+
+_POOLED = 4
+_SMALLEST = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chunk:
+    """What one system call moves: (k, 2) uint64 iovec arrays, k <= 1024, and their bytes."""
+
+    local: U64Array
+    remote: U64Array
+    nbytes: int
+
+
+class Runs:
+    """A batch, merged: (n,) runs, each contiguous on both sides.
+
+    Owns arrays that are filled again for batch after batch: touching fresh memory costs more than
+    what is computed in it. Positions in a batch are bytes from its start, so that it can be cut
+    anywhere.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.count = 0
+        self.total = 0
+        self._local = np.empty(capacity, np.uint64)
+        self._remote = np.empty(capacity, np.uint64)
+        self._local_end = np.empty(capacity, np.uint64)
+        self._remote_end = np.empty(capacity, np.uint64)
+        self._sums = np.empty(capacity + 1, np.uint64)
+        # Where each run starts, and where the last one ends. int64: searchsorted would convert.
+        self._starts = np.empty(capacity + 1, np.int64)
+
+    def fill(self, copies: Copies) -> None:
+        """Check a batch against its segments' regions, and take it over, merged.
+
+        Raises:
+            TransportUsageError: the arrays or the segments do not fit together, or a copy leaves
+                its regions.
+        """
+        n = _checked_length(copies)
+        self.count = self.total = 0
+        if n == 0:
+            return
+        if int(copies.nbytes.max()) * n >= ADDRESS_LIMIT:
+            raise TransportUsageError(f"the copies have more than {ADDRESS_LIMIT} bytes together")
+        _check_bounds(copies, "local", copies.local, self._local_end[:n])
+        _check_bounds(copies, "remote", copies.remote, self._remote_end[:n])
+        self._merge(copies, n)
+
+    def small(self, limit: int) -> bool:
+        """Whether one system call can move it all, and that is at most ``limit`` bytes."""
+        return self.total == 0 or (self.total <= limit and self.count <= MAX_IOVECS)
+
+    def next_stop(self, start: int, limit: int) -> int:
+        """Where a chunk that starts at byte ``start`` ends: ``limit`` bytes or 1024 runs on."""
+        first = self._run_at(start)
+        return min(start + limit, int(self._starts[min(first + MAX_IOVECS, self.count)]))
+
+    def chunk(self, start: int, stop: int) -> Chunk:
+        """The iovecs of bytes ``[start, stop)``, ``stop`` being at most ``next_stop``'s."""
+        first, last = self._run_at(start), self._run_at(stop - 1) + 1
+        edges = self._starts[first : last + 1].copy()
+        skipped = start - int(edges[0])
+        edges[0], edges[-1] = start, stop
+        local, remote = np.empty((2, last - first, 2), np.uint64)
+        local[:, 0], remote[:, 0] = self._local[first:last], self._remote[first:last]
+        local[:, 1] = remote[:, 1] = edges[1:] - edges[:-1]
+        local[0, 0] += np.uint64(skipped)
+        remote[0, 0] += np.uint64(skipped)
+        return Chunk(local=local, remote=remote, nbytes=stop - start)
+
+    def _run_at(self, position: int) -> int:
+        return int(self._starts[: self.count + 1].searchsorted(position, side="right")) - 1
+
+    def _merge(self, copies: Copies, n: int) -> None:
+        apart = copies.local[1:] != self._local_end[: n - 1]
+        apart |= copies.remote[1:] != self._remote_end[: n - 1]
+        (later,) = apart.nonzero()
+        first = np.zeros(len(later) + 1, np.int64)
+        np.add(later, 1, out=first[1:])
+        self.count = count = len(first)
+        copies.local.take(first, out=self._local[:count])
+        copies.remote.take(first, out=self._remote[:count])
+        self._sums[0] = 0
+        np.cumsum(copies.nbytes, out=self._sums[1 : n + 1])
+        self.total = int(self._sums[n])
+        self._starts[:count] = self._sums[first]
+        self._starts[count] = self.total
+
+
+class RunsPool:
+    """Lends ``Runs``, and keeps a few that came back. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._idle: list[Runs] = []
+        self._lock = threading.Lock()
+
+    def take(self, n: int) -> Runs:
+        """One with room for n copies."""
+        with self._lock:
+            for index, runs in enumerate(self._idle):
+                if runs.capacity >= n:
+                    return self._idle.pop(index)
+        return Runs(max(_SMALLEST, 1 << (n - 1).bit_length()))
+
+    def give(self, runs: Runs) -> None:
+        """Take one back; of too many, the smallest goes."""
+        with self._lock:
+            self._idle.append(runs)
+            self._idle.sort(key=lambda idle: idle.capacity)
+            del self._idle[:-_POOLED]
+
+
+def _checked_length(copies: Copies) -> int:
+    n = len(copies.nbytes)
+    for name in ("local", "remote", "nbytes"):
+        array = getattr(copies, name)
+        if array.dtype != np.uint64 or array.shape != (n,):
+            raise TransportUsageError(
+                f"copies.{name} has type {array.dtype} and shape {array.shape}; "
+                f"it must be uint64 of shape ({n},), as long as copies.nbytes"
+            )
+    edges = [0, *(segment.stop for segment in copies.segments)]
+    if [segment.start for segment in copies.segments] != edges[:-1] or edges[-1] != n:
+        raise TransportUsageError(
+            f"the segments do not cover the {n} copies in order and without gaps: "
+            f"{[(segment.start, segment.stop) for segment in copies.segments][:8]}"
+        )
+    if edges != sorted(edges):
+        raise TransportUsageError("a segment stops before it starts")
+    return n
+
+
+def _check_bounds(copies: Copies, side: str, address: U64Array, ends: U64Array) -> None:
+    """Fill ``ends``, and refuse a copy that leaves its segment's region on this side."""
+    segments = [segment for segment in copies.segments if segment.stop > segment.start]
+    first = [segment.start for segment in segments]
+    np.add(address, copies.nbytes, out=ends)
+    low, high = np.minimum.reduceat(address, first), np.maximum.reduceat(ends, first)
+    regions: list[Region] = [getattr(segment, side) for segment in segments]
+    base = np.array([region.address for region in regions], np.uint64)
+    stop = np.array([region.end for region in regions], np.uint64)
+    # An address so high that its end wrapped around is not seen in ``high``.
+    if ((low < base) | (high > stop)).any() or int(address.max()) >= ADDRESS_LIMIT:
+        raise _outside(side, segments, regions, address, copies.nbytes)
+
+
+def _outside(
+    side: str, segments: list[Segment], regions: list[Region], address: U64Array, nbytes: U64Array
+) -> TransportUsageError:
+    for segment, region in zip(segments, regions, strict=True):
+        offset = address[segment.start : segment.stop] - np.uint64(region.address)
+        size, length = np.uint64(region.nbytes), nbytes[segment.start : segment.stop]
+        bad = np.flatnonzero((offset > size) | (length > size - offset))
+        if len(bad):
+            index = segment.start + int(bad[0])
+            return TransportUsageError(
+                f"copy {index} leaves its {side} region: {int(nbytes[index])} bytes at "
+                f"{int(address[index]):#x}, in {region} which ends at {region.end:#x}"
+            )
+    return TransportUsageError(f"a copy leaves its {side} region")
+
+
+def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], None]:
+    function: Any = library.memmove
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    function.restype = None
+    checked: Callable[[int, int, int], None] = function
+    return checked
+
+
+_memmove_holding_lock = _memmove(ctypes.PyDLL(None))
+_memmove_releasing_lock = _memmove(ctypes.CDLL(None))
+
+
+def copy_in_process(chunk: Chunk, *, write: bool) -> None:
+    """Move a chunk whose both sides are this process's memory, without system calls."""
+    source, target = (chunk.local, chunk.remote) if write else (chunk.remote, chunk.local)
+    long = chunk.nbytes >= _RELEASE_FROM * len(source)
+    move = _memmove_releasing_lock if long else _memmove_holding_lock
+    # The loop itself runs in C: map, consumed by a deque that keeps nothing.
+    lengths: npt.NDArray[np.uint64] = source[:, 1]
+    calls = map(move, target[:, 0].tolist(), source[:, 0].tolist(), lengths.tolist())
+    collections.deque(calls, maxlen=0)

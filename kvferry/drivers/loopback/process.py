@@ -1,0 +1,160 @@
+"""What Linux says of a process, and how to read and write another one's memory.
+
+This is the only file of the driver that calls the kernel through ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.core.errors import DriverError
+from kvferry.core.memory import U64Array
+
+MAX_IOVECS = 1024
+"""UIO_MAXIOV: entries of each iovec array that the kernel takes in one call."""
+
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+_MS_ASYNC = 1
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    array, count = ctypes.c_void_p, ctypes.c_ulong
+    try:
+        for call in (libc.process_vm_readv, libc.process_vm_writev):
+            call.argtypes = [ctypes.c_int, array, count, array, count, ctypes.c_ulong]
+            call.restype = ctypes.c_ssize_t
+    except AttributeError as exc:
+        raise DriverError(
+            "the loopback driver needs Linux: this C library has no process_vm_readv"
+        ) from exc
+    libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def vm_copy(pid: int, local: U64Array, remote: U64Array, *, write: bool = False) -> int:
+    """Copy between this process and another, without the interpreter's lock.
+
+    Args:
+        pid: the other process.
+        local: (n, 2) uint64, C-contiguous, n <= ``MAX_IOVECS``: address and length, as ``iovec``.
+        remote: (m, 2) uint64, likewise, in the other process.
+        write: from local to remote; otherwise from remote to local.
+
+    Returns:
+        How many bytes were copied; less than asked for if one side faulted on the way.
+
+    Raises:
+        OSError: nothing was copied; ``ESRCH``, ``EPERM``, ``EFAULT``, ``ENOSYS`` among others.
+    """
+    libc = _libc()
+    call = libc.process_vm_writev if write else libc.process_vm_readv
+    moved = call(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+    if moved < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(moved)
+
+
+def vm_peek(pid: int, address: int, out: U64Array) -> None:
+    """Fill a contiguous array from another process's memory.
+
+    Raises:
+        OSError: as ``vm_copy``; ``EFAULT`` also if only a part could be read.
+    """
+    iovecs = np.array([[out.ctypes.data, out.nbytes], [address, out.nbytes]], np.uint64)
+    if vm_copy(pid, iovecs[:1], iovecs[1:]) != out.nbytes:
+        raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+
+def allow_readers() -> None:
+    """Let processes of the same user read this one where Yama would only let ancestors.
+
+    A kernel without Yama refuses the request and needs none.
+    """
+    _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def is_mapped(address: int, nbytes: int) -> bool:
+    """Whether every page of a range is mapped in this process."""
+    first = address // _PAGE * _PAGE
+    # With MS_ASYNC msync writes nothing; it only walks the mappings.
+    return bool(_libc().msync(first, address + nbytes - first, _MS_ASYNC) == 0)
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; ``None`` if it does not live."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name, in parentheses, may hold anything; fields 3 and on follow the last parenthesis.
+    fields = stat.rpartition(b")")[2].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+@functools.cache
+def boot_id() -> str:
+    """The same for all processes of one running kernel, and for no others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def pid_namespace() -> int:
+    """The inode of this process's pid namespace: within one, pids mean the same."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def why_forbidden(code: int, pid: int) -> str:
+    """Why the kernel refuses to copy to and from a process, and what to change."""
+    if code == errno.ENOSYS:
+        return (
+            "this kernel has no process_vm_readv, or a sandbox filters it: allow process_vm_readv "
+            "and process_vm_writev in the seccomp profile"
+        )
+    if code != errno.EPERM:
+        return f"process_vm_readv on process {pid} failed: {os.strerror(code)}"
+    return f"the kernel forbids reading the memory of process {pid}: {_remedy(pid)}"
+
+
+def _remedy(pid: int) -> str:
+    peer = _uid(pid)
+    if peer is not None and peer != os.geteuid():
+        return (
+            f"it runs as uid {peer} and this process as uid {os.geteuid()}; run both as one user, "
+            "or give this one CAP_SYS_PTRACE"
+        )
+    scope = _ptrace_scope()
+    if scope >= 2:
+        return (
+            f"kernel.yama.ptrace_scope is {scope}; set it to 1 or 0 "
+            "(sysctl -w kernel.yama.ptrace_scope=1), or give this process CAP_SYS_PTRACE"
+        )
+    return (
+        "it may have been made non-dumpable (by set-user-id or file capabilities) or live in "
+        "another container; give this process CAP_SYS_PTRACE (--cap-add=SYS_PTRACE)"
+        + (", or set kernel.yama.ptrace_scope to 0" if scope else "")
+    )
+
+
+def _uid(pid: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
+def _ptrace_scope() -> int:
+    try:
+        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0

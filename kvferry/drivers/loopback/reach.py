@@ -1,0 +1,160 @@
+"""How a transport gets at a peer's memory: inside this process, or across processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.core.errors import ConnectError, PeerLostError, TransportError
+from kvferry.drivers.loopback import board
+from kvferry.drivers.loopback.address import Address
+from kvferry.drivers.loopback.board import Board, Claims
+from kvferry.drivers.loopback.copying import Chunk, copy_in_process
+from kvferry.drivers.loopback.process import (
+    boot_id,
+    pid_namespace,
+    start_time,
+    vm_copy,
+    vm_peek,
+    why_forbidden,
+)
+
+
+class Reach(ABC):
+    """Access to one peer's memory. Safe to use from several threads."""
+
+    @abstractmethod
+    def check(self, claims: Claims) -> None:
+        """See whether the peer lives and has registered what is claimed.
+
+        Raises:
+            PeerLostError: it has died, restarted or closed.
+            TransportError: it has deregistered a region, or the kernel refuses.
+        """
+
+    @abstractmethod
+    def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
+        """Check, then move a chunk.
+
+        Raises:
+            PeerLostError, TransportError: as ``check``; or memory of either side is not there.
+        """
+
+
+def reach(address: Address) -> Reach:
+    """Find the process that an address names, and prove that its memory can be read.
+
+    Raises:
+        ConnectError: it is elsewhere, gone, another one, or may not be read; says what to change.
+    """
+    if address.boot != boot_id():
+        raise ConnectError(
+            f"{address.name} lives on another host; loopback reaches processes of one host: "
+            "choose a driver that crosses hosts"
+        )
+    if address.pid_namespace != pid_namespace():
+        raise ConnectError(
+            f"{address.name} lives in another pid namespace (a container of its own): let both "
+            "share one (docker run --pid=..., shareProcessNamespace in a pod)"
+        )
+    if address.pid == os.getpid():
+        return _reach_here(address)
+    if start_time(address.pid) != address.start_time:
+        raise ConnectError(f"{address.name} is gone: process {address.pid} has ended or restarted")
+    return _reach_there(address)
+
+
+def _reach_here(address: Address) -> Reach:
+    found = board.board_in_this_process(address.instance)
+    if found is None or start_time(address.pid) != address.start_time:
+        raise ConnectError(f"{address.name} is gone: this process has closed it")
+    return SameProcess(owner=address.name, target=found)
+
+
+def _reach_there(address: Address) -> Reach:
+    there = OtherProcess(
+        owner=address.name,
+        pid=address.pid,
+        board=address.board,
+        instance=address.instance,
+    )
+    try:
+        there.check(board.claims_of(()))
+    except TransportError as exc:
+        raise ConnectError(f"cannot connect to {address.name}: {exc}") from exc
+    return there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SameProcess(Reach):
+    """A transport of this process, this side's own among them."""
+
+    owner: str
+    target: Board
+
+    def check(self, claims: Claims) -> None:
+        board.check(self.target.words, self.target.instance, claims, self.owner)
+
+    def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
+        with self.target.gate:
+            self.check(claims)
+            copy_in_process(chunk, write=write)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OtherProcess(Reach):
+    """A transport of another process of this host.
+
+    Attributes:
+        owner: its name.
+        pid: its process.
+        board: address of its board, there.
+        instance: what its board starts with.
+    """
+
+    owner: str
+    pid: int
+    board: int
+    instance: bytes
+
+    def check(self, claims: Claims) -> None:
+        # Seeing the instance after a copy proves that the pid was still the peer's during it:
+        # only that one process has ever had these bytes at this place.
+        words = np.empty(claims.words, np.uint64)
+        try:
+            vm_peek(self.pid, self.board, words)
+        except OSError as exc:
+            raise self._lost_or_forbidden(exc) from exc
+        board.check(words, self.instance, claims, self.owner)
+
+    def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
+        self.check(claims)
+        try:
+            moved = vm_copy(self.pid, chunk.local, chunk.remote, write=write)
+        except OSError as exc:
+            if exc.errno != errno.EFAULT:
+                raise self._lost_or_forbidden(exc) from exc
+            moved = 0
+        if moved != chunk.nbytes:
+            self.check(claims)
+            raise self._faulted(chunk, moved)
+
+    def _lost_or_forbidden(self, exc: OSError) -> TransportError:
+        if exc.errno in (errno.ESRCH, errno.EFAULT):
+            return PeerLostError(f"{self.owner} is gone: process {self.pid} has ended or restarted")
+        return TransportError(why_forbidden(exc.errno or 0, self.pid))
+
+    def _faulted(self, chunk: Chunk, moved: int) -> TransportError:
+        sums = np.cumsum(chunk.local[:, 1])
+        run = int(sums.searchsorted(np.uint64(moved), side="right"))
+        local, nbytes = (int(word) for word in chunk.local[run])
+        remote = int(chunk.remote[run, 0])
+        return TransportError(
+            f"the kernel copied {moved} of {chunk.nbytes} bytes and stopped in {nbytes} bytes at "
+            f"{local:#x} here and {remote:#x} of {self.owner}: one of the two is registered but "
+            "not mapped any more, or read-only; keep memory mapped until it is deregistered"
+        )
