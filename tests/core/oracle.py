@@ -1,0 +1,220 @@
+"""What a read must do, found out the slow way: one byte at a time, from the docstring of ``Field``.
+
+Memory is simulated. Every byte is an int64 *label* that says which byte of which tensor it is, so
+that no two bytes are equal by chance. Nothing of the planner's arithmetic is used here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.copies import Copies
+from kvferry.core.descriptors import Pages, ReadRequest, Spans, Workspace, copies, unwritten
+from kvferry.core.layout import HOLE, Axis, Field, Group, GroupKind, Layout
+from kvferry.core.topology import plan
+
+Labels = npt.NDArray[np.int64]
+
+ZERO = 0
+ENTRIES, SHARDS, BYTES = 1 << 12, 1 << 8, 1 << 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Two engines and one request per local rank (the ranges and pages are those of all ranks)."""
+
+    local: tuple[Layout, ...]
+    remote: tuple[Layout, ...]
+    request: ReadRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """All bytes of one token entry (or state, or opaque page) of one field in one page.
+
+    Attributes:
+        tokens: the global tokens that it stands for; empty for a state.
+        region: index of the region.
+        where: (s, b) offsets in the region.
+        labels: (s, b) what belongs there.
+    """
+
+    tokens: range | tuple[int, ...]
+    region: int
+    where: Labels
+    labels: Labels
+
+
+def pages(ids: Sequence[int], first_index: int = 0) -> Pages:
+    """A page list."""
+    return Pages(ids=np.array(ids, dtype=np.int64), first_index=first_index)
+
+
+def axis_offsets(axis: Axis) -> list[int]:
+    """The byte offset of every index of an axis."""
+    indices = itertools.product(*(range(digit.count) for digit in axis))
+    return [sum(i * d.stride for i, d in zip(index, axis, strict=True)) for index in indices]
+
+
+def field_offsets(f: Field) -> Labels:
+    """(t, s, b) offsets from a page's start, of every byte of a field."""
+    inner = [sum(parts) for parts in itertools.product(*(axis_offsets(a) for a in f.inner))]
+    entry = [start + byte for start in inner for byte in range(f.unit)]
+    return np.array(
+        [
+            [[token + shard + byte for byte in entry] for shard in axis_offsets(f.shard)]
+            for token in axis_offsets(f.tokens)
+        ],
+        dtype=np.int64,
+    )
+
+
+def tokens_of_page(group: Group, index: int) -> list[int]:
+    """The global tokens that block index ``index`` of a request holds on a rank."""
+    context, size = group.context, group.block_tokens
+    held = (t for t in itertools.count() if t // context.interleave % context.size == context.rank)
+    return list(itertools.islice(held, index * size, (index + 1) * size))
+
+
+def label(key: int, entry: int, shard: int, byte: int) -> int:
+    """A number of one byte's own, above 0."""
+    return 1 + ((key * ENTRIES + entry) * SHARDS + shard) * BYTES + byte
+
+
+def entries(layout: Layout, keys: dict[str, int], lists: Sequence[Pages]) -> Iterator[Entry]:
+    """All entries in the pages of a request that are no holes, on one rank."""
+    for f in layout.fields:
+        where = field_offsets(f)
+        for position, page in enumerate(lists[f.group].ids.tolist()):
+            if page != HOLE:
+                index = lists[f.group].first_index + position
+                start = f.offset + page * f.page_stride
+                yield from _page_entries(
+                    f, keys[f.key], layout.groups[f.group], index, where + start
+                )
+
+
+def _page_entries(f: Field, key: int, group: Group, index: int, where: Labels) -> Iterator[Entry]:
+    held = tokens_of_page(group, index) if group.kind is not GroupKind.STATE else []
+    per_entry = f.tokens_per_state if group.kind is GroupKind.PAGED else max(len(held), 1)
+    for entry, place in enumerate(where):
+        tokens = held[entry * per_entry : (entry + 1) * per_entry]
+        first = tokens[0] if tokens else 0
+        shards = range(*f.shard_range) if not f.packing else [f.shard_range[0]]
+        labels = [[label(key, first, s, b) for b in range(place.shape[1])] for s in shards]
+        yield Entry(
+            tokens=tuple(tokens),
+            region=f.region,
+            where=place,
+            labels=np.array(labels, dtype=np.int64),
+        )
+
+
+def poison(layout: Layout) -> list[Labels]:
+    """Memory in which every byte has a label of its own, below 0."""
+    sizes = [region.nbytes for region in layout.regions]
+    starts = itertools.accumulate(sizes, initial=1)
+    return [-np.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def remote_memory(world: World, rank: int, keys: dict[str, int]) -> list[Labels]:
+    """The memory of a remote rank: the request's pages as they should be, the rest poison."""
+    memory = poison(world.remote[rank])
+    for entry in entries(world.remote[rank], keys, world.request.remote):
+        memory[entry.region][entry.where] = entry.labels
+    return memory
+
+
+def run(
+    found: Copies, layout: Layout, memory: list[Labels], far: Layout, theirs: list[Labels]
+) -> list[Labels]:
+    """Perform copies in ``memory``, strictly; how often each byte was written."""
+    written = [np.zeros_like(region) for region in memory]
+    done = 0
+    for segment in found.segments:
+        assert segment.start == done < segment.stop
+        done = segment.stop
+        here, there = layout.regions.index(segment.local), far.regions.index(segment.remote)
+        for i in range(segment.start, segment.stop):
+            size = int(found.nbytes[i])
+            near = int(found.local[i]) - segment.local.address
+            far_off = int(found.remote[i]) - segment.remote.address
+            assert size > 0
+            assert 0 <= near <= near + size <= segment.local.nbytes
+            assert 0 <= far_off <= far_off + size <= segment.remote.nbytes
+            memory[here][near : near + size] = theirs[there][far_off : far_off + size]
+            written[here][near : near + size] += 1
+    assert done == len(found) == len(found.local) == len(found.remote)
+    return written
+
+
+def zero(spans: Spans, layout: Layout, memory: list[Labels]) -> None:
+    """Zero spans in ``memory``, strictly."""
+    done = 0
+    for segment in spans.segments:
+        assert segment.start == done < segment.stop
+        done = segment.stop
+        here = layout.regions.index(segment.region)
+        for i in range(segment.start, segment.stop):
+            near, size = int(spans.address[i]) - segment.region.address, int(spans.nbytes[i])
+            assert 0 <= near < near + size <= segment.region.nbytes
+            memory[here][near : near + size] = ZERO
+    assert done == len(spans)
+
+
+def check_rank(world: World, rank: int, workspace: Workspace | None = None) -> None:
+    """Plan, zero and read for one local rank, and compare every byte of its memory."""
+    layout = world.local[rank]
+    keys = {f.key: i for i, f in enumerate(f for one in world.remote for f in one.fields)}
+    memory = poison(layout)
+    ours = plan(world.local, world.remote, rank)
+    zero(unwritten(layout, ours, world.request), layout, memory)
+    total = [np.zeros_like(region) for region in memory]
+    for source in ours.sources:
+        far = world.remote[source.remote]
+        found = copies(ours, source, world.request, workspace)
+        theirs = remote_memory(world, source.remote, keys)
+        for counts, more in zip(total, run(found, layout, memory, far, theirs), strict=True):
+            counts += more
+    assert all(counts.max() <= 1 for counts in total), "a byte was written twice"
+    compare(world, layout, keys, memory)
+
+
+def compare(world: World, layout: Layout, keys: dict[str, int], memory: list[Labels]) -> None:
+    """Every byte: the wanted ones right, later ones right or zero, all others as they were."""
+    want, blank = poison(layout), [np.zeros(len(m), dtype=bool) for m in memory]
+    names = {keys[f.key]: f.key for f in layout.fields}
+    for f in layout.fields:
+        wanted = world.request.ranges[f.group]
+        state = layout.groups[f.group].kind is GroupKind.STATE
+        if wanted is None or (state and wanted == (0, 0)):
+            continue
+        one = Layout(regions=layout.regions, groups=layout.groups, fields=(f,))
+        for entry in entries(one, keys, world.request.local):
+            if entry.tokens and min(entry.tokens) < wanted[0]:
+                continue
+            want[f.region][entry.where] = entry.labels
+            blank[f.region][entry.where] = bool(entry.tokens) and min(entry.tokens) >= wanted[1]
+    for region, (is_, should, may) in enumerate(zip(memory, want, blank, strict=True)):
+        wrong = np.flatnonzero((is_ != should) & ~(may & (is_ == ZERO)))
+        if len(wrong):
+            at = int(wrong[0])
+            raise AssertionError(
+                f"{len(wrong)} bytes of region {region} are wrong, the first at {at}: it is "
+                f"{told(int(is_[at]), names)} and should be {told(int(should[at]), names)}"
+            )
+
+
+def told(value: int, names: dict[int, str]) -> str:
+    """A label in words."""
+    if value <= 0:
+        return "zero" if value == ZERO else f"poison {value}"
+    rest, byte = divmod(value - 1, BYTES)
+    rest, shard = divmod(rest, SHARDS)
+    key, entry = divmod(rest, ENTRIES)
+    return f"{names.get(key, key)} entry {entry} shard {shard} byte {byte}"

@@ -1,0 +1,447 @@
+"""Hypothesis strategies for pairs of engines that hold one model in two ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from hypothesis import strategies as st
+
+from kvferry.core.descriptors import Pages, ReadRequest
+from kvferry.core.layout import (
+    Axis,
+    Context,
+    Digit,
+    Field,
+    Group,
+    GroupKind,
+    Layout,
+)
+from kvferry.core.memory import Region
+from tests.core.oracle import World, pages
+
+POOL = 64
+"""Pages of every engine; ids of all groups come from one pool, as vLLM's do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor of a model, before any engine has cut it up."""
+
+    key: str
+    layer: int
+    kind: GroupKind
+    shards: int
+    elements: int
+    dtype: str
+    size: int
+    per_entry: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """How one engine holds a model.
+
+    Attributes:
+        groups: indices of packs, by group.
+        blocks: tokens per block, by group; 0 for states.
+    """
+
+    tp: int
+    pp: int
+    cp: int
+    interleave: int
+    groups: tuple[tuple[int, ...], ...]
+    blocks: tuple[int, ...]
+    regions: str
+
+
+Pack = tuple[Tensor, ...]
+"""Tensors of one layer that live in one page: K and V, or the parts of a Mamba state."""
+
+
+@dataclass(slots=True)
+class Placed:
+    """Digits of one field within its page, with strides."""
+
+    tensor: Tensor
+    shard: tuple[int, int]
+    offset: int
+    unit: int
+    tokens: Axis
+    heads: Axis
+    inner: tuple[Axis, ...]
+
+
+def factors(rng: Random, number: int, most: int) -> list[int]:
+    """An ordered factorisation."""
+    found: list[int] = []
+    while number > 1 and len(found) < most - 1:
+        found.append(rng.choice([d for d in range(1, number + 1) if number % d == 0]))
+        number //= found[-1]
+    return [*found, number]
+
+
+def shard_of(tensor: Tensor, index: int, ranks: int) -> tuple[int, int]:
+    """Which part a rank holds: an uneven share where it must be, a replica where there are more."""
+    if tensor.shards >= ranks:
+        return index * tensor.shards // ranks, (index + 1) * tensor.shards // ranks
+    one = index * tensor.shards // ranks
+    return one, one + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How a pack is laid out on an engine: random, but the same on each of its ranks.
+
+    Attributes:
+        order: axes from coarse to fine; those before "|" are shared by the pack's tensors, which
+            then lie one after the other.
+        split: whether axes may have two digits, in any order in memory.
+        seed: for the order of digits and the factors.
+        pad: bytes left out after every digit's extent, times the element's size.
+    """
+
+    order: tuple[str, ...]
+    split: bool
+    seed: int
+    pad: int
+
+
+ORDERS = (
+    ("|", "t", "s", "d"),
+    ("|", "s", "t", "d"),
+    ("t", "s", "|", "d"),
+    ("s", "t", "|", "d"),
+    ("s", "|", "t", "d"),
+    ("t", "|", "s", "d"),
+    ("s", "|", "d", "t"),
+    ("|", "s", "d", "t"),
+    ("|", "d", "t", "s"),
+)
+
+
+def place_pack(
+    pack: Pack, style: Style, block: int, shards: Sequence[tuple[int, int]]
+) -> tuple[list[Placed], int]:
+    """Fields of one page, and the page's size."""
+    rng = Random(style.seed)
+    cut = style.order.index("|")
+    common, own = style.order[:cut], style.order[cut + 1 :]
+    if len({(b - a, t.per_entry) for t, (a, b) in zip(pack, shards, strict=True)}) > 1:
+        common, own = (), common + own
+    placed: list[Placed] = []
+    end = 0
+    for tensor, shard in zip(pack, shards, strict=True):
+        order = own if placed == [] or rng.random() < 0.7 else tuple(rng.sample(own, len(own)))
+        field, extent = _nest(rng, tensor, shard, block, order, style)
+        field.offset += end
+        placed.append(field)
+        end += extent
+    for axis in reversed(common):
+        count = _count(placed[0].tensor, shards[0], block, axis)
+        for field in placed:
+            digits = (Digit(count=count, stride=end),)
+            if axis == "t" and field.tensor.kind is not GroupKind.STATE:
+                field.tokens = digits
+            if axis == "s":
+                field.heads = digits
+        end = end * count + style.pad * placed[0].tensor.size
+    return placed, end
+
+
+def _count(tensor: Tensor, shard: tuple[int, int], block: int, axis: str) -> int:
+    if axis == "t":
+        return max(block // tensor.per_entry, 1) if tensor.kind is GroupKind.PAGED else 1
+    return shard[1] - shard[0]
+
+
+def _nest(
+    rng: Random,
+    tensor: Tensor,
+    shard: tuple[int, int],
+    block: int,
+    order: tuple[str, ...],
+    style: Style,
+) -> tuple[Placed, int]:
+    """One field with strides from the inside out; its extent."""
+    inner = factors(rng, tensor.elements, 3 if style.split else 2)
+    if order[-1] == "d":
+        inner = [1, tensor.elements] if rng.random() < 0.7 else inner
+    unit = inner.pop() * tensor.size
+    digits: list[tuple[str, int]] = []
+    counts: dict[str, list[int]] = {"d": inner}
+    for axis in order:
+        if axis != "d":
+            counts[axis] = factors(rng, _count(tensor, shard, block, axis), 2 if style.split else 1)
+        digits += [(axis, i) for i in range(len(counts[axis]))]
+    if style.split and rng.random() < 0.5:
+        rng.shuffle(digits)
+    strides: dict[tuple[str, int], int] = {}
+    extent = unit
+    for axis, i in reversed(digits):
+        strides[axis, i] = extent
+        extent = extent * counts[axis][i] + style.pad * tensor.size
+    made = {
+        axis: tuple(
+            Digit(count=count, stride=strides[axis, i]) for i, count in enumerate(counts[axis])
+        )
+        for axis in counts
+    }
+    dims = made["d"]
+    return (
+        Placed(
+            tensor=tensor,
+            shard=shard,
+            offset=0,
+            unit=unit,
+            tokens=made.get("t", ()) if tensor.kind is GroupKind.PAGED else (),
+            heads=made.get("s", ()),
+            inner=((dims,) if rng.random() < 0.5 else tuple((d,) for d in dims)),
+        ),
+        extent,
+    )
+
+
+def layout_of(
+    packs: Sequence[Pack], engine: Engine, styles: Sequence[Style], rank: int, base: int
+) -> Layout:
+    """One rank's layout."""
+    stage, tp = divmod(rank, engine.tp)
+    context = Context(size=engine.cp, rank=tp % engine.cp, interleave=engine.interleave)
+    groups = tuple(
+        Group(
+            kind=packs[members[0]][0].kind,
+            block_tokens=block,
+            context=context if block else Context(),
+        )
+        for members, block in zip(engine.groups, engine.blocks, strict=True)
+    )
+    layers = max(tensor.layer for pack in packs for tensor in pack) + 1
+    cells: list[tuple[int, list[Placed], int]] = []
+    for group, members in enumerate(engine.groups):
+        for index in members:
+            pack = packs[index]
+            if pack[0].layer * engine.pp // layers != stage:
+                continue
+            shared = engine.cp if groups[group].block_tokens else 1
+            parts = engine.tp // shared
+            shards = [shard_of(tensor, tp // shared, parts) for tensor in pack]
+            placed, size = place_pack(pack, styles[index], engine.blocks[group], shards)
+            cells.append((group, placed, size))
+    regions, starts = _arranged(cells, engine.regions, base)
+    return Layout(
+        regions=regions,
+        groups=groups,
+        fields=tuple(
+            Field(
+                key=f.tensor.key,
+                group=group,
+                region=region,
+                offset=offset + f.offset,
+                page_stride=stride,
+                pages=POOL,
+                dtype=f.tensor.dtype,
+                unit=f.unit,
+                tokens=f.tokens,
+                shard=f.heads,
+                shard_range=f.shard,
+                inner=f.inner,
+                tokens_per_state=f.tensor.per_entry,
+            )
+            for (group, placed, _), (region, offset, stride) in zip(cells, starts, strict=True)
+            for f in placed
+        ),
+    )
+
+
+def _arranged(
+    cells: Sequence[tuple[int, list[Placed], int]], how: str, base: int
+) -> tuple[tuple[Region, ...], list[tuple[int, int, int]]]:
+    """Regions, and (region, offset, page stride) of every cell."""
+    if not cells:
+        return (), []
+    if how == "each":
+        sizes = [size * POOL for _, _, size in cells]
+        ends = [base + sum(sizes[: i + 1]) + 64 * i for i in range(len(sizes))]
+        regions = [Region(address=e - s, nbytes=s) for e, s in zip(ends, sizes, strict=True)]
+        return tuple(regions), [(i, 0, size) for i, (_, _, size) in enumerate(cells)]
+    if how == "stack":
+        offsets = [sum(size * POOL for _, _, size in cells[:i]) for i in range(len(cells))]
+        whole = sum(size * POOL for _, _, size in cells)
+        starts = [(0, o, size) for o, (_, _, size) in zip(offsets, cells, strict=True)]
+        return (Region(address=base, nbytes=whole),), starts
+    per_group: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+    for group, _, size in cells:  # groups overlay each other: their page ids differ
+        found.append((group, per_group.get(group, 0)))
+        per_group[group] = per_group.get(group, 0) + size
+    stride = max(per_group.values())
+    region = Region(address=base, nbytes=stride * POOL)
+    return (region,), [(0, offset, stride) for _, offset in found]
+
+
+def _paged_type(rng: Random) -> list[tuple[int, int, str, int]]:
+    """(shards, elements, dtype, tokens per entry) of the tensors of one layer."""
+    dtype = rng.choice(["int8", "bfloat16", "float32"])
+    shards = rng.choice([1, 2, 3, 4, 6, 8])
+    elements = [rng.choice([1, 2, 3, 4, 6]) for _ in range(rng.choice([1, 2, 2, 2, 3]))]
+    if rng.random() < 0.6:
+        elements = [elements[0]] * len(elements)
+    per_entry = rng.choice([1, 1, 1, 1, 2, 4])
+    return [(shards, count, dtype, per_entry) for count in elements]
+
+
+def _state_type(rng: Random) -> list[tuple[int, int, str, int]]:
+    return [
+        (rng.choice([1, 2, 4, 6, 8]), rng.choice([1, 2, 5]), rng.choice(["int8", "float32"]), 1)
+        for _ in range(rng.choice([1, 2, 4]))
+    ]
+
+
+def _packs(rng: Random) -> list[Pack]:
+    kinds = [(GroupKind.PAGED, _paged_type(rng)) for _ in range(rng.choice([1, 1, 2]))]
+    if rng.random() < 0.3:
+        kinds.append((GroupKind.STATE, _state_type(rng)))
+    sizes = {"int8": 1, "bfloat16": 2, "float32": 4}
+    found: list[Pack] = []
+    for layer in range(rng.choice([1, 2, 2, 3])):
+        kind, tensors = rng.choice(kinds)
+        found.append(
+            tuple(
+                Tensor(
+                    key=f"layers.{layer}/{name}",
+                    layer=layer,
+                    kind=kind,
+                    shards=shards,
+                    elements=elements,
+                    dtype=dtype,
+                    size=sizes[dtype],
+                    per_entry=per_entry,
+                )
+                for name, (shards, elements, dtype, per_entry) in enumerate(tensors)
+            )
+        )
+    return found
+
+
+def _engine(rng: Random, packs: Sequence[Pack]) -> Engine:
+    entry = math.lcm(*(tensor.per_entry for pack in packs for tensor in pack))
+    tp = rng.choice([1, 1, 2, 2, 3, 4, 6, 8])
+    cp = rng.choice([1, 1, 1, *(d for d in (2, 3) if tp % d == 0)])
+    interleave = entry * rng.choice([1, 1, 2, 3])
+    groups: dict[tuple[GroupKind, int], list[int]] = {}
+    several = rng.choice([1, 1, 2])
+    for index, pack in enumerate(packs):
+        groups.setdefault((pack[0].kind, rng.randrange(several)), []).append(index)
+    step = interleave if cp > 1 else entry
+    blocks = tuple(
+        0 if kind is GroupKind.STATE else step * rng.choice([1, 2, 3, 4, 6, 8])
+        for kind, _ in groups
+    )
+    return Engine(
+        tp=tp,
+        pp=rng.choice([1, 1, 1, 2, 3]),
+        cp=cp,
+        interleave=interleave,
+        groups=tuple(tuple(members) for members in groups.values()),
+        blocks=blocks,
+        regions=rng.choice(["each", "stack", "blocks"]),
+    )
+
+
+def _styles(rng: Random, packs: Sequence[Pack]) -> list[Style]:
+    one = _style(rng)
+    return [one if rng.random() < 0.7 else _style(rng) for _ in packs]
+
+
+def _style(rng: Random) -> Style:
+    return Style(
+        order=rng.choice(ORDERS),
+        split=rng.random() < 0.3,
+        seed=rng.randrange(1 << 16),
+        pad=rng.choice([0, 0, 0, 1]),
+    )
+
+
+def _layouts(
+    rng: Random, packs: Sequence[Pack], engine: Engine, styles: Sequence[Style]
+) -> tuple[Layout, ...]:
+    return tuple(
+        layout_of(packs, engine, styles, rank, (rank + 1) << 32)
+        for rank in range(engine.tp * engine.pp)
+    )
+
+
+def _request(rng: Random, packs: Sequence[Pack], local: Engine, remote: Engine) -> ReadRequest:
+    sizes = [b * e.cp for e in (local, remote) for b in e.blocks if b]
+    tokens = rng.randint(1, 8 * min(sizes, default=4))
+    starts: dict[int, int] = {}
+    ranges: list[tuple[int, int] | None] = []
+    for members, block in zip(local.groups, local.blocks, strict=True):
+        wanted = _range(rng, tokens, block * local.cp, [packs[i] for i in members])
+        ranges.append(wanted)
+        for index in members:
+            starts[index] = wanted[0] if wanted else 1 << 20
+    near, far = _pool(rng), _pool(rng)
+    return ReadRequest(
+        ranges=tuple(ranges),
+        local=tuple(
+            _list(rng, near, wanted[0] if wanted else 0, tokens, block * local.cp, extra=True)
+            for wanted, block in zip(ranges, local.blocks, strict=True)
+        ),
+        remote=tuple(
+            _list(rng, far, min(starts[i] for i in members), tokens, block * remote.cp)
+            for members, block in zip(remote.groups, remote.blocks, strict=True)
+        ),
+    )
+
+
+def _range(rng: Random, tokens: int, size: int, packs: Sequence[Pack]) -> tuple[int, int] | None:
+    if rng.random() < 0.1:
+        return None
+    if size == 0:
+        return 0, tokens
+    entry = math.lcm(*(tensor.per_entry for pack in packs for tensor in pack))
+    step = rng.choice([size, size, entry])
+    first = rng.choice([0, 0, rng.randrange(tokens + 1) // step * step])
+    return first, rng.choice([tokens, tokens, rng.randint(first, tokens)])
+
+
+def _pool(rng: Random) -> list[int]:
+    return (
+        rng.sample(range(1, POOL), POOL - 1) if rng.random() < 0.7 else list(range(POOL - 1, 0, -1))
+    )
+
+
+def _list(
+    rng: Random, pool: list[int], first: int, tokens: int, size: int, *, extra: bool = False
+) -> Pages:
+    """A page list that holds what it must, with holes or nothing before and pages beyond."""
+    if size == 0:
+        return pages([pool.pop()])
+    count = -(-tokens // size) + (rng.choice([0, 0, 1, 2]) if extra else 0)
+    needed = min(first // size, count)
+    before = [rng.choice([0, 1]) for _ in range(needed)]
+    ids = [pool.pop() if there else 0 for there in before] + [
+        pool.pop() for _ in range(count - needed)
+    ]
+    cut = rng.randint(0, needed)
+    return pages(ids[cut:], cut)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Two engines of any shape and a request."""
+    rng = draw(st.randoms(use_true_random=False))
+    packs = _packs(rng)
+    near, far = _engine(rng, packs), _engine(rng, packs)
+    near_styles = _styles(rng, packs)
+    far_styles = near_styles if rng.random() < 0.3 else _styles(rng, packs)
+    return World(
+        local=_layouts(rng, packs, near, near_styles),
+        remote=_layouts(rng, packs, far, far_styles),
+        request=_request(rng, packs, near, far),
+    )
