@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import TransportUsageError
-from kvferry.core.memory import ADDRESS_LIMIT, Region, U64Array
+from kvferry.core.memory import ADDRESS_LIMIT, I64Array, Region, U64Array
 from kvferry.drivers.loopback.process import MAX_IOVECS
 
 _RELEASE_FROM = 1 << 20
 """Mean bytes per run from which an in-process copy gives up the interpreter's lock for each run.
 Below, asking for the lock again may take longer (5 ms, beside a busy thread) than the run."""
 
+_WORTH_SORTING = 64
 _POOLED = 4
 _SMALLEST = 4096
 
@@ -35,7 +36,7 @@ class Chunk:
 
 
 class Runs:
-    """A batch, merged: (n,) runs, each contiguous on both sides.
+    """A batch, merged: (n,) runs, each contiguous on both sides, in the order of the source.
 
     Owns arrays that are filled again for batch after batch: touching fresh memory costs more than
     what is computed in it. Positions in a batch are bytes from its start, so that it can be cut
@@ -46,16 +47,22 @@ class Runs:
         self.capacity = capacity
         self.count = 0
         self.total = 0
-        self._local = np.empty(capacity, np.uint64)
-        self._remote = np.empty(capacity, np.uint64)
+        # The copies in order, the ends of each, and the runs that they make.
+        self._sorted = np.empty((3, capacity), np.uint64)
         self._local_end = np.empty(capacity, np.uint64)
         self._remote_end = np.empty(capacity, np.uint64)
+        self._local = np.empty(capacity, np.uint64)
+        self._remote = np.empty(capacity, np.uint64)
         self._sums = np.empty(capacity + 1, np.uint64)
         # Where each run starts, and where the last one ends. int64: searchsorted would convert.
         self._starts = np.empty(capacity + 1, np.int64)
 
-    def fill(self, copies: Copies) -> None:
+    def fill(self, copies: Copies, *, write: bool) -> None:
         """Check a batch against its segments' regions, and take it over, merged.
+
+        Args:
+            copies: the batch; not needed afterwards.
+            write: whether the local side is the source.
 
         Raises:
             TransportUsageError: the arrays or the segments do not fit together, or a copy leaves
@@ -69,6 +76,10 @@ class Runs:
             raise TransportUsageError(f"the copies have more than {ADDRESS_LIMIT} bytes together")
         _check_bounds(copies, "local", copies.local, self._local_end[:n])
         _check_bounds(copies, "remote", copies.remote, self._remote_end[:n])
+        source = copies.local if write else copies.remote
+        # From random to ascending source addresses, 4 KiB copies take 0.7 times as long.
+        if n >= _WORTH_SORTING and (source[1:] < source[:-1]).any():
+            copies = self._sort(copies, source.argsort())
         self._merge(copies, n)
 
     def small(self, limit: int) -> bool:
@@ -96,6 +107,16 @@ class Runs:
     def _run_at(self, position: int) -> int:
         return int(self._starts[: self.count + 1].searchsorted(position, side="right")) - 1
 
+    def _sort(self, copies: Copies, order: I64Array) -> Copies:
+        local, remote, nbytes = self._sorted[:, : len(order)]
+        # mode: with the default, take would go through fresh memory.
+        copies.local.take(order, out=local, mode="clip")
+        copies.remote.take(order, out=remote, mode="clip")
+        copies.nbytes.take(order, out=nbytes, mode="clip")
+        np.add(local, nbytes, out=self._local_end[: len(order)])
+        np.add(remote, nbytes, out=self._remote_end[: len(order)])
+        return Copies(local=local, remote=remote, nbytes=nbytes, segments=copies.segments)
+
     def _merge(self, copies: Copies, n: int) -> None:
         apart = copies.local[1:] != self._local_end[: n - 1]
         apart |= copies.remote[1:] != self._remote_end[: n - 1]
@@ -103,8 +124,8 @@ class Runs:
         first = np.zeros(len(later) + 1, np.int64)
         np.add(later, 1, out=first[1:])
         self.count = count = len(first)
-        copies.local.take(first, out=self._local[:count])
-        copies.remote.take(first, out=self._remote[:count])
+        copies.local.take(first, out=self._local[:count], mode="clip")
+        copies.remote.take(first, out=self._remote[:count], mode="clip")
         self._sums[0] = 0
         np.cumsum(copies.nbytes, out=self._sums[1 : n + 1])
         self.total = int(self._sums[n])

@@ -24,6 +24,10 @@ from kvferry.drivers.loopback.process import (
 )
 
 
+_BRIEF_BYTES = 32 << 10
+_BRIEF_RUNS = 16
+
+
 class Reach(ABC):
     """Access to one peer's memory. Safe to use from several threads."""
 
@@ -133,8 +137,9 @@ class OtherProcess(Reach):
 
     def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
         self.check(claims)
+        brief = chunk.nbytes <= _BRIEF_BYTES and len(chunk.local) <= _BRIEF_RUNS
         try:
-            moved = vm_copy(self.pid, chunk.local, chunk.remote, write=write)
+            moved = vm_copy(self.pid, chunk.local, chunk.remote, write=write, brief=brief)
         except OSError as exc:
             if exc.errno != errno.EFAULT:
                 raise self._lost_or_forbidden(exc) from exc

@@ -312,7 +312,7 @@ class LoopbackTransport(Transport):
         claims = _claims(peer, copies)
         runs = self._pool.take(len(copies))
         try:
-            runs.fill(copies)
+            runs.fill(copies, write=write)
         except TransportUsageError:
             self._pool.give(runs)
             raise

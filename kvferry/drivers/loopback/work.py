@@ -120,7 +120,7 @@ class Workers:
     def submit(self, job: Job) -> None:
         """Run a job on the threads, after those submitted before."""
         even_share = job.runs.total // (2 * self._wanted)
-        job.limit = max(_SMALLEST_CHUNK, min(job.limit, even_share))
+        job.limit = min(job.limit, max(_SMALLEST_CHUNK, even_share))
         while len(self._threads) < self._wanted:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._threads.append(thread)

@@ -1,0 +1,60 @@
+"""Batches by offset, and waiting for an outcome."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.copies import Copies, Segment
+from kvferry.core.memory import Region
+from kvferry.core.transport import State, Status, TransferId
+from kvferry.drivers.loopback import LoopbackTransport
+
+
+def wait(transport: LoopbackTransport, transfer: TransferId, seconds: float = 20.0) -> Status:
+    """Poll until final; a transfer that never is fails the test."""
+    deadline = time.monotonic() + seconds
+    while True:
+        (status,) = transport.poll([transfer])
+        if status.state.final:
+            return status
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"transfer {transfer} is still {status}")
+        time.sleep(0.0005)  # or this loop starves the threads
+
+
+def batch(
+    local: Region,
+    remote: Region,
+    offsets: npt.ArrayLike,
+    remote_offsets: npt.ArrayLike,
+    nbytes: npt.ArrayLike,
+) -> Copies:
+    """Copies in one segment, by offsets into its regions."""
+    size = np.array(nbytes, np.uint64).reshape(-1)
+    return Copies(
+        local=np.array(offsets, np.uint64).reshape(-1) + np.uint64(local.address),
+        remote=np.array(remote_offsets, np.uint64).reshape(-1) + np.uint64(remote.address),
+        nbytes=size,
+        segments=(Segment(start=0, stop=len(size), local=local, remote=remote),),
+    )
+
+
+def endless(local: Region, remote: Region) -> Copies:
+    """A transfer that is still running when the test has done what it wants to."""
+    n = 200_000
+    return batch(local, remote, np.zeros(n), np.zeros(n), np.full(n, 1 << 20))
+
+
+def run(transport: LoopbackTransport, transfer: TransferId) -> Status:
+    """Wait, and forget."""
+    status = wait(transport, transfer)
+    transport.forget(transfer)
+    return status
+
+
+def done(transport: LoopbackTransport, transfer: TransferId) -> bool:
+    """Wait, and forget; whether it is DONE."""
+    return run(transport, transfer) == Status(state=State.DONE)
