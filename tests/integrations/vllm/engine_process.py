@@ -8,35 +8,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What `engines.Engine` asks for: one prompt, decoded greedily."""
-
-    id: str
-    prompt: list[int]
-    max_tokens: int
-    params: dict[str, Any] | None
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """How a request ended."""
-
-    id: str
-    text: str
-    tokens: list[int]
-    finish_reason: str | None
-    params: dict[str, Any] | None
+from tests.integrations.vllm.messages import Completion, Request
 
 
 class Server:
@@ -108,6 +88,8 @@ def main(connection: Connection, log: str, arguments: dict[str, Any]) -> None:
     """Start the engine, say how that went, and serve until told to close."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     _log_to(log)
+    if isinstance(transfer := arguments.get("kv_transfer_config"), dict):
+        arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
     try:
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     except BaseException as error:

@@ -9,10 +9,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-if TYPE_CHECKING:
-    from tests.integrations.vllm.engine_process import Completion
+from tests.integrations.vllm.messages import Completion, Request
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -90,8 +89,6 @@ class Engine:
         self, *prompts: Sequence[int], max_tokens: int = 24, params: Any = None, **options: Any
     ) -> list[str]:
         """Hand in requests, all before one step; ``params`` is for all, or a list of each one's."""
-        from tests.integrations.vllm.engine_process import Request
-
         each = params if isinstance(params, list) else [params] * len(prompts)
         requests = [
             Request(

@@ -1,0 +1,92 @@
+"""Engines that tests share, since each takes seconds to start."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.vllm import engines
+from tests.integrations.vllm.engines import Engine
+
+CONNECTOR = {
+    "kv_connector": "KVFerryConnector",
+    "kv_connector_module_path": "kvferry.integrations.vllm",
+}
+
+StartEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama for all engines."""
+    engines.prepare({"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("vllm_cache"))})
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    builder = multiprocessing.get_context("forkserver").Process(target=_build, args=(folder,))
+    builder.start()
+    builder.join()
+    assert builder.exitcode == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def start_engine(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartEngine]:
+    """Starts engines, which live to the end of the session unless a test closes them.
+
+    ``role`` makes it a kvferry engine; ``extra`` is its ``kv_connector_extra_config``, ``transfer``
+    the rest of its ``kv_transfer_config``.
+    """
+    folder = tmp_path_factory.mktemp("engines")
+    started: list[Engine] = []
+
+    def start(
+        name: str,
+        role: str | None = None,
+        *,
+        extra: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
+        model: Path = checkpoint,
+        **options: Any,
+    ) -> Engine:
+        if role is not None:
+            options["kv_transfer_config"] = (
+                CONNECTOR
+                | {"kv_role": role, "kv_connector_extra_config": extra or {}}
+                | (transfer or {})
+            )
+        engine = Engine(name, model, folder, **options)
+        started.append(engine)
+        return engine.wait_started()
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def reference(start_engine: StartEngine) -> Engine:
+    """An ordinary engine: what all others must agree with."""
+    return start_engine("reference")
+
+
+@pytest.fixture(scope="session")
+def prefill(start_engine: StartEngine) -> Engine:
+    """Prefills for others."""
+    return start_engine("prefill", "kv_producer")
+
+
+@pytest.fixture(scope="session")
+def decode(start_engine: StartEngine) -> Engine:
+    """Decodes what others prefilled, and fails what it cannot load."""
+    return start_engine("decode", "kv_consumer")
+
+
+def _build(folder: Path) -> None:
+    from examples.tiny_llama import build
+
+    build(folder)

@@ -1,0 +1,42 @@
+"""What most tests do with engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.integrations.vllm import probes
+from tests.integrations.vllm.engines import Engine
+
+PATIENCE_SECONDS = 30.0
+
+
+def hand_over(
+    prefill: Engine, decode: Engine, *prompts: Sequence[int], **options: Any
+) -> tuple[list[str], dict[str, float]]:
+    """Prefill on one engine, decode on another: the texts, and what decode counted meanwhile."""
+    before = decode.run(probes.metrics)
+    completions = decode.generate(*prompts, params=prefill.prefill(*prompts), **options)
+    assert [c.finish_reason for c in completions] == ["length"] * len(prompts)
+    after = decode.run(probes.metrics)
+    counted = {name: value - before.get(name, 0) for name, value in after.items()}
+    return [c.text for c in completions], counted
+
+
+def pulled(counters: dict[str, float]) -> float:
+    """Prompt tokens that came from another engine: vLLM's proof that nothing was recomputed."""
+    return counters["vllm:prompt_tokens_by_source[external_kv_transfer]"]
+
+
+def texts(engine: Engine, *prompts: Sequence[int], **options: Any) -> list[str]:
+    """What an engine answers."""
+    return [completion.text for completion in engine.generate(*prompts, **options)]
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until something holds; fail if it does not within a long time."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        time.sleep(0.005)
