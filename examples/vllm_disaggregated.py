@@ -16,8 +16,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,8 +38,10 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
+    "TQDM_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine and its API are one process, not two
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -167,10 +169,10 @@ def figures(llm: Any) -> Figures:
         if metric.name == "vllm:prompt_tokens_by_source":
             if metric.labels.get("source") == "external_kv_transfer":
                 found["pulled_tokens"] += metric.value
-        elif metric.name == "vllm:kvferry_pulled_bytes":
+        elif metric.name == "vllm:kvferry_bytes":
             found["nbytes"] += metric.value
         elif metric.name == "vllm:kvferry_load_seconds":
-            found["seconds"] += metric.value
+            found["seconds"] += metric.sum
     return Figures(**found)
 
 
@@ -190,10 +192,10 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether it serves. Raises if it ended instead."""
-        if self.pipe.poll():
-            self.receive()
-            return True
-        return False
+        if self.process.is_alive() and not self.pipe.poll():
+            return False
+        self.receive()
+        return True
 
     def ask(self, *requests: tuple[list[int], int, Ticket | None]) -> list[Answer]:
         """All requests at once; returns when all are answered."""
@@ -212,29 +214,30 @@ class Engine:
         return self.ask(*((prompt, TOKENS_TO_GENERATE, ticket) for prompt, ticket in pairs))
 
     def receive(self) -> Any:
-        try:
-            return self.pipe.recv()
-        except (EOFError, OSError):
-            end = self.log.read_text(errors="replace")[-3000:]
-            raise SystemExit(f"the {self.name} engine ended:\n{end}") from None
-
-    def close(self) -> None:
-        """End the engine, kindly at first."""
-        if self.process.is_alive():
-            with suppress_broken_pipe():
-                self.pipe.send(None)
-            self.process.join(15)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        while self.process.is_alive():
+            if self.pipe.poll(0.2):
+                return self.pipe.recv()
+        end = self.log.read_text(errors="replace")[-3000:]
+        raise SystemExit(f"the {self.name} engine ended:\n{end}")
 
 
-@contextmanager
-def suppress_broken_pipe() -> Iterator[None]:
-    try:
-        yield
-    except OSError:
-        pass
+def end(engines: Sequence[Engine], seconds: float) -> None:
+    """End engines, kindly for that long."""
+    for engine in engines:
+        with suppress(OSError):
+            engine.pipe.send(None)
+    until = time.monotonic() + seconds
+    for engine in engines:
+        engine.process.join(max(until - time.monotonic(), 0.0))
+        engine.process.kill()
+        engine.process.join()
+
+
+def forkserver() -> Any:
+    """Importing vLLM takes longer than starting an engine, so it is done once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm"])
+    return context
 
 
 def start(name: str, model: Path, transfer: dict[str, Any] | None) -> Engine:
@@ -242,7 +245,7 @@ def start(name: str, model: Path, transfer: dict[str, Any] | None) -> Engine:
     ours, theirs = multiprocessing.Pipe()
     log = model.parent / f"{name}.log"
     log.touch()
-    process = multiprocessing.get_context("spawn").Process(
+    process = forkserver().Process(
         target=serve, args=(theirs, str(model), transfer, str(log)), name=name
     )
     process.start()
@@ -281,10 +284,14 @@ def hand_over(
 
 def show(rows: Sequence[Row]) -> None:
     """The table."""
-    table = Table(title="KV cache handed from the prefill engine to the decode engine")
-    for heading in ("prompts", "prompt tokens", "tokens pulled", "bytes", "milliseconds"):
-        table.add_column(heading, justify="left" if heading == "prompts" else "right")
-    table.add_column("same text as one ordinary engine")
+    table = Table(
+        title="KV cache handed from the prefill engine to the decode engine",
+        caption="milliseconds: from the start of a load to its end, added up over the prompts",
+    )
+    table.add_column("prompts")
+    for heading in ("prompt\ntokens", "tokens\npulled", "bytes", "milli-\nseconds"):
+        table.add_column(heading, justify="right")
+    table.add_column("same text as one\nordinary engine")
     for row in rows:
         table.add_row(
             row.what,
@@ -297,62 +304,88 @@ def show(rows: Sequence[Row]) -> None:
     console.print(table)
 
 
-def swapped(prefill: Engine, decode: Engine, prompt: list[int], other: list[int]) -> Answer:
-    """Decode a prompt with the ticket of another one."""
-    return decode.decode([prompt], prefill.prefill(other))[0]
-
-
 def check(what: str, holds: bool) -> bool:
     """Print a finding."""
     console.print(f"{'[green]yes' if holds else '[red]NO '}[/] {what}")
     return holds
 
 
-def run(folder: Path, stack: ExitStack) -> bool:
-    """The demo; whether everything held."""
+def start_all(folder: Path) -> dict[str, Engine]:
+    """An ordinary engine, and those that hand caches over, all on one tiny Llama."""
     with console.status("building a tiny Llama"):
         model = tiny_llama.build(folder / "tiny-llama")
     roles = {"ordinary": None, "prefill": PREFILL, "decode": DECODE, "credulous decode": CREDULOUS}
-    engines = {}
-    for name, transfer in roles.items():
-        engines[name] = start(name, model, transfer)
-        stack.callback(engines[name].close)
-    wait_until_ready(list(engines.values()))
-    prefill, decode = engines["prefill"], engines["decode"]
+    engines = {name: start(name, model, transfer) for name, transfer in roles.items()}
+    try:
+        wait_until_ready(list(engines.values()))
+    except BaseException:
+        end(list(engines.values()), 0.0)
+        raise
+    return engines
 
+
+def hand_over_all(ordinary: Engine, prefill: Engine, decode: Engine) -> list[Row]:
+    """Every prompt alone, then all of them at once."""
     prompts = [tiny_llama.prompt(length) for length in LENGTHS]
-    texts = [answer.tokens for answer in engines["ordinary"].decode(prompts, [None] * len(prompts))]
+    answers = ordinary.decode(prompts, [None] * len(prompts))
+    texts = [answer.tokens for answer in answers]
     rows = [
         hand_over(prefill, decode, [prompt], [text], "one")
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    rows.append(hand_over(prefill, decode, prompts, texts, f"all {len(prompts)} at once"))
-    show(rows)
+    return [*rows, hand_over(prefill, decode, prompts, texts, f"all {len(prompts)} at once")]
 
-    # Two prompts that differ everywhere but in their last token, which decode computes itself.
+
+def check_rows(rows: Sequence[Row]) -> bool:
+    """What the table shows, in words."""
+    return all(
+        [
+            check("every text is that of one ordinary engine", all(row.same for row in rows)),
+            check(
+                "every prompt token came through the transfer",
+                all(row.figures.pulled_tokens == row.prompt_tokens for row in rows),
+            ),
+        ]
+    )
+
+
+def check_swaps(ordinary: Engine, prefill: Engine, decode: Engine, credulous: Engine) -> bool:
+    """What happens to a prompt that comes with another prompt's ticket."""
+    # They differ everywhere but in their last token, which decode always computes itself.
     mine, other = tiny_llama.prompt(128, seed=1), tiny_llama.prompt(128, seed=2)
     mine[-1] = other[-1]
-    [text_of_mine, text_of_other] = engines["ordinary"].decode([mine, other], [None, None])
-    refused = swapped(prefill, decode, mine, other)
-    believed = swapped(prefill, engines["credulous decode"], mine, other)
-    again = hand_over(prefill, decode, [mine], [text_of_mine.tokens], "one")
-    findings = [
-        check("every text is that of one ordinary engine", all(row.same for row in rows)),
-        check(
-            "every prompt token came through the transfer",
-            all(row.figures.pulled_tokens == row.prompt_tokens for row in rows),
-        ),
-        check(
-            "a ticket that belongs to another prompt is refused, and the engine serves on",
-            refused.finish_reason == "error" and again.same,
-        ),
-        check(
-            "an engine told to believe such a ticket continues the other prompt: the cache is what "
-            "decides the text",
-            believed.tokens == text_of_other.tokens != text_of_mine.tokens,
-        ),
-    ]
-    return all(findings)
+    [text_of_mine, text_of_other] = ordinary.decode([mine, other], [None, None])
+    [refused] = decode.decode([mine], prefill.prefill(other))
+    [believed] = credulous.decode([mine], prefill.prefill(other))
+    after = hand_over(prefill, decode, [mine], [text_of_mine.tokens], "one")
+    return all(
+        [
+            check(
+                "a ticket of another prompt is refused, and the engine serves on",
+                refused.finish_reason == "error" and after.same,
+            ),
+            check(
+                "an engine told to believe such a ticket writes the other prompt's text: "
+                "what decides is the cache that was handed over",
+                believed.tokens == text_of_other.tokens != text_of_mine.tokens,
+            ),
+        ]
+    )
+
+
+def run(folder: Path) -> bool:
+    """The demo; whether everything held."""
+    engines = start_all(folder)
+    seconds = 0.0
+    try:
+        ordinary, prefill, decode, credulous = engines.values()
+        rows = hand_over_all(ordinary, prefill, decode)
+        show(rows)
+        held = [check_rows(rows), check_swaps(ordinary, prefill, decode, credulous)]
+        seconds = 15.0
+        return all(held)
+    finally:
+        end(list(engines.values()), seconds)
 
 
 def main() -> int:
@@ -360,11 +393,11 @@ def main() -> int:
     os.environ.update(ENVIRONMENT)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvferry-demo"
     os.environ.setdefault("VLLM_CACHE_ROOT", str(cache))
-    with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as folder:
         try:
-            return 0 if run(Path(folder), stack) else 1
+            return 0 if run(Path(folder)) else 1
         except KeyboardInterrupt:
-            console.print("interrupted; ending the engines")
+            console.print("interrupted; all engines have ended")
             return 130
 
 
