@@ -23,7 +23,6 @@ from kvferry.drivers.loopback.process import (
     why_forbidden,
 )
 
-
 _BRIEF_BYTES = 32 << 10
 _BRIEF_RUNS = 16
 
@@ -154,12 +153,12 @@ class OtherProcess(Reach):
         return TransportError(why_forbidden(exc.errno or 0, self.pid))
 
     def _faulted(self, chunk: Chunk, moved: int) -> TransportError:
-        sums = np.cumsum(chunk.local[:, 1])
-        run = int(sums.searchsorted(np.uint64(moved), side="right"))
-        local, nbytes = (int(word) for word in chunk.local[run])
-        remote = int(chunk.remote[run, 0])
+        ends = chunk.local[:, 1].cumsum()
+        run = int(ends.searchsorted(np.uint64(moved), side="right"))
+        into = moved - int(ends[run] - chunk.local[run, 1])
+        local, remote = int(chunk.local[run, 0]) + into, int(chunk.remote[run, 0]) + into
         return TransportError(
-            f"the kernel copied {moved} of {chunk.nbytes} bytes and stopped in {nbytes} bytes at "
-            f"{local:#x} here and {remote:#x} of {self.owner}: one of the two is registered but "
-            "not mapped any more, or read-only; keep memory mapped until it is deregistered"
+            f"the kernel copied {moved} of {chunk.nbytes} bytes and stopped in the page of "
+            f"{local:#x} here or {remote:#x} of {self.owner}: one of them is registered but not "
+            "mapped any more, or read-only; keep memory mapped until it is deregistered"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
         )
-        hello = self._answer()
+        hello = self.answer()
         self.region = Region(address=hello["base"], nbytes=nbytes)
         self.content = pattern(nbytes, seed)
         self.name: str = hello["name"]
@@ -86,7 +87,7 @@ class Peer:
     def ask(self, command: str, *args: object) -> Any:
         """Send a command and wait for its answer."""
         self.tell(command, *args)
-        return self._answer()
+        return self.answer()
 
     def tell(self, command: str, *args: object) -> None:
         """Send a command."""
@@ -96,7 +97,8 @@ class Peer:
         stream.write(json.dumps([command, *args]) + "\n")
         stream.flush()
 
-    def _answer(self) -> Any:
+    def answer(self) -> Any:
+        """What the last command gives, once it is there."""
         stream = self.process.stdout
         if stream is None:
             raise RuntimeError("no pipe")
@@ -146,6 +148,9 @@ class _Served:
         peer = self.transport.connect(bytes.fromhex(address))
         for index in range(count):
             self.transport.notify(peer, b"%d" % index)
+
+    def become(self, *command: str) -> None:
+        os.execv(command[0], command)
 
     def close(self) -> None:
         self.transport.close()

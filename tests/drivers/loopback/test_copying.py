@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import TransportUsageError
-from kvferry.core.memory import Region, region_of
+from kvferry.core.memory import Region, U64Array, region_of
 from kvferry.drivers.loopback.copying import Runs, copy_in_process
 from tests.drivers.loopback.helpers import batch
-from tests.drivers.loopback.peer import Bytes, pattern
+from tests.drivers.loopback.peer import pattern
 
 SIZE = 4096
 
@@ -44,9 +44,7 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return target, source, sizes
 
 
-@given(
-    table=batches(), limit=st.integers(1, 3 * SIZE), write=st.booleans(), cut=st.integers(0, 64)
-)
+@given(table=batches(), limit=st.integers(1, 3 * SIZE), write=st.booleans(), cut=st.integers(0, 64))
 def test_moves_the_bytes_that_the_copies_say(
     table: tuple[list[int], list[int], list[int]], limit: int, write: bool, cut: int
 ) -> None:
@@ -198,10 +196,10 @@ def test_refuses_segments_that_do_not_cover_the_copies(segments: tuple[Segment, 
 
 def test_refuses_arrays_of_another_type_or_length() -> None:
     good = np.full(1, 4096, np.uint64)
-    signed: Bytes = good.astype(np.int64)  # type: ignore[assignment]
+    signed: U64Array = good.astype(np.int64)  # type: ignore[assignment]
     for bad in (signed, good[:0], good.reshape(1, 1)):
         copies = Copies(
-            local=bad,  # type: ignore[arg-type]
+            local=bad,
             remote=good,
             nbytes=np.ones(1, np.uint64),
             segments=segments_of((0, 1)),

@@ -85,9 +85,7 @@ def test_overlapping_sources(
     copies = batch(local, remote.region, [0, 1000, 2000], [5, 7, 5], [1000, 1000, 1000])
     assert done(transport, transport.read(peer, copies))
     for to, start in ((0, 5), (1000, 7), (2000, 5)):
-        np.testing.assert_array_equal(
-            buffer[to : to + 1000], remote.content[start : start + 1000]
-        )
+        np.testing.assert_array_equal(buffer[to : to + 1000], remote.content[start : start + 1000])
 
 
 def test_overlapping_source_and_target_within_one_buffer(
@@ -108,9 +106,7 @@ def test_several_regions_in_one_transfer(
     for index, target in enumerate(targets):
         transport.register(region_of(target))
         segments.append(
-            Segment(
-                start=index, stop=index + 1, local=region_of(target), remote=remote.region
-            )
+            Segment(start=index, stop=index + 1, local=region_of(target), remote=remote.region)
         )
     starts = np.arange(50, dtype=np.uint64) * np.uint64(1000)
     copies = Copies(
@@ -139,9 +135,7 @@ def test_copies_of_no_bytes_are_done(
     assert done(transport, transport.write(peer, empty))
 
 
-def test_the_callers_arrays_are_free_after_the_call(
-    make: MakeTransport, shared_peer: Peer
-) -> None:
+def test_the_callers_arrays_are_free_after_the_call(make: MakeTransport, shared_peer: Peer) -> None:
     transport = make(inline_bytes=0)
     target = np.zeros(MIB, np.uint8)
     transport.register(region_of(target))
@@ -162,9 +156,7 @@ def test_many_transfers_at_once(make: MakeTransport, shared_peer: Peer) -> None:
     transport.register(region_of(target))
     peer = transport.connect(shared_peer.address())
     transfers = [
-        transport.read(
-            peer, batch(region_of(target), shared_peer.region, [start], [start], [4096])
-        )
+        transport.read(peer, batch(region_of(target), shared_peer.region, [start], [start], [4096]))
         for start in range(0, MIB, 4096)
     ]
     assert all(done(transport, transfer) for transfer in transfers)
@@ -247,9 +239,7 @@ def test_disconnect_leaves_other_peers_alone(make: MakeTransport, shared_peer: P
     assert done(transport, waiting)
 
 
-def test_nothing_changes_after_a_final_state(
-    make: MakeTransport, remote: Neighbour | Peer
-) -> None:
+def test_nothing_changes_after_a_final_state(make: MakeTransport, remote: Neighbour | Peer) -> None:
     transport, _, transfer, _ = in_flight(make, remote)
     transport.cancel(transfer)
     wait(transport, transfer)
@@ -312,7 +302,7 @@ def test_refuses_regions_that_were_never_registered(
     no_remote = Region(address=remote.region.address, nbytes=nbytes)
     with pytest.raises(TransportUsageError, match="is not registered"):
         transport.read(peer, batch(no_local, remote.region, [0], [0], [8]))
-    with pytest.raises(TransportUsageError, match="is not among the 1 regions|among the 2"):
+    with pytest.raises(TransportUsageError, match=r"is not among the [12] regions"):
         transport.read(peer, batch(local, no_remote, [0], [0], [8]))
 
 

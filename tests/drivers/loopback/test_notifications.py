@@ -1,0 +1,226 @@
+"""Notifications: order, limits, after the data, and strangers at the socket."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.core.errors import PeerLostError, TransportError, TransportUsageError
+from kvferry.core.memory import Region, region_of
+from kvferry.core.transport import Notification
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.mail import MAX_NOTIFICATION, Hello
+from tests.drivers.loopback.conftest import MakeTransport, Neighbour
+from tests.drivers.loopback.helpers import batch, done, run
+from tests.drivers.loopback.peer import Peer
+
+MIB = 1 << 20
+
+
+def receive(transport: LoopbackTransport, count: int) -> list[Notification]:
+    """Wait until so many have arrived; more are an error."""
+    deadline = time.monotonic() + 20
+    found: list[Notification] = []
+    while len(found) < count:
+        found += transport.notifications()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(found)} of {count} notifications arrived")
+        time.sleep(0.0005)
+    assert len(found) == count
+    return found
+
+
+def test_each_arrives_once_in_order_and_says_from_whom(
+    transport: LoopbackTransport, make: MakeTransport
+) -> None:
+    sender = make()
+    peer = sender.connect(transport.address())
+    for index in range(5000):
+        sender.notify(peer, b"%d" % index)
+    found = receive(transport, 5000)
+    assert [one.payload for one in found] == [b"%d" % index for index in range(5000)]
+    assert {one.sender for one in found} == {sender.name}
+    assert transport.notifications() == []
+    assert sender.notifications() == []
+
+
+def test_from_another_process(transport: LoopbackTransport, shared_peer: Peer) -> None:
+    shared_peer.ask("send", transport.address().hex(), 2000)
+    found = receive(transport, 2000)
+    assert [int(one.payload) for one in found] == list(range(2000))
+    assert {one.sender for one in found} == {shared_peer.name}
+
+
+def test_to_oneself(transport: LoopbackTransport) -> None:
+    peer = transport.connect(transport.address())
+    transport.notify(peer, b"note to self")
+    assert receive(transport, 1) == [Notification(sender=transport.name, payload=b"note to self")]
+
+
+def test_only_the_peer_that_is_named(transport: LoopbackTransport, make: MakeTransport) -> None:
+    one, other = make(), make()
+    to_one, to_other = transport.connect(one.address()), transport.connect(other.address())
+    transport.notify(to_one, b"1")
+    transport.notify(to_other, b"2")
+    assert [note.payload for note in receive(one, 1)] == [b"1"]
+    assert [note.payload for note in receive(other, 1)] == [b"2"]
+
+
+def test_from_1_byte_to_the_limit(transport: LoopbackTransport, make: MakeTransport) -> None:
+    sender = make()
+    peer = sender.connect(transport.address())
+    limit = sender.capabilities.max_notification
+    payloads = [b"\0", bytes(limit), b"\xff" * limit]
+    for payload in payloads:
+        sender.notify(peer, payload)
+    for bad in (b"", bytes(limit + 1)):
+        with pytest.raises(TransportUsageError, match=f"a notification is 1 to {limit} bytes"):
+            sender.notify(peer, bad)
+    assert [note.payload for note in receive(transport, 3)] == payloads
+
+
+@pytest.mark.parametrize("inline_bytes", [0, MIB])
+def test_a_bound_one_arrives_after_all_bytes(
+    make: MakeTransport, peer: Peer, inline_bytes: int
+) -> None:
+    transport = make(inline_bytes=inline_bytes, chunk_bytes=4096)
+    source = np.full(MIB, 77, np.uint8)
+    source[0] = 78
+    transport.register(region_of(source))
+    known = transport.connect(peer.address())
+    # Its first byte goes last: the peer looks at it when it sees the notification.
+    starts = np.arange(0, MIB, 4096)
+    copies = batch(region_of(source), peer.region, starts[::-1], starts[::-1], np.full(256, 4096))
+    peer.tell("notifications", 1)
+    transfer = transport.write(known, copies, b"all there")
+    assert peer.answer() == [[transport.name, b"all there".hex(), 78]]
+    assert done(transport, transfer)
+
+
+def test_bound_ones_and_others_keep_their_order(
+    transport: LoopbackTransport, local: Region, make: MakeTransport
+) -> None:
+    neighbour = Neighbour(make())
+    peer = transport.connect(neighbour.address())
+    for index in range(100):
+        if index % 2:
+            transport.notify(peer, b"%d" % index)
+        else:
+            copies = batch(local, neighbour.region, [0], [0], [8])
+            assert done(transport, transport.read(peer, copies, b"%d" % index))
+    found = receive(neighbour.transport, 100)
+    assert [int(note.payload) for note in found] == list(range(100))
+
+
+def test_a_peer_that_is_gone_is_no_error_for_a_free_one_and_a_failure_for_a_bound_one(
+    transport: LoopbackTransport, local: Region, make: MakeTransport
+) -> None:
+    neighbour = Neighbour(make())
+    peer = transport.connect(neighbour.address())
+    neighbour.transport.close()
+    for _ in range(3):
+        transport.notify(peer, b"hello?")
+    copies = batch(local, neighbour.region, [], [], [])
+    assert isinstance(run(transport, transport.read(peer, copies, b"x")).error, PeerLostError)
+
+
+def test_one_that_does_not_listen_fills_a_queue_that_is_bounded(
+    transport: LoopbackTransport, local: Region, peer: Peer
+) -> None:
+    known = transport.connect(peer.address())
+    peer.stop()
+    sent = 0
+    # The socket takes some, the queue 16 MiB.
+    for sent in range(1000):
+        try:
+            transport.notify(known, b"%d" % sent + bytes(MAX_NOTIFICATION - 4))
+        except TransportError:
+            break
+    assert 256 <= sent < 999
+    copies = batch(local, peer.region, [0], [0], [8])
+    assert "is it stopped" in str(run(transport, transport.read(known, copies, b"x")).error)
+    peer.go_on()
+    # What was taken is delivered without another call to the sender.
+    found = peer.notifications(sent)
+    assert [int(payload.rstrip(b"\0")) for _, payload, _ in found] == list(range(sent))
+    assert done(transport, transport.read(known, copies, b"and on"))
+    assert peer.notifications(1)[0][1] == b"and on"
+
+
+# Strangers.
+
+
+def knock(transport: LoopbackTransport) -> socket.socket:
+    fields = msgspec.msgpack.decode(transport.address())
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger.settimeout(20)
+    stranger.connect("\0" + fields["socket"])
+    return stranger
+
+
+def hello_to(transport: LoopbackTransport, sender: str) -> bytes:
+    fields = msgspec.msgpack.decode(transport.address())
+    return msgspec.msgpack.encode(Hello(to=fields["instance"], sender=sender))
+
+
+def test_strangers_and_garbage_are_dropped_and_the_next_is_heard(
+    transport: LoopbackTransport, make: MakeTransport
+) -> None:
+    good = hello_to(transport, "somebody")
+    firsts = [
+        b"garbage",
+        b"\xc1" * 1000,
+        bytes(MAX_NOTIFICATION + 1),
+        good[:-1],
+        msgspec.msgpack.encode(Hello(to=bytes(16), sender="who does not know the address")),
+        hello_to(transport, ""),
+        hello_to(transport, "x" * 1000),
+    ]
+    for first in firsts:
+        with knock(transport) as stranger:
+            stranger.send(first)
+            assert stranger.recv(1) == b"", "the connection must be closed"
+    with knock(transport) as stranger:
+        stranger.send(good)
+        stranger.send(b"heard")
+        stranger.send(bytes(MAX_NOTIFICATION + 1))
+        assert stranger.recv(1) == b""
+    assert receive(transport, 1) == [Notification(sender="somebody", payload=b"heard")]
+    sender = make()
+    sender.notify(sender.connect(transport.address()), b"still here")
+    assert [note.payload for note in receive(transport, 1)] == [b"still here"]
+
+
+def test_silent_strangers_make_room_for_peers(
+    transport: LoopbackTransport, make: MakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.drivers.loopback.mail._MAX_SENDERS", 8)
+    sender = make()
+    peer = sender.connect(transport.address())
+    sender.notify(peer, b"first")
+    receive(transport, 1)
+    strangers = [knock(transport) for _ in range(20)]
+    assert strangers[0].recv(1) == b""
+    sender.notify(peer, b"second")
+    assert [note.payload for note in receive(transport, 1)] == [b"second"]
+    late = make()
+    late.notify(late.connect(transport.address()), b"third")
+    assert [note.payload for note in receive(transport, 1)] == [b"third"]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_full_inbox_pushes_back_and_loses_nothing(
+    transport: LoopbackTransport, make: MakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.drivers.loopback.mail._MAX_INBOX", 10_000)
+    sender = make()
+    peer = sender.connect(transport.address())
+    for index in range(3000):
+        sender.notify(peer, b"%d" % index)
+    found = receive(transport, 3000)
+    assert [int(note.payload) for note in found] == list(range(3000))

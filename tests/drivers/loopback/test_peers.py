@@ -1,0 +1,438 @@
+"""Peers that die, restart, stop, pretend or close; forks; and the end of a transport."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.core.errors import (
+    ConnectError,
+    PeerLostError,
+    TransportError,
+    TransportUsageError,
+)
+from kvferry.core.memory import Region, region_of
+from kvferry.core.transport import State
+from kvferry.drivers.loopback import LoopbackTransport, process
+from tests.drivers.loopback.conftest import MakeTransport, Neighbour
+from tests.drivers.loopback.helpers import batch, done, endless, run, wait
+from tests.drivers.loopback.peer import Bytes, Peer
+
+MIB = 1 << 20
+
+
+def lost(transport: LoopbackTransport, copies: Any, peer: Any) -> bool:
+    """Whether a read now fails as it should for a peer that is gone."""
+    status = run(transport, transport.read(peer, copies))
+    return status.state is State.FAILED and isinstance(status.error, PeerLostError)
+
+
+# Death.
+
+
+def test_killed_before_connecting(transport: LoopbackTransport, peer: Peer) -> None:
+    address = peer.address()
+    peer.kill()
+    with pytest.raises(ConnectError, match="has ended or restarted"):
+        transport.connect(address)
+
+
+def test_a_zombie_is_dead(transport: LoopbackTransport, peer: Peer) -> None:
+    address = peer.address()
+    peer.process.kill()
+    # Wait for its death, and leave it unreaped.
+    os.waitid(os.P_PID, peer.process.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(ConnectError, match="has ended or restarted"):
+        transport.connect(address)
+
+
+def test_killed_with_nothing_in_flight(
+    transport: LoopbackTransport, local: Region, peer: Peer
+) -> None:
+    address = peer.address()
+    known = transport.connect(address)
+    peer.kill()
+    transport.notify(known, b"nobody hears this, which is no error")
+    assert lost(transport, batch(local, peer.region, [0], [0], [8]), known)
+    assert lost(transport, batch(local, peer.region, [0], [0], [MIB]), known)
+    assert lost(transport, batch(local, peer.region, [], [], []), known)
+    with pytest.raises(ConnectError, match="has ended or restarted"):
+        transport.connect(address)
+    transport.disconnect(known)
+
+
+def test_killed_during_a_transfer(transport: LoopbackTransport, local: Region, peer: Peer) -> None:
+    known = transport.connect(peer.address())
+    running = transport.read(known, endless(local, peer.region), b"never sent")
+    waiting = transport.write(known, endless(local, peer.region))
+    assert transport.poll([running])[0].state is State.PENDING
+    peer.kill()
+    for transfer in (running, waiting):
+        status = wait(transport, transfer, seconds=1)
+        assert isinstance(status.error, PeerLostError)
+
+
+def test_killed_after_a_transfer(
+    transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
+) -> None:
+    known = transport.connect(peer.address())
+    transfer = transport.read(known, batch(local, peer.region, [0], [0], [MIB]))
+    assert wait(transport, transfer).state is State.DONE
+    peer.kill()
+    assert transport.poll([transfer])[0].state is State.DONE
+    np.testing.assert_array_equal(buffer, peer.content)
+    transport.disconnect(known)
+
+
+def test_gone_and_back_is_another_peer(
+    transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
+) -> None:
+    old = transport.connect(peer.address())
+    peer.kill()
+    with Peer(seed=2) as again:
+        new = transport.connect(again.address())
+        assert new != old
+        assert done(transport, transport.read(new, batch(local, again.region, [0], [0], [64])))
+        np.testing.assert_array_equal(buffer[:64], again.content[:64])
+        assert lost(transport, batch(local, peer.region, [0], [0], [64]), old)
+
+
+def test_stopped_peers_can_be_read_and_connected_to(
+    transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
+) -> None:
+    address = peer.address()
+    peer.stop()
+    known = transport.connect(address)
+    transfer = transport.read(known, batch(local, peer.region, [0], [0], [MIB]), b"done")
+    assert done(transport, transfer)
+    np.testing.assert_array_equal(buffer, peer.content)
+    peer.go_on()
+    assert peer.notifications(1) == [(transport.name, b"done", int(peer.content[0]))]
+
+
+# Pids that mean another process.
+
+
+@pytest.fixture
+def forge(shared_peer: Peer) -> Callable[..., bytes]:
+    """The address of ``shared_peer`` with some fields replaced."""
+    fields = msgspec.msgpack.decode(shared_peer.address())
+    return lambda **changes: msgspec.msgpack.encode(fields | changes)
+
+
+def test_a_pid_that_was_reused_is_refused(
+    transport: LoopbackTransport, shared_peer: Peer, forge: Callable[..., bytes]
+) -> None:
+    started = process.start_time(shared_peer.process.pid)
+    assert started is not None
+    with pytest.raises(ConnectError, match="has ended or restarted"):
+        transport.connect(forge(start_time=started - 1))
+    with pytest.raises(ConnectError, match="has ended or restarted"):
+        transport.connect(forge(pid=1))
+
+
+def test_a_process_that_is_not_the_peer_is_never_read(
+    transport: LoopbackTransport, forge: Callable[..., bytes]
+) -> None:
+    with pytest.raises(ConnectError, match="closed, or its process has restarted"):
+        transport.connect(forge(instance=bytes(16)))
+
+
+def test_a_board_that_is_not_there(
+    transport: LoopbackTransport, forge: Callable[..., bytes]
+) -> None:
+    for board in (0, 8, 1 << 47, (1 << 63) - 1):
+        with pytest.raises(ConnectError, match="has ended or restarted"):
+            transport.connect(forge(board=board))
+
+
+def test_a_peer_that_became_another_program_is_lost(
+    transport: LoopbackTransport, local: Region, peer: Peer
+) -> None:
+    """exec keeps pid, start time and open descriptors: only the board tells."""
+    known = transport.connect(peer.address())
+    peer.tell("become", "/bin/sleep", "60")
+    command = Path(f"/proc/{peer.process.pid}/cmdline")
+    while not command.read_bytes().startswith(b"/bin/sleep"):
+        time.sleep(0.001)
+    assert process.start_time(peer.process.pid) is not None
+    assert lost(transport, batch(local, peer.region, [0], [0], [8]), known)
+
+
+def test_other_hosts_and_containers_are_refused_with_the_reason(
+    transport: LoopbackTransport, forge: Callable[..., bytes]
+) -> None:
+    with pytest.raises(ConnectError, match="another host"):
+        transport.connect(forge(boot="0"))
+    with pytest.raises(ConnectError, match="another pid namespace"):
+        transport.connect(forge(pid_namespace=1))
+    with pytest.raises(ConnectError, match="another network namespace"):
+        transport.connect(forge(socket="kvferry-nobody-listens-here"))
+
+
+@pytest.mark.parametrize(
+    ("code", "scope", "said"),
+    [
+        ("EPERM", 2, "kernel.yama.ptrace_scope is 2; set it to 1"),
+        ("EPERM", 1, "or set kernel.yama.ptrace_scope to 0"),
+        ("EPERM", 0, "CAP_SYS_PTRACE"),
+        ("ENOSYS", 0, "seccomp"),
+        ("ENOMEM", 0, "Cannot allocate memory"),
+    ],
+)
+def test_a_kernel_that_forbids_it_is_named_with_the_setting(
+    transport: LoopbackTransport,
+    shared_peer: Peer,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    scope: int,
+    said: str,
+) -> None:
+    number = getattr(errno, code)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("kvferry.drivers.loopback.process.vm_copy", refuse)
+    monkeypatch.setattr("kvferry.drivers.loopback.process._ptrace_scope", lambda: scope)
+    with pytest.raises(ConnectError, match=said):
+        transport.connect(shared_peer.address())
+
+
+def test_another_user_is_named(
+    transport: LoopbackTransport, shared_peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("kvferry.drivers.loopback.process.vm_copy", refuse)
+    monkeypatch.setattr("kvferry.drivers.loopback.process._uid", lambda _: 12345)
+    with pytest.raises(ConnectError, match="it runs as uid 12345 and this process as uid"):
+        transport.connect(shared_peer.address())
+
+
+# Bytes that are no address.
+
+
+def test_garbage_is_no_address(transport: LoopbackTransport, local: Region) -> None:
+    good = transport.address()
+    fields = msgspec.msgpack.decode(good)
+    rows = fields["regions"]
+    bad_fields: list[dict[str, object]] = [
+        {"magic": "kvferry-loopback-2"},
+        {"name": ""},
+        {"name": "x" * 1000},
+        {"pid": 0},
+        {"pid": -1},
+        {"pid": 1 << 40},
+        {"instance": b"short"},
+        {"socket": "x" * 1000},
+        {"board": -1},
+        {"board": 1 << 63},
+        {"regions": [[0, 8, 0, 0, 1]]},
+        {"regions": [[8, 0, 0, 0, 1]]},
+        {"regions": [[(1 << 63) - 1, (1 << 63) - 1, 0, 0, 1]]},
+        {"regions": [[4096, 8, 0, 1 << 30, 1]]},
+        {"regions": [[4096, 8, 0]]},
+        {"regions": rows * 70_000},
+        {"regions": None},
+    ]
+    forged = [msgspec.msgpack.encode(fields | change) for change in bad_fields]
+    for garbage in (b"", b"\0", b"garbage", good[:-1], good + b"\0", bytes(1 << 23), *forged):
+        with pytest.raises(ConnectError):
+            transport.connect(garbage)
+    assert transport.connect(good) == transport.connect(good)
+
+
+def test_forged_regions_are_refused_although_their_key_is_right(
+    transport: LoopbackTransport, buffer: Bytes, local: Region, remote: Neighbour | Peer
+) -> None:
+    """A wrong range in this process would otherwise be a crash."""
+    fields = msgspec.msgpack.decode(remote.address())
+    for row in fields["regions"]:
+        row[0] = row[0] + MIB if row[0] == remote.region.address else row[0]
+    peer = transport.connect(msgspec.msgpack.encode(fields))
+    beyond = Region(address=remote.region.address + MIB, nbytes=MIB)
+    for start in (transport.read, transport.write):
+        status = run(transport, start(peer, batch(local, beyond, [0], [0], [8])))
+        assert status.state is State.FAILED
+        assert isinstance(status.error, TransportError)
+    assert not buffer.any()
+
+
+# Connections.
+
+
+def test_connecting_again_is_the_same_peer(
+    transport: LoopbackTransport, remote: Neighbour | Peer
+) -> None:
+    peer = transport.connect(remote.address())
+    assert transport.connect(remote.address()) == peer
+    transport.disconnect(peer)
+    again = transport.connect(remote.address())
+    assert again != peer
+
+
+def test_many_peers(make: MakeTransport, transport: LoopbackTransport, local: Region) -> None:
+    neighbours = [Neighbour(make(), seed) for seed in range(12)]
+    peers = [transport.connect(neighbour.address()) for neighbour in neighbours]
+    assert len(set(peers)) == 12
+    buffer_of = [np.zeros(MIB, np.uint8) for _ in neighbours]
+    transfers = []
+    for neighbour, peer, target in zip(neighbours, peers, buffer_of, strict=True):
+        transport.register(region_of(target))
+        whole = batch(region_of(target), neighbour.region, [0], [0], [MIB])
+        transfers.append(transport.read(peer, whole, b"%d" % neighbour.content[0]))
+    assert all(done(transport, transfer) for transfer in transfers)
+    for neighbour, target in zip(neighbours, buffer_of, strict=True):
+        np.testing.assert_array_equal(target, neighbour.content)
+        (seen,) = neighbour.transport.notifications()
+        assert (seen.sender, seen.payload) == (transport.name, b"%d" % neighbour.content[0])
+
+
+# Closing.
+
+
+def test_a_peer_that_closed_is_lost(
+    transport: LoopbackTransport, local: Region, make: MakeTransport, peer: Peer
+) -> None:
+    neighbour = Neighbour(make())
+    here, there = transport.connect(neighbour.address()), transport.connect(peer.address())
+    stale = neighbour.address()
+    neighbour.transport.close()
+    peer.ask("close")
+    assert lost(transport, batch(local, neighbour.region, [0], [0], [8]), here)
+    assert lost(transport, batch(local, peer.region, [0], [0], [8]), there)
+    with pytest.raises(ConnectError, match="is gone: this process has closed it"):
+        transport.connect(stale)
+
+
+def test_a_neighbour_may_close_while_it_is_read(
+    transport: LoopbackTransport, local: Region, make: MakeTransport
+) -> None:
+    neighbour = Neighbour(make())
+    peer = transport.connect(neighbour.address())
+    transfer = transport.read(peer, endless(local, neighbour.region))
+    neighbour.transport.close()
+    del neighbour
+    status = wait(transport, transfer)
+    assert isinstance(status.error, PeerLostError)
+
+
+def test_close_with_work_in_flight_then_every_method_refuses(
+    make: MakeTransport, remote: Neighbour | Peer
+) -> None:
+    transport = make()
+    target = np.zeros(MIB, np.uint8)
+    region = region_of(target)
+    transport.register(region)
+    peer = transport.connect(remote.address())
+    transfer = transport.read(peer, endless(region, remote.region))
+    transport.close()
+    target[:] = 0
+    transport.close()
+    assert not target.any()
+    calls: list[Callable[[], object]] = [
+        lambda: transport.register(region),
+        lambda: transport.deregister(region),
+        transport.address,
+        lambda: transport.connect(b""),
+        lambda: transport.disconnect(peer),
+        lambda: transport.read(peer, endless(region, region)),
+        lambda: transport.write(peer, endless(region, region)),
+        lambda: transport.poll([transfer]),
+        lambda: transport.poll([]),
+        lambda: transport.cancel(transfer),
+        lambda: transport.forget(transfer),
+        lambda: transport.notify(peer, b"x"),
+        transport.notifications,
+    ]
+    for call in calls:
+        with pytest.raises(TransportUsageError, match="is closed"):
+            call()
+
+
+def test_closing_leaves_neither_threads_nor_descriptors(make: MakeTransport) -> None:
+    def held() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    transport = LoopbackTransport(inline_bytes=0)
+    neighbour = Neighbour(transport)
+    peer = transport.connect(neighbour.address())
+    whole = batch(neighbour.region, neighbour.region, [0], [1], [MIB - 1])
+    assert done(transport, transport.read(peer, whole, b"x"))
+    transport.close()
+    assert held() == before
+
+
+FORK = """
+import os, sys
+import numpy as np
+from kvferry.core.copies import copies_between
+from kvferry.core.errors import TransportUsageError
+from kvferry.core.memory import region_of
+from kvferry.drivers.loopback import LoopbackTransport
+
+transport = LoopbackTransport()
+memory = np.zeros(1 << 20, np.uint8)
+region = region_of(memory)
+transport.register(region)
+peer = transport.connect(transport.address())
+copies = copies_between([(region.address, region.address, 1 << 20)], local=region, remote=region)
+transfer = transport.read(peer, copies)
+child = os.fork()
+if child == 0:
+    refused = 0
+    for call in (
+        transport.address, transport.notifications, lambda: transport.poll([transfer]),
+        lambda: transport.read(peer, copies), lambda: transport.connect(b""),
+        lambda: transport.register(region), lambda: transport.disconnect(peer),
+    ):
+        try:
+            call()
+        except TransportUsageError as exc:
+            refused += "fork" in str(exc)
+    transport.close()
+    # A transport of its own works, and the parent is another process to it.
+    mine = LoopbackTransport()
+    os._exit(refused if mine.address() else 99)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert transport.notifications() == []
+assert done if (done := transport.connect(transport.address()) == peer) else False
+transport.close()
+"""
+
+
+def test_a_forked_child_is_refused_and_harms_nothing() -> None:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK],
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_killed_process_leaves_no_socket_behind(peer: Peer) -> None:
+    socket = "@" + msgspec.msgpack.decode(peer.address())["socket"]
+    assert socket in unix_sockets()
+    peer.kill()
+    assert socket not in unix_sockets()
+
+
+def unix_sockets() -> str:
+    with open("/proc/net/unix", encoding="ascii") as table:
+        return table.read()

@@ -1,0 +1,237 @@
+"""What is registered, what is mapped, and what a peer may still reach."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+
+from kvferry.core.errors import (
+    DriverError,
+    TransportError,
+    TransportUnsupportedError,
+    TransportUsageError,
+)
+from kvferry.core.memory import Region, region_of
+from kvferry.core.transport import INTERFACE_VERSION, Quiescence, State
+from kvferry.drivers.loopback import LoopbackTransport
+from tests.drivers.loopback.conftest import MakeTransport, Neighbour
+from tests.drivers.loopback.helpers import batch, done, endless, run
+from tests.drivers.loopback.peer import Bytes, Peer
+
+MIB = 1 << 20
+PAGE = mmap.PAGESIZE
+
+
+def test_registers_cpu_memory_only(transport: LoopbackTransport, buffer: Bytes) -> None:
+    region = region_of(buffer)
+    cuda = Region(address=region.address, nbytes=region.nbytes, kind="cuda")
+    with pytest.raises(TransportUnsupportedError, match="reaches cpu memory, not cuda"):
+        transport.register(cuda)
+    transport.register(region)
+    transport.register(Region(address=region.address, nbytes=region.nbytes))
+    transport.deregister(region)
+    for unknown in (region, cuda):
+        with pytest.raises(TransportUsageError, match="is not registered"):
+            transport.deregister(unknown)
+
+
+def test_memory_that_is_not_there_is_not_registered(transport: LoopbackTransport) -> None:
+    with mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        base = np.frombuffer(memory, np.uint8).ctypes.data
+        transport.register(Region(address=base + 1, nbytes=4 * PAGE - 1))
+        inside = Region(address=base, nbytes=4 * PAGE)
+        transport.register(inside)
+        transport.deregister(inside)
+    for gone in (inside, Region(address=8, nbytes=8), Region(address=1 << 62, nbytes=1 << 40)):
+        with pytest.raises(TransportError, match="mapped in this process"):
+            transport.register(gone)
+
+
+def test_overlapping_regions_are_separate(
+    transport: LoopbackTransport, buffer: Bytes, shared_peer: Peer
+) -> None:
+    whole = region_of(buffer)
+    half = Region(address=whole.address, nbytes=MIB // 2)
+    transport.register(whole)
+    transport.register(half)
+    peer = transport.connect(shared_peer.address())
+    transport.deregister(whole)
+    with pytest.raises(TransportUsageError, match="is not registered"):
+        transport.read(peer, batch(whole, shared_peer.region, [0], [0], [8]))
+    assert done(transport, transport.read(peer, batch(half, shared_peer.region, [0], [0], [8])))
+
+
+def test_a_region_in_use_is_not_deregistered(
+    transport: LoopbackTransport, local: Region, shared_peer: Peer
+) -> None:
+    peer = transport.connect(shared_peer.address())
+    transfer = transport.read(peer, endless(local, shared_peer.region))
+    with pytest.raises(TransportUsageError, match=f"transfer {transfer} still uses"):
+        transport.deregister(local)
+    transport.cancel(transfer)
+    run(transport, transfer)
+    transport.deregister(local)
+
+
+def test_what_is_registered_later_is_known_after_connecting_again(
+    transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
+) -> None:
+    known = transport.connect(peer.address())
+    later = Region(address=peer.region.address + 100, nbytes=1000)
+    peer.ask("register", 100, 1000)
+    copies = batch(local, later, [0], [0], [1000])
+    with pytest.raises(TransportUsageError, match="connect again"):
+        transport.read(known, copies)
+    assert transport.connect(peer.address()) == known
+    assert done(transport, transport.read(known, copies))
+    np.testing.assert_array_equal(buffer[:1000], peer.content[100:1100])
+
+
+def test_what_a_peer_deregistered_is_refused_at_once(
+    transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
+) -> None:
+    known = transport.connect(peer.address())
+    peer.ask("register", 0, 8)
+    peer.ask("deregister", 0, MIB)
+    for start in (transport.read, transport.write):
+        for nbytes in (8, MIB):
+            copies = batch(local, peer.region, [0], [0], [nbytes])
+            status = run(transport, start(known, copies, b"must not arrive"))
+            assert status.state is State.FAILED
+            assert "no longer has" in str(status.error)
+    assert not buffer.any()
+    # Known after a refresh, and then a mistake of the caller's.
+    transport.connect(peer.address())
+    with pytest.raises(TransportUsageError, match="is not among"):
+        transport.read(known, batch(local, peer.region, [0], [0], [8]))
+
+
+def test_a_region_that_came_back_has_another_key(
+    transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
+) -> None:
+    known = transport.connect(peer.address())
+    peer.ask("deregister", 0, MIB)
+    peer.ask("register", 0, MIB)
+    copies = batch(local, peer.region, [0], [0], [MIB])
+    assert run(transport, transport.read(known, copies)).state is State.FAILED
+    transport.connect(peer.address())
+    assert done(transport, transport.read(known, copies))
+    np.testing.assert_array_equal(buffer, peer.content)
+
+
+def test_deregistering_ends_the_transfers_of_a_neighbour(
+    transport: LoopbackTransport, local: Region, make: MakeTransport
+) -> None:
+    neighbour = Neighbour(make())
+    peer = transport.connect(neighbour.address())
+    transfer = transport.write(peer, endless(local, neighbour.region))
+    neighbour.transport.deregister(neighbour.region)
+    neighbour.buffer[:] = 7
+    status = run(transport, transfer)
+    assert status.state is State.FAILED
+    assert "no longer has" in str(status.error)
+    assert (neighbour.buffer == 7).all()
+
+
+def test_deregistering_ends_the_transfers_of_another_process(
+    transport: LoopbackTransport, local: Region, peer: Peer
+) -> None:
+    known = transport.connect(peer.address())
+    transfer = transport.read(known, endless(local, peer.region))
+    peer.ask("deregister", 0, MIB)
+    status = run(transport, transfer)
+    assert status.state is State.FAILED
+    assert "no longer has" in str(status.error)
+
+
+@pytest.mark.parametrize("inline_bytes", [0, MIB])
+def test_a_hole_in_the_peers_memory_is_a_failure(
+    make: MakeTransport, peer: Peer, inline_bytes: int
+) -> None:
+    """The kernel gives a short count, and no error."""
+    transport = make(inline_bytes=inline_bytes)
+    target = np.zeros(MIB, np.uint8)
+    transport.register(region_of(target))
+    known = transport.connect(peer.address())
+    assert peer.ask("unmap", 8 * PAGE, PAGE) == 0
+    starts = np.arange(0, 16 * PAGE, PAGE)
+    around = batch(region_of(target), peer.region, starts, starts, np.full(16, PAGE))
+    inside = batch(region_of(target), peer.region, [0], [8 * PAGE + 5], [8])
+    for copies, moved in ((around, 8 * PAGE), (inside, 0)):
+        for start in (transport.read, transport.write):
+            status = run(transport, start(known, copies, b"must not arrive"))
+            assert status.state is State.FAILED
+            assert f"copied {moved} of" in str(status.error)
+            assert hex(peer.region.address + 8 * PAGE)[:-3] in str(status.error)
+    before = batch(region_of(target), peer.region, [0], [0], [8 * PAGE])
+    assert done(transport, transport.read(known, before, b"good"))
+    assert peer.notifications(1)[0][1] == b"good"
+
+
+def test_a_hole_in_ones_own_memory_is_a_failure(make: MakeTransport, shared_peer: Peer) -> None:
+    transport = make()
+    memory = mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = Region(address=np.frombuffer(memory, np.uint8).ctypes.data, nbytes=4 * PAGE)
+    transport.register(region)
+    peer = transport.connect(shared_peer.address())
+    memory.close()
+    status = run(
+        transport, transport.read(peer, batch(region, shared_peer.region, [0], [0], [2 * PAGE]))
+    )
+    assert status.state is State.FAILED
+    assert "not mapped any more" in str(status.error)
+
+
+def test_many_regions(transport: LoopbackTransport, make: MakeTransport) -> None:
+    neighbour = make()
+    memory = np.zeros(70_000, np.uint8)
+    base = memory.ctypes.data
+    regions = [Region(address=base + i, nbytes=1) for i in range(1 << 16)]
+    for region in regions:
+        neighbour.register(region)
+    with pytest.raises(TransportError, match="65536 regions are registered"):
+        neighbour.register(Region(address=base, nbytes=2))
+    peer = transport.connect(neighbour.address())
+    target = np.zeros(1, np.uint8)
+    transport.register(region_of(target))
+    memory[65_535] = 5
+    last = batch(region_of(target), regions[-1], [0], [0], [1])
+    assert done(transport, transport.read(peer, last))
+    assert target[0] == 5
+    neighbour.deregister(regions[0])
+    neighbour.register(Region(address=base, nbytes=2))
+
+
+# What it says of itself, and its options.
+
+
+def test_says_what_it_can_do(transport: LoopbackTransport) -> None:
+    can = transport.capabilities
+    assert can.ops == {"read", "write"}
+    assert can.memory == {"cpu"}
+    assert can.cancel
+    assert can.background_progress
+    assert can.quiescence is Quiescence.ALWAYS
+    assert can == transport.capabilities
+    assert LoopbackTransport.interface_version[0] == INTERFACE_VERSION[0]
+
+
+def test_names_are_unique(make: MakeTransport, shared_peer: Peer) -> None:
+    assert len({make().name, make().name, shared_peer.name}) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"treads": 2}, "unknown field `treads`.*inline_bytes.*chunk_bytes.*threads"),
+        ({"threads": 0}, r"threads"),
+        ({"threads": "two"}, r"threads"),
+        ({"chunk_bytes": 1}, r"chunk_bytes"),
+        ({"inline_bytes": -1}, r"inline_bytes"),
+    ],
+)
+def test_refuses_options(options: dict[str, object], said: str) -> None:
+    with pytest.raises(DriverError, match=said):
+        LoopbackTransport(**options)
