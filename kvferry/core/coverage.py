@@ -73,13 +73,13 @@ class Side:
         facts: dict[str, object] = {
             "group kind": group.kind.value,
             "element type": holding.dtype,
-            "bytes of one entry": holding.unit * math.prod(length(a) for a in holding.inner),
             "tokens per entry": holding.tokens_per_state,
             "packing": holding.packing,
         }
         if group.kind is GroupKind.OPAQUE:
-            facts |= {"tokens of a block": group.block_tokens} | self.turns(holding)
-        return facts
+            return facts | {"tokens of a block": group.block_tokens} | self.turns(holding)
+        entry = holding.unit * math.prod(length(axis) for axis in holding.inner)
+        return facts | {"bytes of one entry": entry}
 
     def turns(self, holding: Holding) -> dict[str, object]:
         """How context parallelism deals out tokens, whichever rank's turn it is."""
@@ -149,11 +149,11 @@ def _covered(
         if found is None:
             raise _gap(key, mine, cursor, share, [h for _, h in holders])
         holding, theirs = found
-        if mine.packing and theirs.shard != mine.shard:
+        if mine.packing and (theirs.shard, theirs.unit) != (mine.shard, mine.unit):
             raise PlanError(
                 f"field {key!r} is packed as {mine.packing!r} and only moves whole, but local rank "
-                f"{mine.rank} holds {_range(mine.shard)} and remote rank {theirs.rank} holds "
-                f"{_range(theirs.shard)}: use equal tensor parallelism"
+                f"{mine.rank} holds {_range(mine.shard)} in {mine.unit} bytes and remote rank "
+                f"{theirs.rank} {_range(theirs.shard)} in {theirs.unit}: use equal parallelism"
             )
         end = min(stop, theirs.shard[1])
         yield Piece(holding, (cursor, end))

@@ -223,8 +223,6 @@ def _absorbed(nbytes: int, digits: Joint) -> tuple[int, Joint]:
     """The same bytes as longer runs under fewer digits, coarse to fine."""
     kept: list[tuple[int, int, int]] = []
     for count, near, far in sorted(digits, key=lambda digit: digit[1:]):
-        if count == 1:
-            continue
         if not kept and near == far == nbytes:
             nbytes *= count
         elif kept and (near, far) == (kept[-1][0] * kept[-1][1], kept[-1][0] * kept[-1][2]):

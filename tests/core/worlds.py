@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from hypothesis import strategies as st
@@ -47,6 +47,8 @@ class Engine:
     Attributes:
         groups: indices of packs, by group.
         blocks: tokens per block, by group; 0 for states.
+        regions: "each" pack its own, or one in which packs are "stack"ed or share "blocks".
+        gap: bytes between regions.
     """
 
     tp: int
@@ -56,6 +58,7 @@ class Engine:
     groups: tuple[tuple[int, ...], ...]
     blocks: tuple[int, ...]
     regions: str
+    gap: int
 
 
 Pack = tuple[Tensor, ...]
@@ -127,6 +130,8 @@ def place_pack(
     pack: Pack, style: Style, block: int, shards: Sequence[tuple[int, int]]
 ) -> tuple[list[Placed], int]:
     """Fields of one page, and the page's size."""
+    if pack[0].kind is GroupKind.OPAQUE:
+        return _whole(pack, block, shards)
     rng = Random(style.seed)
     cut = style.order.index("|")
     common, own = style.order[:cut], style.order[cut + 1 :]
@@ -149,6 +154,16 @@ def place_pack(
             if axis == "s":
                 field.heads = digits
         end = end * count + style.pad * placed[0].tensor.size
+    return placed, end
+
+
+def _whole(pack: Pack, block: int, shards: Sequence[tuple[int, int]]) -> tuple[list[Placed], int]:
+    placed: list[Placed] = []
+    end = 0
+    for tensor, shard in zip(pack, shards, strict=True):
+        unit = tensor.elements * tensor.size * block * (shard[1] - shard[0])
+        placed.append(Placed(tensor, shard, end, unit, (), (), ()))
+        end += unit
     return placed, end
 
 
@@ -231,7 +246,7 @@ def layout_of(
             shards = [shard_of(tensor, tp // shared, parts) for tensor in pack]
             placed, size = place_pack(pack, styles[index], engine.blocks[group], shards)
             cells.append((group, placed, size))
-    regions, starts = _arranged(cells, engine.regions, base)
+    regions, starts = _arranged(cells, engine.regions, engine.gap, base)
     return Layout(
         regions=regions,
         groups=groups,
@@ -250,6 +265,7 @@ def layout_of(
                 shard_range=f.shard,
                 inner=f.inner,
                 tokens_per_state=f.tensor.per_entry,
+                packing="tiles" if f.tensor.kind is GroupKind.OPAQUE else "",
             )
             for (group, placed, _), (region, offset, stride) in zip(cells, starts, strict=True)
             for f in placed
@@ -258,14 +274,14 @@ def layout_of(
 
 
 def _arranged(
-    cells: Sequence[tuple[int, list[Placed], int]], how: str, base: int
+    cells: Sequence[tuple[int, list[Placed], int]], how: str, gap: int, base: int
 ) -> tuple[tuple[Region, ...], list[tuple[int, int, int]]]:
     """Regions, and (region, offset, page stride) of every cell."""
     if not cells:
         return (), []
     if how == "each":
         sizes = [size * POOL for _, _, size in cells]
-        ends = [base + sum(sizes[: i + 1]) + 64 * i for i in range(len(sizes))]
+        ends = [base + sum(sizes[: i + 1]) + gap * i for i in range(len(sizes))]
         regions = [Region(address=e - s, nbytes=s) for e, s in zip(ends, sizes, strict=True)]
         return tuple(regions), [(i, 0, size) for i, (_, _, size) in enumerate(cells)]
     if how == "stack":
@@ -305,6 +321,8 @@ def _packs(rng: Random) -> list[Pack]:
     kinds = [(GroupKind.PAGED, _paged_type(rng)) for _ in range(rng.choice([1, 1, 2]))]
     if rng.random() < 0.3:
         kinds.append((GroupKind.STATE, _state_type(rng)))
+    if rng.random() < 0.1:
+        kinds.append((GroupKind.OPAQUE, _paged_type(rng)))
     sizes = {"int8": 1, "bfloat16": 2, "float32": 4}
     found: list[Pack] = []
     for layer in range(rng.choice([1, 2, 2, 3])):
@@ -327,18 +345,28 @@ def _packs(rng: Random) -> list[Pack]:
     return found
 
 
-def _engine(rng: Random, packs: Sequence[Pack]) -> Engine:
+def _engines(rng: Random, packs: Sequence[Pack]) -> tuple[Engine, Engine]:
+    near, far = _engine(rng, packs), _engine(rng, packs)
+    if any(pack[0].kind is GroupKind.OPAQUE for pack in packs):
+        far = replace(_engine(rng, packs, near), pp=far.pp, regions=far.regions)
+    return near, far
+
+
+def _engine(rng: Random, packs: Sequence[Pack], like: Engine | None = None) -> Engine:
+    """An engine; with ``like``, one that can exchange opaque pages with that one."""
     entry = math.lcm(*(tensor.per_entry for pack in packs for tensor in pack))
     tp = rng.choice([1, 1, 2, 2, 3, 4, 6, 8])
     cp = rng.choice([1, 1, 1, *(d for d in (2, 3) if tp % d == 0)])
     interleave = entry * rng.choice([1, 1, 2, 3])
+    if like:
+        tp, cp, interleave = like.tp, like.cp, like.interleave
     groups: dict[tuple[GroupKind, int], list[int]] = {}
     several = rng.choice([1, 1, 2])
     for index, pack in enumerate(packs):
         groups.setdefault((pack[0].kind, rng.randrange(several)), []).append(index)
     step = interleave if cp > 1 else entry
     blocks = tuple(
-        0 if kind is GroupKind.STATE else step * rng.choice([1, 2, 3, 4, 6, 8])
+        {GroupKind.STATE: 0, GroupKind.OPAQUE: 2}.get(kind, rng.choice([1, 2, 3, 4, 6, 8])) * step
         for kind, _ in groups
     )
     return Engine(
@@ -349,6 +377,7 @@ def _engine(rng: Random, packs: Sequence[Pack]) -> Engine:
         groups=tuple(tuple(members) for members in groups.values()),
         blocks=blocks,
         regions=rng.choice(["each", "stack", "blocks"]),
+        gap=rng.choice([0, 64]),
     )
 
 
@@ -405,7 +434,8 @@ def _range(rng: Random, tokens: int, size: int, packs: Sequence[Pack]) -> tuple[
     if size == 0:
         return 0, tokens
     entry = math.lcm(*(tensor.per_entry for pack in packs for tensor in pack))
-    step = rng.choice([size, size, entry])
+    opaque = packs[0][0].kind is GroupKind.OPAQUE
+    step = size if opaque else rng.choice([size, size, entry])
     first = rng.choice([0, 0, rng.randrange(tokens + 1) // step * step])
     return first, rng.choice([tokens, tokens, rng.randint(first, tokens)])
 
@@ -425,9 +455,9 @@ def _list(
     count = -(-tokens // size) + (rng.choice([0, 0, 1, 2]) if extra else 0)
     needed = min(first // size, count)
     before = [rng.choice([0, 1]) for _ in range(needed)]
-    ids = [pool.pop() if there else 0 for there in before] + [
-        pool.pop() for _ in range(count - needed)
-    ]
+    loaded = -(-tokens // size)
+    after = [1 if i < loaded else rng.choice([0, 1, 1]) for i in range(needed, count)]
+    ids = [pool.pop() if there else 0 for there in before + after]
     cut = rng.randint(0, needed)
     return pages(ids[cut:], cut)
 
@@ -435,9 +465,9 @@ def _list(
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     """Two engines of any shape and a request."""
-    rng = draw(st.randoms(use_true_random=False))
+    rng = draw(st.randoms(use_true_random=False) | st.builds(Random, st.integers(0, 1 << 64)))
     packs = _packs(rng)
-    near, far = _engine(rng, packs), _engine(rng, packs)
+    near, far = _engines(rng, packs)
     near_styles = _styles(rng, packs)
     far_styles = near_styles if rng.random() < 0.3 else _styles(rng, packs)
     return World(
