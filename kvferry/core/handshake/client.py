@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import zmq
 
@@ -138,7 +138,8 @@ def _exchange(
     monitor: Socket = channel.get_monitor_socket(sum(ENDINGS))
     try:
         channel.connect(endpoint(numeric, port))
-        channel.send_multipart([b"", encode(request)])
+        with suppress(zmq.Again):  # the connection has ended already: the monitor says how
+            channel.send_multipart([b"", encode(request)], zmq.DONTWAIT)
         _await_reply(channel, monitor, deadline, timeout)
         frames = receive(channel, zmq.DONTWAIT)
         return decode_reply(frames[-1])
