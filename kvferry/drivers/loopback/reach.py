@@ -23,6 +23,7 @@ from kvferry.drivers.loopback.process import (
     why_forbidden,
 )
 
+# A copy within these takes microseconds, and keeps the interpreter's lock; see vm_copy.
 _BRIEF_BYTES = 32 << 10
 _BRIEF_RUNS = 16
 

@@ -196,7 +196,7 @@ def test_refuses_segments_that_do_not_cover_the_copies(segments: tuple[Segment, 
 
 def test_refuses_arrays_of_another_type_or_length() -> None:
     good = np.full(1, 4096, np.uint64)
-    signed: U64Array = good.astype(np.int64)  # type: ignore[assignment]
+    signed: U64Array = good.astype(np.int64)
     for bad in (signed, good[:0], good.reshape(1, 1)):
         copies = Copies(
             local=bad,
