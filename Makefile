@@ -88,5 +88,5 @@ $(VLLM_STAMP):
 # fetch the CUDA build for it.
 $(STAMP): pyproject.toml $(VLLM_STAMP)
 	@printf '\n== 3 of 3: kvferry and the tools that check it\n'
-	@$(BIN)/pip install --editable '.[dev,fast]' 'torch==$(TORCH_VERSION)'
+	@$(BIN)/pip install --editable '.[dev]' 'torch==$(TORCH_VERSION)'
 	@touch $@
