@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,6 @@ class Row:
 
 def serve(pipe: Connection, model: str, transfer: dict[str, Any] | None, log: str) -> None:
     """One vLLM engine, as ``vllm.LLM`` gives it to anybody, answering over a pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the demo says when to end
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -233,10 +233,17 @@ def end(engines: Sequence[Engine], seconds: float) -> None:
         engine.process.join()
 
 
-def forkserver() -> Any:
-    """Importing vLLM takes longer than starting an engine, so it is done once for all of them."""
+def fork_server() -> Any:
+    """Importing vLLM takes longer than starting an engine, so it is done once for all of them.
+
+    Ctrl-C is the router's business only, which then ends the engines: the fork server, and with it
+    the engines, start with the signal blocked.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm"])
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     return context
 
 
@@ -245,7 +252,7 @@ def start(name: str, model: Path, transfer: dict[str, Any] | None) -> Engine:
     ours, theirs = multiprocessing.Pipe()
     log = model.parent / f"{name}.log"
     log.touch()
-    process = forkserver().Process(
+    process = fork_server().Process(
         target=serve, args=(theirs, str(model), transfer, str(log)), name=name
     )
     process.start()
