@@ -1,0 +1,81 @@
+"""``kvferry drivers``: what is installed, and what works here."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.core.registry import DriverReport, describe, installed
+from kvferry.core.transport import Capabilities
+
+
+def run(*, as_json: bool) -> None:
+    """Load every installed driver, one after the other, and print what came of it."""
+    reports = [describe(info) for info in installed()]
+    if as_json:
+        Console().print_json(json.dumps([_record(report) for report in reports]))
+    else:
+        _print_table(reports)
+
+
+def _record(report: DriverReport) -> dict[str, object]:
+    can, info = report.capabilities, report.info
+    return {
+        "name": info.name,
+        "distribution": info.distribution,
+        "version": info.version,
+        "entry_point": info.entry_point,
+        "works": can is not None,
+        "reason": report.reason,
+        "capabilities": None if can is None else _capabilities(can),
+    }
+
+
+def _capabilities(can: Capabilities) -> dict[str, object]:
+    return {
+        "ops": sorted(can.ops),
+        "memory": sorted(can.memory),
+        "max_notification": can.max_notification,
+        "cancel": can.cancel,
+        "background_progress": can.background_progress,
+        "quiescence": can.quiescence.value,
+        "max_outstanding": can.max_outstanding,
+    }
+
+
+def _print_table(reports: list[DriverReport]) -> None:
+    console = Console()
+    if not reports:
+        console.print("No driver is installed. kvferry brings one, loopback: reinstall kvferry.")
+        return
+    table = Table()
+    for heading in ("driver", "distribution", "memory", "ops", "more, or why it does not work"):
+        table.add_column(heading, overflow="fold")
+    for report in reports:
+        info, can = report.info, report.capabilities
+        table.add_row(
+            info.name,
+            f"{info.distribution} {info.version}",
+            ", ".join(sorted(can.memory)) if can else "",
+            ", ".join(sorted(can.ops)) if can else "",
+            _more(can) if can else f"[red]does not work here:[/] {_plain(report.reason)}",
+        )
+    console.print(table)
+
+
+def _more(can: Capabilities) -> str:
+    said = [
+        f"notifications up to {can.max_notification} bytes",
+        "can cancel" if can.cancel else "cannot cancel",
+        "progresses by itself" if can.background_progress else "progresses when polled",
+        f"a failed transfer is quiet {can.quiescence.value.replace('_', ' ')}",
+    ]
+    if can.max_outstanding is not None:
+        said.append(f"{can.max_outstanding} transfers at once")
+    return "; ".join(said)
+
+
+def _plain(reason: str | None) -> str:
+    return (reason or "").replace("[", r"\[")

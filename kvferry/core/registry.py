@@ -1,0 +1,193 @@
+"""Drivers by name: found through the entry-point group ``kvferry.drivers``, loaded one by one.
+
+What is installed is read with ``importlib.metadata``, which imports no driver, so that a broken
+one is listed as broken instead of vanishing. stevedore loads the one that is named.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+from stevedore import DriverManager
+
+from kvferry.core.errors import DriverError
+from kvferry.core.transport import INTERFACE_VERSION, Capabilities, Transport
+
+GROUP = "kvferry.drivers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class DriverInfo:
+    """An installed driver, which need not work.
+
+    Attributes:
+        name: what a configuration calls it.
+        distribution: the distribution that brings it, and ``version``: which of it.
+        entry_point: ``module:class``.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    entry_point: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverReport:
+    """What came of loading a driver: its capabilities here, or why it does not work here."""
+
+    info: DriverInfo
+    capabilities: Capabilities | None = None
+    reason: str | None = None
+
+
+def installed() -> list[DriverInfo]:
+    """All drivers that are installed, by name. Imports none of them."""
+    return sorted(_info(entry) for entry in _entries())
+
+
+def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
+    """Make a transport of the driver with this name.
+
+    Args:
+        name: the name of its entry point.
+        options: its ``driver_options``.
+
+    Raises:
+        DriverError: there is no such driver, or two; it cannot be loaded; it is no transport of
+            this interface; it refuses the options, or to start. Says which, and what to do.
+    """
+    driver = load(name)
+    options = dict(options or {})
+    _check_options(name, driver, options)
+    try:
+        return driver(**options)
+    except DriverError:
+        raise
+    # A driver is foreign code: whatever it raises, the user gets one kind of error, with the
+    # name of the driver and the original as its cause.
+    except Exception as exc:
+        raise DriverError(
+            f"driver {name!r} does not start: {type(exc).__name__}: {exc}; "
+            f"check driver_options and what {_info(_entry(name)).distribution} says it needs"
+        ) from exc
+
+
+def load(name: str) -> type[Transport]:
+    """Import the driver with this name and check that core can use it.
+
+    Raises:
+        DriverError: as ``create``, options and start excepted.
+    """
+    entry = _entry(name)
+    driver = _checked_class(entry, _import(entry))
+    _check_version(entry, driver)
+    return driver
+
+
+def describe(info: DriverInfo) -> DriverReport:
+    """Load a driver and start it without options, to see what it can do here. Never raises."""
+    try:
+        transport = create(info.name)
+        try:
+            return DriverReport(info=info, capabilities=transport.capabilities)
+        finally:
+            transport.close()
+    except DriverError as exc:
+        return DriverReport(info=info, reason=str(exc))
+    except Exception as exc:  # noqa: BLE001 - foreign code; see create
+        return DriverReport(info=info, reason=f"{type(exc).__name__}: {exc}")
+
+
+def _entries() -> list[EntryPoint]:
+    # One distribution can be found twice, where an editable install meets its own source tree.
+    return list({(_info(entry)): entry for entry in entry_points(group=GROUP)}.values())
+
+
+def _info(entry: EntryPoint) -> DriverInfo:
+    return DriverInfo(
+        name=entry.name,
+        distribution=entry.dist.name if entry.dist else "unknown",
+        version=entry.dist.version if entry.dist else "unknown",
+        entry_point=entry.value,
+    )
+
+
+def _entry(name: str) -> EntryPoint:
+    """The one entry point of this name; found without importing anything."""
+    found = [entry for entry in _entries() if entry.name == name]
+    if not found:
+        known = ", ".join(sorted({entry.name for entry in _entries()})) or "none"
+        raise DriverError(
+            f"no driver {name!r} is installed; installed: {known}. A driver comes with a "
+            f"distribution that has an entry point in the group {GROUP!r}: install it into this "
+            "environment"
+        )
+    if len(found) > 1:
+        owners = " and ".join(f"{i.distribution} {i.version}" for i in map(_info, found))
+        raise DriverError(f"driver {name!r} is offered by {owners}: uninstall all but one of them")
+    return found[0]
+
+
+def _import(entry: EntryPoint) -> object:
+    # stevedore's own list comes from a file in the user's cache folder, which can be out of date
+    # and is written when it is missing. Give it ours.
+    DriverManager.ENTRY_POINT_CACHE[GROUP] = [entry]
+    try:
+        return DriverManager(GROUP, entry.name).driver
+    # See create: foreign code.
+    except Exception as exc:
+        info = _info(entry)
+        raise DriverError(
+            f"driver {entry.name!r} ({info.entry_point}) cannot be imported: "
+            f"{type(exc).__name__}: {exc}; install what it needs, or reinstall "
+            f"{info.distribution} {info.version}"
+        ) from exc
+
+
+def _checked_class(entry: EntryPoint, driver: object) -> type[Transport]:
+    if not (isinstance(driver, type) and issubclass(driver, Transport)):
+        raise DriverError(
+            f"driver {entry.name!r}: {entry.value} is {driver!r}, not a subclass of "
+            f"kvferry.core.transport.Transport; {_report(entry)}"
+        )
+    if inspect.isabstract(driver):
+        missing = ", ".join(sorted(driver.__abstractmethods__))
+        raise DriverError(f"driver {entry.name!r} lacks {missing}; {_report(entry)}")
+    return driver
+
+
+def _check_version(entry: EntryPoint, driver: type[Transport]) -> None:
+    match driver.interface_version:
+        case (int(major), int(minor)):
+            theirs = f"{major}.{minor}"
+        case other:
+            raise DriverError(
+                f"driver {entry.name!r} has interface_version {other!r}, not two numbers; "
+                f"{_report(entry)}"
+            )
+    if major != INTERFACE_VERSION[0]:
+        ours = ".".join(map(str, INTERFACE_VERSION))
+        raise DriverError(
+            f"driver {entry.name!r} is written for version {theirs} of the transport interface, "
+            f"and this kvferry has {ours}: install versions of {_info(entry).distribution} and "
+            "kvferry whose major versions agree"
+        )
+
+
+def _report(entry: EntryPoint) -> str:
+    info = _info(entry)
+    return f"that is a fault of {info.distribution} {info.version}: report it there"
+
+
+def _check_options(name: str, driver: type[Transport], options: dict[str, object]) -> None:
+    try:
+        inspect.signature(driver).bind(**options)
+    except TypeError as exc:
+        takes = ", ".join(inspect.signature(driver).parameters) or "none"
+        raise DriverError(
+            f"driver_options of {name!r} do not fit: {exc}; its options are: {takes}"
+        ) from exc
