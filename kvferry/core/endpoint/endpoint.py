@@ -39,6 +39,9 @@ HELD_SECONDS = 0.005
 IDLE_SECONDS = 0.05
 """Pause while nothing is under way; whatever the engine asks for ends it at once."""
 JOIN_SECONDS = 10.0
+"""How long ``close`` waits for the thread, which a driver's call may hold up."""
+WIND_DOWN_SECONDS = 2.0
+"""How long ``close`` waits for reads under way to be quiet before it closes the transport."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,14 +317,21 @@ class Endpoint:
                 busy = self._turn()
                 self._wake.wait(self._pause(busy))
                 self._wake.clear()
-            self._puller.abort_all()
-            self._puller.progress()
+            self._wind_down()
         except BaseException as exc:
             # Whatever it was, the engine must hear of it: every later call raises from it.
             logger.exception("the endpoint of engine %s is broken", self._identity.engine)
             with self._changed:
                 self._broken = exc
                 self._changed.notify_all()
+
+    def _wind_down(self) -> None:
+        """Abandon what is under way; wait for it to be quiet, but not for ever."""
+        self._puller.abort_all()
+        until = time.monotonic() + WIND_DOWN_SECONDS
+        while (self._puller.progress() or len(self._transfers)) and time.monotonic() < until:
+            if not self._transfers.progress():
+                time.sleep(BUSY_SECONDS)
 
     def _turn(self) -> bool:
         """One round of everything; whether there is reason not to pause."""

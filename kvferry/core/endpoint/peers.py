@@ -8,7 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, TransportError
+from kvferry.core.errors import (
+    ConnectError,
+    HandshakeError,
+    KVFerryError,
+    PeerLostError,
+    TransportError,
+)
 from kvferry.core.handshake import agree, fetch
 from kvferry.core.lifecycle.loads import Party
 from kvferry.core.lifecycle.ticket import Ticket
@@ -55,6 +61,10 @@ class Peer:
     def incarnation(self) -> int:
         """Of the producer engine."""
         return self.payloads[0].incarnation
+
+    def gone(self) -> PeerLostError:
+        """What happens to reads of a peer that was disconnected."""
+        return PeerLostError(f"engine {self.key.engine} was disconnected")
 
     @property
     def parties(self) -> tuple[Party, ...]:

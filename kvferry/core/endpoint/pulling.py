@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TypeVar
 
 import numpy as np
 
-from kvferry.core.copies import Copies, copies_between
+from kvferry.core.copies import Copies
 from kvferry.core.descriptors import Pages, ReadRequest, Spans, Workspace, copies, unwritten
+from kvferry.core.endpoint.fencing import WordRead, WordReads, fitting
 from kvferry.core.endpoint.peers import Peer, Peers
 from kvferry.core.endpoint.transfers import Job, Outcome, Transfers
 from kvferry.core.endpoint.words import Scratch
@@ -24,7 +23,7 @@ from kvferry.core.errors import (
     TicketError,
     TransportError,
 )
-from kvferry.core.lifecycle.holds import WORD_BYTES, RequestId
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op
 from kvferry.core.lifecycle.ticket import Ticket, check_against
 from kvferry.core.stats import LoadRecord
@@ -33,13 +32,8 @@ from kvferry.core.wire import RankPayload, Release, encode
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 TICK_SECONDS = 0.002
 """How often deadlines are looked at, and pages that are still computing are asked for again."""
-
-MAX_BATCH = 64
-"""Slot words that are read in one batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +109,6 @@ class Puller:
         self._transport = transport
         self._peers = peers
         self._transfers = transfers
-        self._scratch = scratch
         self._zero = zero
         self._lease = lease
         self._clock = clock
@@ -124,7 +117,7 @@ class Puller:
         self._contexts: dict[LoadId, _Context] = {}
         self._by_request: dict[RequestId, LoadId] = {}
         self._workspace = Workspace()
-        self._word_reads: list[Action] = []
+        self._words = WordReads(scratch)
         self._maybe_over: set[LoadId] = set()
         self._next_tick = 0.0
 
@@ -183,7 +176,7 @@ class Puller:
             self._perform(actions)
             self._maybe_over.update(action.load for action in actions)
         self._drop_what_is_over()
-        self._read_words()
+        self._words.post(self._transfers, self._transport.capabilities.max_notification)
         return busy
 
     def _perform(self, actions: Sequence[Action]) -> None:
@@ -193,7 +186,7 @@ class Puller:
             if action.op is Op.READ:
                 self._read(action, context)
             elif action.op in (Op.CHECK, Op.FENCE):
-                self._word_reads.append(action)
+                self._words.add(self._word_read(action, context))
             elif action.op is Op.CANCEL:
                 self._cancel(action)
             elif action.op is Op.REPORT:
@@ -214,7 +207,7 @@ class Puller:
         context.peer, context.shaken = peer, time.perf_counter()
         try:
             check_against(context.load.ticket, peer.payloads)
-            if context.load.reads and self._loads.stage(load_id) == "handshake":
+            if context.load.reads and self._loads.wanted(load_id):
                 self._zero(unwritten(self._own.layout, peer.plan, context.request))
         except KVFerryError as exc:
             self._refuse(load_id, exc)
@@ -237,103 +230,50 @@ class Puller:
             if outcome.error is None:
                 self._loads.read(load_id, rank)
             else:
-                self._lost([action], outcome.error)
+                self._lost(action, outcome.error)
 
-        self._add(_peer(context), rank, build, finished, [action])
-
-    def _add(
-        self,
-        peer: Peer,
-        rank: int,
-        build: Callable[[], Copies],
-        finished: Callable[[Outcome], None],
-        actions: Sequence[Action],
-        notify: bytes | None = None,
-    ) -> None:
+        peer = _peer(context)
         if rank not in peer.ids:
-            error = PeerLostError(f"engine {peer.key.engine} was disconnected")
-            finished(Outcome(error=error, copies=0, nbytes=0, seconds=0.0))
+            self._lost(action, peer.gone())
             return
         job = Job(
             peer=peer.ids[rank],
             build=build,
             finished=finished,
-            doomed=lambda error: self._doomed(actions, error),
-            notify=notify,
-            tags={(action.load, action.rank) for action in actions},
+            doomed=lambda error: self._doomed(action, error),
+            tags={(load_id, rank)},
         )
         self._transfers.add(job)
 
-    def _lost(self, actions: Iterable[Action], error: KVFerryError) -> None:
-        for action in actions:
-            context = self._contexts[action.load]
-            self._loads.lost(action.load, action.rank, error)
-            if isinstance(error, PeerLostError) and context.peer is not None:
-                self._peers.forget(context.peer)
+    def _word_read(self, action: Action, context: _Context) -> WordRead:
+        fence = action.op is Op.FENCE
+        return WordRead(
+            load=action.load,
+            peer=_peer(context),
+            rank=action.rank,
+            slot=context.load.ticket.hold.slot,
+            done=self._release(action, context) if fence else None,
+            landed=lambda value, seconds: self._word(action, value, seconds),
+            lost=lambda error: self._lost(action, error),
+            doomed=lambda error: self._doomed(action, error),
+        )
 
-    def _doomed(self, actions: Iterable[Action], error: KVFerryError) -> None:
+    def _lost(self, action: Action, error: KVFerryError) -> None:
+        self._loads.lost(action.load, action.rank, error)
+        if isinstance(error, PeerLostError):
+            self._peers.forget(_peer(self._contexts[action.load]))
+
+    def _doomed(self, action: Action, error: KVFerryError) -> None:
         """Bytes may still land; where only a disconnect proves quiet, disconnect."""
-        for action in actions:
-            self._loads.doomed(action.load, action.rank, error)
-            peer = self._contexts[action.load].peer
-            if (
-                peer is not None
-                and self._transport.capabilities.quiescence is Quiescence.AFTER_DISCONNECT
-            ):
-                self._peers.forget(peer)
+        self._loads.doomed(action.load, action.rank, error)
+        if self._transport.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
+            self._peers.forget(_peer(self._contexts[action.load]))
 
     def _cancel(self, action: Action) -> None:
         """A check or fence that was not yet posted is simply not made."""
-        for waiting in list(self._word_reads):
-            if (waiting.load, waiting.rank) == (action.load, action.rank):
-                self._word_reads.remove(waiting)
-                self._loads.lost(action.load, action.rank, EndpointClosedError("cancelled"))
+        if self._words.remove(action.load, action.rank):
+            self._loads.lost(action.load, action.rank, EndpointClosedError("cancelled"))
         self._transfers.cancel((action.load, action.rank))
-
-    # Slot words: checks and fences, those of one rank in one batch.
-
-    def _read_words(self) -> None:
-        waiting, self._word_reads = self._word_reads, []
-        batches: dict[tuple[int, int, Op], list[Action]] = defaultdict(list)
-        for action in waiting:
-            peer = _peer(self._contexts[action.load])
-            batches[id(peer), action.rank, action.op].append(action)
-        for batch in batches.values():
-            for part in _chunks(batch, self._batch_limit(batch[0])):
-                if len(part) > self._scratch.free:
-                    self._word_reads.extend(part)
-                else:
-                    self._read_word_batch(part)
-
-    def _batch_limit(self, sample: Action) -> int:
-        """How many "done" fit into one notification of this driver."""
-        one = len(encode([self._release(sample, self._contexts[sample.load])])) + 8
-        return max(1, min(MAX_BATCH, self._transport.capabilities.max_notification // one))
-
-    def _read_word_batch(self, actions: list[Action]) -> None:
-        first = self._contexts[actions[0].load]
-        peer, rank, fence = _peer(first), actions[0].rank, actions[0].op is Op.FENCE
-        words = [self._scratch.take() for _ in actions]
-        table = peer.payloads[rank].slots
-
-        def build() -> Copies:
-            slots = [self._contexts[a.load].load.ticket.hold.slot for a in actions]
-            pairs = [
-                (self._scratch.address(word), table.address + slot * WORD_BYTES, WORD_BYTES)
-                for word, slot in zip(words, slots, strict=True)
-            ]
-            return copies_between(pairs, local=self._scratch.region, remote=table)
-
-        def finished(outcome: Outcome) -> None:
-            values = [self._scratch.give_back(word) for word in words]
-            if outcome.error is not None:
-                self._lost(actions, outcome.error)
-                return
-            for action, value in zip(actions, values, strict=True):
-                self._word(action, value, outcome.seconds)
-
-        releases = [self._release(a, self._contexts[a.load]) for a in actions]
-        self._add(peer, rank, build, finished, actions, encode(releases) if fence else None)
 
     def _word(self, action: Action, value: int, seconds: float) -> None:
         if action.op is Op.CHECK:
@@ -358,9 +298,7 @@ class Puller:
         )
 
     def _tell(self, peer: Peer, rank: int, releases: list[Release]) -> None:
-        one = len(encode(releases[:1])) + 8
-        limit = max(1, self._transport.capabilities.max_notification // one)
-        for part in _chunks(releases, limit):
+        for part in fitting(releases, self._transport.capabilities.max_notification):
             try:
                 if rank in peer.ids:
                     self._transport.notify(peer.ids[rank], encode(part))
@@ -402,9 +340,3 @@ def _peer(context: _Context) -> Peer:
     if context.peer is None:
         raise EndpointClosedError("a load has no peer: its handshake is not over")
     return context.peer
-
-
-def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while part := list(islice(iterator, size)):
-        yield part

@@ -118,6 +118,11 @@ class Loads:
             return "handshake"
         return next((at.name.lower() for at in load.at.values() if at is not _At.OVER), "over")
 
+    def wanted(self, load_id: LoadId) -> bool:
+        """Whether the pages are still the load's to fill: it has neither failed nor ended."""
+        load = self._loads.get(load_id)
+        return load is not None and load.failure is None and not load.reported
+
     def begin(
         self, request: RequestId, hold: Hold, *, computed: bool, reads: bool, deadline: float
     ) -> LoadId:

@@ -1,0 +1,136 @@
+"""Reads of peers' slot words: checks before the data, fences after it.
+
+Words of several requests on one rank are read in one batch, and the "done" of all of them is bound
+to that read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+from kvferry.core.copies import Copies, copies_between
+from kvferry.core.endpoint.peers import Peer
+from kvferry.core.endpoint.transfers import Job, Outcome, Transfers
+from kvferry.core.endpoint.words import Scratch
+from kvferry.core.errors import KVFerryError
+from kvferry.core.lifecycle.holds import WORD_BYTES
+from kvferry.core.lifecycle.loads import LoadId
+from kvferry.core.wire import Release, encode
+
+T = TypeVar("T")
+
+MAX_BATCH = 64
+"""Slot words that are read in one batch, and messages in one notification."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WordRead:
+    """One slot word to be read.
+
+    Attributes:
+        load: whose.
+        peer, rank, slot: where the word is.
+        done: bound to the read, if it is a fence.
+        landed: called with the word and the seconds that the read took.
+        lost: called instead if the read failed.
+        doomed: called before that if the failure is known earlier.
+    """
+
+    load: LoadId
+    peer: Peer
+    rank: int
+    slot: int
+    done: Release | None
+    landed: Callable[[int, float], None]
+    lost: Callable[[KVFerryError], None]
+    doomed: Callable[[KVFerryError], None]
+
+
+class WordReads:
+    """Word reads that wait to be posted together. Used by the endpoint's thread only."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._waiting: list[WordRead] = []
+
+    def add(self, read: WordRead) -> None:
+        """To be posted with the next ``post``."""
+        self._waiting.append(read)
+
+    def remove(self, load: LoadId, rank: int) -> bool:
+        """Whether such a read was waiting; it is not made then."""
+        kept = [read for read in self._waiting if (read.load, read.rank) != (load, rank)]
+        found = len(kept) < len(self._waiting)
+        self._waiting = kept
+        return found
+
+    def post(self, transfers: Transfers, max_notification: int) -> None:
+        """Post what waits; what there is no scratch memory for waits on."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        alike: dict[tuple[Peer, int, bool], list[WordRead]] = defaultdict(list)
+        for read in waiting:
+            alike[read.peer, read.rank, read.done is not None].append(read)
+        for (peer, rank, fence), reads in alike.items():
+            dones = [read.done for read in reads if read.done is not None]
+            for part in fitting(dones, max_notification) if fence else _batches(reads, MAX_BATCH):
+                batch, reads = reads[: len(part)], reads[len(part) :]
+                if rank not in peer.ids:
+                    for read in batch:
+                        read.lost(peer.gone())
+                elif len(batch) > self._scratch.free:
+                    self._waiting.extend(batch)
+                else:
+                    transfers.add(self._job(batch))
+
+    def _job(self, batch: Sequence[WordRead]) -> Job:
+        first = batch[0]
+        words = [self._scratch.take() for _ in batch]
+        dones = [read.done for read in batch if read.done is not None]
+
+        def build() -> Copies:
+            table = first.peer.payloads[first.rank].slots
+            pairs = [
+                (self._scratch.address(word), table.address + read.slot * WORD_BYTES, WORD_BYTES)
+                for word, read in zip(words, batch, strict=True)
+            ]
+            return copies_between(pairs, local=self._scratch.region, remote=table)
+
+        def finished(outcome: Outcome) -> None:
+            for word, read in zip(words, batch, strict=True):
+                value = self._scratch.give_back(word)
+                if outcome.error is None:
+                    read.landed(value, outcome.seconds)
+                else:
+                    read.lost(outcome.error)
+
+        def doomed(error: KVFerryError) -> None:
+            for read in batch:
+                read.doomed(error)
+
+        return Job(
+            peer=first.peer.ids[first.rank],
+            build=build,
+            finished=finished,
+            doomed=doomed,
+            notify=encode(dones) if dones else None,
+            tags={(read.load, read.rank) for read in batch},
+        )
+
+
+def fitting(releases: Sequence[Release], max_notification: int) -> Iterator[list[Release]]:
+    """The messages in lists of which each fits into one notification of this driver."""
+    if releases:
+        one = max(len(encode([release])) for release in releases)
+        yield from _batches(releases, max(1, min(MAX_BATCH, (max_notification - 8) // one)))
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while part := list(islice(iterator, size)):
+        yield part
