@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvferry.core.descriptors import Pages
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
+from kvferry.core.errors import KVFerryError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
@@ -90,8 +91,14 @@ class Engine:
             fill(self.shape, rank, pages, tokens)
 
     def finish(
-        self, request: str, pages: list[int], tokens: int, *, computed: bool = True,
-        lease: float = 30.0, order: bool = True,
+        self,
+        request: str,
+        pages: list[int],
+        tokens: int,
+        *,
+        computed: bool = True,
+        lease: float = 30.0,
+        order: bool = True,
     ) -> Ticket:
         """Make the ticket, and (unless it is to come late) send the order that goes with it."""
         hold = self.ledger.ticket(RequestId(request), lease)
@@ -119,8 +126,14 @@ class Engine:
         return self.finish(request, pages, tokens)
 
     def pull(
-        self, request: str, ticket: Ticket, pages: list[int], *, first: int = 0,
-        first_index: int = 0, nothing: bool = False,
+        self,
+        request: str,
+        ticket: Ticket,
+        pages: list[int],
+        *,
+        first: int = 0,
+        first_index: int = 0,
+        nothing: bool = False,
     ) -> None:
         """Start a load on every rank."""
         load = Load(
@@ -135,7 +148,7 @@ class Engine:
 
     def outcome(self, request: str) -> Results:
         """Wait until every rank has reported the request; the failures of all of them."""
-        failed = {}
+        failed: dict[RequestId, KVFerryError] = {}
         for rank in self.ranks:
             results = until(rank.endpoint, lambda r: RequestId(request) in r.received)
             failed.update(results.failed)
@@ -164,7 +177,8 @@ def expected(shape: Shape, tokens: int, layer: int, first_head: int) -> npt.NDAr
     token = np.arange(tokens)[:, None, None]
     head = first_head + np.arange(shape.heads)[None, :, None]
     element = np.arange(DIM)[None, None, :]
-    return (((layer * 1000 + token) * HEADS + head) * DIM + element).astype(np.float32)
+    values: npt.NDArray[np.int64] = ((layer * 1000 + token) * HEADS + head) * DIM + element
+    return values.astype(np.float32)
 
 
 def fill(shape: Shape, rank: Rank, pages: list[int], tokens: int) -> None:
