@@ -17,8 +17,9 @@ from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import PageError
 from kvferry.core.layout import HOLE, GroupKind, Layout
 from kvferry.core.memory import I64Array, Region, U64Array
-from kvferry.core.strips import Batch, Runs, Steps, concatenated, touching
-from kvferry.core.subblocks import Lens, sub_blocks
+from kvferry.core.runs import Runs, concatenated, touching
+from kvferry.core.strips import Batch, Steps
+from kvferry.core.subblocks import LAST_TOKEN, Lens, sub_blocks
 from kvferry.core.topology import Match, Plan, Source
 
 
@@ -43,8 +44,10 @@ class Pages:
                 f"page ids of shape {self.ids.shape} and type {self.ids.dtype}: pass a "
                 "one-dimensional int64 array"
             )
-        if self.first_index < 0:
-            raise PageError(f"first block index {self.first_index}: it must not be negative")
+        if not 0 <= self.first_index < LAST_TOKEN:
+            raise PageError(
+                f"first block index {self.first_index}: it must lie in 0 to {LAST_TOKEN - 1}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -153,9 +156,10 @@ def copies(
 
     Raises:
         PageError: a range or a page list does not fit; names side, group, position, id and limit.
+        PlanError: the range starts where the two layouts share next to nothing.
     """
     _check_lists(source, request)
-    parts = [part for match in source.matches for part in _parts(source, match, request)]
+    parts = [part for match in source.matches for part in _parts(plan, source, match, request)]
     arrays = (workspace or Workspace()).take(sum(part.copies for part in parts))
     start = 0
     for part in parts:
@@ -175,7 +179,7 @@ def _check_lists(source: Source, request: ReadRequest) -> None:
             raise PageError(f"{len(given)} {what} for {len(groups)} groups")
 
 
-def _parts(source: Source, match: Match, request: ReadRequest) -> Iterator[_Part]:
+def _parts(plan: Plan, source: Source, match: Match, request: ReadRequest) -> Iterator[_Part]:
     wanted = request.ranges[match.local_group]
     if wanted is None:
         return
@@ -183,7 +187,7 @@ def _parts(source: Source, match: Match, request: ReadRequest) -> Iterator[_Part
     _check_room(match, stop, request.local[match.local_group])
     for low, high, grain in match.pairing.cuts(start, stop):
         known: dict[int, tuple[_Places, _Places]] = {}
-        for batch in match.batches(grain, source.local_layout, source.remote_layout):
+        for batch in plan.batches(source, match, grain):
             fine = batch.motion.grain
             if fine not in known:
                 known[fine] = _placed(match, request, low, high, fine)
@@ -293,13 +297,13 @@ def unwritten(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
         empty = np.empty(0, dtype=np.uint64)
         return Spans(address=empty, nbytes=empty, segments=())
     joined = touching(concatenated(runs))
-    stops = [*(np.flatnonzero(np.diff(joined.place)) + 1).tolist(), len(joined)]
-    places = list(regions)
+    stops = [*(np.flatnonzero(np.diff(joined.pair)) + 1).tolist(), len(joined)]
+    numbered = list(regions)
     return Spans(
         address=joined.local.view(np.uint64),
         nbytes=joined.nbytes.view(np.uint64),
         segments=tuple(
-            SpanSegment(start=start, stop=stop, region=places[joined.place[start]])
+            SpanSegment(start=start, stop=stop, region=numbered[joined.pair[start]])
             for start, stop in pairwise([0, *stops])
         ),
     )
@@ -348,11 +352,11 @@ def _present(layout: Layout, group: int, ids: I64Array) -> I64Array:
 def _spread(batch: Batch, ids: I64Array, regions: dict[Region, int]) -> Runs:
     """The strips of a batch in each of these pages; ``regions`` is numbered further."""
     moved = ids * batch.motion.local.page
-    places = [regions.setdefault(region, len(regions)) for _, region, _ in batch.cuts]
+    pairs = [regions.setdefault(region, len(regions)) for _, region, _ in batch.cuts]
     strips = np.diff([0, *(stop for stop, _, _ in batch.cuts)])
     local = np.add.outer(batch.local, moved).ravel()
     return Runs(
-        place=np.repeat(np.repeat(places, strips), len(ids)),
+        pair=np.repeat(np.repeat(pairs, strips), len(ids)),
         local=local,
         remote=local,
         nbytes=np.full(len(local), batch.nbytes),

@@ -125,9 +125,7 @@ class Group:
                 raise LayoutError("a state group has block_tokens 0 and no context parallelism")
             return
         if not 1 <= self.block_tokens <= 1 << 24:
-            raise LayoutError(
-                f"block_tokens is {self.block_tokens}: it must lie in 1 to {1 << 24}"
-            )
+            raise LayoutError(f"block_tokens is {self.block_tokens}: it must lie in 1 to {1 << 24}")
         if self.context.size > 1 and self.block_tokens % self.context.interleave:
             raise LayoutError(
                 f"block_tokens {self.block_tokens} is not a multiple of the context interleave "
@@ -283,6 +281,11 @@ def _check_axes(group: Group, f: Field) -> None:
         raise LayoutError(
             f"field {f.key!r}: {length(f.tokens)} token entries of {f.tokens_per_state} tokens "
             f"in a block of {group.block_tokens}"
+        )
+    if group.context.size > 1 and group.context.interleave % f.tokens_per_state:
+        raise LayoutError(
+            f"field {f.key!r}: context interleave {group.context.interleave} is not a multiple of "
+            f"the {f.tokens_per_state} tokens of an entry, which would lie on two ranks"
         )
 
 

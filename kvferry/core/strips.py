@@ -1,17 +1,15 @@
-"""From fields that meet to strips: the longest runs of bytes that lie alike on both sides.
+"""From fields that overlap to strips: the longest runs that move as one, sub-block by sub-block.
 
-What two fields share of one sub-block is a box: a run of bytes, repeated along digits that have a
-stride on each side. A digit whose strides both equal the run lengthens the run; boxes under equal
-digits that touch on both sides become one. This goes on until nothing changes; then the digits
-that are left over are enumerated. So equal pages end as one strip, and so do neighbouring fields.
+What two fields share of one sub-block is walked along three axes at once: its tokens, the shard
+axis and the bytes of an entry. Fields that differ only in where they start have one shape, so that
+this is done once for a model of many layers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,14 +17,15 @@ from kvferry.core.axes import Digits, Joint, Walk, coarse, digits_of, even, norm
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Field, Layout
 from kvferry.core.memory import I64Array, Region
+from kvferry.core.runs import Boxes, Runs, absorbed, count, joined, sums, unfolded
 
 MAX_STRIPS = 1 << 22
 """Above this many strips in one sub-block two layouts are refused: nobody could read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """The part ``shard`` (global range) of a tensor that a local and a remote field both hold."""
+class Overlap:
+    """The part of a tensor, by global range ``shard``, that is read from one field into another."""
 
     local: Field
     remote: Field
@@ -53,43 +52,6 @@ class Motion:
     grain: int
     local: Steps
     remote: Steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Runs:
-    """Contiguous runs; four arrays of one length.
-
-    Attributes:
-        place: (n,) int64, which pair of regions it lies in.
-        local: (n,) int64, first local byte; an address, or relative where a field is not known yet.
-        remote: (n,) int64, first remote byte.
-        nbytes: (n,) int64, length.
-    """
-
-    place: I64Array
-    local: I64Array
-    remote: I64Array
-    nbytes: I64Array
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-    def at(self, index: I64Array | slice) -> Runs:
-        """Some of them."""
-        return Runs(
-            place=self.place[index],
-            local=self.local[index],
-            remote=self.remote[index],
-            nbytes=self.nbytes[index],
-        )
-
-    def of_length(self, nbytes: int) -> Runs:
-        """The same starts with another length."""
-        return replace(self, nbytes=np.full(len(self), nbytes))
-
-
-_Boxes = tuple[Joint, Runs]
-"""Runs, all of which repeat along the same digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,7 +85,7 @@ class _Shape:
 
 
 def batches(
-    meetings: Sequence[Meeting], local: Layout, remote: Layout, grain: int, skip: int = 0
+    overlaps: Sequence[Overlap], local: Layout, remote: Layout, grain: int, skip: int = 0
 ) -> tuple[Batch, ...]:
     """The strips of fields of one local and one remote group, per sub-block of ``grain`` tokens.
 
@@ -132,28 +94,29 @@ def batches(
     Raises:
         PlanError: they are too many; names a field.
     """
-    places: dict[tuple[int, int], int] = {}
+    pairs: dict[tuple[int, int], int] = {}
     shapes: dict[object, tuple[_Shape, list[tuple[int, int, int]]]] = {}
-    for m in meetings:
-        key = _geometry(m)
-        if key not in shapes:
-            shapes[key] = _shape(m, grain, skip), []
-        place = places.setdefault((m.local.region, m.remote.region), len(places))
-        shapes[key][1].append((place, m.local.offset, m.remote.offset))
-    regions = [(local.regions[near], remote.regions[far]) for near, far in places]
-    boxes: dict[Motion, list[_Boxes]] = {}
+    for o in overlaps:
+        geometry = _geometry(o)
+        if geometry not in shapes:
+            shapes[geometry] = _shape(o, grain, skip), []
+        pair = pairs.setdefault((o.local.region, o.remote.region), len(pairs))
+        shapes[geometry][1].append((pair, o.local.offset, o.remote.offset))
+    _check_count(overlaps[0], (len(fields) * len(shape.local) for shape, fields in shapes.values()))
+    regions = [(local.regions[near], remote.regions[far]) for near, far in pairs]
+    boxes: dict[Motion, list[Boxes]] = {}
     for shape, fields in shapes.values():
         boxes.setdefault(shape.motion, []).append((shape.digits, _runs(shape, fields, regions)))
     return tuple(
         batch
         for motion, found in boxes.items()
-        for batch in _batches(motion, _enumerated(_joined(found), meetings[0]), regions)
+        for batch in _batches(motion, _strips(found, overlaps[0]), regions)
     )
 
 
-def _geometry(m: Meeting) -> object:
-    near, far = m.local, m.remote
-    start, stop = m.shard
+def _geometry(o: Overlap) -> object:
+    near, far = o.local, o.remote
+    start, stop = o.shard
     return (
         (near.tokens, near.shard, near.inner, near.unit, near.page_stride, near.tokens_per_state),
         (far.tokens, far.shard, far.inner, far.unit, far.page_stride),
@@ -161,27 +124,28 @@ def _geometry(m: Meeting) -> object:
     )
 
 
-def _shape(m: Meeting, grain: int, skip: int) -> _Shape:
-    near, far = digits_of(m.local.tokens), digits_of(m.remote.tokens)
-    per_entry = m.local.tokens_per_state if near or far else grain
+def _shape(o: Overlap, grain: int, skip: int) -> _Shape:
+    near, far = digits_of(o.local.tokens), digits_of(o.remote.tokens)
+    per_entry = o.local.tokens_per_state if near or far else grain
     first = skip // per_entry
     entries = grain // per_entry
     if not skip:
         entries = _even(near, far, entries)
     try:
-        walks = (walk(near, far, (first, first), entries - first, MAX_STRIPS), *_entry_walks(m))
+        walks = (walk(near, far, (first, first), entries - first, MAX_STRIPS), *_entry_walks(o))
     except OverflowError:
-        raise _too_many(m) from None
-    unit = math.gcd(m.local.unit, m.remote.unit)
-    nbytes, digits = _absorbed(unit, tuple(digit for w in walks for digit in w.digits))
+        raise _too_many(o) from None
+    _check_count(o, [math.prod(len(w.local) for w in walks)])
+    unit = math.gcd(o.local.unit, o.remote.unit)
+    nbytes, digits = absorbed(unit, tuple(digit for w in walks for digit in w.digits))
     return _Shape(
         motion=Motion(
             grain=entries * per_entry,
-            local=Steps(page=m.local.page_stride, within=coarse(near, entries)),
-            remote=Steps(page=m.remote.page_stride, within=coarse(far, entries)),
+            local=Steps(page=o.local.page_stride, within=coarse(near, entries)),
+            remote=Steps(page=o.remote.page_stride, within=coarse(far, entries)),
         ),
-        local=_sums([w.local for w in walks]),
-        remote=_sums([w.remote for w in walks]),
+        local=sums([w.local for w in walks]),
+        remote=sums([w.remote for w in walks]),
         nbytes=nbytes,
         digits=digits,
     )
@@ -194,10 +158,10 @@ def _even(near: Digits, far: Digits, entries: int) -> int:
     return entries
 
 
-def _entry_walks(m: Meeting) -> tuple[Walk, Walk]:
+def _entry_walks(o: Overlap) -> tuple[Walk, Walk]:
     """The shard axis, and the bytes of one (token entry, shard index)."""
-    near, far = m.local, m.remote
-    start, stop = m.shard
+    near, far = o.local, o.remote
+    start, stop = o.shard
     starts = start - near.shard_range[0], start - far.shard_range[0]
     unit = math.gcd(near.unit, far.unit)
     return (
@@ -211,120 +175,49 @@ def _inner(f: Field, unit: int) -> Digits:
     return normalised((*digits, (f.unit // unit, unit)))
 
 
-def _sums(parts: Sequence[I64Array]) -> I64Array:
-    """Every sum of one number of each part."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = (total[:, None] + part).ravel()
-    return total
-
-
-def _absorbed(nbytes: int, digits: Joint) -> tuple[int, Joint]:
-    """The same bytes as longer runs under fewer digits, coarse to fine."""
-    kept: list[tuple[int, int, int]] = []
-    for count, near, far in sorted(digits, key=lambda digit: digit[1:]):
-        if not kept and near == far == nbytes:
-            nbytes *= count
-        elif kept and (near, far) == (kept[-1][0] * kept[-1][1], kept[-1][0] * kept[-1][2]):
-            kept[-1] = (kept[-1][0] * count, *kept[-1][1:])
-        else:
-            kept.append((count, near, far))
-    return nbytes, tuple(reversed(kept))
-
-
 def _runs(
     shape: _Shape, fields: list[tuple[int, int, int]], regions: list[tuple[Region, Region]]
 ) -> Runs:
     """The first run of every box of the fields that have this shape."""
-    place, near, far = np.array(fields, dtype=np.int64).T
-    address = np.array([(a.address, b.address) for a, b in regions], dtype=np.int64)[place]
+    pair, near, far = np.array(fields, dtype=np.int64).T
+    address = np.array([(a.address, b.address) for a, b in regions], dtype=np.int64)[pair]
     boxes = len(shape.local)
     return Runs(
-        place=np.repeat(place, boxes),
-        local=_sums([address[:, 0] + near, shape.local]),
-        remote=_sums([address[:, 1] + far, shape.remote]),
+        pair=np.repeat(pair, boxes),
+        local=sums([address[:, 0] + near, shape.local]),
+        remote=sums([address[:, 1] + far, shape.remote]),
         nbytes=np.full(len(fields) * boxes, shape.nbytes),
     )
 
 
-def _joined(boxes: list[_Boxes]) -> list[_Boxes]:
-    """The same bytes in as few boxes as can be found."""
-    while True:
-        alike: dict[Joint, list[Runs]] = {}
-        for digits, runs in boxes:
-            for length in np.unique(runs.nbytes).tolist():
-                nbytes, fewer = _absorbed(length, digits)
-                part = runs.at(runs.nbytes == length)
-                alike.setdefault(fewer, []).append(part.of_length(nbytes))
-        boxes = [(digits, touching(concatenated(parts))) for digits, parts in alike.items()]
-        if sum(len(runs) for _, runs in boxes) == sum(map(len, chain(*alike.values()))):
-            return boxes
-
-
-def concatenated(parts: Sequence[Runs]) -> Runs:
-    """All of them, in this order."""
-    if len(parts) == 1:
-        return parts[0]
-    return Runs(
-        place=np.concatenate([part.place for part in parts]),
-        local=np.concatenate([part.local for part in parts]),
-        remote=np.concatenate([part.remote for part in parts]),
-        nbytes=np.concatenate([part.nbytes for part in parts]),
-    )
-
-
-def touching(runs: Runs) -> Runs:
-    """By place and local address, neighbours that touch on both sides made one."""
-    runs = runs.at(np.lexsort((runs.local, runs.place)))
-    apart = (
-        (np.diff(runs.place) != 0)
-        | (np.diff(runs.local) != runs.nbytes[:-1])
-        | (np.diff(runs.remote) != runs.nbytes[:-1])
-    )
-    if apart.all():
-        return runs
-    first = np.flatnonzero(np.concatenate(([True], apart)))
-    return replace(runs.at(first), nbytes=np.add.reduceat(runs.nbytes, first))
-
-
-def _enumerated(boxes: list[_Boxes], m: Meeting) -> Runs:
-    """Every run of every box, sorted and joined where the boxes did not show it."""
-    if sum(len(runs) * math.prod(count for count, _, _ in digits) for digits, runs in boxes) > (
-        MAX_STRIPS
-    ):
-        raise _too_many(m)
-    return touching(concatenated([_unfolded(digits, runs) for digits, runs in boxes]))
-
-
-def _unfolded(digits: Joint, runs: Runs) -> Runs:
-    if not digits:
-        return runs
-    near = _sums([np.arange(count) * stride for count, stride, _ in digits])
-    far = _sums([np.arange(count) * stride for count, _, stride in digits])
-    return Runs(
-        place=np.repeat(runs.place, len(near)),
-        local=_sums([runs.local, near]),
-        remote=_sums([runs.remote, far]),
-        nbytes=np.repeat(runs.nbytes, len(near)),
-    )
+def _strips(boxes: list[Boxes], o: Overlap) -> Runs:
+    fewest = joined(boxes)
+    _check_count(o, [count(fewest)])
+    return unfolded(fewest)
 
 
 def _batches(motion: Motion, runs: Runs, regions: list[tuple[Region, Region]]) -> Iterator[Batch]:
     """Sorted runs, by length."""
     for nbytes in np.unique(runs.nbytes).tolist():
         part = runs.at(runs.nbytes == nbytes)
-        stops = [*(np.flatnonzero(np.diff(part.place)) + 1).tolist(), len(part)]
+        stops = [*(np.flatnonzero(np.diff(part.pair)) + 1).tolist(), len(part)]
         yield Batch(
             motion=motion,
             nbytes=nbytes,
             local=part.local,
             remote=part.remote,
-            cuts=tuple((stop, *regions[int(part.place[stop - 1])]) for stop in stops),
+            cuts=tuple((stop, *regions[int(part.pair[stop - 1])]) for stop in stops),
         )
 
 
-def _too_many(m: Meeting) -> PlanError:
+def _check_count(o: Overlap, strips: Iterable[int]) -> None:
+    """Before anything of that size is made: a layout may come from anyone."""
+    if sum(strips) > MAX_STRIPS:
+        raise _too_many(o)
+
+
+def _too_many(o: Overlap) -> PlanError:
     return PlanError(
-        f"field {m.local.key!r}: the two layouts share no runs longer than a few bytes, which "
+        f"field {o.local.key!r}: the two layouts share no runs longer than a few bytes, which "
         f"makes more than {MAX_STRIPS} copies for one page"
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvferry.core.coverage import Piece, Side, coverage
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Layout
-from kvferry.core.strips import Batch, Meeting, batches
+from kvferry.core.strips import Batch, Overlap, batches
 from kvferry.core.subblocks import Pairing
 
 
@@ -28,7 +28,8 @@ class Match:
         pairing: how the tokens of the two groups go together.
         local_pages: local page ids are below this.
         remote_pages: remote page ids are below this.
-        meetings: the fields.
+        overlaps: the fields.
+        batches: their strips, for the pairing's largest sub-blocks.
     """
 
     local_group: int
@@ -36,18 +37,8 @@ class Match:
     pairing: Pairing
     local_pages: int
     remote_pages: int
-    meetings: tuple[Meeting, ...] = field(repr=False)
-    _batches: dict[int, tuple[Batch, ...]] = field(default_factory=dict, repr=False)
-
-    def batches(self, grain: int, local: Layout, remote: Layout) -> tuple[Batch, ...]:
-        """The strips per sub-block of ``grain`` tokens; computed once and kept.
-
-        Raises:
-            PlanError: they are too many.
-        """
-        if grain not in self._batches:
-            self._batches[grain] = batches(self.meetings, local, remote, grain)
-        return self._batches[grain]
+    overlaps: tuple[Overlap, ...] = field(repr=False)
+    batches: tuple[Batch, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,23 +74,35 @@ class Plan:
     sources: tuple[Source, ...]
     readers: tuple[int, ...]
     tells: tuple[int, ...]
-    _blanks: dict[tuple[int, int], tuple[Batch, ...]] = field(default_factory=dict, repr=False)
+    _cache: dict[tuple[int, ...], tuple[Batch, ...]] = field(default_factory=dict, repr=False)
 
-    def blanks(self, layout: Layout, group: int, skip: int) -> tuple[Batch, ...]:
-        """The strips of local pages from token ``skip`` of each on; computed once and kept.
+    def batches(self, source: Source, match: Match, grain: int) -> tuple[Batch, ...]:
+        """The strips for sub-blocks of ``grain`` tokens, which a range that starts off needs.
 
         Raises:
             PlanError: they are too many.
         """
-        if (group, skip) not in self._blanks:
-            own = [
-                Meeting(local=f, remote=f, shard=f.shard_range)
-                for f in layout.fields
-                if f.group == group
-            ]
+        if grain == match.pairing.grain:
+            return match.batches
+        key = (source.remote, match.local_group, match.remote_group, grain)
+        if key not in self._cache:
+            self._cache[key] = batches(
+                match.overlaps, source.local_layout, source.remote_layout, grain
+            )
+        return self._cache[key]
+
+    def blanks(self, layout: Layout, group: int, skip: int) -> tuple[Batch, ...]:
+        """The strips of this rank's own pages, from token ``skip`` of each on.
+
+        Raises:
+            PlanError: they are too many.
+        """
+        if (group, skip) not in self._cache:
+            fields = [f for f in layout.fields if f.group == group]
+            own = [Overlap(local=f, remote=f, shard=f.shard_range) for f in fields]
             grain = layout.groups[group].block_tokens
-            self._blanks[group, skip] = batches(own, layout, layout, grain, skip)
-        return self._blanks[group, skip]
+            self._cache[group, skip] = batches(own, layout, layout, grain, skip)
+        return self._cache[group, skip]
 
 
 def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
@@ -120,15 +123,15 @@ def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
         raise PlanError(f"there is no local rank {rank}: there are {len(local)}")
     near, far = Side("local", local), Side("remote", remote)
     _check_keys(near, far)
-    reads, meetings = _assigned(near, far, rank)
+    reads, overlaps = _assigned(near, far, rank)
     readers = [0] * len(remote)
     for _, source in reads:
         readers[source] += 1
     return Plan(
         rank=rank,
         sources=tuple(
-            _source(local[rank], remote[source], source, meetings[source])
-            for source in sorted(meetings)
+            _source(local[rank], remote[source], source, overlaps[source])
+            for source in sorted(overlaps)
         ),
         readers=tuple(max(count, 1) for count in readers),
         tells=tuple(
@@ -152,11 +155,11 @@ def _check_keys(local: Side, remote: Side) -> None:
 
 def _assigned(
     local: Side, remote: Side, rank: int
-) -> tuple[set[tuple[int, int]], dict[int, list[Meeting]]]:
+) -> tuple[set[tuple[int, int]], dict[int, list[Overlap]]]:
     """Every (reader, read) pair of ranks, and by rank what ``rank`` reads."""
     known: dict[object, list[list[Piece]]] = {}
     reads: set[tuple[int, int]] = set()
-    meetings: dict[int, list[Meeting]] = {}
+    overlaps: dict[int, list[Overlap]] = {}
     for key, mine in local.holdings.items():
         theirs = remote.holdings[key]
         signature = tuple(mine), tuple(theirs)
@@ -171,33 +174,36 @@ def _assigned(
             if holding.rank != rank:
                 continue
             for index, shard in pieces:
-                meeting = Meeting(local=f, remote=remote.fields[key][index], shard=shard)
-                meetings.setdefault(theirs[index].rank, []).append(meeting)
-    return reads, meetings
+                overlap = Overlap(local=f, remote=remote.fields[key][index], shard=shard)
+                overlaps.setdefault(theirs[index].rank, []).append(overlap)
+    return reads, overlaps
 
 
-def _source(local: Layout, remote: Layout, rank: int, meetings: list[Meeting]) -> Source:
-    by_groups: dict[tuple[int, int], list[Meeting]] = {}
-    for meeting in meetings:
-        by_groups.setdefault((meeting.local.group, meeting.remote.group), []).append(meeting)
-    matches = tuple(_match(local, remote, *groups, found) for groups, found in by_groups.items())
-    for match in matches:
-        match.batches(match.pairing.grain, local, remote)
-    return Source(remote=rank, local_layout=local, remote_layout=remote, matches=matches)
+def _source(local: Layout, remote: Layout, rank: int, overlaps: list[Overlap]) -> Source:
+    by_groups: dict[tuple[int, int], list[Overlap]] = {}
+    for overlap in overlaps:
+        by_groups.setdefault((overlap.local.group, overlap.remote.group), []).append(overlap)
+    return Source(
+        remote=rank,
+        local_layout=local,
+        remote_layout=remote,
+        matches=tuple(_match(local, remote, *groups, found) for groups, found in by_groups.items()),
+    )
 
 
-def _match(local: Layout, remote: Layout, near: int, far: int, meetings: list[Meeting]) -> Match:
+def _match(local: Layout, remote: Layout, near: int, far: int, overlaps: list[Overlap]) -> Match:
     pairing = Pairing(
         index=near,
         local=local.groups[near],
         remote=remote.groups[far],
-        entry=math.lcm(*{meeting.local.tokens_per_state for meeting in meetings}),
+        entry=math.lcm(*{overlap.local.tokens_per_state for overlap in overlaps}),
     )
     return Match(
         local_group=near,
         remote_group=far,
         pairing=pairing,
-        local_pages=min(meeting.local.pages for meeting in meetings),
-        remote_pages=min(meeting.remote.pages for meeting in meetings),
-        meetings=tuple(meetings),
+        local_pages=min(overlap.local.pages for overlap in overlaps),
+        remote_pages=min(overlap.remote.pages for overlap in overlaps),
+        overlaps=tuple(overlaps),
+        batches=batches(overlaps, local, remote, pairing.grain),
     )
