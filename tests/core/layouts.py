@@ -1,0 +1,103 @@
+"""Plain layouts, written out: what the examples of the planner's tests are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.core.layout import Axis, Context, Field, Group, GroupKind, Layout, axis
+from kvferry.core.memory import Region
+
+DIM = 8
+"""Bytes of one head of one token."""
+
+PAGES = 100
+
+
+def paged(block: int = 16, context: Context = Context()) -> Group:  # noqa: B008
+    """A group of tokens."""
+    return Group(kind=GroupKind.PAGED, block_tokens=block, context=context)
+
+
+def heads(
+    key: str = "k",
+    *,
+    order: str = "HND",
+    block: int = 16,
+    shard: tuple[int, int] = (0, 4),
+    region: int = 0,
+    offset: int = 0,
+    page_stride: int | None = None,
+    pages: int = PAGES,
+    group: int = 0,
+    dim: int = DIM,
+    packed: int = 1,
+) -> Field:
+    """K or V of one layer; with ``packed`` 2, each of its tokens shares a row with the other's."""
+    count = shard[1] - shard[0]
+    row = dim * packed
+    inside: dict[str, tuple[Axis, Axis]] = {
+        "HND": (axis((block, row)), axis((count, block * row))),
+        "NHD": (axis((block, count * row)), axis((count, row))),
+    }
+    tokens, shards = inside[order]
+    return Field(
+        key=key,
+        group=group,
+        region=region,
+        offset=offset,
+        page_stride=page_stride or count * block * row,
+        pages=pages,
+        dtype="int8",
+        unit=dim,
+        tokens=tokens,
+        shard=shards,
+        shard_range=shard,
+    )
+
+
+def layout(
+    *fields: Field, groups: Sequence[Group] | None = None, base: int = 1 << 32, gap: int = 4096
+) -> Layout:
+    """Fields with as many regions as they need, ``gap`` bytes apart."""
+    regions: list[Region] = []
+    start = base
+    for index in range(max((f.region for f in fields), default=-1) + 1):
+        here = [f for f in fields if f.region == index]
+        size = max(f.offset + (f.pages - 1) * f.page_stride + f.extent for f in here)
+        regions.append(Region(address=start, nbytes=size))
+        start += size + gap
+    return Layout(
+        regions=tuple(regions), groups=tuple([paged()] if groups is None else groups), fields=fields
+    )
+
+
+def model(
+    layers: int, *, shard: tuple[int, int] = (0, 4), order: str = "HND", pages: int = PAGES
+) -> Layout:
+    """K and V of every layer in one region of the layer's own, K before V in every page."""
+    size = (shard[1] - shard[0]) * 16 * DIM
+    fields = [
+        heads(
+            f"{layer}/{name}",
+            order=order,
+            shard=shard,
+            region=layer,
+            offset=i * size,
+            page_stride=2 * size,
+            pages=pages,
+        )
+        for layer in range(layers)
+        for i, name in enumerate("kv")
+    ]
+    return layout(*fields)
+
+
+def stacked(layers: int, *, shard: tuple[int, int] = (0, 4)) -> Layout:
+    """K and V of every layer next to each other in one page of one region."""
+    size = (shard[1] - shard[0]) * 16 * DIM
+    return layout(
+        *(
+            heads(str(i), shard=shard, offset=i * size, page_stride=2 * layers * size)
+            for i in range(2 * layers)
+        )
+    )

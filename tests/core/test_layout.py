@@ -1,0 +1,212 @@
+"""What a layout may be, and that what it may not be is refused by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import LayoutError
+from kvferry.core.layout import Context, Digit, Field, Group, GroupKind, Layout, axis, length
+from kvferry.core.memory import Region, region_of
+from tests.core.layouts import DIM, PAGES, heads, layout, paged
+from tests.core.oracle import World, field_offsets
+from tests.core.worlds import worlds
+
+
+def test_an_axis_multiplies_its_digits() -> None:
+    assert length(axis((3, 100), (4, 10))) == 12
+    assert length(()) == 1
+
+
+def test_a_field_knows_its_bytes() -> None:
+    f = replace(heads(), inner=(axis((2, 1024)),))
+    assert f.entry_bytes == 2 * DIM
+    assert f.extent == 1024 + 4 * 16 * DIM
+
+
+def test_a_group_has_as_many_pages_as_its_smallest_field() -> None:
+    two = layout(heads("k"), heads("v", region=1, pages=7), groups=[paged(), paged()])
+    assert two.pages(0) == 7
+    assert two.pages(1) == 0
+
+
+BAD_FIELDS = {
+    "a key has 1 to 512 characters": {"key": ""},
+    "unknown element type 'int4'": {"dtype": "int4"},
+    "is not a positive multiple of a float32": {"dtype": "float32", "unit": 6},
+    "must lie in 0 to": {"offset": -1},
+    "pages 0": {"pages": 0},
+    "shard range [4, 4) is empty": {"shard_range": (4, 4)},
+    "shard axis of 4 entries for the range [0, 8)": {"shard_range": (0, 8)},
+    "9 digits": {"inner": (axis(*[(1, 1)] * 7),)},
+}
+
+
+@pytest.mark.parametrize(("message", "change"), BAD_FIELDS.items(), ids=list(BAD_FIELDS))
+def test_refuses_a_field_that_cannot_be(message: str, change: dict[str, object]) -> None:
+    with pytest.raises(LayoutError) as refusal:
+        replace(heads(), **change)  # type: ignore[arg-type]
+    assert message in str(refusal.value)
+    assert str(refusal.value).startswith("field ")
+
+
+BAD_IN_A_LAYOUT = {
+    "is in group 1 and region 0 of 1 groups and 1 regions": {"group": 1},
+    "is in group 0 and region 1 of": {"region": 1},
+    "a packing is named by opaque groups": {"packing": "tiles"},
+    "16 token entries of 2 tokens in a block of 16": {"tokens_per_state": 2},
+    "8 token entries of 1 tokens in a block of 16": {"tokens": axis((8, DIM))},
+    f"ends at byte {101 * 4 * 16 * DIM} of region 0": {"pages": PAGES + 1},
+    "put two elements of one group on one byte": {"page_stride": 16},
+}
+
+
+@pytest.mark.parametrize(("message", "change"), BAD_IN_A_LAYOUT.items(), ids=list(BAD_IN_A_LAYOUT))
+def test_refuses_a_field_that_does_not_fit(message: str, change: dict[str, object]) -> None:
+    good = layout(heads())
+    bad = replace(good.fields[0], **change)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError) as refusal:
+        replace(good, fields=(bad,))
+    assert message in str(refusal.value)
+
+
+def test_refuses_a_key_that_stands_twice() -> None:
+    with pytest.raises(LayoutError, match="field 'k' stands twice"):
+        layout(heads("k"), heads("k", region=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "context"),
+    [
+        (GroupKind.STATE, 16, Context()),
+        (GroupKind.STATE, 0, Context(size=2)),
+        (GroupKind.PAGED, 0, Context()),
+        (GroupKind.PAGED, 16, Context(size=2, interleave=3)),
+    ],
+)
+def test_refuses_a_group_that_cannot_be(kind: GroupKind, block: int, context: Context) -> None:
+    with pytest.raises(LayoutError):
+        Group(kind=kind, block_tokens=block, context=context)
+
+
+@pytest.mark.parametrize("wrong", [{"size": 0}, {"size": 2, "rank": 2}, {"interleave": 0}])
+def test_refuses_a_context_that_cannot_be(wrong: dict[str, int]) -> None:
+    with pytest.raises(LayoutError):
+        Context(**wrong)
+
+
+def test_refuses_entries_that_two_ranks_would_share() -> None:
+    compressed = replace(heads(), tokens=axis((4, DIM)), tokens_per_state=4)
+    with pytest.raises(LayoutError, match="which would lie on two ranks"):
+        layout(compressed, groups=[paged(16, Context(size=2, interleave=2))])
+    layout(compressed, groups=[paged(16, Context(size=2, interleave=4))])
+
+
+def test_refuses_axes_where_there_is_nothing_to_index() -> None:
+    whole = Field(
+        key="k",
+        group=0,
+        region=0,
+        offset=0,
+        page_stride=64,
+        pages=4,
+        dtype="int8",
+        unit=64,
+        packing="tiles",
+    )
+    opaque = Group(kind=GroupKind.OPAQUE, block_tokens=16)
+    state = Group(kind=GroupKind.STATE, block_tokens=0)
+    layout(whole, groups=[opaque])
+    with pytest.raises(LayoutError, match="an opaque page has no axes"):
+        layout(replace(whole, unit=32, tokens=axis((2, 32))), groups=[opaque])
+    with pytest.raises(LayoutError, match="a state has no token axis"):
+        layout(heads(), groups=[state])
+
+
+def test_groups_may_share_bytes_and_fields_of_one_group_may_not() -> None:
+    k, v = heads("k"), heads("v", group=1)
+    layout(k, v, groups=[paged(), paged()])
+    with pytest.raises(LayoutError, match="fields 'k' and 'v'"):
+        layout(k, replace(v, group=0))
+
+
+def test_fields_may_interleave() -> None:
+    k = heads("k", packed=2)
+    layout(k, replace(k, key="v", offset=DIM))
+    with pytest.raises(LayoutError, match="fields 'k' and 'v'"):
+        layout(k, replace(k, key="v", offset=DIM - 1))
+
+
+@pytest.mark.parametrize("bounds", [(0, 8), (8, 0), ((1 << 63) - 4, 8)])
+def test_refuses_a_region_outside_the_address_space(bounds: tuple[int, int]) -> None:
+    with pytest.raises(LayoutError, match="must be positive and end below"):
+        Region(address=bounds[0], nbytes=bounds[1])
+
+
+def test_a_region_contains_what_lies_in_it() -> None:
+    region = Region(address=100, nbytes=10)
+    assert region.contains(Region(address=102, nbytes=8))
+    assert not region.contains(Region(address=102, nbytes=9))
+    assert not region.contains(Region(address=102, nbytes=8, kind="cuda"))
+
+
+def test_an_array_gives_its_region() -> None:
+    array = np.zeros((4, 6), dtype=np.float32)
+    assert region_of(array) == Region(address=array.ctypes.data, nbytes=96)
+    with pytest.raises(LayoutError, match="is not contiguous"):
+        region_of(array[:, ::2])
+    with pytest.raises(LayoutError, match="cannot take the memory of a list"):
+        region_of([1, 2])
+
+
+@given(worlds())
+def test_engines_of_any_shape_are_accepted(world: World) -> None:
+    for one in (*world.local, *world.remote):
+        assert Layout(regions=one.regions, groups=one.groups, fields=one.fields) == one
+
+
+DIGITS = st.builds(Digit, count=st.integers(1, 3), stride=st.integers(1, 40))
+
+
+@st.composite
+def wild_fields(draw: st.DrawFn, key: str) -> Field:
+    """A field with strides that need not make sense."""
+    shard = tuple(draw(st.lists(DIGITS, max_size=2)))
+    return Field(
+        key=key,
+        group=0,
+        region=0,
+        offset=draw(st.integers(0, 60)),
+        page_stride=draw(st.integers(1, 120)),
+        pages=draw(st.integers(1, 3)),
+        dtype="int8",
+        unit=draw(st.integers(1, 4)),
+        shard=shard,
+        shard_range=(0, length(shard)),
+    )
+
+
+@given(wild_fields("a"), wild_fields("b"))
+def test_what_is_accepted_has_no_byte_twice(a: Field, b: Field) -> None:
+    state = Group(kind=GroupKind.STATE, block_tokens=0)
+    region = Region(address=1, nbytes=1 << 20)
+    taken = [
+        int(offset) + f.offset + page * f.page_stride
+        for f in (a, b)
+        for page in range(f.pages)
+        for offset in field_offsets(f).ravel()
+    ]
+    try:
+        Layout(regions=(region,), groups=(state,), fields=(a, b))
+    except LayoutError:
+        return
+    assert (
+        len(set(taken))
+        == len(taken)
+        == sum(f.pages * math.prod(field_offsets(f).shape) for f in (a, b))
+    )
