@@ -56,7 +56,7 @@ def _common(
 def drivers(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the installed drivers: what each can do on this machine, or why it does not work."""
+    """List the installed drivers, and what each can do here."""
     from kvferry.cli.drivers import run
 
     run(as_json=as_json)
@@ -64,7 +64,7 @@ def drivers(
 
 @app.command()
 def demo() -> None:
-    """Move a KV cache between processes, into another shape, and check every byte of it."""
+    """Move a KV cache into another shape; check every byte."""
     from kvferry.cli.demo import run
 
     raise typer.Exit(run())

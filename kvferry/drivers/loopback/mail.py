@@ -14,6 +14,7 @@ import secrets
 import select
 import socket
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,6 +32,7 @@ _MAX_SENDERS = 4096
 _PER_MESSAGE = 256
 """What a message is taken to cost besides its bytes, so that the number of tiny ones is bounded."""
 _BACK_OFF_SECONDS = 0.05
+_DRAIN_SECONDS = 0.5
 _PER_TURN = 256
 """Messages taken from one sender before the others have their turn."""
 
@@ -85,6 +87,11 @@ class Channel:
                 self._waiting_bytes -= len(self._waiting.popleft()) + _PER_MESSAGE
             if self._waiting:
                 self._ask_when_writable()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a live peer's socket has not taken everything yet."""
+        return bool(self._waiting) and not self.lost
 
     def close(self) -> None:
         """Close the socket; what waits is dropped."""
@@ -145,13 +152,10 @@ class Mailbox:
         Raises:
             ConnectError: nobody listens there, or it does not answer.
         """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.setblocking(False)
+        hello = msgspec.msgpack.encode(Hello(to=instance, sender=self._name))
         try:
-            sock.connect("\0" + socket_name)
-            sock.send(msgspec.msgpack.encode(Hello(to=instance, sender=self._name)))
+            sock = _connected(socket_name, hello)
         except (OSError, ValueError) as exc:
-            sock.close()
             raise ConnectError(
                 f"cannot reach the notification socket of {peer} ({exc}): it is closed, or lives "
                 "in another network namespace (a container of its own), which both must share"
@@ -164,7 +168,8 @@ class Mailbox:
         return channel
 
     def close_channel(self, channel: Channel) -> None:
-        """Close one that ``open_channel`` gave."""
+        """Close one that ``open_channel`` gave, after a moment for what still waits."""
+        _let_drain([channel])
         with self._lock:
             if self._channels.pop(channel.socket.fileno(), None) is not None:
                 self._epoll.unregister(channel.socket)
@@ -180,7 +185,8 @@ class Mailbox:
         return taken
 
     def close(self, deadline_seconds: float) -> None:
-        """End the thread and close every socket."""
+        """End the thread and close every socket, after a moment for what still waits."""
+        _let_drain(list(self._channels.values()))
         self._closing = True
         self._room.set()
         os.eventfd_write(self._wake, 1)
@@ -268,3 +274,22 @@ class Mailbox:
         del self._incoming[incoming.socket.fileno()]
         self._epoll.unregister(incoming.socket)
         incoming.socket.close()
+
+
+def _connected(name: str, hello: bytes) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.setblocking(False)
+    try:
+        sock.connect("\0" + name)
+        sock.send(hello)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _let_drain(channels: list[Channel]) -> None:
+    """Give peers a moment to take what waits; the mailbox's thread sends it."""
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    while any(channel.waiting for channel in channels) and time.monotonic() < deadline:
+        time.sleep(0.001)

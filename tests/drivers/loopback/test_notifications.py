@@ -151,6 +151,21 @@ def test_one_that_does_not_listen_fills_a_queue_that_is_bounded(
     assert peer.notifications(1)[0][1] == b"and on"
 
 
+@pytest.mark.parametrize("closing", [False, True])
+def test_what_was_sent_before_the_end_arrives(
+    transport: LoopbackTransport, make: MakeTransport, closing: bool
+) -> None:
+    sender = make()
+    peer = sender.connect(transport.address())
+    for index in range(500):
+        sender.notify(peer, b"%d" % index)
+    if closing:
+        sender.close()
+    else:
+        sender.disconnect(peer)
+    assert [int(note.payload) for note in receive(transport, 500)] == list(range(500))
+
+
 # Strangers.
 
 
