@@ -162,7 +162,7 @@ def _covered(
 
 def _gap(key: str, mine: Holding, cursor: int, share: Context, holders: list[Holding]) -> PlanError:
     starts = [h.shard[0] for h in holders if h.shard[0] > cursor]
-    missing = (cursor, min(mine.shard[1], *starts))
+    missing = cursor, min([mine.shard[1], *starts])
     of = f" of context rank {share.rank} of {share.size}" if share.size > 1 else ""
     held = ", ".join(f"{h.rank} {_range(h.shard)}" for h in sorted(holders)) or "none"
     return PlanError(

@@ -146,10 +146,11 @@ def _check_keys(local: Side, remote: Side) -> None:
     for here, there in ((local, remote), (remote, local)):
         key = next((key for key in here.holdings if key not in there.holdings), None)
         if key is not None:
+            start, stop = here.holdings[key][0].shard
             ranks = ", ".join(str(holding.rank) for holding in here.holdings[key])
             raise PlanError(
-                f"field {key!r} {here.holdings[key][0].shard} is held by {here.name} ranks {ranks} "
-                f"and by no {there.name} rank: the engines do not run the same model"
+                f"field {key!r} [{start}, {stop}) is held by {here.name} ranks {ranks} and by no "
+                f"{there.name} rank: the engines do not run the same model"
             )
 
 
