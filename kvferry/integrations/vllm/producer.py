@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+"""How a request ends whose prompt was computed (names of vLLM's ``RequestStatus``)."""
+
 TRUNCATED = "_p_side_truncated"
 """Marks, in a request's params, a prompt that was shortened: a preempted request comes back."""
 
@@ -82,15 +85,10 @@ class Producer:
         self, request: Request, block_ids: Sequence[Sequence[int]], serving: Serving
     ) -> dict[str, Any] | None:
         """The ticket of a request that ended; ``None`` if its blocks are vLLM's at once."""
-        from vllm.v1.request import RequestStatus
-
         request_id = RequestId(request.request_id)
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        complete = request.status in (
-            RequestStatus.FINISHED_LENGTH_CAPPED,
-            RequestStatus.FINISHED_STOPPED,
-        )
-        hold = self._ledger.ticket(request_id, self._lease) if complete and tokens else None
+        complete = request.status.name in COMPLETE and tokens > 0
+        hold = self._ledger.ticket(request_id, self._lease) if complete else None
         if hold is None:
             self._ledger.drop(request_id)
             return None

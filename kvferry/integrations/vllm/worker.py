@@ -77,7 +77,7 @@ class FerryWorker:
         endpoint = Endpoint(
             identity=_identity(vllm_config),
             driver=config.driver,
-            transport=make_transport(config, device),
+            transport=make_transport(config, {region.kind for region in layout.regions}),
             layout=layout,
             slots=kv_cache_config.num_blocks,
             options=EndpointOptions(lease=config.kv_lease_duration),

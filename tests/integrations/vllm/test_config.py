@@ -1,0 +1,108 @@
+"""What `kv_connector_extra_config` may say. Needs no vLLM."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from kvferry.integrations.vllm.config import KEYS, NIXL_KEYS, Config, ConfigError, parse, warn
+
+
+def test_nothing_set() -> None:
+    assert parse({}) == Config(
+        driver="loopback",
+        driver_options={},
+        side_channel_host="127.0.0.1",
+        side_channel_port=0,
+        kv_lease_duration=30.0,
+        verify_prompt=True,
+    )
+
+
+def test_everything_set() -> None:
+    settings: dict[str, Any] = {
+        "driver": "nixl",
+        "driver_options": {"backends": ["UCX"]},
+        "side_channel_host": "10.0.0.1",
+        "side_channel_port": 5600,
+        "kv_lease_duration": 5,
+        "verify_prompt": False,
+    }
+    assert parse(settings) == Config(**settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("drivr", "driver"),
+        ("lease_duration", "kv_lease_duration"),
+        ("sidechannel_port", "side_channel_port"),
+        ("verify", "verify_prompt"),
+    ],
+)
+def test_unknown_key_is_answered_with_the_nearest(key: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key '{key}'.*did you mean '{nearest}'"):
+        parse({key: 1})
+
+
+@pytest.mark.parametrize("key", sorted(NIXL_KEYS))
+def test_key_of_nixl_is_answered_with_why(key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse({key: 1})
+    assert NIXL_KEYS[key] in str(raised.value)
+    assert all(ours in str(raised.value) for ours in KEYS)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"driver": ""},
+        {"driver": 1},
+        {"driver_options": []},
+        {"side_channel_host": ""},
+        {"side_channel_port": -1},
+        {"side_channel_port": 65536},
+        {"side_channel_port": "5600"},
+        {"side_channel_port": True},
+        {"kv_lease_duration": 0},
+        {"kv_lease_duration": "30"},
+        {"verify_prompt": "no"},
+        {"verify_prompt": 0},
+    ],
+)
+def test_bad_value_is_named(settings: dict[str, object]) -> None:
+    [key] = settings
+    with pytest.raises(ConfigError, match=rf"kv_connector_extra_config: .*\$\.{key}"):
+        parse(settings)
+
+
+def test_fixed_port_counts_up_by_data_parallel_index() -> None:
+    assert parse({"side_channel_port": 5600}, data_parallel_index=3).side_channel_port == 5603
+    assert parse({}, data_parallel_index=3).side_channel_port == 0
+    with pytest.raises(ConfigError, match="side_channel_port 65535 plus the data-parallel index 1"):
+        parse({"side_channel_port": 65535}, data_parallel_index=1)
+
+
+def test_environment_of_nixl_is_named_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    environment = {
+        "PATH": "/bin",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "h",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "1",
+    }
+    with caplog.at_level(logging.WARNING):
+        warn(Config(), environment)
+    [record] = caplog.records
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST (set side_channel_host instead)" in record.getMessage()
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT (set side_channel_port instead)" in record.getMessage()
+
+
+def test_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
+    warn(Config(), {"VLLM_LOGGING_LEVEL": "INFO"})
+    assert not caplog.records
+
+
+def test_unverified_prompts_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    warn(Config(verify_prompt=False), {})
+    assert "verify_prompt is false" in caplog.text
