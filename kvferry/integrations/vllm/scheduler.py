@@ -10,7 +10,7 @@ from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.consumer import Consumer
-from kvferry.integrations.vllm.metadata import Step
+from kvferry.integrations.vllm.metadata import Handshake, Step
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import backoff
 from kvferry.integrations.vllm.serving import Serving, serve
@@ -64,11 +64,25 @@ class FerryScheduler:
         self._untold_ranks: tuple[bytes, ...] = ()
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
-        """Open the side channel with what the ranks published. Raises ``HandshakeError``."""
+        """Open the side channel.
+
+        Args:
+            metadata: what the ranks published, by (pipeline rank, tensor rank). Under
+                MultiConnector all children get the first child's; what is not ours is ignored.
+
+        Raises:
+            HandshakeError: the address cannot be bound; names the setting to change.
+        """
+        ours = [value for _, value in sorted(metadata.items()) if isinstance(value, Handshake)]
+        if not ours:
+            logger.warning(
+                "no rank of this engine published anything, so no engine can read from it; under "
+                "MultiConnector, KVFerryConnector must come first"
+            )
+            return
         self._close_server()
-        if (served := serve(metadata, self._config)) is not None:
-            self._serving, self._server = served
-            self._untold_ranks = self._serving.ranks
+        self._untold_ranks = tuple(handshake.payload for handshake in ours)
+        self._serving, self._server = serve(self._untold_ranks, self._config)
 
     def on_new_request(self, request: Request) -> None:
         """vLLM's hook of the same name."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.core.handshake import EngineInfo, HandshakeServer, engine_info
 from kvferry.integrations.vllm.config import Config
-from kvferry.integrations.vllm.metadata import Handshake
 
 logger = logging.getLogger(__name__)
 
@@ -21,41 +19,27 @@ class Serving:
         engine: its id.
         incarnation: of this start of it.
         host, port: where its side channel listens; port 0 while there is none.
-        ranks: the encoded payloads of its ranks, in rank order; none while there is none.
     """
 
     engine: str
     incarnation: int
     host: str
     port: int = 0
-    ranks: tuple[bytes, ...] = ()
 
 
-def serve(
-    metadata: Mapping[tuple[int, int], object], config: Config
-) -> tuple[Serving, HandshakeServer] | None:
+def serve(ranks: tuple[bytes, ...], config: Config) -> tuple[Serving, HandshakeServer]:
     """Serve what this engine's ranks publish.
 
     Args:
-        metadata: what vLLM collected, by (pipeline rank, tensor rank). Under MultiConnector all
-            children get the first child's; what is not ours is ignored.
+        ranks: the encoded payloads of all of them, in rank order.
         config: says where.
 
     Returns:
-        What to tell others, and the server, which the caller closes; ``None`` if no rank of ours
-        published anything.
+        What to tell others, and the server, which the caller closes.
 
     Raises:
         HandshakeError: the address cannot be bound; names the setting to change.
     """
-    ours = [value for _, value in sorted(metadata.items()) if isinstance(value, Handshake)]
-    if not ours:
-        logger.warning(
-            "no rank of this engine published anything, so no engine can read from it; under "
-            "MultiConnector, KVFerryConnector must come first"
-        )
-        return None
-    ranks = tuple(handshake.payload for handshake in ours)
     info = engine_info(ranks)
     server = HandshakeServer(
         ranks,
@@ -70,7 +54,6 @@ def serve(
         incarnation=info.incarnation,
         host=server.host,
         port=server.port,
-        ranks=ranks,
     )
     return serving, server
 

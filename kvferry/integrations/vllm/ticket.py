@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import MAX_TEXT, Ticket
 
 VERSION = 1
 KEY = "kvferry"
@@ -121,7 +121,7 @@ def read(params: Mapping[str, Any]) -> Ticket:
     return Ticket(
         engine=known.remote_engine_id,
         incarnation=_number(own.incarnation),
-        request=known.remote_request_id,
+        request=known.remote_request_id[:MAX_TEXT],  # vLLM's users choose it
         host=known.remote_host,
         port=known.remote_port,
         hold=Hold(slot=own.slot, generation=_number(own.generation)),

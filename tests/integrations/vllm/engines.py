@@ -65,6 +65,7 @@ class Engine:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.integrations.vllm.engine_process"])
         self.name = f"{name}-{next(self._numbers)}"
+        self.model = model
         self._log = folder / f"{self.name}.log"
         self._log.touch()
         self._connection, theirs = context.Pipe()

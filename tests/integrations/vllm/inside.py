@@ -1,0 +1,151 @@
+"""vLLM's hooks called by hand, in an engine's process (`engines.Engine.run`)."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import MagicMock
+
+
+def register_twice(engine: Any) -> str:
+    """Where the connector comes from that vLLM knows by name."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvferry.integrations.vllm.plugin import register
+
+    register()
+    register()
+    module: str = KVConnectorFactory.get_connector_class_by_name("KVFerryConnector").__module__
+    return module
+
+
+def register_over_another(engine: Any) -> str:
+    """What `register` says where another connector has the name."""
+    from unittest.mock import patch
+
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    from kvferry.core.errors import KVFerryError
+    from kvferry.integrations.vllm.plugin import register
+
+    registry = {"KVFerryConnector": lambda: ExampleConnector}
+    with patch.object(KVConnectorFactory, "_registry", registry):
+        try:
+            register()
+        except KVFerryError as error:
+            return str(error)
+    return ""
+
+
+def drive_worker_without_caches(engine: Any, model: str) -> None:
+    """A step of a worker whose caches were never registered, with another connector's metadata."""
+    from unittest.mock import patch
+
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
+        ExampleConnectorMetadata,
+    )
+    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+    connector, config = _connector(model, KVConnectorRole.WORKER)
+    output = MagicMock(
+        kv_connector_metadata=ExampleConnectorMetadata(),
+        has_sync_kv_loads=False,
+        finished_req_ids=set(),
+    )
+    with patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector):
+        KVConnectorModelRunnerMixin.kv_connector_no_forward(output, config)
+    assert connector.get_handshake_metadata() is None
+    assert not connector.has_connector_metadata()
+    connector.shutdown()
+    connector.shutdown()
+
+
+def serve_foreign_handshake(engine: Any, model: str) -> None:
+    """A scheduler half that is given another connector's handshake metadata."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    connector, _ = _connector(model, KVConnectorRole.SCHEDULER)
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
+    step = connector.build_connector_meta(MagicMock(total_num_scheduled_tokens=0))
+    assert step.ranks == ()
+    connector.shutdown()
+    connector.shutdown()
+
+
+def group_refusal(engine: Any, kind: str) -> str:
+    """What a worker says at start to caches of a kind."""
+    import torch
+    from vllm.v1 import kv_cache_interface as interface
+
+    from kvferry.integrations.vllm.config import ConfigError
+    from kvferry.integrations.vllm.support import check_groups
+
+    attention = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
+    full = interface.FullAttentionSpec(**attention)
+    specs = {
+        "mla": [interface.MLAAttentionSpec(**attention)],
+        "mamba": [
+            interface.MambaSpec(block_size=16, shapes=((16,),), dtypes=(torch.float32,)),
+        ],
+        "hybrid": [full, full],
+        "sink": [interface.SinkFullAttentionSpec(**attention, sink_len=16)],
+    }
+    groups = [interface.KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs[kind])]
+    try:
+        check_groups(
+            interface.KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def added_figures(engine: Any) -> dict[str, float]:
+    """Two ranks' figures and the scheduler's, added and sent to the process that logs."""
+    from kvferry.core.stats import LoadRecord
+    from kvferry.integrations.vllm import KVFerryConnector
+    from kvferry.integrations.vllm.stats import REFUSED, FerryStats
+
+    def record(tokens: int, seconds: float, error: str | None = None) -> LoadRecord:
+        return LoadRecord(
+            request="r",
+            engine="e",
+            error=error,
+            tokens=tokens,
+            copies=1,
+            nbytes=10 * tokens,
+            seconds=seconds,
+            handshake_seconds=0.0,
+            read_seconds=0.0,
+            fence_seconds=0.0,
+        )
+
+    first = FerryStats.of([record(10, 0.001), record(0, 0.5)])
+    second = FerryStats.of([record(20, 0.003), record(7, 9.0, "stale")])
+    total = first.aggregate(second).aggregate(FerryStats(data={REFUSED: 4}))
+    rebuilt = KVFerryConnector.build_kv_connector_stats(total.to_dict())
+    assert FerryStats.of([]).is_empty()
+    assert not rebuilt.is_empty()
+    return rebuilt.reduce()
+
+
+def _connector(model: str, role: Any) -> tuple[Any, Any]:
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvferry.integrations.vllm import KVFerryConnector
+
+    transfer = KVTransferConfig(
+        kv_connector="KVFerryConnector",
+        kv_connector_module_path="kvferry.integrations.vllm",
+        kv_role="kv_both",
+    )
+    arguments = EngineArgs(
+        model=model, dtype="float32", max_model_len=1024, kv_transfer_config=transfer
+    )
+    config = arguments.create_engine_config()
+    caches = KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=[])
+    return KVFerryConnector(config, role, caches), config

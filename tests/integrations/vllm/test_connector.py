@@ -1,0 +1,72 @@
+"""`KVFerryConnector` as vLLM finds, builds and calls it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.integrations.vllm.config import ConfigError
+from kvferry.integrations.vllm.support import check_engine
+from tests.integrations.vllm import inside
+from tests.integrations.vllm.engines import Engine
+
+
+def test_import_loads_neither_vllm_nor_torch() -> None:
+    """vLLM's plugin loader imports the plugin everywhere, also where no engine starts."""
+    code = (
+        "import sys, kvferry.integrations.vllm, kvferry.integrations.vllm.plugin\n"
+        "print({'vllm', 'torch', 'zmq'} & set(sys.modules))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert output.stdout == b"set()\n"
+
+
+def test_unknown_name_in_the_package() -> None:
+    import kvferry.integrations.vllm as package
+
+    with pytest.raises(AttributeError, match="Connector2"):
+        package.KVFerryConnector2  # noqa: B018  # type: ignore[attr-defined]
+
+
+def test_sleep_mode_is_refused() -> None:
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+    with pytest.raises(ConfigError, match="start without enable_sleep_mode"):
+        check_engine(config)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+class TestInVllm:
+    def test_plugin_registers_once(self, reference: Engine) -> None:
+        assert reference.run(inside.register_twice) == "kvferry.integrations.vllm.connector"
+
+    def test_plugin_does_not_take_a_name_that_is_taken(self, reference: Engine) -> None:
+        assert "uninstall its package" in reference.run(inside.register_over_another)
+
+    def test_worker_without_caches(self, reference: Engine) -> None:
+        """vLLM may drive a worker's hooks before, or without, any cache; foreign metadata too."""
+        reference.run(inside.drive_worker_without_caches, str(reference.model))
+
+    def test_foreign_handshake_is_ignored(self, reference: Engine) -> None:
+        """MultiConnector gives all of its children what the first one published."""
+        reference.run(inside.serve_foreign_handshake, str(reference.model))
+
+    @pytest.mark.parametrize("kind", ["mla", "mamba", "hybrid", "sink"])
+    def test_unproven_caches(self, reference: Engine, kind: str) -> None:
+        assert reference.run(inside.group_refusal, kind).startswith("not yet proven to work")
+
+    def test_figures_add_up(self, reference: Engine) -> None:
+        """As vLLM adds them over ranks and steps, and rebuilds them in the process that logs."""
+        assert reference.run(inside.added_figures) == {
+            "loads": 2,
+            "failed_loads": 1,
+            "refused_tickets": 4,
+            "tokens": 30,
+            "bytes": 300,
+            "average load (ms)": 2.0,
+            "longest load (ms)": 3.0,
+        }

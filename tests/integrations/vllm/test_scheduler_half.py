@@ -1,0 +1,272 @@
+"""The two roles of the scheduler half, on requests as vLLM describes them. Needs no vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.producer import Producer
+from kvferry.integrations.vllm.serving import Serving
+from kvferry.integrations.vllm.ticket import read
+
+SERVING = Serving(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
+PREFILL = {"do_remote_decode": True}
+
+
+def config(groups: int = 1, block: int = 16) -> Any:
+    """A ``KVCacheConfig`` of 64 blocks."""
+    spec = SimpleNamespace(block_size=block)
+    return SimpleNamespace(
+        num_blocks=64,
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups,
+        transfer_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups,
+        transfer_group_ids=tuple(range(groups)),
+        select_transfer_block_ids=lambda ids: ids,
+    )
+
+
+def request(
+    tokens: int = 40,
+    params: dict[str, Any] | None = None,
+    *,
+    computed: int | None = None,
+    status: str = "FINISHED_LENGTH_CAPPED",
+    name: str = "r",
+) -> Any:
+    """A ``Request``."""
+    return SimpleNamespace(
+        request_id=name,
+        prompt_token_ids=list(range(tokens)),
+        _all_token_ids=list(range(tokens)),
+        num_prompt_tokens=tokens,
+        num_computed_tokens=tokens if computed is None else computed,
+        max_tokens=9,
+        kv_transfer_params=params,
+        lora_request=None,
+        mm_features=[],
+        cache_salt=None,
+        skip_reading_prefix_cache=False,
+        status=SimpleNamespace(name=status),
+    )
+
+
+def producer(tail: int = 0, groups: int = 1) -> Producer:
+    return Producer(config(groups), lease=30.0, backoff=tail, computed=True, tp_size=1)
+
+
+def consumer(**settings: Any) -> Consumer:
+    defaults: dict[str, Any] = {
+        "engine": "decode",
+        "may_load": True,
+        "verify_prompt": True,
+        "backoff": 0,
+    }
+    return Consumer(config(), **(defaults | settings))
+
+
+def blocks(*ids: int) -> Any:
+    """``KVCacheBlocks`` of one group."""
+    return SimpleNamespace(blocks=[[SimpleNamespace(block_id=each) for each in ids]])
+
+
+def ticket(tokens: int = 40) -> dict[str, Any]:
+    made = producer()
+    each = request(tokens, PREFILL)
+    made.take_on(each)
+    params = made.finished(each, [list(range(1, 5))], SERVING)
+    assert params is not None
+    return params
+
+
+class TestProducer:
+    def test_ticket_lists_the_blocks_of_the_prompt(self) -> None:
+        made = producer()
+        each = request(40, PREFILL, computed=43)
+        made.take_on(each)
+        [(_, hold)] = made.drain().take_ons
+        got = read(made.finished(each, [[7, 8, 9, 3]], SERVING) or {})
+        assert (got.tokens, got.pages, got.first_index) == (40, ((7, 8, 9),), (0,))
+        assert (got.hold, got.host, got.port) == (hold, "10.0.0.1", 5600)
+        assert made.drain().ready == ((hold, 30.0),)
+
+    def test_holes_in_front_are_counted_and_not_listed(self) -> None:
+        made = producer(groups=2)
+        each = request(40, PREFILL)
+        made.take_on(each)
+        got = read(made.finished(each, [[1, 2, 3], [0, 0, 6]], SERVING) or {})
+        assert (got.pages, got.first_index) == (((1, 2, 3), (6,)), (0, 2))
+
+    @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
+    def test_no_ticket_for_what_was_not_computed(self, status: str) -> None:
+        made = producer()
+        each = request(40, PREFILL, status=status)
+        made.take_on(each)
+        made.drain()
+        assert made.finished(each, [[1, 2, 3]], SERVING) is None
+        assert len(made.drain().drops) == 1
+
+    def test_no_ticket_for_a_request_that_nobody_else_decodes(self) -> None:
+        made = producer()
+        made.take_on(request(40))
+        assert made.finished(request(40), [[1, 2, 3]], SERVING) is None
+        assert not made.drain()
+
+    def test_no_ticket_for_embeddings(self) -> None:
+        made = producer()
+        each = request(40, PREFILL)
+        each.prompt_token_ids = None
+        made.take_on(each)
+        assert made.finished(each, [[1, 2, 3]], SERVING) is None
+
+    def test_hold_survives_preemption(self) -> None:
+        made = producer()
+        each = request(40, PREFILL)
+        made.take_on(each)
+        made.take_on(each)
+        assert len(made.drain().take_ons) == 1
+
+    def test_id_that_is_still_held(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The pages of the first request stay its own; the second is served without a ticket."""
+        made = producer()
+        each = request(40, PREFILL)
+        made.take_on(each)
+        assert made.finished(each, [[1, 2, 3]], SERVING)
+        made.take_on(each)
+        assert "request r: no ticket will be made" in caplog.text
+        assert made.finished(each, [[4, 5, 6]], SERVING) is None
+        made.sent(["r"])
+        made.take_on(each)
+        assert made.finished(each, [[4, 5, 6]], SERVING)
+
+    def test_state_before_the_last_token(self) -> None:
+        """The prompt is shortened once, though a preempted request comes again."""
+        made = producer(tail=1)
+        each = request(40, dict(PREFILL))
+        made.on_new_request(each)
+        made.on_new_request(each)
+        assert (each.num_prompt_tokens, len(each.prompt_token_ids), each.max_tokens) == (39, 39, 1)
+        assert len(each._all_token_ids) == 39
+
+    def test_prompt_of_one_token_is_not_shortened(self) -> None:
+        each = request(1, dict(PREFILL))
+        producer(tail=1).on_new_request(each)
+        assert each.num_prompt_tokens == 1
+
+
+class TestConsumer:
+    def test_load_of_what_is_not_cached_here(self) -> None:
+        made = consumer()
+        each = request(40, ticket())
+        made.on_new_request(each)
+        assert made.matched(each, 16) == made.matched(each, 16) == 24
+        made.allocated(each, blocks(21, 22, 23), 24)
+        [load] = made.drain().loads
+        assert load.ranges == ((16, 40),)
+        assert (load.local[0].ids.tolist(), load.local[0].first_index) == ([22, 23], 1)
+        assert load.report
+
+    def test_second_allocation_loads_nothing(self) -> None:
+        made = consumer()
+        each = request(40, ticket())
+        made.on_new_request(each)
+        made.allocated(each, blocks(21, 22, 23), 40)
+        made.drain()
+        made.received(["r"])
+        made.allocated(each, blocks(21, 22, 23), 0)
+        assert made.drain().loads == ()
+        assert made.matched(each, 0) == 0
+
+    def test_full_local_hit_only_tells_the_producer(self) -> None:
+        made = consumer()
+        each = request(48, ticket(48))
+        made.on_new_request(each)
+        assert made.matched(each, 48) == 0
+        made.allocated(each, blocks(21, 22, 23), 0)
+        [load] = made.drain().loads
+        assert (load.ranges, load.report) == ((None,), False)
+        made.finished(each)
+        assert made.drain().aborted == ()
+
+    def test_end_before_allocation_tells_the_producer(self) -> None:
+        made = consumer()
+        each = request(40, ticket())
+        made.on_new_request(each)
+        made.finished(each)
+        [load] = made.drain().loads
+        assert (load.reads, load.report) == (False, False)
+
+    def test_end_during_the_load_is_told_to_the_workers(self) -> None:
+        made = consumer()
+        each = request(40, ticket())
+        made.on_new_request(each)
+        made.allocated(each, blocks(21, 22, 23), 40)
+        made.finished(each)
+        assert made.drain().aborted == ("r",)
+
+    def test_refused_ticket_goes_the_way_of_a_good_one(self) -> None:
+        made = consumer()
+        each = request(40, ticket() | {"kvferry": {}})
+        made.on_new_request(each)
+        assert made.matched(each, 16) == 24
+        made.allocated(each, blocks(21, 22, 23), 24)
+        arrivals = made.drain()
+        assert not arrivals.loads
+        assert not arrivals.prepare
+        [(name, reason)] = arrivals.refused
+        assert name == "r"
+        assert "version" in reason
+        assert made.take_refusals() == 1
+
+    def test_refused_ticket_where_nothing_is_pulled(self) -> None:
+        made = consumer()
+        each = request(40, ticket() | {"kvferry": {}})
+        made.on_new_request(each)
+        made.allocated(each, blocks(21, 22, 23), 0)
+        assert made.drain().refused == ()
+
+    @pytest.mark.parametrize(
+        ("settings", "reason"),
+        [
+            ({"may_load": False}, 'this engine\'s kv_role is "kv_producer"'),
+            ({"engine": "prefill"}, "it was made by this very engine"),
+        ],
+    )
+    def test_refused_here(
+        self, settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        made = consumer(**settings)
+        made.on_new_request(request(40, ticket()))
+        assert f"request r: ticket refused: {reason}" in caplog.text
+
+    def test_what_a_prompt_depends_on(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Each of these makes it another prompt."""
+        made = consumer()
+        changes: list[dict[str, Any]] = [
+            {"prompt_token_ids": [*range(39), 99]},
+            {"cache_salt": "salt"},
+            {"lora_request": SimpleNamespace(lora_name="adapter")},
+            {
+                "mm_features": [
+                    SimpleNamespace(
+                        identifier="image", mm_position=SimpleNamespace(offset=3, length=2)
+                    )
+                ]
+            },
+        ]
+        for number, change in enumerate(changes):
+            each = request(40, ticket(), name=f"r{number}")
+            each.__dict__.update(change)
+            made.on_new_request(each)
+            assert f"request r{number}: ticket refused: it was made for another" in caplog.text
+
+    def test_unverified_prompt(self) -> None:
+        made = consumer(verify_prompt=False)
+        each = request(40, ticket())
+        each.prompt_token_ids = [7] * 40
+        made.on_new_request(each)
+        [prepared] = made.drain().prepare
+        assert isinstance(prepared, Ticket)
