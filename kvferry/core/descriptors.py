@@ -276,7 +276,8 @@ def unwritten(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
     Kernels compute over tokens past the end, so a page that was given to us to load must not keep
     what was in it before. These are the bytes of fields, in local pages that are no holes, after
     the last token that is read: the tail of its page, and all pages beyond. Zero them before the
-    reads start. What lies before a range's first token is not ours, and a state has no tail.
+    reads start: where a group is read from groups with different blocks, some are read after all.
+    What lies before a range's first token is not ours, and a state has no tail.
 
     Args:
         layout: the layout of this rank.
@@ -319,8 +320,7 @@ def _kept(plan: Plan, request: ReadRequest) -> dict[int, int]:
             if wanted is None or match.pairing.local.kind is GroupKind.STATE:
                 continue
             tokens = match.pairing.local_tokens(match.pairing.span(*wanted)[1])
-            # Where a group is read from groups with other blocks, ends differ: what one reads
-            # beyond another's end is zeroed first and written then.
+            # Ends differ between remote groups with different blocks; the first one counts.
             kept[match.local_group] = min(tokens, kept.get(match.local_group, tokens))
     return kept
 
