@@ -63,8 +63,37 @@ def drivers(
 
 
 @app.command()
-def demo() -> None:
-    """Move a KV cache into another shape; check every byte."""
+def demo(
+    megabytes: Annotated[
+        int,
+        typer.Option(min=1, help="How much KV cache to move; needs three times as much memory."),
+    ] = 256,
+    driver: Annotated[
+        str, typer.Option(help="The driver that moves it; 'kvferry drivers' lists them.")
+    ] = "loopback",
+    prefill: Annotated[
+        str,
+        typer.Option(
+            metavar="RANKS/ORDER/TOKENS",
+            help="The prefill engine: how many ranks (processes) share the heads; whether a page "
+            "has its tokens inside its heads (HND) or its heads inside its tokens (NHD); tokens "
+            "a page.",
+        ),
+    ] = "2/HND/16",
+    decode: Annotated[
+        str,
+        typer.Option(metavar="ORDER/TOKENS", help="The decode engine, which is one process."),
+    ] = "NHD/32",
+) -> None:
+    """Move a KV cache into another shape; check every byte.
+
+    A prefill engine of two processes computes requests, and a decode engine (this process) pulls
+    them: with real side channel, tickets, holds and fences, but without a model. Prints what went
+    where, and how fast beside a plain memcpy. Exit status 0 only if every byte is right.
+
+    Any shape goes to any shape: try --prefill 3/HND/16 --decode NHD/48. Between equal shapes
+    (--prefill 1/NHD/32) whole pages cross, in far fewer and larger copies.
+    """
     from kvferry.cli.demo import run
 
-    raise typer.Exit(run())
+    raise typer.Exit(run(megabytes=megabytes, driver=driver, prefill=prefill, decode=decode))

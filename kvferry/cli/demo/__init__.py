@@ -1,0 +1,143 @@
+"""``kvferry demo``: a KV cache crosses between two engines of different shape, without a model.
+
+Everything but the model is real: two processes of a prefill engine, a decode engine in the process
+of the command, their endpoints, side channel, tickets, holds and fences, and whichever driver is
+asked for. What arrives is compared, byte for byte, with what must have.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+
+from rich.console import Console
+
+from kvferry.cli.demo import report
+from kvferry.cli.demo.decode import COPY_ROUNDS, Decode
+from kvferry.cli.demo.model import DemoError, Shape, requests_of, shape_of
+from kvferry.cli.demo.pipes import Released, Spec, Started, prefill_processes, receive
+from kvferry.core.errors import StaleError
+from kvferry.core.lifecycle.holds import random_incarnation
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.memory import CPU
+from kvferry.core.registry import create
+from kvferry.core.transport import Transport
+
+ENGINE = "prefill"
+INTERRUPTED = 130
+COPIES_IN_MEMORY = 3
+"""The prefill engine's cache, the decode engine's, and what memcpy copies to."""
+
+
+def run(
+    *,
+    megabytes: int = 256,
+    driver: str = "loopback",
+    prefill: str = "2/HND/16",
+    decode: str = "NHD/32",
+) -> int:
+    """Run the demo and print what happened.
+
+    Args:
+        megabytes: how much KV cache crosses, in units of 10^6 bytes.
+        driver: the name of an installed driver that reaches CPU memory.
+        prefill: ranks, order and tokens a page of the prefill engine; see ``shape_of``.
+        decode: order and tokens a page of the decode engine, which has one rank.
+
+    Returns:
+        The exit status: 0 if every byte was right, 1 if not, 130 after Ctrl-C.
+
+    Raises:
+        KVFerryError: it could not be run; says why. Nothing is left behind.
+    """
+    console = Console()
+    # What an endpoint warns of is part of the story here, and printed as such.
+    logging.getLogger("kvferry").addHandler(logging.NullHandler())
+    try:
+        shapes = shape_of(prefill), shape_of(decode, tp=1)
+        return _run(console, megabytes * 10**6, driver, *shapes)
+    except KeyboardInterrupt:
+        console.print("Interrupted: all processes have been ended.")
+        return INTERRUPTED
+
+
+def _run(console: Console, nbytes: int, driver: str, prefill: Shape, decode: Shape) -> int:
+    _check_memory(nbytes)
+    spec = Spec(
+        engine=ENGINE,
+        incarnation=random_incarnation(),
+        driver=driver,
+        shape=prefill,
+        requests=tuple(requests_of(nbytes)),
+        lease=60.0 + nbytes / 1e7,
+    )
+    transport = _transport(driver)
+    with ExitStack() as stack:
+        with report.step(console, "engines started"):
+            pipe = stack.enter_context(prefill_processes(prefill.tp))
+            pipe.send(spec)
+            consumer = Decode(transport, driver, decode, spec.requests, spec.lease)
+            stack.enter_context(consumer.endpoint)
+            started = receive(pipe, Started)
+        report.engines(console, prefill, decode, started)
+        return _cross(console, pipe, spec, consumer, decode)
+
+
+def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, decode: Shape) -> int:
+    """From two engines to a verdict."""
+    count, tokens = len(spec.requests), sum(request.tokens for request in spec.requests)
+    title = f"prefill engine computed {tokens:,} tokens of {count} requests"
+    with report.step(console, title, count) as advance:
+        tickets = {request: _ticket(pipe, advance) for request in spec.requests}
+    with report.step(console, "decode engine pulled them", count) as advance:
+        pulled = consumer.pull(tickets, advance)
+    with report.step(console, "every byte was compared with what it must be", count) as advance:
+        wrong = consumer.wrong_bytes(advance)
+    with report.step(console, f"the same bytes were copied by memcpy, {COPY_ROUNDS} times"):
+        memcpy = consumer.memcpy_rate(pulled.nbytes)
+    with report.step(console, "every hold was released, and a used ticket tried again"):
+        receive(pipe, Released)
+        refusal = consumer.pull_again(*next(iter(tickets.items())))
+    pages = {
+        request: (spec.shape.tp * len(ticket.pages[0]), len(consumer.pages[request]))
+        for request, ticket in tickets.items()
+    }
+    report.requests(console, pulled, pages, wrong)
+    report.used_ticket(console, refusal)
+    report.rates(console, pulled, memcpy, spec.shape, decode)
+    return int(any(wrong.values()) or not isinstance(refusal, StaleError))
+
+
+def _ticket(pipe: Connection, advance: report.Advance) -> Ticket:
+    ticket = receive(pipe, Ticket)
+    advance()
+    return ticket
+
+
+def _transport(driver: str) -> Transport:
+    """Made before anything is started: most mistakes end here."""
+    transport = create(driver)
+    can = transport.capabilities
+    if CPU in can.memory and "read" in can.ops:
+        return transport
+    transport.close()
+    raise DemoError(
+        f"driver {driver!r} can {', '.join(sorted(can.ops)) or 'do nothing'} with memory of kind "
+        f"{', '.join(sorted(can.memory)) or 'none'}; the demo reads {CPU} memory: choose another "
+        "with --driver (kvferry drivers lists them)"
+    )
+
+
+def _check_memory(nbytes: int) -> None:
+    needed = nbytes * COPIES_IN_MEMORY
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError), open("/proc/meminfo") as lines:  # counts what caches would give back
+        found = next((line for line in lines if line.startswith("MemAvailable:")), None)
+        available = int(found.split()[1]) * 1024 if found else available
+    if needed > available:
+        raise DemoError(
+            f"the demo would need {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB "
+            f"are available: choose --megabytes below {available // COPIES_IN_MEMORY // 10**6}"
+        )

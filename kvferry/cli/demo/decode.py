@@ -1,0 +1,146 @@
+"""The demo's decode engine, in the process of the command itself: one rank, and the router."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.cli.demo.model import (
+    POISON,
+    DemoError,
+    Request,
+    Shape,
+    layout_of,
+    make_cache,
+    scattered_pages,
+    wrong_bytes,
+    wrong_spare_bytes,
+)
+from kvferry.core.descriptors import Pages
+from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, LoadRecord
+from kvferry.core.errors import KVFerryError
+from kvferry.core.lifecycle.digest import digest
+from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.transport import Transport
+
+WAIT_SECONDS = 0.2
+COPY_ROUNDS = 3
+
+Advance = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """What all loads together took, from the first request for one to the last report."""
+
+    records: dict[str, LoadRecord]
+    seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        return sum(record.nbytes for record in self.records.values())
+
+    @property
+    def copies(self) -> int:
+        return sum(record.copies for record in self.records.values())
+
+    @property
+    def handshake(self) -> float:
+        """Seconds; all loads wait for the same one."""
+        return max(record.handshake_seconds for record in self.records.values())
+
+
+class Decode:
+    """The consumer: a cache that is poisoned at first, and its endpoint. Close the endpoint."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        driver: str,
+        shape: Shape,
+        requests: Sequence[Request],
+        lease: float,
+    ) -> None:
+        self._shape, self._requests = shape, requests
+        self._cache = make_cache(shape, 0, requests, POISON)
+        pages = scattered_pages(shape, requests, seed=2)
+        self.pages = dict(zip(requests, pages, strict=True))
+        self.endpoint = Endpoint(
+            identity=Identity(engine="decode", incarnation=random_incarnation()),
+            driver=driver,
+            transport=transport,
+            layout=layout_of(shape, 0, self._cache),
+            slots=len(requests),
+            options=EndpointOptions(lease=lease),
+        )
+        self.endpoint.join([self.endpoint.payload])
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.nbytes
+
+    def pull(self, tickets: dict[Request, Ticket], advance: Advance) -> Pulled:
+        """Load all requests at once.
+
+        Raises:
+            DemoError: a load failed.
+        """
+        begun = time.perf_counter()
+        for request, ticket in tickets.items():
+            self._load(request, ticket)
+        records: dict[str, LoadRecord] = {}
+        while len(records) < len(tickets):
+            self.endpoint.wait(WAIT_SECONDS)
+            results = self.endpoint.results()
+            for name, error in results.failed.items():
+                raise DemoError(f"{name} was not loaded: {error}") from error
+            for record in results.loads:
+                records[record.request] = record
+                advance()
+        return Pulled(records=records, seconds=time.perf_counter() - begun)
+
+    def pull_again(self, request: Request, ticket: Ticket) -> KVFerryError | None:
+        """Why a load whose ticket was used before is refused; ``None`` if it is not."""
+        self._load(request, ticket)
+        while True:
+            self.endpoint.wait(WAIT_SECONDS)
+            results = self.endpoint.results()
+            if request.name in results.received:
+                return results.failed.get(RequestId(request.name))
+
+    def wrong_bytes(self, advance: Advance) -> dict[str, int]:
+        """Compare every byte of the cache with what it must be; what is wrong, by request."""
+        wrong: dict[str, int] = {}
+        for request, pages in self.pages.items():
+            wrong[request.name] = wrong_bytes(self._shape, 0, self._cache, request, pages)
+            advance()
+        used = [page for pages in self.pages.values() for page in pages]
+        wrong["pages of no request"] = wrong_spare_bytes(self._cache, used)
+        return wrong
+
+    def memcpy_rate(self, nbytes: int) -> float:
+        """Bytes per second of a plain memcpy of so many bytes of the cache; the best of some."""
+        source = self._cache.reshape(-1).view(np.uint8)[:nbytes]
+        target = np.empty_like(source)
+        target.fill(0)  # its pages must exist before the clock starts
+        best = float("inf")
+        for _ in range(COPY_ROUNDS):
+            begun = time.perf_counter()
+            np.copyto(target, source)
+            best = min(best, time.perf_counter() - begun)
+        return len(source) / best
+
+    def _load(self, request: Request, ticket: Ticket) -> None:
+        if ticket.digest != digest(request.prompt):
+            raise DemoError(f"the ticket of {ticket.request} is not about {request.name}'s prompt")
+        load = Load(
+            request=RequestId(request.name),
+            ticket=ticket,
+            ranges=((0, request.tokens),),
+            local=(Pages(ids=np.array(self.pages[request], dtype=np.int64)),),
+        )
+        self.endpoint.load(load)

@@ -1,0 +1,172 @@
+"""One rank of the demo's prefill engine, as a process; rank 0 also is its scheduler."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from kvferry.cli.demo.model import (
+    DemoError,
+    Request,
+    compute,
+    layout_of,
+    make_cache,
+    scattered_pages,
+)
+from kvferry.cli.demo.pipes import (
+    Failed,
+    Joined,
+    Released,
+    Spec,
+    Started,
+    Step,
+    Stepped,
+    receive,
+)
+from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
+from kvferry.core.errors import KVFerryError
+from kvferry.core.handshake import HandshakeServer
+from kvferry.core.lifecycle.digest import digest
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.registry import create
+from kvferry.core.wire import Coordinates, encode
+
+PACE_SECONDS = 0.02
+
+
+class Rank:
+    """The worker half: a cache and its endpoint."""
+
+    def __init__(self, spec: Spec, rank: int) -> None:
+        self._spec, self._rank = spec, rank
+        self._cache = make_cache(spec.shape, rank, spec.requests, np.uint64(0))
+        pages = scattered_pages(spec.shape, spec.requests, seed=1)
+        self.pages = dict(zip(spec.requests, pages, strict=True))
+        self.endpoint = Endpoint(
+            identity=Identity(
+                engine=spec.engine,
+                incarnation=spec.incarnation,
+                rank=rank,
+                coordinates=Coordinates(tp=rank),
+            ),
+            driver=spec.driver,
+            transport=create(spec.driver),
+            layout=layout_of(spec.shape, rank, self._cache),
+            slots=len(spec.requests),
+            options=EndpointOptions(lease=spec.lease),
+        )
+
+    def step(self, step: Step) -> Stepped:
+        """Apply the orders, then compute: no ticket can exist before that is over."""
+        self.endpoint.apply(step.orders)
+        if step.compute is not None:
+            pages = self.pages[step.compute]
+            compute(self._spec.shape, self._rank, self._cache, step.compute, pages)
+        return Stepped(sent=self.endpoint.results().sent)
+
+
+class Lead:
+    """The scheduler half: takes requests on, makes tickets, frees what every rank has sent."""
+
+    def __init__(self, spec: Spec, rank: Rank, others: Sequence[Connection]) -> None:
+        self._spec, self._rank, self._others = spec, rank, others
+        self._ledger = HoldLedger(len(spec.requests))
+        self._sent: Counter[RequestId] = Counter()
+
+    @property
+    def held(self) -> int:
+        """How many requests' pages are held."""
+        return self._ledger.held
+
+    def compute(self, request: Request, server: HandshakeServer) -> Ticket:
+        """Take a request on, compute it on every rank, and make its ticket."""
+        name = RequestId(request.name)
+        self._ledger.take_on(name)
+        self.step(request)
+        hold = self._ledger.ticket(name, self._spec.lease)
+        if hold is None:
+            raise DemoError(f"{name} was not taken on: it is computed twice, or no slot was free")
+        self.step()
+        return Ticket(
+            engine=self._spec.engine,
+            incarnation=self._spec.incarnation,
+            request=name,
+            host=server.host,
+            port=server.port,
+            hold=hold,
+            pages=(tuple(self._rank.pages[request]),),
+            first_index=(0,),
+            tokens=request.tokens,
+            digest=digest(request.prompt),
+            computed=True,
+            tp_size=self._spec.shape.tp,
+        )
+
+    def step(self, request: Request | None = None) -> None:
+        """One engine step on all ranks at once."""
+        step = Step(orders=self._ledger.drain(), compute=request)
+        for other in self._others:
+            other.send(step)
+        stepped = [self._rank.step(step), *(receive(other, Stepped) for other in self._others)]
+        for sent in (name for answer in stepped for name in answer.sent):
+            self._sent[sent] += 1
+            if self._sent[sent] == self._spec.shape.tp:
+                self._ledger.sent(sent)
+
+
+def lead(control: Connection, others: Sequence[Connection]) -> None:
+    """Rank 0: start the engine, compute everything, and hold it until it was read."""
+    spec = receive(control, Spec)
+    for other in others:
+        other.send(spec)
+    rank = Rank(spec, 0)
+    with rank.endpoint:
+        ranks = [receive(other, Joined) for other in others]
+        payloads = [encode(rank.endpoint.payload), *(joined.payload for joined in ranks)]
+        with HandshakeServer(payloads, engine=spec.engine, incarnation=spec.incarnation) as server:
+            pids = (os.getpid(), *(joined.pid for joined in ranks))
+            control.send(Started(pids=pids, host=server.host, port=server.port))
+            engine = Lead(spec, rank, others)
+            for request in spec.requests:
+                control.send(engine.compute(request, server))
+            while engine.held and not control.poll():
+                rank.endpoint.wait(PACE_SECONDS)
+                engine.step()
+            control.send(Released(requests=len(spec.requests)))
+            control.poll(None)  # until the other end closes
+
+
+def follow(pipe: Connection, index: int) -> None:
+    """Any other rank: do what rank 0 says until it closes its end."""
+    rank = Rank(receive(pipe, Spec), index)
+    with rank.endpoint:
+        pipe.send(Joined(pid=os.getpid(), payload=encode(rank.endpoint.payload)))
+        while True:
+            pipe.send(rank.step(receive(pipe, Step)))
+
+
+def main(rank: int, *descriptors: int) -> int:
+    """Run a rank on inherited pipes; the first leads to who must hear of a failure."""
+    pipes = [Connection(descriptor) for descriptor in descriptors]
+    try:
+        if rank == 0:
+            lead(pipes[0], pipes[1:])
+        else:
+            follow(pipes[0], rank)
+    except (KVFerryError, OSError) as exc:
+        with suppress(OSError):  # nobody is there any more: that was the reason
+            pipes[0].send(Failed(reason=str(exc)))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,124 @@
+"""What the demo prints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from kvferry.cli.demo.decode import Advance, Pulled
+from kvferry.cli.demo.model import DTYPE, HEAD_DIM, HEADS, LAYERS, ROW_BYTES, Request, Shape
+from kvferry.cli.demo.pipes import Started
+from kvferry.core.errors import KVFerryError
+
+__all__ = ["Advance", "engines", "rates", "requests", "step", "used_ticket"]
+
+
+@contextmanager
+def step(console: Console, title: str, total: int | None = None) -> Iterator[Advance]:
+    """One step: a bar while it runs, a line when it is over."""
+    begun = perf_counter()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+    counted = (*columns, MofNCompleteColumn()) if total else columns
+    shown = console.is_terminal
+    with Progress(*counted, console=console, transient=True, disable=not shown) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda: progress.advance(task)
+    console.print(f"[green]✓[/] {title} [dim]{perf_counter() - begun:.2f} s[/]", highlight=False)
+
+
+def engines(console: Console, prefill: Shape, decode: Shape, started: Started) -> None:
+    """Who takes part."""
+    table = Table("engine", "rank", "process", "heads", "order", "tokens a page", box=None)
+    for rank, pid in enumerate(started.pids):
+        table.add_row("prefill", *_rank(prefill, rank, pid))
+    table.add_row("decode", *_rank(decode, 0, os.getpid()))
+    console.print(
+        f"\nKV cache of {LAYERS} layers with {HEADS} heads of {HEAD_DIM} ({DTYPE}); "
+        f"side channel at port {started.port}\n",
+        highlight=False,
+    )
+    console.print(table)
+    console.print()
+
+
+def requests(
+    console: Console,
+    pulled: Pulled,
+    pages: Mapping[Request, tuple[int, int]],
+    wrong: Mapping[str, int],
+) -> None:
+    """What went where."""
+    table = Table(box=None)
+    for name in ("request", "tokens", "from pages", "to pages", "copies", "MB", "ms", "bytes"):
+        table.add_column(name, justify="left" if name in ("request", "bytes") else "right")
+    for request, (theirs, mine) in pages.items():
+        record = pulled.records[request.name]
+        table.add_row(
+            request.name,
+            f"{request.tokens:,}",
+            f"{theirs:,}",
+            f"{mine:,}",
+            f"{record.copies:,}",
+            f"{record.nbytes / 1e6:,.1f}",
+            f"{record.seconds * 1e3:,.1f}",
+            _verdict(wrong[request.name]),
+        )
+    spare = wrong["pages of no request"]
+    table.add_row("(other pages)", *[""] * 6, "untouched" if not spare else _verdict(spare))
+    console.print()
+    console.print(table)
+
+
+def used_ticket(console: Console, refusal: KVFerryError | None) -> None:
+    """What became of the ticket that was used twice."""
+    if refusal is None:
+        console.print("\n[red]A ticket whose pages were released was accepted again.[/]")
+    else:
+        console.print(f"\nA used ticket tried again is refused: {refusal}", highlight=False)
+
+
+def rates(console: Console, pulled: Pulled, memcpy: float, prefill: Shape, decode: Shape) -> None:
+    """How fast, beside what the memory can do."""
+    rate = pulled.nbytes / pulled.seconds
+    mean = pulled.nbytes / max(pulled.copies, 1)
+    table = Table(box=None, show_header=False)
+    table.add_row(
+        "kvferry",
+        f"[bold]{rate / 1e9:.2f} GB/s[/]",
+        f"{pulled.copies:,} copies of {mean:,.0f} bytes on average, handshake and fences included",
+    )
+    table.add_row(
+        "memcpy", f"{memcpy / 1e9:.2f} GB/s", f"the same bytes in one piece: {memcpy / rate:.1f}x"
+    )
+    table.add_row(
+        "handshake", f"{pulled.handshake * 1e3:.1f} ms", "layouts fetched, plan made, connected"
+    )
+    console.print()
+    console.print(table)
+    if prefill.order != decode.order:
+        console.print(
+            f"\n{prefill.order} and {decode.order} have no more in one piece than one head of one "
+            f"token, {ROW_BYTES} bytes. Try --prefill {prefill.tp}/{decode.order}/{prefill.block}.",
+            highlight=False,
+        )
+
+
+def _rank(shape: Shape, rank: int, pid: int) -> tuple[str, ...]:
+    heads = shape.heads(rank)
+    return (
+        f"{rank} of {shape.tp}",
+        str(pid),
+        f"{heads.start} to {heads.stop - 1}",
+        shape.order,
+        str(shape.block),
+    )
+
+
+def _verdict(wrong: int) -> str:
+    return "[green]all right[/]" if wrong == 0 else f"[red]{wrong:,} WRONG[/]"
