@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -76,6 +76,10 @@ class Placed:
     tokens: Axis
     heads: Axis
     inner: tuple[Axis, ...]
+
+
+Cell = tuple[int, list[Placed], int]
+"""A pack on a rank: its group, its fields, and the size of its page."""
 
 
 def factors(rng: Random, number: int, most: int) -> list[int]:
@@ -224,8 +228,9 @@ def layout_of(
     packs: Sequence[Pack], engine: Engine, styles: Sequence[Style], rank: int, base: int
 ) -> Layout:
     """One rank's layout."""
-    stage, tp = divmod(rank, engine.tp)
-    context = Context(size=engine.cp, rank=tp % engine.cp, interleave=engine.interleave)
+    context = Context(
+        size=engine.cp, rank=rank % engine.tp % engine.cp, interleave=engine.interleave
+    )
     groups = tuple(
         Group(
             kind=packs[members[0]][0].kind,
@@ -234,47 +239,52 @@ def layout_of(
         )
         for members, block in zip(engine.groups, engine.blocks, strict=True)
     )
+    cells = list(_cells(packs, engine, styles, rank))
+    regions, starts = _arranged(cells, engine.regions, engine.gap, base)
+    fields = tuple(
+        _field(f, group, *start)
+        for (group, placed, _), start in zip(cells, starts, strict=True)
+        for f in placed
+    )
+    return Layout(regions=regions, groups=groups, fields=fields)
+
+
+def _cells(
+    packs: Sequence[Pack], engine: Engine, styles: Sequence[Style], rank: int
+) -> Iterator[Cell]:
+    """The packs that a rank holds."""
+    stage, tp = divmod(rank, engine.tp)
     layers = max(tensor.layer for pack in packs for tensor in pack) + 1
-    cells: list[tuple[int, list[Placed], int]] = []
-    for group, members in enumerate(engine.groups):
+    for group, (members, block) in enumerate(zip(engine.groups, engine.blocks, strict=True)):
+        shared = engine.cp if block else 1
         for index in members:
             pack = packs[index]
-            if pack[0].layer * engine.pp // layers != stage:
-                continue
-            shared = engine.cp if groups[group].block_tokens else 1
-            parts = engine.tp // shared
-            shards = [shard_of(tensor, tp // shared, parts) for tensor in pack]
-            placed, size = place_pack(pack, styles[index], engine.blocks[group], shards)
-            cells.append((group, placed, size))
-    regions, starts = _arranged(cells, engine.regions, engine.gap, base)
-    return Layout(
-        regions=regions,
-        groups=groups,
-        fields=tuple(
-            Field(
-                key=f.tensor.key,
-                group=group,
-                region=region,
-                offset=offset + f.offset,
-                page_stride=stride,
-                pages=POOL,
-                dtype=f.tensor.dtype,
-                unit=f.unit,
-                tokens=f.tokens,
-                shard=f.heads,
-                shard_range=f.shard,
-                inner=f.inner,
-                tokens_per_state=f.tensor.per_entry,
-                packing="tiles" if f.tensor.kind is GroupKind.OPAQUE else "",
-            )
-            for (group, placed, _), (region, offset, stride) in zip(cells, starts, strict=True)
-            for f in placed
-        ),
+            if pack[0].layer * engine.pp // layers == stage:
+                shards = [shard_of(t, tp // shared, engine.tp // shared) for t in pack]
+                yield group, *place_pack(pack, styles[index], block, shards)
+
+
+def _field(f: Placed, group: int, region: int, offset: int, stride: int) -> Field:
+    return Field(
+        key=f.tensor.key,
+        group=group,
+        region=region,
+        offset=offset + f.offset,
+        page_stride=stride,
+        pages=POOL,
+        dtype=f.tensor.dtype,
+        unit=f.unit,
+        tokens=f.tokens,
+        shard=f.heads,
+        shard_range=f.shard,
+        inner=f.inner,
+        tokens_per_state=f.tensor.per_entry,
+        packing="tiles" if f.tensor.kind is GroupKind.OPAQUE else "",
     )
 
 
 def _arranged(
-    cells: Sequence[tuple[int, list[Placed], int]], how: str, gap: int, base: int
+    cells: Sequence[Cell], how: str, gap: int, base: int
 ) -> tuple[tuple[Region, ...], list[tuple[int, int, int]]]:
     """Regions, and (region, offset, page stride) of every cell."""
     if not cells:
