@@ -111,7 +111,7 @@ def start_time(pid: int) -> int | None:
 @functools.cache
 def boot_id() -> str:
     """The same for all processes of one running kernel, and for no others."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def pid_namespace() -> int:
@@ -160,6 +160,6 @@ def _uid(pid: int) -> int | None:
 
 def _ptrace_scope() -> int:
     try:
-        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text(encoding="ascii"))
+        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 0

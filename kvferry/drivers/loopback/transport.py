@@ -54,7 +54,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         threads: how many move the larger transfers.
     """
 
-    inline_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 256 << 10
+    inline_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 1 << 20
     chunk_bytes: Annotated[int, msgspec.Meta(ge=1 << 12, le=1 << 30)] = 32 << 20
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
 

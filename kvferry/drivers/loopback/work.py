@@ -16,7 +16,8 @@ from kvferry.drivers.loopback.board import Claims
 from kvferry.drivers.loopback.copying import Runs
 from kvferry.drivers.loopback.reach import Reach
 
-_SMALLEST_CHUNK = 1 << 20
+_SMALLEST_CHUNK = 4 << 20
+"""Where a chunk would be smaller, an equal share for each thread is not worth the hand-overs."""
 
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
