@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.integrations.vllm.config import ConfigError
@@ -35,6 +35,27 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
         ConfigError: names the kinds.
     """
     _refuse(list(_unproven_groups(kv_cache_config)))
+
+
+def check_blocks(kernel_blocks: Sequence[int], kv_cache_config: KVCacheConfig) -> None:
+    """Refuse kernels that cut the scheduler's blocks up: its ids would name other pages.
+
+    Args:
+        kernel_blocks: tokens of a page, per group that is transferred.
+        kv_cache_config: the scheduler's blocks.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    scheduler_blocks = [group.kv_cache_spec.block_size for group in kv_cache_config.transfer_groups]
+    _refuse(
+        [
+            f"kernel blocks of {kernel} tokens in scheduler blocks of {size} (set block_size to "
+            f"{kernel})"
+            for kernel, size in zip(kernel_blocks, scheduler_blocks, strict=True)
+            if kernel != size
+        ]
+    )
 
 
 def check_buffer_device(configured: str, actual: str) -> None:

@@ -74,6 +74,7 @@ class FerryWorker:
             backends=attention_backends(vllm_config),
             heads=local_heads(vllm_config, tp_rank=0),
         )
+        support.check_blocks([group.block_tokens for group in layout.groups], kv_cache_config)
         endpoint = Endpoint(
             identity=_identity(vllm_config),
             driver=config.driver,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvferry.integrations.vllm import support
 from kvferry.integrations.vllm.config import KEYS, NIXL_KEYS, Config, ConfigError, parse, warn
 
 
@@ -106,3 +108,11 @@ def test_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
 def test_unverified_prompts_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     warn(Config(verify_prompt=False), {})
     assert "verify_prompt is false" in caplog.text
+
+
+def test_kernel_blocks_are_scheduler_blocks() -> None:
+    spec = SimpleNamespace(block_size=64)
+    config: Any = SimpleNamespace(transfer_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    support.check_blocks([64], config)
+    with pytest.raises(ConfigError, match="kernel blocks of 16 tokens in scheduler blocks of 64"):
+        support.check_blocks([16], config)
