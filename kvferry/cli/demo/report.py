@@ -23,10 +23,15 @@ __all__ = ["Advance", "engines", "rates", "requests", "step", "used_ticket"]
 def step(console: Console, title: str, total: int | None = None) -> Iterator[Advance]:
     """One step: a bar while it runs, a line when it is over."""
     begun = perf_counter()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
-    counted = (*columns, MofNCompleteColumn()) if total else columns
-    shown = console.is_terminal
-    with Progress(*counted, console=console, transient=True, disable=not shown) as progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    counted = (*columns, BarColumn(), MofNCompleteColumn()) if total else columns
+    with Progress(
+        *counted,
+        console=console,
+        transient=True,
+        refresh_per_second=5,  # what it draws with is what moves the bytes
+        disable=not console.is_terminal,
+    ) as progress:
         task = progress.add_task(title, total=total)
         yield lambda: progress.advance(task)
     console.print(f"[green]✓[/] {title} [dim]{perf_counter() - begun:.2f} s[/]", highlight=False)
