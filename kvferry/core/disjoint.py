@@ -7,13 +7,14 @@ Strides that do not nest count as meeting.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-MAX_RUNS = 1 << 18
-"""Above this many runs two sets are not enumerated but taken to meet."""
+MAX_RUNS = 1 << 20
+"""How many runs are enumerated for one question; what is left open then is taken to meet."""
 
 Digits = tuple[tuple[int, int], ...]
 
@@ -45,7 +46,7 @@ def overlapping(pieces: Sequence[Piece]) -> tuple[str, str] | None:
             return piece.label, piece.label
         run, digits = nested
         reduced.append(Piece(label=piece.label, offset=piece.offset, run=run, digits=digits))
-    return _clash(reduced, set())
+    return _Sweep().clash(reduced)
 
 
 def _nested(run: int, digits: Digits) -> tuple[int, Digits] | None:
@@ -67,36 +68,59 @@ def _nested(run: int, digits: Digits) -> tuple[int, Digits] | None:
     return run, tuple(reversed(merged))
 
 
-def _clash(pieces: list[Piece], cleared: set[object]) -> tuple[str, str] | None:
-    """Sweep by bounding range; look closer only where ranges meet."""
-    pieces = sorted(pieces, key=lambda piece: piece.offset)
-    cluster: list[Piece] = []
-    end = -1
-    for piece in [*pieces, None]:
-        if piece is not None and piece.offset < end:
-            cluster.append(piece)
-            end = max(end, piece.end)
-            continue
-        if len(cluster) > 1 and (found := _clash_within(cluster, cleared)):
-            return found
-        if piece is not None:
-            cluster, end = [piece], piece.end
-    return None
+class _Sweep:
+    """One question: remembers which constellations are clear, and how much it has enumerated."""
 
+    def __init__(self) -> None:
+        self._clear: set[object] = set()
+        self._runs = MAX_RUNS
 
-def _clash_within(cluster: list[Piece], cleared: set[object]) -> tuple[str, str] | None:
-    """Pieces whose bounding ranges meet: take off a digit that all share, or enumerate."""
-    first = cluster[0].offset
-    shape = tuple((p.offset - first, p.run, p.digits) for p in cluster)
-    if shape in cleared:
+    def clash(self, pieces: list[Piece]) -> tuple[str, str] | None:
+        """Sweep by bounding range; look closer only where ranges meet."""
+        pieces = sorted(pieces, key=lambda piece: piece.offset)
+        cluster: list[Piece] = []
+        end = -1
+        for piece in [*pieces, None]:
+            if piece is not None and piece.offset < end:
+                cluster.append(piece)
+                end = max(end, piece.end)
+                continue
+            if len(cluster) > 1 and (found := self._within(cluster)):
+                return found
+            if piece is not None:
+                cluster, end = [piece], piece.end
         return None
-    found = _clash_peeled(cluster, cleared) if _peelable(cluster) else _clash_enumerated(cluster)
-    if found is None:
-        cleared.add(shape)
-    return found
+
+    def _within(self, cluster: list[Piece]) -> tuple[str, str] | None:
+        """Pieces whose bounding ranges meet: take off a digit that all share, or enumerate."""
+        first = cluster[0].offset
+        shape = tuple((p.offset - first, p.run, p.digits) for p in cluster)
+        if shape in self._clear:
+            return None
+        found = self.clash(_peeled(cluster)) if _peelable(cluster) else self._enumerated(cluster)
+        if found is None:
+            self._clear.add(shape)
+        return found
+
+    def _enumerated(self, cluster: list[Piece]) -> tuple[str, str] | None:
+        runs = [math.prod(count for count, _ in p.digits) for p in cluster]
+        self._runs -= sum(runs)
+        if self._runs < 0:
+            return cluster[0].label, cluster[1].label
+        starts = np.concatenate([_starts(p) for p in cluster])
+        lengths = np.repeat([p.run for p in cluster], runs)
+        owner = np.repeat(np.arange(len(cluster)), runs)
+        order = np.argsort(starts, kind="stable")
+        ends = (starts + lengths)[order]
+        meets = np.flatnonzero(ends[:-1] > starts[order][1:])
+        if not len(meets):
+            return None
+        here = int(meets[0])
+        return cluster[owner[order[here]]].label, cluster[owner[order[here + 1]]].label
 
 
 def _peelable(cluster: list[Piece]) -> bool:
+    """Whether all share their coarsest digit, and lie within one step of it."""
     tops = {p.digits[:1] for p in cluster}
     if len(tops) != 1 or tops == {()}:
         return False
@@ -105,25 +129,8 @@ def _peelable(cluster: list[Piece]) -> bool:
     return max(p.end for p in cluster) - (count - 1) * stride - first <= stride
 
 
-def _clash_peeled(cluster: list[Piece], cleared: set[object]) -> tuple[str, str] | None:
-    rest = [Piece(label=p.label, offset=p.offset, run=p.run, digits=p.digits[1:]) for p in cluster]
-    return _clash(rest, cleared)
-
-
-def _clash_enumerated(cluster: list[Piece]) -> tuple[str, str] | None:
-    runs = [int(np.prod([count for count, _ in p.digits], dtype=np.float64)) for p in cluster]
-    if sum(runs) > MAX_RUNS:
-        return cluster[0].label, cluster[1].label
-    starts = np.concatenate([_starts(p) for p in cluster])
-    lengths = np.repeat([p.run for p in cluster], runs)
-    owner = np.repeat(np.arange(len(cluster)), runs)
-    order = np.argsort(starts, kind="stable")
-    ends = (starts + lengths)[order]
-    meets = np.flatnonzero(ends[:-1] > starts[order][1:])
-    if not len(meets):
-        return None
-    here = int(meets[0])
-    return cluster[owner[order[here]]].label, cluster[owner[order[here + 1]]].label
+def _peeled(cluster: list[Piece]) -> list[Piece]:
+    return [Piece(label=p.label, offset=p.offset, run=p.run, digits=p.digits[1:]) for p in cluster]
 
 
 def _starts(piece: Piece) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -246,9 +247,9 @@ def _check_sizes(layout: Layout) -> None:
     ):
         if len(items) > limit:
             raise LayoutError(f"{len(items)} {name}; {limit} are allowed")
-    if len({f.key for f in layout.fields}) != len(layout.fields):
-        keys = [f.key for f in layout.fields]
-        twice = next(key for key in keys if keys.count(key) > 1)
+    counts = Counter(f.key for f in layout.fields)
+    if len(counts) != len(layout.fields):
+        [(twice, _)] = counts.most_common(1)
         raise LayoutError(f"field {twice!r} stands twice in one layout")
 
 

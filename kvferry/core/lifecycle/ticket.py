@@ -6,6 +6,7 @@ itself (form), then by the consumer's scheduler (digest), then against the produ
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -92,9 +93,9 @@ def _page_problems(ticket: Ticket) -> Iterator[str]:
     for group, ids in enumerate(ticket.pages):
         if ids and min(ids) < 0:
             yield f"group {group} names block {min(ids)}; ids are not negative"
-        pages = [page for page in ids if page != HOLE]
-        if len(set(pages)) != len(pages):
-            twice = next(page for page in pages if pages.count(page) > 1)
+        counts = Counter(page for page in ids if page != HOLE)
+        if counts and (most := counts.most_common(1)[0])[1] > 1:
+            twice = most[0]
             yield f"group {group} names block {twice} more than once"
 
 
