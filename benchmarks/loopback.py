@@ -87,7 +87,7 @@ def _measure(options: argparse.Namespace) -> Iterator[Result]:
         there, here = transport.connect(address), transport.connect(transport.address())
         transport.register(region_of(target))
         transport.connect(transport.address())
-        ways = [("two", there, remote), ("one", here, region_of(target))]
+        ways = [("2 processes", there, remote), ("1 process", here, region_of(target))]
         for processes, peer, region in ways:
             for op in ("read", "write"):
                 for block in BLOCKS:
@@ -222,20 +222,23 @@ def _conditions(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _show(results: list[Result], conditions: dict[str, object]) -> None:
-    table = Table(title="loopback, random order", caption="ratio: to the memcpy of the same run")
-    for heading in ("processes", "op", "block", "GB/s", "µs/block", "memcpy", "ratio", "goal"):
-        table.add_column(heading, justify="left" if heading in ("processes", "op") else "right")
+    table = Table(title="loopback, random order", caption="memcpy in GB/s; ratio: to it")
+    for heading in ("where", "op", "KiB", "GB/s", "µs each", "memcpy", "ratio", "goal"):
+        left = heading in ("where", "op")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for one in results:
-        goal = TARGETS.get(one.block) if (one.processes, one.op) == ("two", "read") else None
+        goal = (
+            TARGETS.get(one.block) if (one.processes, one.op) == ("2 processes", "read") else None
+        )
         table.add_row(
             one.processes,
             one.op,
-            f"{one.block >> 10} KiB",
+            f"{one.block >> 10}",
             f"{one.gb_per_s:.2f}",
             f"{one.us_per_block:.2f}",
             f"{one.memcpy_gb_per_s:.2f}",
             f"{one.ratio:.2f}",
-            "" if goal is None else f"≥ {goal} {'met' if one.ratio >= goal else 'MISSED'}",
+            "" if goal is None else f"{goal} {'met' if one.ratio >= goal else 'missed'}",
         )
     console = Console()
     console.print(table)
