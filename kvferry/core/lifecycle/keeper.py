@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.ledger import Orders
 from kvferry.core.wire import Release
 
 MAX_READERS = 64
@@ -72,6 +73,17 @@ class HoldKeeper:
     def slots(self) -> int:
         """How many there can be."""
         return len(self._words)
+
+    def apply(self, orders: Orders) -> None:
+        """A step's orders, in their order; ``ready`` follows for each of ``orders.ready``."""
+        for hold in orders.drops:
+            self.drop(hold)
+        for request, hold in orders.take_ons:
+            self.take_on(request, hold)
+        for hold, lease in orders.ready:
+            self.order(hold, lease)
+        for hold in orders.ends:
+            self.end(hold)
 
     def take_on(self, request: RequestId, hold: Hold) -> None:
         """The request is computed from this step on. Must come before the step's work ends."""

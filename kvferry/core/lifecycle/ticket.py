@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvferry.core.errors import TicketError
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
@@ -111,11 +109,10 @@ def check_against(ticket: Ticket, payloads: Sequence[RankPayload]) -> None:
 
 
 def _handshake_problems(ticket: Ticket, payloads: Sequence[RankPayload]) -> Iterator[str]:
-    first = payloads[0]
-    if ticket.incarnation != first.incarnation:
+    for now in {p.incarnation for p in payloads} - {ticket.incarnation}:
         yield (
             f"the ticket is from another life of engine {ticket.engine!r} (incarnation "
-            f"{ticket.incarnation}, now {first.incarnation}): it was restarted since"
+            f"{ticket.incarnation}, now {now}): it was restarted since"
         )
     tp_size = 1 + max(payload.coordinates.tp for payload in payloads)
     if ticket.tp_size != tp_size:
@@ -123,12 +120,12 @@ def _handshake_problems(ticket: Ticket, payloads: Sequence[RankPayload]) -> Iter
     slots = min(payload.slots.nbytes // 8 for payload in payloads)
     if ticket.hold.slot >= slots:
         yield f"the ticket names slot {ticket.hold.slot}; the producer has {slots}"
-    groups = len(first.layout.groups)
+    groups = len(payloads[0].layout.groups)
     if len(ticket.pages) != groups:
         yield f"the ticket lists blocks of {len(ticket.pages)} groups; the producer has {groups}"
         return
     for group, ids in enumerate(ticket.pages):
         limit = min((n for p in payloads if (n := p.layout.pages(group))), default=0)
-        highest = int(np.max(ids)) if ids else HOLE
+        highest = max(ids, default=HOLE)
         if highest and highest >= limit:
             yield f"group {group} names block {highest}; the producer has {limit}"

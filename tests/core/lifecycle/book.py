@@ -1,0 +1,93 @@
+"""What PROTOCOL.md's table says of one producer rank's holds, kept beside the real keeper.
+
+The slot-word column as it stands: ``word`` is what a slot has to show now; ``over`` says why a hold
+ended, so that a page given back, or a read found stale, can be asked for its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.core.lifecycle.holds import NOTHING, Hold
+from kvferry.core.lifecycle.keeper import Verdict
+from kvferry.core.wire import Release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a hold ended; for a release, by which engine and about which of its requests."""
+
+    why: str
+    engine: str = ""
+    origins: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """A hold that stands."""
+
+    lease: float | None = None
+    deadline: float | None = None
+    said: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Consumer engine to rank to the request that the rank spoke of."""
+
+
+class Book:
+    """One rank's holds by the table."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._incarnation = incarnation
+        self.standing: dict[Hold, Standing] = {}
+        self.over: dict[Hold, Cause] = {}
+
+    def words(self, slots: int) -> list[int]:
+        """What the slot table has to be."""
+        words = [NOTHING] * slots
+        for hold, standing in self.standing.items():
+            ready = standing.deadline is not None
+            words[hold.slot] = hold.generation << 1 | ready
+        return words
+
+    def take_on(self, hold: Hold) -> None:
+        self.standing[hold] = Standing()
+
+    def order(self, hold: Hold, lease: float) -> None:
+        if hold in self.standing:
+            self.standing[hold].lease = lease
+
+    def passed(self, hold: Hold, now: float) -> None:
+        standing = self.standing.get(hold)
+        if standing is not None and standing.lease is not None:
+            standing.deadline = now + standing.lease
+
+    def expire(self, now: float) -> list[Hold]:
+        late = [h for h, s in self.standing.items() if s.deadline is not None and s.deadline <= now]
+        for hold in late:
+            self.end(hold, Cause(why="expired"))
+        return late
+
+    def end(self, hold: Hold, cause: Cause) -> None:
+        if self.standing.pop(hold, None) is not None:
+            self.over[hold] = cause
+
+    def heard(self, release: Release, origin: int) -> Verdict:
+        """What a "done" or "abandon" has to do."""
+        hold = Hold(slot=release.slot, generation=release.generation)
+        standing = self.standing.get(hold)
+        if standing is None or release.incarnation != self._incarnation:
+            return Verdict.UNKNOWN
+        said = standing.said.setdefault(release.engine, {})
+        if release.rank in said:
+            return Verdict.REPEATED
+        said[release.rank] = origin
+        if len(said) < release.expected:
+            return Verdict.COUNTED
+        cause = Cause(why="released", engine=release.engine, origins=frozenset(said.values()))
+        self.end(hold, cause)
+        return Verdict.ENDED
+
+    def knows(self, hold: Hold, engine: str, rank: int) -> bool:
+        """Whether that consumer rank need say no more."""
+        if hold in self.over:
+            return True
+        return hold in self.standing and rank in self.standing[hold].said.get(engine, {})

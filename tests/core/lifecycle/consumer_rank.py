@@ -1,0 +1,382 @@
+"""A rank of the model's decode engine: it performs what the real ``Loads`` asks for.
+
+The glue is the endpoint's: actions in order, slot words of one producer rank in one batch, "done"
+bound to a fence, a shared read cancelled only when nobody wants it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from kvferry.core.errors import KVFerryError, PeerLostError, StaleError, TicketError, TransportError
+from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op, Party
+from kvferry.core.lifecycle.ticket import check_against
+from kvferry.core.transport import State
+from kvferry.core.wire import RankPayload, Release, encode
+from tests.core.lifecycle.decodes import LATE, STALE, Decode, Meta, Pull
+from tests.core.lifecycle.fabric import Content, Fabric, Link, Message, Transfer, Violation, require
+from tests.core.lifecycle.producer import LEASE, PAGES, Producer
+
+
+class ConsumerRank:
+    """One rank: its memory, its machine, and the glue that an endpoint is."""
+
+    def __init__(
+        self,
+        *,
+        engine: str,
+        rank: int,
+        parties: tuple[Party, ...],
+        expected: dict[int, int],
+        loads: type[Loads],
+        fabric: Fabric,
+        producer: Callable[[], Producer],
+        now: Callable[[], float],
+    ) -> None:
+        self.engine = engine
+        self.rank = rank
+        self.parties = parties
+        self.expected = expected
+        self.loads = loads()
+        self.fabric = fabric
+        self.producer = producer
+        self.now = now
+        self.pages: list[dict[int, Content | None]] = [{} for _ in range(PAGES + 1)]
+        self.inbox: deque[Meta] = deque()
+        self.pulls: dict[LoadId, Pull] = {}
+        self.shaking: list[LoadId] = []
+        self.transfers: list[Transfer] = []
+        self.results: list[tuple[Decode, KVFerryError | None]] = []
+        self._link = Link(broken=True)
+        self._payloads: list[RankPayload] = []
+
+    # The engine's step.
+
+    def launch(self) -> None:
+        """Take a step: begin and abort loads, hand over results."""
+        step = self.inbox.popleft()
+        for request, pulling in step.begins:
+            self._begin(request, pulling=pulling)
+        for request in step.aborts:
+            self._abort(request)
+        self.results.extend(step.refusals)
+        step.outputs[self.rank], self.results = self.results, []
+        self._pump()
+
+    def answer(self, load_id: LoadId, error: KVFerryError | None = None) -> None:
+        """The producer that lives now answers a handshake, or it fails."""
+        self.shaking.remove(load_id)
+        if error is not None:
+            self._unshaken(load_id, error)
+        else:
+            self._connect(self.producer().payloads)
+            self._shaken(load_id)
+        self._pump()
+
+    def poll(self) -> None:
+        """Hear of all transfers what there is to hear, then act."""
+        for transfer in list(self.transfers):
+            if transfer.state is State.DOOMED:
+                self._each(transfer, self._doomed)
+            elif transfer.state is State.FAILED:
+                self.transfers.remove(transfer)
+                self._each(transfer, self._lost)
+            elif transfer.state is State.DONE:
+                self.transfers.remove(transfer)
+                self._each(transfer, self._arrived)
+        self._pump()
+
+    def tick(self) -> None:
+        """The machine looks at the clock."""
+        now = self.now()
+        for pull in self.pulls.values():
+            if not pull.reported and now >= pull.deadline:
+                pull.causes.append(LATE)
+        self.loads.tick(now)
+        self._pump()
+
+    # Begin and end.
+
+    def _begin(self, request: Decode, *, pulling: bool) -> None:
+        ticket = request.issue.ticket
+        deadline = self.now() + LEASE
+        load_id = self.loads.begin(
+            request.id, ticket.hold, computed=ticket.computed, reads=pulling, deadline=deadline
+        )
+        require(load_id not in self.pulls, "a load id came back")
+        pull = Pull(request=request, pulling=pulling, deadline=deadline, wants=_wants(request))
+        for page, _, _ in pull.wants:
+            self.pages[page] = {}
+        self.pulls[load_id] = pull
+        request.pulls[self.rank] = pull
+        known = self._payloads and self._payloads[0].incarnation == ticket.incarnation
+        if known and not self._link.broken:
+            self._shaken(load_id)
+        else:
+            self.shaking.append(load_id)
+
+    def _abort(self, request: Decode) -> None:
+        for load_id, pull in self.pulls.items():
+            if pull.request is request and pull.pulling and not pull.reported:
+                error = KVFerryError("given up")
+                pull.causes.append(error)
+                self.loads.abort(load_id, error)
+
+    def _connect(self, payloads: list[RankPayload]) -> None:
+        if payloads is not self._payloads or self._link.broken:
+            self.fabric.sever(self._link)
+            self._link, self._payloads = Link(), payloads
+
+    def _shaken(self, load_id: LoadId) -> None:
+        pull = self.pulls[load_id]
+        try:
+            check_against(pull.request.issue.ticket, self._payloads)
+        except TicketError as exc:
+            self._unshaken(load_id, exc)
+            return
+        pull.link, pull.parties = self._link, self.parties
+        self.loads.shaken(load_id, self.parties)
+
+    def _unshaken(self, load_id: LoadId, error: KVFerryError) -> None:
+        self.pulls[load_id].causes.append(error)
+        self.loads.unshaken(load_id, error)
+
+    # What the machine hears.
+
+    def _each(self, transfer: Transfer, hear: Callable[[LoadId, Transfer], None]) -> None:
+        for load_id in transfer.loads:
+            hear(load_id, transfer)
+
+    def _doomed(self, load_id: LoadId, transfer: Transfer) -> None:
+        error = transfer.error or TransportError("doomed")
+        self.pulls[load_id].causes.append(error)
+        self.loads.doomed(load_id, transfer.rank, error)
+
+    def _lost(self, load_id: LoadId, transfer: Transfer) -> None:
+        error = transfer.error or TransportError("failed")
+        self._lose(load_id, transfer.rank, error)
+
+    def _lose(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
+        self.pulls[load_id].causes.append(error)
+        self.loads.lost(load_id, rank, error)
+
+    def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
+        if transfer.op is Op.READ:
+            self.loads.read(load_id, transfer.rank)
+            return
+        pull, word = self.pulls[load_id], transfer.words[load_id]
+        self._judge(pull, transfer, word)
+        if transfer.op is Op.CHECK:
+            self.loads.checked(load_id, transfer.rank, word)
+        else:
+            self.loads.fenced(load_id, transfer.rank, word)
+
+    def _judge(self, pull: Pull, transfer: Transfer, word: int) -> None:
+        """What a slot word means, by the table; a hold must have had a reason to be gone."""
+        ticket, fence = pull.request.issue.ticket, transfer.op is Op.FENCE
+        stands = word >> 1 == ticket.hold.generation
+        if stands and (word & 1 or not fence or ticket.computed):
+            return
+        pull.causes.append(STALE)
+        producer = self.producer()
+        if pull.request.issue.producer is not producer:
+            return
+        cause = producer.ranks[transfer.rank].book.over.get(ticket.hold)
+        if cause is None:
+            raise Violation("a hold that stands was read as stale")
+        own = cause.engine == self.engine and cause.origins == {pull.request.uid}
+        require(not own, "a request's own messages ended its hold before it was read")
+
+    # What the machine asks for.
+
+    def _pump(self) -> None:
+        words: dict[tuple[Link, int, Op], list[LoadId]] = defaultdict(list)
+        while actions := self.loads.take_actions():
+            for action in actions:
+                self._perform(action, words)
+        for (link, rank, op), load_ids in words.items():
+            if load_ids:
+                self.read_words(link, rank, op, load_ids)
+        if words:
+            self._pump()
+        self._check_failing()
+
+    def _perform(self, action: Action, words: dict[tuple[Link, int, Op], list[LoadId]]) -> None:
+        pull = self.pulls[action.load]
+        if action.op is Op.REPORT:
+            self._report(action, pull)
+            return
+        link = pull.link
+        if link is None:
+            raise Violation(f"{action.op} before the handshake")
+        if action.op is Op.READ:
+            require(not pull.reported, "a read after the report")
+            self.read_pages(link, action, pull)
+        elif action.op in (Op.CHECK, Op.FENCE):
+            require(not pull.reported, "a check after the report")
+            self._check_fence(action, pull)
+            words[link, action.rank, action.op].append(action.load)
+        elif action.op is Op.CANCEL:
+            self._cancel(action, words)
+        else:
+            self._tell(link, action, pull)
+
+    def _check_fence(self, action: Action, pull: Pull) -> None:
+        read = pull.reads.get(action.rank)
+        final = read is not None and read.state is State.DONE
+        require(final or action.op is Op.CHECK, "a fence before the data is final")
+
+    def read_pages(self, link: Link, action: Action, pull: Pull) -> None:
+        """Post the read of a load's pages from one rank. Nothing is bound to it."""
+        require(action.rank not in pull.reads, "read twice from one rank")
+        transfer = self.make_read(link, action, pull)
+        pull.reads[action.rank] = transfer
+        self.post(transfer)
+
+    def make_read(self, link: Link, action: Action, pull: Pull) -> Transfer:
+        """The read of a load's pages from one rank."""
+        return Transfer(
+            op=Op.READ,
+            link=link,
+            rank=action.rank,
+            loads=(action.load,),
+            items=list(pull.wants),
+            take=self._take_page,
+        )
+
+    def read_words(self, link: Link, rank: int, op: Op, load_ids: list[LoadId]) -> None:
+        """Post one read of several loads' slot words; "done" is bound to a fence."""
+        message = None
+        if op is Op.FENCE:
+            message = self.message(rank, load_ids, abandoned=False)
+            for load_id in load_ids:
+                self.pulls[load_id].told.add(rank)
+        words: dict[LoadId, int] = {}
+
+        def take(load_id: LoadId, source: int) -> None:
+            slot = self.pulls[load_id].request.issue.ticket.hold.slot
+            words[load_id] = self.producer().ranks[source].words[slot]
+
+        transfer = Transfer(
+            op=op,
+            link=link,
+            rank=rank,
+            loads=tuple(load_ids),
+            items=list(load_ids),
+            take=take,
+            words=words,
+            message=message,
+        )
+        self.post(transfer)
+
+    def post(self, transfer: Transfer) -> None:
+        """Give a transfer to the fabric; where that raises, the loads hear of it at once."""
+        try:
+            self.fabric.post(transfer)
+        except PeerLostError as exc:
+            transfer.state = State.FAILED
+            for load_id in transfer.loads:
+                self._lose(load_id, transfer.rank, exc)
+        else:
+            self.transfers.append(transfer)
+
+    def message(self, rank: int, load_ids: list[LoadId], *, abandoned: bool) -> Message:
+        """The "done" or "abandon" of some loads to one producer rank."""
+        releases = []
+        for load_id in load_ids:
+            ticket = self.pulls[load_id].request.issue.ticket
+            release = Release(
+                incarnation=ticket.incarnation,
+                slot=ticket.hold.slot,
+                generation=ticket.hold.generation,
+                engine=self.engine,
+                rank=self.rank,
+                expected=self.expected[rank],
+                abandoned=abandoned,
+            )
+            releases.append(release)
+        origins = tuple(self.pulls[load_id].request.uid for load_id in load_ids)
+        return Message(sender=self.engine, rank=rank, payload=encode(releases), origins=origins)
+
+    def _take_page(self, item: tuple[int, int, Content], source: int) -> None:
+        page, remote, _ = item
+        self.pages[page][source] = self.producer().ranks[source].pages[remote]
+
+    def _cancel(self, action: Action, words: dict[tuple[Link, int, Op], list[LoadId]]) -> None:
+        for (_, rank, _), load_ids in words.items():
+            if rank == action.rank and action.load in load_ids:
+                load_ids.remove(action.load)
+                self._lose(action.load, rank, KVFerryError("cancelled"))
+        for transfer in self.transfers:
+            if transfer.rank == action.rank and action.load in transfer.loads:
+                transfer.cancel(action.load)
+
+    def _tell(self, link: Link, action: Action, pull: Pull) -> None:
+        require(not self.running(action.load), f"{action.op} while bytes may land")
+        require(pull.causes != [] or action.op is Op.DONE, "abandoned without a reason")
+        if not link.broken:
+            pull.told.add(action.rank)
+            abandoned = action.op is Op.ABANDON
+            message = self.message(action.rank, [action.load], abandoned=abandoned)
+            self.fabric.messages.append(message)
+
+    def _report(self, action: Action, pull: Pull) -> None:
+        require(not pull.reported, "reported twice by one rank")
+        require(not self.running(action.load), "reported while bytes may land")
+        pull.reported = True
+        self._check_reason(action.error, pull)
+        if action.error is None:
+            self.check_pages(pull)
+        if pull.pulling:
+            self.results.append((pull.request, action.error))
+
+    def _check_reason(self, error: KVFerryError | None, pull: Pull) -> None:
+        first = pull.causes[0] if pull.causes else None
+        if isinstance(first, str):
+            require(isinstance(error, StaleError), f"{first}, but reported", error)
+        else:
+            require(error is first, "reported", error, "but what happened was", first)
+
+    def _check_failing(self) -> None:
+        """What failed winds down, and is reported as soon as it is quiet."""
+        for load_id, pull in self.pulls.items():
+            if not pull.causes or pull.reported:
+                continue
+            running = self.running(load_id)
+            require(bool(running), "failed and quiet, but not reported")
+            ending = all(load_id not in t.wanted for t in running)
+            require(ending, "failed, but its transfers go on")
+
+    # What the world looks at.
+
+    def running(self, load_id: LoadId) -> list[Transfer]:
+        """A load's transfers that are not final, or not heard of."""
+        return [t for t in self.transfers if load_id in t.loads]
+
+    def check_pages(self, pull: Pull) -> None:
+        """Every page holds what the ticket's request computed."""
+        if not pull.pulling:
+            return
+        for page, _, wanted in pull.wants:
+            for party in self.parties:
+                got = self.pages[page].get(party.rank)
+                require(got == wanted or not party.reads, "stale bytes accepted:", got, wanted)
+
+    def sever(self, *, doomed: bool) -> None:
+        """The connection to the producer breaks."""
+        self.fabric.sever(self._link, doomed=doomed)
+
+    def crash(self) -> None:
+        """The process is gone: nothing of it goes on."""
+        for transfer in self.transfers:
+            self.fabric.drop(transfer)
+
+
+def _wants(request: Decode) -> list[tuple[int, int, Content]]:
+    prompt, sources = request.issue.prompt, request.issue.ticket.pages[0]
+    wants = [
+        (page, source, prompt.content(index))
+        for index, (page, source) in enumerate(zip(request.pages, sources, strict=False))
+    ]
+    return wants[request.cached :]

@@ -1,0 +1,84 @@
+"""What the model's decode engine knows of its requests: its scheduler, its ranks, and the world."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvferry.core.errors import KVFerryError
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.loads import Party
+from tests.core.lifecycle.fabric import Content, Link, Transfer
+from tests.core.lifecycle.producer import Issue
+
+STALE = "stale"
+LATE = "late"
+
+
+class Stage(enum.Enum):
+    """Where a request stands in its scheduler."""
+
+    WAITING = enum.auto()
+    LOADING = enum.auto()
+    ABORTED = enum.auto()
+    READY = enum.auto()
+    OVER = enum.auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Decode:
+    """A request to the decode engine, with a ticket.
+
+    Attributes:
+        cached: how many leading pages are there already; if all, nothing is read.
+        prompt_fits: whether it is the prompt that the ticket is about.
+        pulls: rank to its part, where the rank has heard of it.
+    """
+
+    uid: int
+    id: RequestId
+    issue: Issue
+    cached: int
+    prompt_fits: bool
+    stage: Stage = Stage.WAITING
+    pages: tuple[int, ...] = ()
+    reports: dict[int, KVFerryError | None] = field(default_factory=dict)
+    pulls: dict[int, Pull] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> list[int]:
+        tokens = self.issue.prompt.tokens
+        return tokens if self.prompt_fits else [*tokens[:-1], -1]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Pull:
+    """One rank's part of a request: what the world knows of a load.
+
+    Attributes:
+        pulling: whether pages are read, and the outcome reported; if not, the producer is told.
+        wants: destination page and source page and what must come to lie there.
+        causes: why it must fail, in order: errors that it was told, or ``STALE``, ``LATE``.
+        reads: producer rank to the transfer of its pages.
+    """
+
+    request: Decode
+    pulling: bool
+    deadline: float
+    wants: list[tuple[int, int, Content]]
+    parties: tuple[Party, ...] = ()
+    link: Link | None = None
+    causes: list[KVFerryError | str] = field(default_factory=list)
+    reads: dict[int, Transfer] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+    reported: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Meta:
+    """A step's metadata, what the ranks hear, and what they report with it."""
+
+    begins: list[tuple[Decode, bool]]
+    aborts: list[Decode]
+    refusals: list[tuple[Decode, KVFerryError]]
+    outputs: dict[int, list[tuple[Decode, KVFerryError | None]]] = field(default_factory=dict)

@@ -1,0 +1,214 @@
+"""The Hypothesis machine that drives the model's world."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvferry.core.errors import HandshakeError, TransportError
+from tests.core.lifecycle.checks import check_words
+from tests.core.lifecycle.model import PLANS, Parts, World
+from tests.core.lifecycle.producer import LEASE, PAGES, At
+
+T = TypeVar("T")
+
+
+class Protocol(RuleBasedStateMachine):
+    """Any interleaving of everything."""
+
+    parts: ClassVar[Parts] = Parts()
+    world: World
+
+    @initialize(
+        ranks=st.sampled_from(sorted(PLANS)),
+        first=st.integers(0, 9),
+        second=st.integers(0, 9),
+        slots=st.integers(2, PAGES),
+    )
+    def start(self, ranks: int, first: int, second: int, slots: int) -> None:
+        plans = PLANS[ranks]
+        pair = (plans[first % len(plans)], plans[second % len(plans)])
+        self.world = World(ranks=ranks, plans=pair, slots=slots, parts=self.parts)
+
+    # Requests.
+
+    @rule(
+        size=st.integers(1, 2),
+        chunks=st.integers(1, 2),
+        drafter=st.booleans(),
+        remote=st.sampled_from([True, True, True, False]),
+        errs=st.sampled_from([False, False, False, True]),
+        until=st.sampled_from(["asked", "scheduled", "preempted", "ticket", "ready"]),
+    )
+    def ask(self, until: str, size: int, chunks: int, **kind: bool) -> None:
+        producer = self.world.producer
+        self.world.ask(size=size, chunks=chunks, **kind)
+        if until in ("scheduled", "preempted"):
+            if producer.can_schedule:
+                producer.schedule()
+            _one(producer.at(At.RUNNING) if until == "preempted" else [], 0, producer.preempt)
+        elif until != "asked":
+            self.world.compute(tail=until != "ticket")
+
+    @rule(
+        engines=st.sampled_from(["A", "B", "AB", "AA"]),
+        back=st.sampled_from([None, None, None, 0, 1, 2]),
+        cached=st.sampled_from([0, 0, 0, 1, 2]),
+        fits=st.sampled_from([True] * 7 + [False]),
+        drafter=st.booleans(),
+        ordered=st.booleans(),
+        items=st.sampled_from([None, -1, 0, 1, 2, 3]),
+        picks=st.binary(max_size=40),
+    )
+    def hand(
+        self,
+        engines: str,
+        back: int | None,
+        cached: int,
+        fits: bool,
+        drafter: bool,
+        ordered: bool,
+        items: int | None,
+        picks: bytes,
+    ) -> None:
+        world = self.world
+        if back is None:
+            issue = world.fresh(drafter=drafter, ordered=ordered)
+        else:
+            issue = world.issues[-1 - back] if back < len(world.issues) else None
+        for name in engines:
+            consumer = world.consumers["AB".index(name)]
+            if issue is not None:
+                world.hand(consumer, issue, cached=cached, fits=fits)
+            if items is not None:
+                world.pull(consumer, items)
+        self.drift(picks)
+
+    # One engine goes on, and the others wait.
+
+    @rule(
+        engine=st.integers(0, 1),
+        ranks=st.sampled_from([slice(None), slice(None), slice(0, 1), slice(1, 2)]),
+        items=st.integers(-1, 4),
+        processes=st.booleans(),
+    )
+    def consume(self, engine: int, ranks: slice, items: int, processes: bool) -> None:
+        consumer = self.world.consumers[engine]
+        self.world.pull(consumer, items, ranks)
+        if processes and consumer.can_process:
+            consumer.process()
+
+    @rule(
+        schedules=st.booleans(),
+        rank=st.integers(0, 2),
+        launches=st.integers(0, 2),
+        entries=st.integers(0, 6),
+        ticks=st.booleans(),
+    )
+    def produce(self, schedules: bool, rank: int, launches: int, entries: int, ticks: bool) -> None:
+        producer = self.world.producer
+        if schedules and producer.can_schedule:
+            producer.schedule()
+        one = producer.ranks[rank % len(producer.ranks)]
+        for _ in range(min(launches, len(one.inbox))):
+            one.launch()
+        for _ in range(min(entries, len(one.stream))):
+            one.device()
+        if ticks:
+            one.tick()
+        while producer.can_process:
+            producer.process()
+
+    # Whatever goes on by itself, in any order.
+
+    @rule(picks=st.binary(min_size=10, max_size=80))
+    def drift(self, picks: bytes) -> None:
+        for pick in picks:
+            moves = self.world.moves()
+            if moves:
+                moves[pick % len(moves)]()
+                check_words(self.world)
+
+    @rule(seconds=st.sampled_from([0.0, 0.0, 1.0, 4.0, LEASE]), picks=st.binary(max_size=40))
+    def rest(self, seconds: float, picks: bytes) -> None:
+        """Everything settles, or time passes while it does not."""
+        if seconds:
+            self.world.wait(seconds)
+        else:
+            self.world.settle()
+        self.drift(picks)
+
+    # What goes wrong, or is given up.
+
+    @rule(
+        who=st.sampled_from(["abort", "preempt", "abort A", "abort B"]),
+        index=st.integers(0, 3),
+        picks=st.binary(max_size=40),
+    )
+    def give_up(self, who: str, index: int, picks: bytes) -> None:
+        world = self.world
+        if who == "preempt":
+            _one(world.producer.at(At.RUNNING), index, world.producer.preempt)
+        elif who == "abort":
+            _one(world.producer.at(At.WAITING, At.RUNNING), index, world.producer.abort)
+        else:
+            engine = world.consumers["AB".index(who[-1])]
+            _one(list(engine.requests.values()), index, engine.abort)
+        self.drift(picks)
+
+    @rule(index=st.integers(0, 7), doomed=st.booleans(), picks=st.binary(max_size=40))
+    def harm(self, index: int, doomed: bool, picks: bytes) -> None:
+        error = TransportError("a cable was pulled")
+        fabric = self.world.fabric
+        _one(fabric.transfers, index, lambda transfer: fabric.fail(transfer, error, doomed=doomed))
+        self.drift(picks)
+
+    @rule(
+        what=st.sampled_from(
+            ["restart P", "restart A", "restart B", "reset", "stray", "stray", "refuse handshake"]
+        ),
+        how=st.sampled_from(
+            ["nothing breaks", "nothing breaks", "links break", "links are doomed"]
+        ),
+        messages=st.booleans(),
+        index=st.integers(0, 2),
+        picks=st.binary(max_size=40),
+    )
+    def disturb(self, what: str, how: str, messages: bool, index: int, picks: bytes) -> None:
+        world = self.world
+        if what == "restart P":
+            severs, doomed = how != "nothing breaks", how == "links are doomed"
+            world.restart_producer(
+                severs=severs, doomed=doomed, messages=messages, gracefully=index == 0
+            )
+        elif what == "reset":
+            world.producer.reset()
+        elif what == "stray":
+            world.stray(index, ("incarnation", "generation", "slot")[index])
+        elif what == "refuse handshake":
+            ranks = [r for e in world.consumers for r in e.ranks if r.shaking]
+            error = HandshakeError("nobody answers")
+            _one(ranks, index, lambda rank: rank.answer(rank.shaking[0], error))
+        else:
+            world.restart_consumer("AB".index(what[-1]), messages=messages)
+        self.drift(picks)
+
+    @invariant()
+    def words(self) -> None:
+        if hasattr(self, "world"):
+            check_words(self.world)
+
+    def teardown(self) -> None:
+        # Where something failed already, that is what is to be heard of.
+        if hasattr(self, "world") and sys.exc_info()[0] is None:
+            self.world.finish()
+
+
+def _one(things: Sequence[T], index: int, act: Callable[[T], None]) -> None:
+    """Act on one of them, if there is any."""
+    if things:
+        act(things[index % len(things)])

@@ -1,0 +1,382 @@
+"""The world of the model test: one prefill engine, two decode engines, and everything between them.
+
+``World`` holds the real machines on a fake transport and clock, offers every step that anything in
+it can take (``moves``), what others do to it, and the checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.keeper import HoldKeeper
+from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.lifecycle.loads import Loads, Party
+from kvferry.core.transport import State
+from kvferry.core.wire import Release, encode
+from tests.core.lifecycle.checks import check_end, check_rest, check_words
+from tests.core.lifecycle.consumer import Consumer
+from tests.core.lifecycle.consumer_rank import ConsumerRank
+from tests.core.lifecycle.decodes import Decode, Stage
+from tests.core.lifecycle.fabric import Fabric, Message, require
+from tests.core.lifecycle.producer import (
+    LEASE,
+    At,
+    Issue,
+    Producer,
+    ProducerRank,
+    Prompt,
+)
+
+IDS = [RequestId(f"request-{i}") for i in range(4)]
+"""Few, so that they come back."""
+
+_BIT = 1 << 40
+"""Makes another number of an incarnation or a generation."""
+
+Plan = tuple[tuple[Party, ...], ...]
+"""Per consumer rank, the producer ranks that concern it."""
+
+Move = Callable[[], None]
+
+
+def _plan(*ranks: str) -> Plan:
+    """Per consumer rank, producer ranks: read from, or after a "+" only told."""
+    return tuple(
+        tuple(
+            Party(rank=int(digit), reads=reads)
+            for part, reads in zip((*text.split("+"), ""), (True, False), strict=False)
+            for digit in part
+        )
+        for text in ranks
+    )
+
+
+PLANS: dict[int, tuple[Plan, ...]] = {
+    1: (_plan("0"), _plan("0", "0")),
+    2: (_plan("01"), _plan("0+1"), _plan("0", "1"), _plan("01", "01"), _plan("0", "0+1")),
+    3: (_plan("01", "1+2"), _plan("012"), _plan("0+12"), _plan("01", "12")),
+}
+"""By the number of producer ranks: equal, splitting, merging, straddling, with replicas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a world is made of; a planted fault replaces one of them.
+
+    ``strict``: also compare every slot word and verdict with PROTOCOL.md's table at once. Without
+    it, only consequences count.
+    """
+
+    ledger: type[HoldLedger] = HoldLedger
+    keeper: type[HoldKeeper] = HoldKeeper
+    loads: type[Loads] = Loads
+    producer_rank: type[ProducerRank] = ProducerRank
+    consumer_rank: type[ConsumerRank] = ConsumerRank
+    producer: type[Producer] = Producer
+    strict: bool = True
+
+
+class World:
+    """Everything."""
+
+    def __init__(self, *, ranks: int, plans: tuple[Plan, Plan], slots: int, parts: Parts) -> None:
+        self.parts = parts
+        self.now = 0.0
+        self.fabric = Fabric()
+        self.issues: list[Issue] = []
+        self._ranks, self.slots = ranks, slots
+        self._uids = itertools.count(1)
+        self.producer = self._new_producer()
+        self.consumers = [
+            self._new_consumer(name, plan) for name, plan in zip("AB", plans, strict=True)
+        ]
+        self._plans = plans
+
+    # What can happen by itself.
+
+    def moves(self) -> list[Move]:
+        """Every step that some part of the world can take now."""
+        return [
+            *self._client_moves(),
+            *self._producer_moves(),
+            *self._fabric_moves(),
+            *self._consumer_moves(),
+        ]
+
+    def _client_moves(self) -> Iterator[Move]:
+        """Requests come, and tickets find their way, while nobody has much to do."""
+        if len(self.producer.at(At.WAITING, At.RUNNING)) == 0:
+            for drafter in (False, True):
+                yield partial(self.ask, size=2, drafter=drafter)
+        for issue in self.issues[-2:]:
+            stands = issue.ticket.hold in self.producer.ranks[0].book.standing
+            for engine in self.consumers if stands else ():
+                if len(engine.requests) == 0:
+                    yield partial(self.hand, engine, issue)
+
+    def _producer_moves(self) -> Iterator[Move]:
+        producer = self.producer
+        if producer.can_schedule and producer.requests:
+            yield producer.schedule
+        if producer.can_process:
+            yield producer.process
+        for rank in producer.ranks:
+            if rank.inbox:
+                yield rank.launch
+            if rank.stream:
+                yield rank.device
+            if rank.due:
+                yield rank.tick
+
+    def _fabric_moves(self) -> Iterator[Move]:
+        for transfer in self.fabric.transfers:
+            for pick in (0, 1):
+                yield partial(self.fabric.land, transfer, pick)
+        for message in self.fabric.messages:
+            yield partial(self.deliver, message)
+
+    def _consumer_moves(self) -> Iterator[Move]:
+        for engine in self.consumers:
+            if engine.can_schedule and engine.requests:
+                yield engine.schedule
+            if engine.can_process:
+                yield engine.process
+            for request in engine.at(Stage.READY):
+                yield partial(engine.finish, request)
+            for rank in engine.ranks:
+                yield from self._consumer_rank_moves(rank)
+
+    def _consumer_rank_moves(self, rank: ConsumerRank) -> Iterator[Move]:
+        if rank.inbox:
+            yield rank.launch
+        if any(t.state is not State.PENDING for t in rank.transfers):
+            yield rank.poll
+        for load_id in rank.shaking:
+            yield partial(rank.answer, load_id)
+        if len(rank.loads):
+            yield rank.tick
+
+    def deliver(self, message: Message) -> None:
+        """A notification arrives at whoever lives there now."""
+        self.fabric.messages.remove(message)
+        self.producer.ranks[message.rank].hear(message, strict=self.parts.strict)
+
+    # What somebody does.
+
+    def ask(
+        self,
+        *,
+        size: int,
+        drafter: bool,
+        chunks: int = 1,
+        remote: bool = True,
+        errs: bool = False,
+    ) -> None:
+        """A client asks the prefill engine, if an id is left."""
+        free = [i for i in IDS if i not in self.producer.requests]
+        if free:
+            prompt = Prompt(
+                uid=next(self._uids),
+                id=free[0],
+                size=size,
+                chunks=chunks,
+                drafter=drafter,
+                remote=remote,
+                errs=errs,
+            )
+            self.producer.add(prompt)
+
+    def hand(self, engine: Consumer, issue: Issue, *, cached: int = 0, fits: bool = True) -> None:
+        """A router hands a ticket to a decode engine, if an id is left there."""
+        free = [i for i in IDS if i not in engine.requests]
+        if free:
+            request = Decode(
+                uid=next(self._uids),
+                id=free[0],
+                issue=issue,
+                cached=min(cached, issue.prompt.size),
+                prompt_fits=fits,
+            )
+            engine.add(request)
+
+    def fresh(self, *, drafter: bool, ordered: bool) -> Issue | None:
+        """A ticket that nobody has, if the prefill engine has room for one.
+
+        ``ordered``: its ranks have heard of it, and their devices have done nothing more.
+        """
+        issued = len(self.issues)
+        self.ask(size=2, drafter=drafter)
+        self.compute(tail=False)
+        if ordered and self.producer.can_schedule:
+            self.producer.schedule()
+            for rank in self.producer.ranks:
+                while rank.inbox:
+                    rank.launch()
+        return self.issues[-1] if len(self.issues) > issued else None
+
+    def compute(self, *, tail: bool) -> None:
+        """The prefill engine goes on alone until a ticket is made; ``tail``: and somewhat after."""
+        issued = len(self.issues)
+        for _ in range(6):
+            if len(self.issues) == issued:
+                self._producer_step(tail=False)
+        if tail:
+            self._producer_step(tail=True)
+
+    def pull(self, engine: Consumer, items: int, ranks: slice = slice(None)) -> None:
+        """A decode engine goes on alone until some items of each rank have landed.
+
+        With ``items`` less than 0, the handshake is not answered. ``ranks`` are those that go on.
+        """
+        if engine.can_schedule:
+            engine.schedule()
+        for rank in engine.ranks[ranks]:
+            while rank.inbox:
+                rank.launch()
+            for load_id in list(rank.shaking) if items >= 0 else ():
+                rank.answer(load_id)
+            for _ in range(items):
+                self._land_one(rank)
+            rank.poll()
+
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds
+
+    def _producer_step(self, *, tail: bool) -> None:
+        producer = self.producer
+        if producer.can_schedule:
+            producer.schedule()
+        for rank in producer.ranks:
+            while rank.inbox:
+                rank.launch()
+        streams = [rank.stream for rank in producer.ranks]
+        while any(streams) and (tail or not producer.can_process):
+            next(stream for stream in streams if stream).popleft()()
+        while producer.can_process:
+            producer.process()
+        for rank in producer.ranks if tail else ():
+            rank.tick()
+
+    def _land_one(self, rank: ConsumerRank) -> None:
+        running = [t for t in rank.transfers if not t.state.final]
+        if running:
+            self.fabric.land(running[0], 0)
+
+    # What goes wrong.
+
+    def restart_producer(
+        self, *, severs: bool, doomed: bool, messages: bool, gracefully: bool
+    ) -> None:
+        """The prefill engine is started again, at the same addresses.
+
+        ``severs``: connections break; else they reach the new life. ``messages``: those under way
+        reach the new life too. ``gracefully``: it was shut down, and did not die.
+        """
+        if gracefully:
+            self.producer.shut_down()
+        for engine in self.consumers:
+            for rank in engine.ranks if severs else ():
+                rank.sever(doomed=doomed)
+        if not messages:
+            self.fabric.messages.clear()
+        self.producer = self._new_producer()
+
+    def restart_consumer(self, index: int, *, messages: bool) -> None:
+        """A decode engine is started again, under its name."""
+        old = self.consumers[index]
+        old.crash()
+        if not messages:
+            self.fabric.messages = [m for m in self.fabric.messages if m.sender != old.name]
+        self.consumers[index] = self._new_consumer(old.name, self._plans[index])
+
+    def stray(self, index: int, how: str) -> None:
+        """A message that is about no hold, though nearly about one."""
+        holds = [p.hold for p in self.producer.requests.values() if p.hold is not None]
+        if not holds:
+            return
+        hold = holds[index % len(holds)]
+        release = Release(
+            incarnation=self.producer.incarnation ^ (_BIT if how == "incarnation" else 0),
+            slot=(hold.slot + (how == "slot")) % self.producer.slots,
+            generation=hold.generation ^ (_BIT if how == "generation" else 0),
+            engine="A",
+            rank=0,
+            expected=1,
+        )
+        for rank in self.producer.ranks:
+            stray = Message(sender="A", rank=rank.rank, payload=encode([release]), origins=(0,))
+            rank.hear(stray, strict=self.parts.strict)
+
+    # Rest.
+
+    def settle(self) -> None:
+        """Everything that goes on by itself comes to rest, and no time passes."""
+        calm = 0
+        for _ in range(60):
+            self._round()
+            check_words(self)
+            calm = 0 if self._under_way() else calm + 1
+            if calm > 3:
+                break
+        require(calm > 3, "no rest")
+        check_rest(self)
+
+    def _round(self) -> None:
+        """Everything moves as far as it can by itself."""
+        self._producer_step(tail=True)
+        for engine in self.consumers:
+            self.pull(engine, items=8)
+            for request in engine.at(Stage.READY):
+                engine.finish(request)
+            while engine.can_process:
+                engine.process()
+            for rank in engine.ranks:
+                rank.tick()
+        while self.fabric.messages:
+            self.deliver(self.fabric.messages[0])
+
+    def _under_way(self) -> bool:
+        producer = self.producer
+        waiting = [p for p in producer.at(At.WAITING) if p.size <= len(producer.free)]
+        working = any(rank.stream or rank.passed for rank in producer.ranks)
+        loads = any(engine.requests for engine in self.consumers)
+        moving = self.fabric.transfers or self.fabric.messages
+        return bool(waiting or producer.at(At.RUNNING) or working or loads or moving)
+
+    def finish(self) -> None:
+        """Let everything end: leases too. Then nothing may be left."""
+        self.settle()
+        for _ in range(len(IDS) + 1):
+            if self.producer.requests:
+                self.wait(LEASE + 1)
+                self.settle()
+        check_end(self)
+
+    # Inside.
+
+    def _new_producer(self) -> Producer:
+        return self.parts.producer(
+            ranks=self._ranks,
+            slots=self.slots,
+            ledger=self.parts.ledger,
+            keeper=self.parts.keeper,
+            rank=self.parts.producer_rank,
+            clock=lambda: self.now,
+            issues=self.issues,
+        )
+
+    def _new_consumer(self, name: str, plan: Plan) -> Consumer:
+        return Consumer(
+            name,
+            plan,
+            rank=self.parts.consumer_rank,
+            loads=self.parts.loads,
+            fabric=self.fabric,
+            producer=lambda: self.producer,
+            clock=lambda: self.now,
+        )

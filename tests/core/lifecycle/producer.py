@@ -1,0 +1,410 @@
+"""The model's prefill engine: a scheduler, ranks with a device each, and the real machines in them.
+
+The delays are vLLM's: orders reach the ranks with a step's metadata, a step's results are there
+when every rank's device has passed its sampled token, a drafter runs after that, and up to two
+steps are scheduled ahead of their results.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+from kvferry.core.lifecycle.digest import digest
+from kvferry.core.lifecycle.holds import (
+    WORD_BYTES,
+    Hold,
+    Incarnation,
+    RequestId,
+    random_incarnation,
+)
+from kvferry.core.lifecycle.keeper import HoldKeeper
+from kvferry.core.lifecycle.ledger import HoldLedger, Orders
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.memory import Region
+from kvferry.core.wire import Coordinates, RankPayload, decode_releases
+from tests.core.lifecycle.book import Book, Cause
+from tests.core.lifecycle.fabric import Content, Message, require
+
+PAGES = 4
+"""How many pages an engine's cache has, besides the hole."""
+LEASE = 10.0
+STEPS_AHEAD = 2
+BLOCK = 4
+ENGINE = "prefill"
+
+
+class At(enum.Enum):
+    """Where a request stands in its scheduler."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    HELD = enum.auto()
+    OVER = enum.auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Prompt:
+    """A request to the prefill engine.
+
+    Attributes:
+        uid: unique in a run; ``id`` comes back.
+        size: pages that it needs.
+        chunks: steps that it takes.
+        drafter: whether a drafter writes its pages once more after the last step's results.
+        remote: whether another engine will decode it.
+        errs: it ends otherwise than stopped or length-capped.
+    """
+
+    uid: int
+    id: RequestId
+    size: int
+    chunks: int
+    drafter: bool
+    remote: bool
+    errs: bool
+    at: At = At.WAITING
+    epoch: int = 0
+    chunk: int = 0
+    pages: tuple[int, ...] = ()
+    hold: Hold | None = None
+
+    @property
+    def generation(self) -> int:
+        """Of its hold; 0 if it has none."""
+        return 0 if self.hold is None else self.hold.generation
+
+    @property
+    def tokens(self) -> list[int]:
+        return [self.uid * 100 + i for i in range(self.size * BLOCK - 1)]
+
+    def content(self, index: int) -> Content:
+        """What its page ``index`` holds when all is written."""
+        return Content(owner=self.uid, number=index, final=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Issue:
+    """A ticket, and what the world knows of it."""
+
+    ticket: Ticket
+    prompt: Prompt
+    producer: Producer
+
+
+class Work(NamedTuple):
+    """A request's part in a step."""
+
+    prompt: Prompt
+    epoch: int
+    pages: tuple[int, ...]
+    last: bool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Step:
+    """What the scheduler sends to every rank, and what they report."""
+
+    orders: Orders
+    work: list[Work]
+    outputs: dict[int, list[RequestId]] = field(default_factory=dict)
+
+
+class ProducerRank:
+    """One rank: its memory, its device's queue, its keeper, and the book about it."""
+
+    def __init__(
+        self,
+        rank: int,
+        slots: int,
+        incarnation: Incarnation,
+        keeper: type[HoldKeeper],
+        now: Callable[[], float],
+    ) -> None:
+        self.rank = rank
+        self.words = [0] * slots
+        self.pages: list[Content | None] = [None] * (PAGES + 1)
+        self.keeper = keeper(self.words, incarnation)
+        self.book = Book(incarnation)
+        self.inbox: deque[Step] = deque()
+        self.stream: deque[Callable[[], None]] = deque()
+        self.passed: list[Hold] = []
+        self._now = now
+
+    def launch(self) -> None:
+        """Take a step: apply its orders, queue its work, collect what is reported with it."""
+        step = self.inbox.popleft()
+        self._apply(step.orders)
+        for work in step.work:
+            self._queue_writes(work, final=work.last and not work.prompt.drafter)
+        sent = self.keeper.take_sent()
+        self.stream.append(partial(step.outputs.__setitem__, self.rank, sent))
+        for work in step.work:
+            if work.last and work.prompt.drafter:
+                self._queue_writes(work, final=True)
+
+    def device(self) -> None:
+        """The device does the next thing in its queue."""
+        self.stream.popleft()()
+
+    @property
+    def due(self) -> bool:
+        """Whether a tick finds anything."""
+        now = self._now()
+        deadlines = (s.deadline for s in self.book.standing.values())
+        return bool(self.passed) or any(d is not None and d <= now for d in deadlines)
+
+    def tick(self) -> None:
+        """Pages that became ready, leases that are over."""
+        now = self._now()
+        for hold in self.passed:
+            self.keeper.ready(hold, now)
+            self.book.passed(hold, now)
+        self.passed.clear()
+        self.keeper.expire(now)
+        self.book.expire(now)
+
+    def hear(self, message: Message, *, strict: bool) -> None:
+        """A notification arrives."""
+        releases = decode_releases(message.payload)
+        for release, origin in zip(releases, message.origins, strict=True):
+            verdict = self.keeper.release(release)
+            expected = self.book.heard(release, origin)
+            require(verdict is expected or not strict, "verdict", verdict, "not", expected)
+
+    def _apply(self, orders: Orders) -> None:
+        self.keeper.apply(orders)
+        for hold in orders.drops:
+            self.book.end(hold, Cause(why="dropped"))
+        for _, hold in orders.take_ons:
+            self.book.take_on(hold)
+        for hold, lease in orders.ready:
+            self.book.order(hold, lease)
+            self.stream.append(partial(self.passed.append, hold))
+        for hold in orders.ends:
+            self.book.end(hold, Cause(why="reset"))
+
+    def _queue_writes(self, work: Work, *, final: bool) -> None:
+        for index, page in enumerate(work.pages):
+            content = work.prompt.content(index)._replace(final=final)
+            self.stream.append(partial(self.pages.__setitem__, page, content))
+
+
+class Producer:
+    """One life of the prefill engine."""
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        slots: int,
+        ledger: type[HoldLedger],
+        keeper: type[HoldKeeper],
+        rank: type[ProducerRank],
+        clock: Callable[[], float],
+        issues: list[Issue],
+    ) -> None:
+        self.incarnation = random_incarnation()
+        self.slots = slots
+        self.ledger = ledger(slots)
+        self.ranks = [
+            rank(i, slots, self.incarnation, keeper, skewed(clock, 1000.0 * i))
+            for i in range(ranks)
+        ]
+        self.payloads = _payloads(self)
+        self.issues = issues
+        self.requests: dict[RequestId, Prompt] = {}
+        self.free = list(range(1, PAGES + 1))
+        self.steps: deque[Step] = deque()
+        self.reported: dict[RequestId, set[int]] = defaultdict(set)
+        self.reset_holds: set[Hold] = set()
+
+    # The scheduler.
+
+    def at(self, *where: At) -> list[Prompt]:
+        """Requests that stand there, oldest first."""
+        return [prompt for prompt in self.requests.values() if prompt.at in where]
+
+    def add(self, prompt: Prompt) -> None:
+        self.requests[prompt.id] = prompt
+
+    @property
+    def can_schedule(self) -> bool:
+        return len(self.steps) < STEPS_AHEAD
+
+    def schedule(self) -> None:
+        """A step: who fits is taken in, who runs goes on, and the ranks hear what they must."""
+        for prompt in self.at(At.WAITING):
+            if prompt.size <= len(self.free):
+                self._take_in(prompt)
+        work = [self._next_chunk(p) for p in self.at(At.RUNNING) if p.chunk < p.chunks]
+        step = Step(orders=self.ledger.drain(), work=work)
+        self.steps.append(step)
+        for rank in self.ranks:
+            rank.inbox.append(step)
+
+    @property
+    def can_process(self) -> bool:
+        return bool(self.steps) and len(self.steps[0].outputs) == len(self.ranks)
+
+    def process(self) -> None:
+        """The oldest step's results are there: requests finish, and pages come back."""
+        step = self.steps.popleft()
+        for work in step.work:
+            current = work.prompt.at is At.RUNNING and work.prompt.epoch == work.epoch
+            if work.last and current:
+                self._finish(work.prompt)
+        for rank, sent in step.outputs.items():
+            for request in sent:
+                self._hear_sent(rank, request)
+
+    def preempt(self, prompt: Prompt) -> None:
+        """Its pages are wanted by others; it starts again, with the hold that it has."""
+        self._free(prompt)
+        prompt.at, prompt.chunk, prompt.epoch = At.WAITING, 0, prompt.epoch + 1
+
+    def abort(self, prompt: Prompt) -> None:
+        """It ends before there is a ticket: its pages are free at once."""
+        had = prompt.hold is not None
+        require(self.ledger.drop(prompt.id) is had, "dropped a request that has no hold, or not")
+        self._free(prompt)
+        self._forget(prompt)
+
+    def reset(self) -> None:
+        """``reset_cache``."""
+        self.ledger.reset()
+        self.reset_holds.update(p.hold for p in self.at(At.HELD) if p.hold is not None)
+
+    def shut_down(self) -> None:
+        """The process ends in good order: no read that ends later may be valid."""
+        for rank in self.ranks:
+            rank.keeper.end_all()
+            require(rank.keeper.held == 0 and not any(rank.words), "held after the shutdown")
+            for request in rank.keeper.take_sent():
+                self._check_sent(rank.rank, request)
+
+    # Inside.
+
+    def _take_in(self, prompt: Prompt) -> None:
+        prompt.pages = tuple(self.free.pop() for _ in range(prompt.size))
+        prompt.at = At.RUNNING
+        if prompt.remote:
+            hold = self.ledger.take_on(prompt.id)
+            require(prompt.hold in (None, hold), "another hold after preemption", prompt)
+            prompt.hold, prompt.remote = hold, hold is not None
+
+    def _next_chunk(self, prompt: Prompt) -> Work:
+        prompt.chunk += 1
+        last = prompt.chunk == prompt.chunks
+        return Work(prompt, prompt.epoch, prompt.pages, last)
+
+    def _finish(self, prompt: Prompt) -> None:
+        if prompt.errs or prompt.hold is None:
+            self.abort(prompt)
+            return
+        hold = self.ledger.ticket(prompt.id, LEASE)
+        require(hold == prompt.hold, "a ticket for another hold", prompt)
+        prompt.at = At.HELD
+        ticket = _ticket(self, prompt, prompt.hold)
+        self.issues.append(Issue(ticket=ticket, prompt=prompt, producer=self))
+
+    def _hear_sent(self, rank: int, request: RequestId) -> None:
+        self._check_sent(rank, request)
+        self.reported[request].add(rank)
+        if len(self.reported[request]) == len(self.ranks):
+            self._give_back(self.requests[request])
+
+    def _check_sent(self, rank: int, request: RequestId) -> None:
+        held = request in self.requests and self.requests[request].at is At.HELD
+        require(held, "reported sent, but the scheduler has no such held request:", request)
+        require(rank not in self.reported[request], "reported sent twice by one rank:", request)
+
+    def _give_back(self, prompt: Prompt) -> None:
+        for rank in self.ranks:
+            stands = any(word >> 1 == prompt.generation for word in rank.words)
+            require(not stands, "pages given back under a standing slot word", rank.rank, prompt)
+            over = prompt.hold in rank.book.over
+            require(over, "pages given back that a consumer may still read", rank.rank, prompt)
+        self.ledger.sent(prompt.id)
+        del self.reported[prompt.id]
+        self._free(prompt)
+        self._forget(prompt)
+
+    def _free(self, prompt: Prompt) -> None:
+        self.free.extend(prompt.pages)
+        prompt.pages = ()
+
+    def _forget(self, prompt: Prompt) -> None:
+        prompt.at = At.OVER
+        del self.requests[prompt.id]
+
+
+def skewed(clock: Callable[[], float], seconds: float) -> Callable[[], float]:
+    """Another rank's clock: no two can be compared."""
+    return lambda: clock() + seconds
+
+
+def tokens_digest(tokens: Sequence[int]) -> bytes:
+    """Both sides' digest of a prompt; no LoRA, no images, no salt."""
+    return digest(tokens, None)
+
+
+def _ticket(producer: Producer, prompt: Prompt, hold: Hold) -> Ticket:
+    return Ticket(
+        engine=ENGINE,
+        incarnation=producer.incarnation,
+        request=prompt.id,
+        host="127.0.0.1",
+        port=1,
+        hold=hold,
+        pages=(prompt.pages,),
+        first_index=(0,),
+        tokens=len(prompt.tokens),
+        digest=tokens_digest(prompt.tokens),
+        computed=not prompt.drafter,
+        tp_size=len(producer.ranks),
+    )
+
+
+_LAYOUT = Layout(
+    regions=(Region(address=4096, nbytes=(PAGES + 1) * BLOCK),),
+    groups=(Group(kind=GroupKind.PAGED, block_tokens=BLOCK),),
+    fields=(
+        Field(
+            key="k",
+            group=0,
+            region=0,
+            offset=0,
+            page_stride=BLOCK,
+            pages=PAGES + 1,
+            dtype="uint8",
+            unit=1,
+            tokens=axis((BLOCK, 1)),
+            shard=axis((1, 1)),
+        ),
+    ),
+)
+
+
+def _payloads(producer: Producer) -> list[RankPayload]:
+    return [
+        RankPayload(
+            oldest=1,
+            newest=1,
+            engine=ENGINE,
+            incarnation=producer.incarnation,
+            rank=rank.rank,
+            coordinates=Coordinates(tp=rank.rank),
+            agreement={},
+            layout=_LAYOUT,
+            driver="fabric",
+            address=b"",
+            slots=Region(address=1 << 20, nbytes=WORD_BYTES * producer.slots),
+        )
+        for rank in producer.ranks
+    ]

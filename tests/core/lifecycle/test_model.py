@@ -1,0 +1,29 @@
+"""The model test: the real machines in a world where everything may happen at any time.
+
+``KVFERRY_MODEL_EXAMPLES=20000 pytest tests/core/lifecycle/test_model.py`` searches longer, and
+elsewhere each time; without it, the search is short and the same every time.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.core.lifecycle.machine import Protocol
+
+EXAMPLES = os.environ.get("KVFERRY_MODEL_EXAMPLES")
+
+SEARCH = settings(
+    max_examples=int(EXAMPLES or 400),
+    derandomize=EXAMPLES is None,
+    database=None,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_protocol_holds() -> None:
+    run_state_machine_as_test(Protocol, settings=SEARCH)

@@ -1,0 +1,327 @@
+"""The model test is worth what it catches: faults, planted one at a time, each to be caught by it.
+
+Those that PROTOCOL.md lists are caught by their consequences alone (``strict=False``: no slot word
+is compared with the table); so are the others, but for those that say why not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvferry.core.errors import KVFerryError
+from kvferry.core.lifecycle import loads as loads_module
+from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
+from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
+from kvferry.core.lifecycle.ledger import HoldLedger, Orders
+from kvferry.core.lifecycle.loads import Action, LoadId, Loads
+from kvferry.core.wire import Release
+from tests.core.lifecycle.consumer_rank import ConsumerRank
+from tests.core.lifecycle.decodes import Pull
+from tests.core.lifecycle.fabric import Link, Transfer, Violation
+from tests.core.lifecycle.machine import Protocol
+from tests.core.lifecycle.model import Parts
+from tests.core.lifecycle.producer import Producer
+
+SEARCH = settings(
+    max_examples=1000,
+    stateful_step_count=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+    print_blob=False,
+)
+
+
+# What PROTOCOL.md lists.
+
+
+class DoneBoundToTheDataRead(ConsumerRank):
+    def make_read(self, link: Link, action: Action, pull: Pull) -> Transfer:
+        transfer = super().make_read(link, action, pull)
+        transfer.message = self.message(action.rank, [action.load], abandoned=False)
+        return transfer
+
+
+class ReadyAtTakeOn(HoldKeeper):
+    def take_on(self, request: RequestId, hold: Hold) -> None:
+        super().take_on(request, hold)
+        self._words[hold.slot] = hold.ready
+
+
+class NoCheckBeforeTheRead(Loads):
+    """The fence alone, which asks for ``ready``: it may have become so while the read went on."""
+
+    def _step(self, load_id: LoadId, load: Any, rank: int, *, first: bool = False) -> None:
+        super()._step(load_id, load, rank)
+
+
+class NoCheckAtAll(Loads):
+    """Every ticket is taken for one that says ``computed``."""
+
+    def begin(self, *args: Any, computed: bool, **kwargs: Any) -> LoadId:
+        return super().begin(*args, computed=True, **kwargs)
+
+
+class CountedGenerations(HoldLedger):
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots, itertools.count(1).__next__)
+
+
+class WordClearedAfterwards(HoldKeeper):
+    """The request is reported sent, and its word cleared with the next orders."""
+
+    _late: tuple[Hold, ...] = ()
+
+    def apply(self, orders: Orders) -> None:
+        late, self._late = self._late, ()
+        for hold in late:
+            self._words[hold.slot] = NOTHING
+        super().apply(orders)
+
+    def _clear(self, hold: Hold) -> None:
+        del self._held[hold.slot]
+        self._late = (*self._late, hold)
+
+
+class AbandonNotSent(Loads):
+    def _tell_abandon(self, load_id: LoadId, load: Any) -> None:
+        pass
+
+
+class ReplicaNotTold(Loads):
+    def _tell_done(self, load_id: LoadId, load: Any) -> None:
+        if not load.reads:
+            super()._tell_done(load_id, load)
+
+
+# And others: on the producer.
+
+
+class RanksNotDistinct(HoldKeeper):
+    """Messages are counted, whoever sends them."""
+
+    def release(self, message: Release) -> Verdict:
+        held = self._held.get(message.slot)
+        if held is not None and message.rank in held.readers.get(message.engine, ()):
+            held.readers[message.engine].add(1000 + len(held.readers[message.engine]))
+            if len(held.readers[message.engine]) >= message.expected:
+                self._over(held)
+        return super().release(message)
+
+
+class AnyGenerationReleases(HoldKeeper):
+    def release(self, message: Release) -> Verdict:
+        held = self._held.get(message.slot)
+        generation = message.generation if held is None else held.hold.generation
+        return super().release(_changed(message, generation=generation))
+
+
+class AnyIncarnationReleases(HoldKeeper):
+    def release(self, message: Release) -> Verdict:
+        return super().release(_changed(message, incarnation=self._incarnation))
+
+
+class EnginesCountedTogether(HoldKeeper):
+    def release(self, message: Release) -> Verdict:
+        rank = message.rank if message.engine == "A" else 100 + message.rank
+        return super().release(_changed(message, engine="any", rank=rank))
+
+
+class ExpiryForgets(HoldKeeper):
+    """What expired is reported, and again when the late "done" comes."""
+
+    def expire(self, now: float) -> list[RequestId]:
+        late = [h for h in self._held.values() if h.deadline is not None and h.deadline <= now]
+        requests = super().expire(now)
+        for held in late:
+            held.deadline = None
+            self._held.setdefault(held.hold.slot, held)
+        return requests
+
+
+class ReadyWithTheOrder(HoldKeeper):
+    """``ready`` does not wait for the device."""
+
+    def order(self, hold: Hold, lease: float) -> None:
+        super().order(hold, lease)
+        if self._find(hold):
+            self._words[hold.slot] = hold.ready
+
+
+class DropsLate(HoldKeeper):
+    """Drops come after the next step's take-ons, and clear whatever the slot has."""
+
+    _late: tuple[Hold, ...] = ()
+
+    def apply(self, orders: Orders) -> None:
+        late, self._late = self._late, orders.drops
+        super().apply(Orders(take_ons=orders.take_ons, ready=orders.ready, ends=orders.ends))
+        for hold in late:
+            self._held.pop(hold.slot, None)
+            self._words[hold.slot] = NOTHING
+
+
+class ResetForgotten(HoldKeeper):
+    def end(self, hold: Hold) -> None:
+        pass
+
+
+class SlotFreeAtTheTicket(HoldLedger):
+    def ticket(self, request: RequestId, lease: float) -> Hold | None:
+        hold = super().ticket(request, lease)
+        if hold is not None:
+            self._free.append(hold.slot)
+        return hold
+
+    def sent(self, request: RequestId) -> None:
+        super().sent(request)
+        self._free.pop()
+
+
+class NewHoldAfterPreemption(HoldLedger):
+    def take_on(self, request: RequestId) -> Hold | None:
+        if request in self._entries and not self._entries[request].ticketed:
+            del self._entries[request]
+        return super().take_on(request)
+
+
+class SentByOneRank(Producer):
+    """The first rank's report gives the pages back."""
+
+    def _hear_sent(self, rank: int, request: RequestId) -> None:
+        self.reported[request].update(r.rank for r in self.ranks if r.rank != rank)
+        super()._hear_sent(rank, request)
+
+
+# On the consumer.
+
+
+class FenceIgnored(Loads):
+    def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
+        load = self._loads.get(load_id)
+        super().fenced(load_id, rank, word if load is None else load.hold.ready)
+
+
+class ReportedBeforeQuiet(Loads):
+    def doomed(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
+        self.lost(load_id, rank, error)
+
+
+class AbortedAtOnce(Loads):
+    def abort(self, load_id: LoadId, error: KVFerryError) -> None:
+        super().abort(load_id, error)
+        load = self._loads.get(load_id)
+        for rank in load.at if load is not None else ():
+            self.lost(load_id, rank, error)
+
+
+class ReadsAfterTheReport(Loads):
+    """A handshake that comes late begins what has been given up."""
+
+    def shaken(self, load_id: LoadId, parties: tuple[loads_module.Party, ...]) -> None:
+        load = self._loads.get(load_id)
+        if load is not None:
+            load.reported, load.failure = False, None
+        super().shaken(load_id, parties)
+
+
+class OneFenceForAll(Loads):
+    """The first good fence is taken for those of all ranks."""
+
+    def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
+        load = self._loads.get(load_id)
+        super().fenced(load_id, rank, word)
+        for other in load.at if load is not None and load.failure is None else ():
+            super().fenced(load_id, other, word)
+
+
+class CheckedOnce(Loads):
+    """Pages that were still computing are never asked for again."""
+
+    def tick(self, now: float) -> None:
+        for load in self._loads.values():
+            for rank, at in load.at.items():
+                if at is loads_module._At.RECHECK:
+                    load.at[rank] = loads_module._At.CHECKING
+        super().tick(now)
+
+
+class DeadlineIgnored(Loads):
+    def tick(self, now: float) -> None:
+        super().tick(float("-inf"))
+
+
+class AbandonBeforeQuiet(Loads):
+    def abort(self, load_id: LoadId, error: KVFerryError) -> None:
+        load = self._loads.get(load_id)
+        if load is not None:
+            self._tell_abandon(load_id, load)
+        super().abort(load_id, error)
+
+
+class NothingReadNothingReported(Loads):
+    """A load with nothing to read from anybody is never over."""
+
+    def _finish_if_over(self, load_id: LoadId, load: Any) -> None:
+        if load.at or load.failure is not None:
+            super()._finish_if_over(load_id, load)
+
+
+def _changed(message: Release, **changes: Any) -> Release:
+    return Release(**{**{f: getattr(message, f) for f in message.__struct_fields__}, **changes})
+
+
+PLANTED: dict[str, Parts] = {
+    "done bound to the data read": Parts(consumer_rank=DoneBoundToTheDataRead),
+    "the word written at take-on as ready": Parts(keeper=ReadyAtTakeOn),
+    "only one check when a drafter runs": Parts(loads=NoCheckBeforeTheRead),
+    "no check when a drafter runs": Parts(loads=NoCheckAtAll),
+    "counter generations across a restart": Parts(ledger=CountedGenerations),
+    "the word cleared after the pages": Parts(keeper=WordClearedAfterwards),
+    "abandon not sent": Parts(loads=AbandonNotSent),
+    "a replica not told": Parts(loads=ReplicaNotTold),
+    "one rank counted twice": Parts(keeper=RanksNotDistinct),
+    "any generation releases": Parts(keeper=AnyGenerationReleases),
+    "any incarnation releases": Parts(keeper=AnyIncarnationReleases),
+    "consumer engines counted together": Parts(keeper=EnginesCountedTogether),
+    "expired and sent": Parts(keeper=ExpiryForgets),
+    "ready before the device has passed": Parts(keeper=ReadyWithTheOrder),
+    "drops after take-ons": Parts(keeper=DropsLate),
+    "reset forgotten": Parts(keeper=ResetForgotten),
+    "the slot is free at the ticket": Parts(ledger=SlotFreeAtTheTicket),
+    "a new hold after preemption": Parts(ledger=NewHoldAfterPreemption),
+    "pages given back when one rank has sent": Parts(producer=SentByOneRank),
+    "the fence ignored": Parts(loads=FenceIgnored),
+    "reported while doomed": Parts(loads=ReportedBeforeQuiet),
+    "an abort does not wait": Parts(loads=AbortedAtOnce),
+    "read after the report": Parts(loads=ReadsAfterTheReport),
+    "one fence for all ranks": Parts(loads=OneFenceForAll),
+    "computing pages are asked for once": Parts(loads=CheckedOnce),
+    "the deadline ignored": Parts(loads=DeadlineIgnored),
+    "abandoned before it is quiet": Parts(loads=AbandonBeforeQuiet),
+    "nothing to read, nothing reported": Parts(loads=NothingReadNothingReported),
+}
+
+
+def relaxed(parts: Parts) -> Parts:
+    """Without the table."""
+    fields = {name: getattr(parts, name) for name in parts.__slots__}
+    return Parts(**{**fields, "strict": False})
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_fault_is_caught(fault: str) -> None:
+    class Planted(Protocol):
+        parts = relaxed(PLANTED[fault])
+
+    Planted.__qualname__ = f"Planted[{fault}]"
+    with pytest.raises(Violation):
+        run_state_machine_as_test(Planted, settings=SEARCH)
