@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kvferry.core.errors import TicketError
 from kvferry.core.layout import HOLE
@@ -58,7 +59,7 @@ class Ticket:
     signature: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
-        for problem in (*_identity_problems(self), *_page_problems(self)):
+        for problem in chain(_identity_problems(self), _page_problems(self)):
             raise TicketError(problem)
 
 
@@ -84,8 +85,9 @@ def _identity_problems(ticket: Ticket) -> Iterator[str]:
 def _page_problems(ticket: Ticket) -> Iterator[str]:
     if len(ticket.first_index) != len(ticket.pages):
         yield f"{len(ticket.first_index)} first indices for {len(ticket.pages)} groups"
-    if any(not 0 <= index <= MAX_TOKENS for index in ticket.first_index):
-        yield f"a first index of {ticket.first_index} is not in 0 to {MAX_TOKENS}"
+    for index in ticket.first_index:
+        if not 0 <= index <= MAX_TOKENS:
+            yield f"a first index of {index} is not in 0 to {MAX_TOKENS}"
     if sum(map(len, ticket.pages)) > MAX_TICKET_PAGES:
         yield f"{sum(map(len, ticket.pages))} block ids; {MAX_TICKET_PAGES} are allowed"
     for group, ids in enumerate(ticket.pages):

@@ -1,0 +1,54 @@
+"""Holds, slot words, and the random numbers that are never used twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.core.errors import TicketError
+from kvferry.core.lifecycle.holds import (
+    GENERATION_LIMIT,
+    MAX_SLOTS,
+    NOTHING,
+    Hold,
+    random_generation,
+    random_incarnation,
+)
+
+
+def test_a_word_says_whose_it_is_and_whether_it_may_be_read() -> None:
+    hold = Hold(slot=3, generation=5)
+    assert (hold.computing, hold.ready) == (0b1010, 0b1011)
+    assert hold.stands(hold.computing)
+    assert hold.stands(hold.ready)
+
+
+@pytest.mark.parametrize("generation", [1, 2, 4, GENERATION_LIMIT - 1])
+def test_no_other_word_stands_for_a_hold(generation: int) -> None:
+    hold = Hold(slot=3, generation=5)
+    other = Hold(slot=3, generation=generation)
+    assert not any(hold.stands(word) for word in (NOTHING, other.computing, other.ready))
+
+
+def test_the_largest_word_fits_in_8_bytes() -> None:
+    assert Hold(slot=0, generation=GENERATION_LIMIT - 1).ready == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("slot", "generation"), [(-1, 1), (MAX_SLOTS, 1), (0, 0), (0, -1), (0, GENERATION_LIMIT)]
+)
+def test_a_hold_out_of_bounds_is_refused(slot: int, generation: int) -> None:
+    with pytest.raises(TicketError, match=rf"slot {slot}, generation {generation}"):
+        Hold(slot=slot, generation=generation)
+
+
+def test_holds_are_ordered_by_slot() -> None:
+    assert Hold(slot=1, generation=9) < Hold(slot=2, generation=1)
+
+
+@pytest.mark.parametrize("draw", [random_generation, random_incarnation])
+def test_random_numbers_use_63_bits_and_do_not_come_back(draw: type[int]) -> None:
+    drawn = [draw() for _ in range(256)]
+    assert len(set(drawn)) == len(drawn)
+    assert all(0 < number < GENERATION_LIMIT for number in drawn)
+    assert all(any(number >> bit & 1 for number in drawn) for bit in range(63))
+    assert sorted(drawn) != drawn

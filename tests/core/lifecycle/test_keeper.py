@@ -1,0 +1,186 @@
+"""The producer's worker half: slot words, leases, and who ends a hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.keeper import MAX_READERS, HoldKeeper, Verdict
+from kvferry.core.lifecycle.ledger import Orders
+from kvferry.core.wire import Release
+
+A, B = RequestId("a"), RequestId("b")
+INCARNATION = Incarnation(99)
+HOLD = Hold(slot=1, generation=7)
+
+
+class Bench:
+    """A keeper of two slots, with a request in slot 1."""
+
+    def __init__(self, *, ordered: bool = True, ready: bool = True) -> None:
+        self.words = [NOTHING, NOTHING]
+        self.keeper = HoldKeeper(self.words, INCARNATION)
+        self.keeper.take_on(A, HOLD)
+        if ordered:
+            self.keeper.order(HOLD, 30.0)
+        if ready:
+            self.keeper.ready(HOLD, 100.0)
+
+    def release(self, rank: int = 0, expected: int = 1, **changes: Any) -> Verdict:
+        fields = {
+            "incarnation": INCARNATION,
+            "slot": HOLD.slot,
+            "generation": HOLD.generation,
+            "engine": "d",
+            "rank": rank,
+            "expected": expected,
+        }
+        return self.keeper.release(Release(**{**fields, **changes}))
+
+    @property
+    def over(self) -> bool:
+        return self.words == [NOTHING, NOTHING] and self.keeper.held == 0
+
+
+def test_the_word_follows_the_request() -> None:
+    bench = Bench(ordered=False, ready=False)
+    assert bench.words == [NOTHING, HOLD.computing]
+    bench.keeper.order(HOLD, 30.0)
+    assert bench.words == [NOTHING, HOLD.computing]
+    bench.keeper.ready(HOLD, 100.0)
+    assert bench.words == [NOTHING, HOLD.ready]
+    assert bench.release() is Verdict.ENDED
+    assert bench.over
+    assert bench.keeper.take_sent() == [A]
+    assert bench.keeper.take_sent() == []
+
+
+def test_nothing_is_ready_that_has_no_ticket() -> None:
+    bench = Bench(ordered=False)
+    assert bench.words == [NOTHING, HOLD.computing]
+    assert bench.keeper.expire(1e9) == []
+
+
+def test_the_word_is_cleared_before_the_request_is_reported() -> None:
+    sent_too_early: list[RequestId] = []
+
+    class Watched(list[int]):
+        def __setitem__(self, slot: Any, word: Any) -> None:
+            sent_too_early.extend(keeper.take_sent())
+            super().__setitem__(slot, word)
+
+    keeper = HoldKeeper(Watched([NOTHING, NOTHING]), INCARNATION)
+    for end in (keeper.end, lambda _: keeper.end_all(), lambda _: keeper.expire(200.0)):
+        keeper.take_on(A, HOLD)
+        keeper.order(HOLD, 30.0)
+        keeper.ready(HOLD, 100.0)
+        end(HOLD)
+        assert keeper.take_sent() == [A]
+    assert sent_too_early == []
+
+
+def test_a_drop_clears_the_word_and_is_not_reported() -> None:
+    bench = Bench(ordered=False, ready=False)
+    bench.keeper.drop(HOLD)
+    assert bench.over
+    assert bench.keeper.take_sent() == []
+
+
+def test_a_drop_of_another_generation_clears_nothing() -> None:
+    bench = Bench(ordered=False, ready=False)
+    bench.keeper.drop(Hold(slot=1, generation=8))
+    bench.keeper.drop(Hold(slot=0, generation=7))
+    assert bench.words == [NOTHING, HOLD.computing]
+
+
+def test_orders_of_one_step_drop_before_they_take_on() -> None:
+    bench = Bench(ordered=False, ready=False)
+    new = Hold(slot=1, generation=8)
+    bench.keeper.apply(Orders(drops=(HOLD,), take_ons=((B, new),)))
+    assert bench.words == [NOTHING, new.computing]
+    assert bench.keeper.held == 1
+    bench.keeper.apply(Orders(ready=((new, 30.0),), ends=(new,)))
+    assert bench.over
+    assert bench.keeper.take_sent() == [B]
+
+
+def test_a_hold_ends_when_every_rank_of_one_engine_has_said_so() -> None:
+    bench = Bench()
+    assert bench.release(rank=0, expected=2) is Verdict.COUNTED
+    assert bench.release(rank=0, expected=2) is Verdict.REPEATED
+    assert bench.release(rank=1, expected=3, engine="other") is Verdict.COUNTED
+    assert bench.words == [NOTHING, HOLD.ready]
+    assert bench.keeper.take_sent() == []
+    assert bench.release(rank=5, expected=2, abandoned=True) is Verdict.ENDED
+    assert bench.over
+
+
+def test_done_before_ready_or_even_before_the_order_is_done() -> None:
+    bench = Bench(ordered=False, ready=False)
+    assert bench.release() is Verdict.ENDED
+    bench.keeper.order(HOLD, 30.0)
+    bench.keeper.ready(HOLD, 100.0)
+    assert bench.over
+    assert bench.keeper.take_sent() == [A]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"incarnation": 98}, {"generation": 8}, {"slot": 0}, {"slot": 2}]
+)
+def test_a_message_about_another_hold_is_ignored(changes: dict[str, int]) -> None:
+    bench = Bench()
+    assert bench.release(**changes) is Verdict.UNKNOWN
+    assert bench.words == [NOTHING, HOLD.ready]
+
+
+def test_a_late_message_about_an_earlier_hold_of_the_slot_is_ignored() -> None:
+    bench = Bench()
+    bench.keeper.expire(130.0)
+    new = Hold(slot=1, generation=8)
+    bench.keeper.take_on(B, new)
+    assert bench.release() is Verdict.UNKNOWN
+    assert bench.words == [NOTHING, new.computing]
+
+
+def test_only_so_many_engines_are_counted_and_those_are_still_heard() -> None:
+    bench = Bench()
+    for number in range(MAX_READERS):
+        assert bench.release(expected=2, engine=f"d{number}") is Verdict.COUNTED
+    assert bench.release(expected=2, engine="one more") is Verdict.UNKNOWN
+    assert bench.release(rank=1, expected=2, engine="d0") is Verdict.ENDED
+
+
+def test_a_lease_ends_on_time_and_once() -> None:
+    bench = Bench()
+    assert bench.keeper.expire(129.9) == []
+    assert bench.words == [NOTHING, HOLD.ready]
+    assert bench.keeper.expire(130.0) == [A]
+    assert bench.over
+    assert bench.keeper.expire(131.0) == []
+    assert bench.release() is Verdict.UNKNOWN
+    assert bench.keeper.take_sent() == [A]
+
+
+def test_the_lease_starts_with_the_first_ready() -> None:
+    bench = Bench()
+    bench.keeper.ready(HOLD, 120.0)
+    assert bench.keeper.expire(130.0) == [A]
+
+
+def test_a_ticketed_hold_is_given_up_and_reported_once() -> None:
+    bench = Bench(ready=False)
+    bench.keeper.end(HOLD)
+    bench.keeper.end(HOLD)
+    assert bench.over
+    assert bench.keeper.take_sent() == [A]
+
+
+def test_a_shutdown_clears_every_word_and_reports_what_had_a_ticket() -> None:
+    bench = Bench()
+    bench.keeper.take_on(B, Hold(slot=0, generation=3))
+    assert bench.keeper.held == bench.keeper.slots == 2
+    bench.keeper.end_all()
+    assert bench.over
+    assert bench.keeper.take_sent() == [A]

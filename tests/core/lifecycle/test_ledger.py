@@ -1,0 +1,142 @@
+"""The producer's scheduler half: who gets a hold, and what the workers hear of it."""
+
+from __future__ import annotations
+
+import pickle
+
+from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.ledger import HoldLedger, Orders
+
+A, B, C = (RequestId(name) for name in "abc")
+
+
+def taken_on(ledger: HoldLedger, request: RequestId) -> Hold:
+    hold = ledger.take_on(request)
+    assert hold is not None
+    return hold
+
+
+def test_a_request_is_taken_on_computed_and_held() -> None:
+    ledger = HoldLedger(4)
+    hold = taken_on(ledger, A)
+    assert ledger.drain() == Orders(take_ons=((A, hold),))
+    assert ledger.ticket(A, 30.0) == hold
+    assert ledger.drain() == Orders(ready=((hold, 30.0),))
+    assert ledger.held == 1
+    ledger.sent(A)
+    assert ledger.held == 0
+    assert not ledger.drain()
+
+
+def test_preemption_keeps_the_hold_and_says_nothing_again() -> None:
+    ledger = HoldLedger(4)
+    hold = taken_on(ledger, A)
+    ledger.drain()
+    assert ledger.take_on(A) == hold
+    assert not ledger.drain()
+
+
+def test_requests_get_slots_and_generations_of_their_own() -> None:
+    ledger = HoldLedger(64)
+    holds = [taken_on(ledger, RequestId(f"r{i}")) for i in range(64)]
+    assert {hold.slot for hold in holds} == set(range(64))
+    assert len({hold.generation for hold in holds}) == 64
+
+
+def test_two_lives_of_an_engine_share_no_generation() -> None:
+    lives = [HoldLedger(8), HoldLedger(8)]
+    drawn = [[taken_on(life, RequestId(f"r{i}")).generation for i in range(8)] for life in lives]
+    assert not set(drawn[0]) & set(drawn[1])
+
+
+def test_without_a_slot_there_is_no_hold() -> None:
+    ledger = HoldLedger(1)
+    taken_on(ledger, A)
+    assert ledger.take_on(B) is None
+    assert ledger.ticket(B, 30.0) is None
+    assert not ledger.drop(B)
+
+
+def test_the_slot_of_what_was_sent_is_free_again() -> None:
+    ledger = HoldLedger(1)
+    hold = taken_on(ledger, A)
+    ledger.ticket(A, 30.0)
+    assert ledger.take_on(B) is None
+    ledger.sent(A)
+    again = taken_on(ledger, B)
+    assert again.slot == hold.slot
+    assert again.generation != hold.generation
+
+
+def test_the_slot_of_a_drop_is_free_when_the_workers_have_been_told() -> None:
+    ledger = HoldLedger(1)
+    hold = taken_on(ledger, A)
+    ledger.drain()
+    assert ledger.drop(A)
+    assert ledger.held == 0
+    assert ledger.take_on(B) is None
+    assert ledger.drain() == Orders(drops=(hold,))
+    assert taken_on(ledger, B).slot == hold.slot
+
+
+def test_what_the_workers_never_heard_of_is_not_dropped_there() -> None:
+    ledger = HoldLedger(1)
+    taken_on(ledger, A)
+    assert ledger.drop(A)
+    assert not ledger.drain()
+    assert ledger.take_on(B) is not None
+
+
+def test_a_ticket_is_made_once_and_then_the_request_cannot_be_dropped() -> None:
+    ledger = HoldLedger(4)
+    assert ledger.ticket(A, 30.0) is None
+    taken_on(ledger, A)
+    ledger.ticket(A, 30.0)
+    assert ledger.ticket(A, 30.0) is None
+    assert not ledger.drop(A)
+    assert ledger.held == 1
+
+
+def test_an_id_that_is_still_held_is_not_taken_on_again() -> None:
+    ledger = HoldLedger(4)
+    taken_on(ledger, A)
+    ledger.ticket(A, 30.0)
+    assert ledger.take_on(A) is None
+    ledger.sent(A)
+    assert ledger.take_on(A) is not None
+
+
+def test_sent_is_about_tickets_only() -> None:
+    ledger = HoldLedger(4)
+    taken_on(ledger, A)
+    ledger.sent(A)
+    ledger.sent(B)
+    assert ledger.held == 1
+
+
+def test_a_reset_gives_up_tickets_once_and_computing_requests_not() -> None:
+    ledger = HoldLedger(4)
+    late, early = taken_on(ledger, A), taken_on(ledger, B)
+    taken_on(ledger, C)
+    ledger.ticket(B, 30.0)
+    ledger.ticket(A, 30.0)
+    ledger.drain()
+    ledger.reset()
+    ledger.reset()
+    assert ledger.drain() == Orders(ends=(late, early))
+    assert ledger.held == 3
+    assert not ledger.drain()
+    ledger.reset()
+    assert ledger.drain().ends == (late, early)  # whatever the workers did meanwhile
+
+
+def test_orders_travel_to_the_workers() -> None:
+    ledger = HoldLedger(4)
+    taken_on(ledger, A)
+    ledger.ticket(A, 30.0)
+    ledger.reset()
+    orders = ledger.drain()
+    assert orders.take_ons
+    assert orders.ready
+    assert orders.ends
+    assert pickle.loads(pickle.dumps(orders)) == orders

@@ -1,0 +1,314 @@
+"""The consumer's worker half: what is done next, and when a load is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.core.errors import KVFerryError, StaleError, TransportError
+from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
+from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op, Party
+
+HOLD = Hold(slot=1, generation=7)
+OTHER = Hold(slot=1, generation=8)
+REQUEST = RequestId("a")
+DEADLINE = 100.0
+
+
+def reads(*ranks: int) -> tuple[Party, ...]:
+    return tuple(Party(rank=rank, reads=True) for rank in ranks)
+
+
+def tells(*ranks: int) -> tuple[Party, ...]:
+    return tuple(Party(rank=rank, reads=False) for rank in ranks)
+
+
+class Bench:
+    """One load, whose actions are looked at as (op, rank)."""
+
+    def __init__(
+        self, *parties: Party, computed: bool = True, pulls: bool = True, shakes: bool = True
+    ) -> None:
+        self.loads = Loads()
+        self.id = self.loads.begin(REQUEST, HOLD, computed=computed, reads=pulls, deadline=DEADLINE)
+        self.reported: list[KVFerryError | None] = []
+        if shakes:
+            self.loads.shaken(self.id, parties)
+
+    @property
+    def next(self) -> list[tuple[Op, int]]:
+        actions = self.loads.take_actions()
+        assert {action.load for action in actions} <= {self.id}
+        self.reported += [action.error for action in actions if action.op is Op.REPORT]
+        return [(action.op, action.rank) for action in actions]
+
+    @property
+    def error(self) -> KVFerryError | None:
+        (error,) = self.reported
+        return error
+
+    @property
+    def over(self) -> bool:
+        return len(self.loads) == 0 and self.id not in self.loads
+
+    def fence(self, rank: int = 0, word: int = HOLD.ready) -> None:
+        self.loads.read(self.id, rank)
+        self.loads.fenced(self.id, rank, word)
+
+
+def test_a_load_is_read_then_fenced_then_reported() -> None:
+    bench = Bench(shakes=False)
+    assert bench.next == []
+    bench.loads.shaken(bench.id, reads(0))
+    assert bench.next == [(Op.READ, 0)]
+    bench.loads.read(bench.id, 0)
+    assert bench.next == [(Op.FENCE, 0)]
+    assert not bench.over
+    bench.loads.fenced(bench.id, 0, HOLD.ready)
+    assert bench.next == [(Op.REPORT, -1)]
+    assert bench.error is None
+    assert bench.over
+
+
+def test_every_rank_is_fenced_for_itself_and_replicas_are_told_at_the_end() -> None:
+    bench = Bench(*reads(0, 2), *tells(1))
+    assert bench.next == [(Op.READ, 0), (Op.READ, 2)]
+    bench.fence(2)
+    assert bench.next == [(Op.FENCE, 2)]
+    bench.loads.read(bench.id, 0)
+    assert bench.next == [(Op.FENCE, 0)]
+    bench.loads.fenced(bench.id, 0, HOLD.ready)
+    assert bench.next == [(Op.DONE, 1), (Op.REPORT, -1)]
+    assert bench.error is None
+
+
+@pytest.mark.parametrize("computed", [True, False])
+@pytest.mark.parametrize("word", [NOTHING, OTHER.ready, OTHER.computing])
+def test_a_fence_that_finds_another_word_is_stale(word: int, computed: bool) -> None:
+    bench = Bench(*reads(0), computed=computed)
+    if not computed:
+        bench.loads.checked(bench.id, 0, HOLD.ready)
+    bench.fence(word=word)
+    assert bench.next[-2:] == [(Op.ABANDON, 0), (Op.REPORT, -1)]
+    assert isinstance(bench.error, StaleError)
+    assert bench.over
+
+
+def test_a_fence_may_find_computing_where_the_ticket_says_computed() -> None:
+    bench = Bench(*reads(0), computed=True)
+    bench.fence(word=HOLD.computing)
+    assert bench.next[-1] == (Op.REPORT, -1)
+    assert bench.error is None
+
+
+def test_a_fence_may_not_find_computing_where_a_check_was_needed() -> None:
+    bench = Bench(*reads(0), computed=False)
+    bench.loads.checked(bench.id, 0, HOLD.ready)
+    bench.fence(word=HOLD.computing)
+    assert bench.next[-1] == (Op.REPORT, -1)
+    assert isinstance(bench.error, StaleError)
+
+
+def test_pages_that_are_still_written_are_asked_for_again() -> None:
+    bench = Bench(*reads(0), computed=False)
+    assert bench.next == [(Op.CHECK, 0)]
+    for now in (1.0, 2.0):
+        bench.loads.checked(bench.id, 0, HOLD.computing)
+        assert bench.next == []
+        bench.loads.tick(now)
+        assert bench.next == [(Op.CHECK, 0)]
+        bench.loads.tick(now)
+        assert bench.next == []
+    bench.loads.checked(bench.id, 0, HOLD.ready)
+    assert bench.next == [(Op.READ, 0)]
+
+
+@pytest.mark.parametrize("word", [NOTHING, OTHER.ready])
+def test_a_check_that_finds_another_word_is_stale_and_nothing_is_read(word: int) -> None:
+    bench = Bench(*reads(0), computed=False)
+    assert bench.next == [(Op.CHECK, 0)]
+    bench.loads.checked(bench.id, 0, word)
+    assert bench.next == [(Op.ABANDON, 0), (Op.REPORT, -1)]
+    assert isinstance(bench.error, StaleError)
+
+
+def test_a_failure_cancels_the_rest_and_waits_for_it() -> None:
+    bench = Bench(*reads(0, 1), *tells(2))
+    assert bench.next == [(Op.READ, 0), (Op.READ, 1)]
+    failure = TransportError("cable")
+    bench.loads.lost(bench.id, 0, failure)
+    assert bench.next == [(Op.CANCEL, 1)]
+    assert len(bench.loads) == 1
+    bench.loads.lost(bench.id, 1, TransportError("cancelled"))
+    assert bench.next == [(Op.ABANDON, 0), (Op.ABANDON, 1), (Op.ABANDON, 2), (Op.REPORT, -1)]
+    assert bench.error is failure
+    assert bench.over
+
+
+def test_what_arrives_after_a_failure_is_not_fenced() -> None:
+    bench = Bench(*reads(0, 1))
+    bench.loads.lost(bench.id, 0, TransportError("cable"))
+    assert (Op.CANCEL, 1) in bench.next
+    bench.loads.read(bench.id, 1)
+    assert bench.next == [(Op.ABANDON, 0), (Op.ABANDON, 1), (Op.REPORT, -1)]
+
+
+def test_a_good_fence_does_not_save_a_load_that_failed() -> None:
+    bench = Bench(*reads(0, 1))
+    bench.loads.read(bench.id, 0)
+    bench.loads.lost(bench.id, 1, TransportError("cable"))
+    bench.loads.fenced(bench.id, 0, HOLD.ready)
+    assert bench.next[-1] == (Op.REPORT, -1)
+    assert isinstance(bench.error, TransportError)
+
+
+def test_a_doomed_transfer_is_known_at_once_and_reported_when_quiet() -> None:
+    bench = Bench(*reads(0, 1))
+    assert bench.next == [(Op.READ, 0), (Op.READ, 1)]
+    doom = TransportError("the peer is gone")
+    bench.loads.doomed(bench.id, 0, doom)
+    assert bench.next == [(Op.CANCEL, 0), (Op.CANCEL, 1)]
+    bench.loads.doomed(bench.id, 0, doom)
+    bench.loads.lost(bench.id, 1, TransportError("cancelled"))
+    assert bench.next == []
+    bench.loads.lost(bench.id, 0, TransportError("quiet"))
+    assert bench.next == [(Op.ABANDON, 0), (Op.ABANDON, 1), (Op.REPORT, -1)]
+    assert bench.error is doom
+
+
+@pytest.mark.parametrize("stage", ["handshake", "checking", "recheck", "reading", "fencing"])
+def test_a_load_can_be_given_up_in_every_stage(stage: str) -> None:
+    bench = Bench(*reads(0), computed=False, shakes=stage != "handshake")
+    if stage != "handshake":
+        bench.loads.checked(bench.id, 0, HOLD.ready if stage[-3:] == "ing" else HOLD.computing)
+    if stage == "checking":
+        bench = Bench(*reads(0), computed=False)
+    if stage == "fencing":
+        bench.loads.read(bench.id, 0)
+    assert bench.loads.stage(bench.id) == stage
+    assert bench.loads.request(bench.id) == REQUEST
+    assert bench.next is not None
+    given_up = KVFerryError("given up")
+    bench.loads.abort(bench.id, given_up)
+    if stage in ("checking", "reading", "fencing"):
+        assert bench.next == [(Op.CANCEL, 0)]
+        bench.loads.lost(bench.id, 0, TransportError("cancelled"))
+    told = [] if stage == "handshake" else [(Op.ABANDON, 0)]
+    assert bench.next == [*told, (Op.REPORT, -1)]
+    assert bench.error is given_up
+    assert bench.loads.stage(bench.id) == "over"
+
+
+def test_a_load_that_waits_too_long_is_stale_and_says_where_it_stood() -> None:
+    bench = Bench(*reads(0), computed=False)
+    bench.loads.checked(bench.id, 0, HOLD.computing)
+    bench.loads.tick(DEADLINE - 0.1)
+    bench.loads.checked(bench.id, 0, HOLD.computing)
+    assert bench.next == [(Op.CHECK, 0), (Op.CHECK, 0)]
+    bench.loads.tick(DEADLINE)
+    assert bench.next == [(Op.ABANDON, 0), (Op.REPORT, -1)]
+    assert isinstance(bench.error, StaleError)
+    assert "recheck" in str(bench.error)
+    assert "kv_lease_duration" in str(bench.error)
+
+
+def test_a_read_that_is_late_is_cancelled_and_waited_for() -> None:
+    bench = Bench(*reads(0))
+    assert bench.next == [(Op.READ, 0)]
+    bench.loads.tick(DEADLINE + 1)
+    bench.loads.tick(DEADLINE + 2)
+    assert bench.next == [(Op.CANCEL, 0)]
+    bench.loads.read(bench.id, 0)
+    assert bench.next == [(Op.ABANDON, 0), (Op.REPORT, -1)]
+    assert isinstance(bench.error, StaleError)
+
+
+def test_a_failed_handshake_fails_the_load_and_tells_nobody() -> None:
+    bench = Bench(shakes=False)
+    failure = KVFerryError("nobody answers")
+    bench.loads.unshaken(bench.id, failure)
+    assert bench.next == [(Op.REPORT, -1)]
+    assert bench.error is failure
+    assert bench.over
+
+
+def test_what_was_given_up_during_the_handshake_is_abandoned_after_it() -> None:
+    bench = Bench(shakes=False)
+    bench.loads.abort(bench.id, KVFerryError("given up"))
+    assert bench.next == [(Op.REPORT, -1)]
+    assert len(bench.loads) == 0
+    assert bench.id in bench.loads
+    bench.loads.shaken(bench.id, (*reads(0), *tells(1)))
+    assert bench.next == [(Op.ABANDON, 0), (Op.ABANDON, 1)]
+    assert bench.over
+
+
+def test_what_was_given_up_during_a_handshake_that_fails_is_reported_once() -> None:
+    bench = Bench(shakes=False)
+    given_up = KVFerryError("given up")
+    bench.loads.abort(bench.id, given_up)
+    bench.loads.tick(DEADLINE)
+    bench.loads.unshaken(bench.id, KVFerryError("nobody answers"))
+    assert bench.next == [(Op.REPORT, -1)]
+    assert bench.error is given_up
+    assert bench.over
+
+
+def test_where_nothing_is_to_be_read_everybody_is_told() -> None:
+    bench = Bench(*reads(0), *tells(1), pulls=False)
+    assert bench.next == [(Op.DONE, 0), (Op.DONE, 1), (Op.REPORT, -1)]
+    assert bench.error is None
+
+
+def test_a_rank_that_has_nothing_to_read_reports_too() -> None:
+    bench = Bench()
+    assert bench.next == [(Op.REPORT, -1)]
+    assert bench.error is None
+    assert bench.over
+
+
+def test_events_about_what_is_over_or_was_never_asked_change_nothing() -> None:
+    bench = Bench(*reads(0))
+    assert bench.next == [(Op.READ, 0)]
+    late = TransportError("late")
+    for load_id, rank in ((LoadId(99), 0), (bench.id, 5)):
+        bench.loads.read(load_id, rank)
+        bench.loads.lost(load_id, rank, late)
+        bench.loads.doomed(load_id, rank, late)
+        bench.loads.checked(load_id, rank, HOLD.ready)
+        bench.loads.fenced(load_id, rank, HOLD.ready)
+    bench.loads.checked(bench.id, 0, NOTHING)
+    bench.loads.fenced(bench.id, 0, HOLD.ready)
+    bench.loads.shaken(bench.id, reads(0))
+    bench.loads.unshaken(bench.id, late)
+    assert bench.next == []
+    bench.fence()
+    assert bench.next == [(Op.FENCE, 0), (Op.REPORT, -1)]
+    bench.loads.abort(bench.id, late)
+    bench.loads.tick(DEADLINE)
+    bench.loads.shaken(bench.id, reads(0))
+    assert bench.next == []
+
+
+def test_a_rank_that_is_over_can_not_fail_the_others() -> None:
+    bench = Bench(*reads(0, 1))
+    bench.fence(0)
+    bench.loads.lost(bench.id, 0, TransportError("late"))
+    bench.loads.doomed(bench.id, 0, TransportError("late"))
+    bench.fence(1)
+    assert bench.next[-1] == (Op.REPORT, -1)
+    assert bench.error is None
+
+
+def test_loads_do_not_disturb_each_other_and_ids_do_not_come_back() -> None:
+    loads = Loads()
+    ids = []
+    for _ in range(3):
+        ids.append(loads.begin(REQUEST, HOLD, computed=True, reads=True, deadline=DEADLINE))
+        loads.shaken(ids[-1], reads(0))
+    loads.lost(ids[1], 0, TransportError("cable"))
+    assert len(loads) == 2
+    again = loads.begin(REQUEST, HOLD, computed=True, reads=True, deadline=DEADLINE)
+    assert len({*ids, again}) == 4
+    reports = [a for a in loads.take_actions() if a.op is Op.REPORT]
+    assert [(a.load, type(a.error)) for a in reports] == [(ids[1], TransportError)]
+    assert Action(op=Op.READ, load=ids[0]).rank == -1

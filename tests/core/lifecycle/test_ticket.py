@@ -1,0 +1,170 @@
+"""The ticket: what a stranger may write into it, and what the handshake must confirm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.core.errors import TicketError
+from kvferry.core.layout import Digit, Field, Group, GroupKind, Layout
+from kvferry.core.lifecycle import ticket as module
+from kvferry.core.lifecycle.holds import GENERATION_LIMIT, Hold
+from kvferry.core.lifecycle.ticket import Ticket, check_against
+from kvferry.core.memory import Region
+from kvferry.core.wire import Coordinates, RankPayload
+
+GOOD = Ticket(
+    engine="prefill",
+    incarnation=99,
+    request="r",
+    host="10.0.0.1",
+    port=5600,
+    hold=Hold(slot=3, generation=7),
+    pages=((0, 0, 4, 7), (1,)),
+    first_index=(0, 5),
+    tokens=50,
+    digest=bytes(16),
+    computed=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"engine": ""}, "engine has 0 characters"),
+        ({"request": "r" * 257}, "request has 257 characters"),
+        ({"host": "h" * 257}, "host has 257"),
+        ({"port": 0}, "port 0"),
+        ({"port": 65536}, "port 65536"),
+        ({"incarnation": 0}, "incarnation 0"),
+        ({"incarnation": GENERATION_LIMIT}, f"incarnation {GENERATION_LIMIT}"),
+        ({"tokens": 0}, "0 tokens"),
+        ({"tokens": module.MAX_TOKENS + 1}, "tokens"),
+        ({"digest": bytes(15)}, "digest of 15 bytes"),
+        ({"tp_size": 0}, "tp_size 0"),
+        ({"tp_size": (1 << 16) + 1}, "tp_size 65537"),
+        ({"signature": bytes(257)}, "signature of 257"),
+        ({"first_index": (0,)}, "1 first indices for 2 groups"),
+        ({"first_index": (0, -1)}, "first index of -1"),
+        ({"first_index": (module.MAX_TOKENS + 1, 0)}, "first index of"),
+        ({"pages": ((1, -2), (1,))}, "group 0 names block -2"),
+        ({"pages": ((1,), (3, 4, 3))}, "group 1 names block 3 more than once"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(TicketError, match=named):
+        replace(GOOD, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine": "e" * 256, "request": "r", "host": "h"},
+        {"port": 1},
+        {"port": 65535},
+        {"incarnation": 1},
+        {"incarnation": GENERATION_LIMIT - 1},
+        {"tokens": 1},
+        {"tokens": module.MAX_TOKENS},
+        {"tp_size": 1 << 16},
+        {"signature": bytes(256)},
+        {"first_index": (module.MAX_TOKENS, 0)},
+        {"pages": ((0, 0, 0), ())},
+        {"pages": ((5,), (5,))},
+    ],
+)
+def test_the_bounds_themselves_are_allowed(changes: dict[str, Any]) -> None:
+    assert replace(GOOD, **changes) != GOOD
+
+
+def test_too_many_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TICKET_PAGES", 5)
+    assert replace(GOOD, pages=((1, 2, 3), (4, 5))) != GOOD
+    with pytest.raises(TicketError, match="6 block ids; 5 are allowed"):
+        replace(GOOD, pages=((1, 2, 3), (4, 5, 6)))
+
+
+def test_the_signature_is_not_shown() -> None:
+    assert "secret" not in repr(replace(GOOD, signature=b"secret"))
+
+
+def test_a_ticket_travels() -> None:
+    assert msgspec.convert(msgspec.to_builtins(GOOD), Ticket) == GOOD
+
+
+def payloads(ranks: int = 1, pages: tuple[int, int] = (8, 2), slots: int = 4) -> list[RankPayload]:
+    """A producer of so many ranks, with two groups."""
+    groups = (Group(kind=GroupKind.PAGED, block_tokens=4),) * 2
+    fields = tuple(
+        Field(
+            key=f"layer.{group}/k",
+            group=group,
+            region=0,
+            offset=0,
+            page_stride=64,
+            pages=count,
+            dtype="uint8",
+            unit=16,
+            tokens=(Digit(count=4, stride=16),),
+        )
+        for group, count in enumerate(pages)
+    )
+    return [
+        RankPayload(
+            oldest=1,
+            newest=1,
+            engine="prefill",
+            incarnation=99,
+            rank=rank,
+            coordinates=Coordinates(tp=rank),
+            agreement={},
+            layout=Layout(
+                regions=(Region(address=4096, nbytes=4096),), groups=groups, fields=fields
+            ),
+            driver="loopback",
+            address=b"",
+            slots=Region(address=1 << 20, nbytes=8 * slots),
+        )
+        for rank in range(ranks)
+    ]
+
+
+def test_the_handshake_may_confirm_all_of_it() -> None:
+    check_against(GOOD, payloads())
+    check_against(replace(GOOD, tp_size=3), payloads(ranks=3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "named"),
+    [
+        ({"incarnation": 98}, {}, "another life of engine 'prefill'"),
+        ({}, {"ranks": 2}, "tp_size 1, the handshake 2"),
+        ({}, {"slots": 3}, "slot 3; the producer has 3"),
+        ({"pages": ((1,),), "first_index": (0,)}, {}, "1 groups; the producer has 2"),
+        ({}, {"pages": (7, 2)}, "group 0 names block 7; the producer has 7"),
+        ({}, {"pages": (8, 1)}, "group 1 names block 1; the producer has 1"),
+    ],
+)
+def test_what_the_handshake_denies_is_refused(
+    changes: dict[str, Any], shape: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(TicketError, match=named):
+        check_against(replace(GOOD, **changes), payloads(**shape))
+
+
+def test_one_rank_of_another_life_is_enough_to_refuse() -> None:
+    ranks = payloads(ranks=2)
+    ranks[1] = msgspec.structs.replace(ranks[1], incarnation=98)
+    with pytest.raises(TicketError, match="now 98"):
+        check_against(replace(GOOD, tp_size=2), ranks)
+
+
+def test_the_smallest_rank_bounds_the_pages_and_one_without_the_group_does_not() -> None:
+    small, large = payloads(pages=(7, 2))[0], payloads(pages=(8, 2))[0]
+    with pytest.raises(TicketError, match="names block 7"):
+        check_against(GOOD, [large, small])
+    elsewhere = replace(large.layout, fields=large.layout.fields[1:])
+    check_against(GOOD, [large, msgspec.structs.replace(large, layout=elsewhere)])
