@@ -65,6 +65,8 @@ def start_engine(
 
     yield start
     for engine in started:
+        engine.begin_close()
+    for engine in started:
         engine.close()
 
 

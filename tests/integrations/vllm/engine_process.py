@@ -22,7 +22,10 @@ from tests.integrations.vllm.messages import Completion, Request
 class Server:
     """Answers the parent's calls and steps the engine in between, idle or not."""
 
-    IDLE_SECONDS = 0.001
+    IDLE_SECONDS = 0.02
+    """Pause of an engine without requests, which may still hold pages for others."""
+    WAITING_SECONDS = 0.001
+    """Pause after a step that gave nothing, as vLLM's own loop has, for the connector's thread."""
 
     def __init__(self, connection: Connection, engine: LLMEngine) -> None:
         self._connection = connection
@@ -32,8 +35,10 @@ class Server:
 
     def serve(self) -> None:
         while self._open:
-            while self._connection.poll(0 if self._busy() else self.IDLE_SECONDS):
+            pause = 0 if self._busy() else self.IDLE_SECONDS
+            while self._connection.poll(pause):
                 self._answer(*self._connection.recv())
+                pause = 0
             if self._stepping:
                 self._step()
 
@@ -46,7 +51,7 @@ class Server:
             if output.finished:
                 self._connection.send(("finished", _completion(output)))
         if not outputs:
-            time.sleep(self.IDLE_SECONDS)  # as vLLM's own loop does, for the connector's thread
+            time.sleep(self.WAITING_SECONDS)
 
     def _answer(self, method: str, *arguments: Any) -> None:
         try:

@@ -63,7 +63,6 @@ class Engine:
 
     def __init__(self, name: str, model: Path, folder: Path, **options: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.integrations.vllm.engine_process"])
         self.name = f"{name}-{next(self._numbers)}"
         self.model = model
         self._log = folder / f"{self.name}.log"
@@ -148,9 +147,14 @@ class Engine:
         self._process.kill()
         self._process.join()
 
-    def close(self) -> None:
+    def begin_close(self) -> None:
+        """Tell the engine to end, without waiting for it."""
         with contextlib.suppress(OSError, EOFError):
             self._connection.send(("close",))
+
+    def close(self) -> None:
+        """End the engine."""
+        self.begin_close()
         self._process.join(20)
         if self._process.is_alive():
             self._process.kill()
@@ -187,8 +191,13 @@ class Engine:
 
 
 def prepare(environment: dict[str, str]) -> None:
-    """Set what engines inherit; before the first one, as the fork server keeps what it found."""
+    """Set up what engines are forked from: a process that has imported vLLM, with an environment.
+
+    Before the first one of any kind is forked: the fork server keeps what it found then.
+    """
     os.environ.update(ENVIRONMENT | environment)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.integrations.vllm.engine_process"])
 
 
 def _child(connection: Connection, log: str, arguments: dict[str, Any]) -> None:

@@ -59,13 +59,8 @@ def producer(tail: int = 0, groups: int = 1) -> Producer:
 
 
 def consumer(**settings: Any) -> Consumer:
-    defaults: dict[str, Any] = {
-        "engine": "decode",
-        "may_load": True,
-        "verify_prompt": True,
-        "backoff": 0,
-    }
-    return Consumer(config(), **(defaults | settings))
+    common: dict[str, Any] = {"engine": "decode", "may_load": True, "verify_prompt": True}
+    return Consumer(config(), backoff=0, **(common | settings))
 
 
 def blocks(*ids: int) -> Any:
