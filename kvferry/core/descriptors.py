@@ -22,6 +22,9 @@ from kvferry.core.strips import Batch, Steps
 from kvferry.core.subblocks import LAST_TOKEN, Lens, sub_blocks
 from kvferry.core.topology import Match, Plan, Source
 
+MAX_COPIES = 1 << 24
+"""The most copies of one read; their arrays take 24 bytes each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pages:
@@ -39,6 +42,8 @@ class Pages:
     first_index: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ids, np.ndarray):
+            raise PageError(f"page ids are a {type(self.ids).__name__}: pass an int64 array")
         if self.ids.ndim != 1 or self.ids.dtype != np.int64:
             raise PageError(
                 f"page ids of shape {self.ids.shape} and type {self.ids.dtype}: pass a "
@@ -156,11 +161,18 @@ def copies(
 
     Raises:
         PageError: a range or a page list does not fit; names side, group, position, id and limit.
+            Or the copies are more than ``MAX_COPIES``.
         PlanError: the range starts where the two layouts share next to nothing.
     """
     _check_lists(source, request)
     parts = [part for match in source.matches for part in _parts(plan, source, match, request)]
-    arrays = (workspace or Workspace()).take(sum(part.copies for part in parts))
+    count = sum(part.copies for part in parts)
+    if count > MAX_COPIES:
+        raise PageError(
+            f"one request would take {count} copies from remote rank {source.remote}; {MAX_COPIES} "
+            "are allowed: give both engines layouts that have more in one piece"
+        )
+    arrays = (workspace or Workspace()).take(count)
     start = 0
     for part in parts:
         _fill(part, [array[start : start + part.copies] for array in arrays])

@@ -13,6 +13,7 @@ class LoadRecord:
         request: the consumer's id of it.
         engine: the producer.
         error: why it failed, or ``None``.
+        reads: whether there was anything to pull; if not, the producer was only told.
         tokens: how many were pulled, in the group with the most.
         copies, nbytes: what this rank read.
         seconds: from begin to report.
@@ -24,6 +25,7 @@ class LoadRecord:
     request: str
     engine: str
     error: str | None
+    reads: bool
     tokens: int
     copies: int
     nbytes: int

@@ -16,6 +16,7 @@ from kvferry.core.errors import WireError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import GENERATION_LIMIT, MAX_SLOTS, WORD_BYTES
 from kvferry.core.memory import Region
+from kvferry.core.untrusted import MALFORMED
 
 OLDEST_PROTOCOL = 1
 NEWEST_PROTOCOL = 1
@@ -216,6 +217,5 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, limit: int, what: 
         raise WireError(f"a {what} of {len(data)} bytes; {limit} are allowed")
     try:
         return decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as exc:
-        # ValueError: msgspec lets the UnicodeDecodeError of a bad string through.
+    except MALFORMED as exc:
         raise WireError(f"not a {what} of this protocol: {exc}") from exc

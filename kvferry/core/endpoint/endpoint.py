@@ -20,7 +20,7 @@ from kvferry.core.endpoint.pulling import Load, Puller
 from kvferry.core.endpoint.serving import Server
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.endpoint.words import Scratch, SlotTable
-from kvferry.core.errors import EndpointClosedError, KVFerryError
+from kvferry.core.errors import EndpointClosedError, KVFerryError, TransportError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ledger import Orders
@@ -85,12 +85,14 @@ class Results:
         received: requests whose pages no byte lands in any more.
         failed: those of ``received`` whose pages must not be used, and why.
         loads: figures of every load, also of those that are not reported.
+        ignored: messages of consumers about holds that did not stand.
     """
 
     sent: frozenset[RequestId] = frozenset()
     received: frozenset[RequestId] = frozenset()
     failed: Mapping[RequestId, KVFerryError] = field(default_factory=dict)
     loads: tuple[LoadRecord, ...] = ()
+    ignored: int = 0
 
 
 class Endpoint:
@@ -127,8 +129,7 @@ class Endpoint:
         self._transport = transport
         self._table = SlotTable(slots)
         self._scratch = Scratch()
-        self._register(layout)
-        self.payload = self._make_payload(driver, layout)
+        self.payload = self._publish(driver, layout)
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._server = Server(self._table, identity.incarnation, clock)
@@ -193,8 +194,10 @@ class Endpoint:
 
     def load(self, load: Load) -> None:
         """Pull a request's pages; the outcome comes with ``results``."""
-        self._count(load.report)
-        self._command(lambda: self._puller.begin(load))
+        self._check_open()
+        with self._changed:
+            self._pending += load.report
+        self._post(lambda: self._puller.begin(load))
 
     def refuse(self, request: RequestId, error: KVFerryError) -> None:
         """Report a request failed and received without reading anything."""
@@ -207,6 +210,11 @@ class Endpoint:
         self._command(lambda: self._puller.abort(request))
 
     # Both.
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it works, and every peer that had to be disconnected has fallen silent."""
+        return self._broken is None and not self._closing and self._peers.quiet
 
     @property
     def pending(self) -> int:
@@ -227,6 +235,7 @@ class Endpoint:
             received=frozenset(received),
             failed={request: error for request, error in received.items() if error is not None},
             loads=tuple(records),
+            ignored=self._server.take_ignored(),
         )
 
     def wait(self, timeout: float) -> bool:
@@ -242,6 +251,9 @@ class Endpoint:
 
         Args:
             drain: seconds to wait for held requests to be read by others.
+
+        Raises:
+            TransportError: a call of the driver does not return, so that the memory must stay.
         """
         if self._closing:
             return
@@ -253,16 +265,22 @@ class Endpoint:
         self._server.close()
         self._wake.set()
         self._thread.join(JOIN_SECONDS)
+        if self._thread.is_alive():
+            raise TransportError(
+                f"the driver has been in one call for {JOIN_SECONDS:.0f} s; it is left alone, and "
+                "may still touch this endpoint's memory: keep it until the process ends"
+            )
         self._peers.close()
         self._transport.close()
 
     # Inside.
 
-    def _register(self, layout: Layout) -> None:
+    def _publish(self, driver: str, layout: Layout) -> RankPayload:
         try:
             for region in (*layout.regions, self._table.region, self._scratch.region):
                 self._transport.register(region)
-        except KVFerryError:
+            return self._make_payload(driver, layout)
+        except BaseException:
             self._transport.close()
             raise
 
@@ -293,10 +311,6 @@ class Endpoint:
     def _check_open(self) -> None:
         if self._closing or self._broken is not None:
             raise EndpointClosedError("the endpoint is closed") from self._broken
-
-    def _count(self, report: bool) -> None:
-        with self._changed:
-            self._pending += report
 
     def _has_results(self) -> bool:
         return bool(self._received or self._sent or self._broken)
@@ -363,6 +377,9 @@ class Endpoint:
 
 
 def _log(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+    if not load.reads:
+        logger.debug("request %s: nothing to pull from engine %s", load.request, record.engine)
+        return
     if error is not None:
         logger.warning(
             "request %s: not loaded from engine %s: %s", load.request, record.engine, error

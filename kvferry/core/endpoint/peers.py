@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from kvferry.core.errors import (
     HandshakeError,
     KVFerryError,
     PeerLostError,
-    TransportError,
+    TransportUsageError,
 )
 from kvferry.core.handshake import agree, fetch
 from kvferry.core.lifecycle.loads import Party
@@ -24,7 +25,9 @@ from kvferry.core.wire import RankPayload
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_THREADS = 4
+MAX_HANDSHAKES = 32
+"""How many run at once: a client chooses whom a ticket names, and mute hosts must not make the
+others wait."""
 
 
 class PeerKey(NamedTuple):
@@ -53,6 +56,10 @@ class Peer:
     ids: dict[int, PeerId]
     """Producer rank to connection, for the ranks that concern this rank."""
     sources: dict[int, Source] = field(init=False)
+    loads: int = 0
+    """Loads from it that are not over."""
+    suspect: bool = False
+    """Something failed; it is connected anew as soon as it has no loads."""
 
     def __post_init__(self) -> None:
         self.sources = {source.remote: source for source in self.plan.sources}
@@ -77,7 +84,7 @@ Failed = Callable[[KVFerryError], None]
 
 
 class Peers:
-    """Peers by engine id, wherever a ticket says that the engine is.
+    """Producers by engine and incarnation, wherever a ticket says that they are.
 
     Used by the endpoint's thread only; handshakes run on threads of their own.
 
@@ -95,9 +102,16 @@ class Peers:
         self._timeout = timeout
         self._own: tuple[RankPayload, ...] = ()
         self._rank = 0
-        self._known: dict[str, Peer] = {}
+        self._known: dict[tuple[str, int], Peer] = {}
         self._waiting: dict[PeerKey, list[tuple[Ready, Failed]]] = {}
-        self._threads = ThreadPoolExecutor(HANDSHAKE_THREADS, thread_name_prefix="kvferry-shake")
+        self._queued: deque[PeerKey] = deque()
+        self._shaking = 0
+        self._loud: set[PeerId] = set()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether every peer that was disconnected has fallen silent."""
+        return not self._loud
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
         """All ranks of the own engine, and which one this is: the plan needs them all."""
@@ -106,45 +120,69 @@ class Peers:
     def reach(self, ticket: Ticket, ready: Ready, failed: Failed) -> None:
         """Call one of the two with the ticket's producer, at once or when the handshake is over.
 
-        A known peer of another incarnation is asked again: either the engine was restarted or the
-        ticket is old, and only the engine can say which.
+        Where the ticket's incarnation is not known, either the engine was restarted or the ticket
+        is old; only the engine can say which.
         """
-        key = PeerKey(ticket.engine, ticket.host, ticket.port)
-        known = self._known.get(ticket.engine)
-        if known is not None and known.incarnation == ticket.incarnation:
+        known = self._known.get((ticket.engine, ticket.incarnation))
+        if known is not None and known.suspect and not known.loads:
+            self.forget(known)
+            known = None
+        if known is not None:
             ready(known)
             return
+        key = PeerKey(ticket.engine, ticket.host, ticket.port)
         waiting = self._waiting.setdefault(key, [])
         waiting.append((ready, failed))
         if len(waiting) == 1:
-            self._threads.submit(self._shake, key)
+            self._queued.append(key)
+            self._start_handshakes()
 
     def forget(self, peer: Peer) -> None:
         """Disconnect; unfinished transfers fail. The next ticket shakes hands again."""
-        if self._known.get(peer.key.engine) is peer:
-            del self._known[peer.key.engine]
+        known = (peer.key.engine, peer.incarnation)
+        if self._known.get(known) is peer:
+            del self._known[known]
         ids, peer.ids = peer.ids, {}
         for peer_id in ids.values():
-            try:
-                self._transport.disconnect(peer_id)
-            except TransportError as exc:
-                logger.error("engine %s did not fall silent: %s", peer.key.engine, exc)
+            self._disconnect(peer_id)
+
+    def retry_loud(self) -> None:
+        """Try again to disconnect peers that did not fall silent."""
+        for peer_id in list(self._loud):
+            self._disconnect(peer_id)
 
     def close(self) -> None:
         """Forget everybody; wait for no handshake."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._queued.clear()
         for peer in list(self._known.values()):
             self.forget(peer)
+
+    def _disconnect(self, peer_id: PeerId) -> None:
+        try:
+            self._transport.disconnect(peer_id)
+        except TransportUsageError:  # it is disconnected already
+            self._loud.discard(peer_id)
+        except Exception:  # whatever a driver raises, bytes may still land
+            if peer_id not in self._loud:
+                logger.exception("connection %d did not fall silent; its pages stay", peer_id)
+            self._loud.add(peer_id)
+        else:
+            self._loud.discard(peer_id)
+
+    def _start_handshakes(self) -> None:
+        """Daemon threads: a host that never answers must not keep the process from ending."""
+        while self._queued and self._shaking < MAX_HANDSHAKES:
+            self._shaking += 1
+            key = self._queued.popleft()
+            name = f"kvferry-shake-{key.engine[:16]}"
+            threading.Thread(target=self._shake, args=(key,), name=name, daemon=True).start()
 
     def _shake(self, key: PeerKey) -> None:
         """On a thread of its own: everything that needs no transport."""
         try:
             result: Handshake | KVFerryError = self._handshake(key)
-        except KVFerryError as exc:
-            result = exc
-        except Exception as exc:  # whoever waits must hear of any failure at all
-            logger.exception("handshake with engine %s failed unexpectedly", key.engine)
-            result = HandshakeError(f"handshake with engine {key.engine} failed: {exc!r}")
+        except Exception as exc:  # noqa: BLE001  whoever waits must hear of any failure
+            result = exc if isinstance(exc, KVFerryError) else HandshakeError(f"failed: {exc!r}")
         self._post(lambda: self._shaken(key, result))
 
     def _handshake(self, key: PeerKey) -> Handshake:
@@ -160,6 +198,8 @@ class Peers:
 
     def _shaken(self, key: PeerKey, result: Handshake | KVFerryError) -> None:
         """On the endpoint's thread again."""
+        self._shaking -= 1
+        self._start_handshakes()
         outcome = result if isinstance(result, KVFerryError) else self._connect(key, result)
         for ready, failed in self._waiting.pop(key, ()):
             if isinstance(outcome, Peer):
@@ -168,18 +208,23 @@ class Peers:
                 failed(outcome)
 
     def _connect(self, key: PeerKey, shake: Handshake) -> Peer | KVFerryError:
-        old = self._known.get(key.engine)
-        if old is not None and old.incarnation == shake.payloads[0].incarnation:
-            return old
-        if old is not None:
-            self.forget(old)
+        known = (key.engine, shake.payloads[0].incarnation)
+        if known in self._known:
+            return self._known[known]
         ranks = {source.remote for source in shake.plan.sources} | set(shake.plan.tells)
         peer = Peer(key=key, payloads=shake.payloads, plan=shake.plan, ids={})
         for rank in sorted(ranks):
             try:
                 peer.ids[rank] = self._transport.connect(shake.payloads[rank].address)
-            except TransportError as exc:
+            except Exception as exc:  # noqa: BLE001  whatever a driver raises fails only this peer
                 self.forget(peer)
                 return ConnectError(f"cannot connect to rank {rank} of engine {key.engine}: {exc}")
-        self._known[key.engine] = peer
+        self._forget_earlier(key.engine)
+        self._known[known] = peer
         return peer
+
+    def _forget_earlier(self, engine: str) -> None:
+        """Earlier lives of an engine; one with loads under way ends by their errors instead."""
+        for (name, _), peer in list(self._known.items()):
+            if name == engine and not peer.loads:
+                self.forget(peer)

@@ -14,13 +14,14 @@ from kvferry.core.copies import Copies
 from kvferry.core.descriptors import Pages, ReadRequest, Spans, Workspace, copies, unwritten
 from kvferry.core.endpoint.fencing import WordRead, WordReads, fitting
 from kvferry.core.endpoint.peers import Peer, Peers
-from kvferry.core.endpoint.transfers import Job, Outcome, Transfers
+from kvferry.core.endpoint.transfers import Job, Outcome, Transfers, as_ours
 from kvferry.core.endpoint.words import Scratch
 from kvferry.core.errors import (
     EndpointClosedError,
     KVFerryError,
     PeerLostError,
     TicketError,
+    TransferCancelledError,
     TransportError,
 )
 from kvferry.core.lifecycle.holds import RequestId
@@ -31,6 +32,9 @@ from kvferry.core.transport import Quiescence, Transport
 from kvferry.core.wire import RankPayload, Release, encode
 
 logger = logging.getLogger(__name__)
+
+CANCEL_SECONDS = 1.0
+"""How long a read may go on after it was cancelled."""
 
 TICK_SECONDS = 0.002
 """How often deadlines are looked at, and pages that are still computing are asked for again."""
@@ -119,6 +123,7 @@ class Puller:
         self._workspace = Workspace()
         self._words = WordReads(scratch)
         self._maybe_over: set[LoadId] = set()
+        self._cancelled: dict[LoadId, float] = {}
         self._next_tick = 0.0
 
     def __len__(self) -> int:
@@ -170,6 +175,7 @@ class Puller:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._loads.tick(now)
+            self._silence(now)
         busy = False
         while actions := self._loads.take_actions():
             busy = True
@@ -178,6 +184,15 @@ class Puller:
         self._drop_what_is_over()
         self._words.post(self._transfers, self._transport.capabilities.max_notification)
         return busy
+
+    def _silence(self, now: float) -> None:
+        """Disconnect from whom a cancelled read goes on: nothing less ends it."""
+        for load_id in [one for one, until in self._cancelled.items() if until <= now]:
+            self._cancelled[load_id] = now + CANCEL_SECONDS
+            context = self._contexts[load_id]
+            if context.peer is not None:
+                self._peers.forget(context.peer)
+            self._peers.retry_loud()
 
     def _perform(self, actions: Sequence[Action]) -> None:
         tell: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
@@ -189,12 +204,13 @@ class Puller:
                 self._words.add(self._word_read(action, context))
             elif action.op is Op.CANCEL:
                 self._cancel(action)
-            elif action.op is Op.REPORT:
-                self._report(action, context)
-            elif context.peer is not None:
+            elif action.op in (Op.DONE, Op.ABANDON) and context.peer is not None:
                 tell[context.peer, action.rank].append(self._release(action, context))
         for (peer, rank), releases in tell.items():
             self._tell(peer, rank, releases)
+        for action in actions:  # only when "abandon" is on its way
+            if action.op is Op.REPORT:
+                self._report(action, self._contexts[action.load])
 
     # Handshake.
 
@@ -205,14 +221,16 @@ class Puller:
     def _shaken(self, load_id: LoadId, peer: Peer) -> None:
         context = self._contexts[load_id]
         context.peer, context.shaken = peer, time.perf_counter()
+        peer.loads += 1
+        self._maybe_over.add(load_id)
         try:
             check_against(context.load.ticket, peer.payloads)
             if context.load.reads and self._loads.wanted(load_id):
                 self._zero(unwritten(self._own.layout, peer.plan, context.request))
-        except KVFerryError as exc:
-            self._refuse(load_id, exc)
-            return
-        self._loads.shaken(load_id, peer.parties)
+        except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own
+            self._refuse(load_id, as_ours(exc))
+        else:
+            self._loads.shaken(load_id, peer.parties)
 
     # The data.
 
@@ -260,8 +278,11 @@ class Puller:
 
     def _lost(self, action: Action, error: KVFerryError) -> None:
         self._loads.lost(action.load, action.rank, error)
+        peer = _peer(self._contexts[action.load])
         if isinstance(error, PeerLostError):
-            self._peers.forget(_peer(self._contexts[action.load]))
+            self._peers.forget(peer)
+        elif isinstance(error, TransportError) and not isinstance(error, TransferCancelledError):
+            peer.suspect = True
 
     def _doomed(self, action: Action, error: KVFerryError) -> None:
         """Bytes may still land; where only a disconnect proves quiet, disconnect."""
@@ -274,6 +295,7 @@ class Puller:
         if self._words.remove(action.load, action.rank):
             self._loads.lost(action.load, action.rank, EndpointClosedError("cancelled"))
         self._transfers.cancel((action.load, action.rank))
+        self._cancelled.setdefault(action.load, self._clock() + CANCEL_SECONDS)
 
     def _word(self, action: Action, value: int, seconds: float) -> None:
         if action.op is Op.CHECK:
@@ -302,8 +324,14 @@ class Puller:
             try:
                 if rank in peer.ids:
                     self._transport.notify(peer.ids[rank], encode(part))
-            except TransportError as exc:  # the hold's lease ends it then
-                logger.warning("rank %d of engine %s: %s", rank, peer.key.engine, exc)
+            except Exception as exc:  # noqa: BLE001  whatever a driver raises: the lease ends it
+                logger.warning(
+                    "%d requests: rank %d of engine %s was not told that they are over: %s",
+                    len(part),
+                    rank,
+                    peer.key.engine,
+                    exc,
+                )
 
     # The end.
 
@@ -315,8 +343,11 @@ class Puller:
 
     def _drop_what_is_over(self) -> None:
         for load_id in self._maybe_over:
-            if load_id not in self._loads:
-                self._contexts.pop(load_id, None)
+            if load_id not in self._loads and load_id in self._contexts:
+                peer = self._contexts.pop(load_id).peer
+                self._cancelled.pop(load_id, None)
+                if peer is not None:
+                    peer.loads -= 1
         self._maybe_over.clear()
 
 
@@ -326,6 +357,7 @@ def _record(context: _Context, error: KVFerryError | None) -> LoadRecord:
         request=context.load.request,
         engine=context.load.ticket.engine,
         error=None if error is None else str(error),
+        reads=context.load.reads,
         tokens=max((last - first for first, last in filter(None, context.load.ranges)), default=0),
         copies=context.copies,
         nbytes=context.nbytes,

@@ -38,6 +38,7 @@ class Server:
         self._keeper = HoldKeeper(table, incarnation)
         self._clock = clock
         self._awaited: list[_Awaited] = []
+        self._ignored = 0
         self._lock = threading.Lock()
 
     @property
@@ -49,15 +50,12 @@ class Server:
     def apply(self, orders: Orders, passed: Callable[[], bool] | None) -> None:
         """Words of drops and take-ons are written before this returns."""
         with self._lock:
-            for hold in orders.drops:
-                self._keeper.drop(hold)
-            for request, hold in orders.take_ons:
-                self._keeper.take_on(request, hold)
-            for hold, lease in orders.ready:
-                self._keeper.order(hold, lease)
-                self._await(hold, passed)
-            for hold in orders.ends:
-                self._keeper.end(hold)
+            self._keeper.apply(orders)
+            for hold, _ in orders.ready:
+                if passed is None:
+                    self._keeper.ready(hold, self._clock())
+                else:
+                    self._awaited.append(_Awaited(hold=hold, passed=passed))
 
     def hear(self, notifications: Iterable[Notification]) -> None:
         """Messages from consumers; what is not one is dropped."""
@@ -68,15 +66,8 @@ class Server:
                 logger.warning("dropped a notification of %s: %s", notification.sender[:64], exc)
                 continue
             with self._lock:
-                verdicts = [(release, self._keeper.release(release)) for release in releases]
-            for release, verdict in verdicts:
-                if verdict is Verdict.UNKNOWN:
-                    logger.debug(
-                        "engine %s, rank %d: slot %d is not held for it (any more)",
-                        release.engine,
-                        release.rank,
-                        release.slot,
-                    )
+                verdicts = [self._keeper.release(release) for release in releases]
+                self._ignored += sum(verdict is Verdict.UNKNOWN for verdict in verdicts)
 
     def tick(self) -> None:
         """Pages that became ready, leases that are over."""
@@ -84,7 +75,7 @@ class Server:
             now = self._clock()
             waiting = []
             for awaited in self._awaited:
-                if awaited.passed():
+                if _has_passed(awaited):
                     self._keeper.ready(awaited.hold, now)
                 else:
                     waiting.append(awaited)
@@ -100,13 +91,22 @@ class Server:
         with self._lock:
             return self._keeper.take_sent()
 
+    def take_ignored(self) -> int:
+        """How many "done" and "abandon" since the last call named no hold that stood."""
+        with self._lock:
+            ignored, self._ignored = self._ignored, 0
+        return ignored
+
     def close(self) -> None:
         """Clear every word: no read that ends after this is valid."""
         with self._lock:
             self._keeper.end_all()
 
-    def _await(self, hold: Hold, passed: Callable[[], bool] | None) -> None:
-        if passed is None:
-            self._keeper.ready(hold, self._clock())
-        else:
-            self._awaited.append(_Awaited(hold=hold, passed=passed))
+
+def _has_passed(awaited: _Awaited) -> bool:
+    """Whether a device says so; one that fails to answer has not, and its hold stays unready."""
+    try:
+        return awaited.passed()
+    except Exception:  # a device library's own, of any type
+        logger.exception("cannot tell whether the work for %s has passed", awaited.hold)
+        return False

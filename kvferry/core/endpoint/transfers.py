@@ -12,6 +12,15 @@ from kvferry.core.errors import KVFerryError, TransferCancelledError, TransportE
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 
 
+def as_ours(exc: Exception) -> KVFerryError:
+    """Any exception as one of ours, so that it fails what it concerns and nothing else."""
+    if isinstance(exc, KVFerryError):
+        return exc
+    error = TransportError(f"unexpected {type(exc).__name__}: {exc}")
+    error.__cause__ = exc
+    return error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a transfer ended: ``error`` is ``None`` if all bytes arrived. It is quiet."""
@@ -95,8 +104,8 @@ class Transfers:
             copies = job.build()
             job.copies, job.nbytes = len(copies), copies.total
             transfer = self._transport.read(job.peer, copies, job.notify)
-        except KVFerryError as exc:
-            self._finish(job, exc)
+        except Exception as exc:  # noqa: BLE001  a driver's bug, or no memory, fails this job only
+            self._finish(job, as_ours(exc))
         else:
             self._posted[transfer] = job
 

@@ -38,10 +38,12 @@ def numeric_hosts(host: str, port: int) -> list[str]:
             f"host {host!r} does not resolve ({exc}): set side_channel_host to an IP address of "
             "the engine's host"
         ) from exc
-    if not bare(host) or any(ipaddress.ip_address(name).is_unspecified for name in numeric):
+    if bare(host) in ("", "*") or any(
+        ipaddress.ip_address(name).is_unspecified for name in numeric
+    ):
         raise HandshakeError(
             f"host {host!r} is no address that a peer could connect to: set side_channel_host to "
-            "one of the engine's host"
+            "an address of the engine's host"
         )
     return list(dict.fromkeys(numeric))
 

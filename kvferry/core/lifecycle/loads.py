@@ -233,8 +233,8 @@ class Loads:
 
     def _late(self, load_id: LoadId) -> StaleError:
         return StaleError(
-            f"waited longer than its lease, and was in stage {self.stage(load_id)}; "
-            "a longer kv_lease_duration on both engines allows longer waits"
+            f"waited longer than kv_lease_duration, lastly for {self.stage(load_id)}: prefill "
+            "again; a longer kv_lease_duration on both engines allows longer waits"
         )
 
     def _at(self, load_id: LoadId, rank: int, at: _At) -> _Load | None:
@@ -295,5 +295,6 @@ class Loads:
 
 def _stale(when: str) -> StaleError:
     return StaleError(
-        f"the producer did not hold the pages any more {when}; what was read is discarded"
+        f"the producer did not hold the pages any more {when}; what was read is discarded. A "
+        "ticket is good once, and for the producer's kv_lease_duration: prefill again"
     )

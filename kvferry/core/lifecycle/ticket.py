@@ -18,6 +18,7 @@ from kvferry.core.lifecycle.holds import GENERATION_LIMIT, Hold
 from kvferry.core.wire import RankPayload
 
 MAX_TICKET_PAGES = 1 << 22
+MAX_PAGE = 1 << 40
 MAX_TOKENS = 1 << 32
 MAX_TEXT = 256
 
@@ -93,6 +94,8 @@ def _page_problems(ticket: Ticket) -> Iterator[str]:
     for group, ids in enumerate(ticket.pages):
         if ids and min(ids) < 0:
             yield f"group {group} names block {min(ids)}; ids are not negative"
+        if ids and max(ids) > MAX_PAGE:
+            yield f"group {group} names block {max(ids)}; {MAX_PAGE} is the highest there can be"
         counts = Counter(page for page in ids if page != HOLE)
         if counts and (most := counts.most_common(1)[0])[1] > 1:
             twice = most[0]

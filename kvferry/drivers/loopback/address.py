@@ -8,6 +8,7 @@ import msgspec
 
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
+from kvferry.core.untrusted import MALFORMED
 from kvferry.drivers.loopback.board import MAX_REGIONS, Entry
 
 MAX_ADDRESS_BYTES = 64 * MAX_REGIONS
@@ -79,7 +80,7 @@ def decode(data: bytes) -> Address:
         )
     try:
         return _decoder.decode(data)
-    except msgspec.MsgspecError as exc:
+    except MALFORMED as exc:
         raise ConnectError(
             f"not an address of the loopback driver ({exc}): both sides must use the same driver"
         ) from exc

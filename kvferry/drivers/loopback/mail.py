@@ -13,6 +13,7 @@ import os
 import secrets
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -23,18 +24,25 @@ import msgspec
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.transport import Notification
+from kvferry.core.untrusted import MALFORMED
 from kvferry.drivers.loopback.address import Instance, Name
 
 MAX_NOTIFICATION = 1 << 16
 _MAX_INBOX = 64 << 20
 _MAX_QUEUED = 16 << 20
 _MAX_SENDERS = 4096
+_MAX_STRANGERS = 64
+"""Connections without a hello, which anybody on the host can make."""
 _PER_MESSAGE = 256
 """What a message is taken to cost besides its bytes, so that the number of tiny ones is bounded."""
 _BACK_OFF_SECONDS = 0.05
 _DRAIN_SECONDS = 0.5
 _PER_TURN = 256
 """Messages taken from one sender before the others have their turn."""
+
+
+_CREDENTIALS = struct.Struct("iII")
+"""The kernel's ``struct ucred``: pid, uid, gid."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,13 +235,16 @@ class Mailbox:
         try:
             while True:
                 sock, _ = self._listener.accept()
+                if not _may_send(sock):
+                    sock.close()
+                    continue
                 sock.setblocking(False)
                 self._incoming[sock.fileno()] = _Incoming(sock)
                 self._epoll.register(sock, select.EPOLLIN)
-                if len(self._incoming) > _MAX_SENDERS:
-                    # The one goes that has been longest without a hello; at worst, the new one.
-                    strangers = (one for one in self._incoming.values() if one.sender is None)
-                    self._drop(next(strangers))
+                # The one goes that has been longest without a hello; at worst, the new one.
+                strangers = [one for one in self._incoming.values() if one.sender is None]
+                if len(strangers) > _MAX_STRANGERS or len(self._incoming) > _MAX_SENDERS:
+                    self._drop(strangers[0])
         except BlockingIOError:
             return True
         except OSError:
@@ -264,7 +275,7 @@ class Mailbox:
             self._inbox.append(Notification(sender=incoming.sender, payload=message))
             self._inbox_bytes += len(message) + _PER_MESSAGE
             return True
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(*MALFORMED):
             hello = _hello.decode(message)
             if hello.to == self._instance:
                 incoming.sender = hello.sender
@@ -274,6 +285,13 @@ class Mailbox:
         del self._incoming[incoming.socket.fileno()]
         self._epoll.unregister(incoming.socket)
         incoming.socket.close()
+
+
+def _may_send(sock: socket.socket) -> bool:
+    """Whether it is a process of our user or of root: nobody else could reach our memory."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return uid in (0, os.geteuid())
 
 
 def _connected(name: str, hello: bytes) -> socket.socket:

@@ -98,10 +98,10 @@ def is_mapped(address: int, nbytes: int) -> bool:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; ``None`` if it does not live."""
+    """When a process started, in clock ticks since boot; ``None`` if it does not live for us."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # gone, or hidden from us
         return None
     # The name, in parentheses, may hold anything; fields 3 and on follow the last parenthesis.
     fields = stat.rpartition(b")")[2].split()

@@ -66,7 +66,7 @@ class Config:
     driver_options: dict[str, Any] = field(default_factory=dict)
     side_channel_host: Annotated[str, Meta(min_length=1, max_length=256)] = "127.0.0.1"
     side_channel_port: Annotated[int, Meta(ge=0, le=HIGHEST_PORT)] = 0
-    kv_lease_duration: Annotated[float, Meta(gt=0)] = 30.0
+    kv_lease_duration: Annotated[float, Meta(ge=0.001, le=86400)] = 30.0
     verify_prompt: bool = True
 
 

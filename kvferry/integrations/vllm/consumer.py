@@ -76,6 +76,10 @@ class Consumer:
         """Check the ticket of a request that was prefilled elsewhere."""
         if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return
+        if request.abort_immediately:
+            # vLLM refused the request before it came here, and its prompt is not here to check the
+            # ticket against: whose hold it is stays open, so the lease ends it (ADR 5).
+            return
         try:
             ticket = self._admit(request)
         except TicketError as error:

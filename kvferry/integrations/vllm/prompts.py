@@ -23,7 +23,9 @@ def digest_of(request: Request, tokens: int) -> bytes:
         for feature in request.mm_features
         if feature.mm_position.offset < tokens
     ]
-    return digest((request.prompt_token_ids or [])[:tokens], lora, media, request.cache_salt)
+    # A client's salt may be text that is not encodable.
+    salt = request.cache_salt and request.cache_salt.encode("utf-8", "surrogatepass")
+    return digest((request.prompt_token_ids or [])[:tokens], lora, media, salt)
 
 
 def backoff(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 LOADS = "loads"
 FAILED = "failed_loads"
 REFUSED = "refused_tickets"
+IGNORED = "ignored_releases"
 TOKENS = "tokens"
 BYTES = "bytes"
 SECONDS = "load_seconds"
@@ -27,6 +28,7 @@ COUNTERS = {
     LOADS: "Loads of KV cache from another engine that succeeded.",
     FAILED: "Loads of KV cache from another engine that failed.",
     REFUSED: "Tickets that were refused before their engine was asked.",
+    IGNORED: "Messages that end holds, about holds that did not stand (any more).",
     TOKENS: "Tokens whose KV cache was pulled from another engine.",
     BYTES: "Bytes of KV cache that were pulled from another engine.",
 }
@@ -40,13 +42,14 @@ class FerryStats(KVConnectorStats):
     and under ``SECONDS`` the list of how long each successful load took."""
 
     @classmethod
-    def of(cls, records: Iterable[LoadRecord]) -> FerryStats:
-        """The figures of some loads; one that pulled nothing is none."""
+    def of(cls, records: Iterable[LoadRecord], ignored: int = 0) -> FerryStats:
+        """The figures of some loads, and of ignored messages; a load that pulls nothing is none."""
         stats = cls()
+        stats._add({IGNORED: ignored})
         for record in records:
-            if record.error is not None:
+            if record.reads and record.error is not None:
                 stats._add({FAILED: 1})
-            elif record.tokens:
+            elif record.reads:
                 stats._add({LOADS: 1, TOKENS: record.tokens, BYTES: record.nbytes})
                 stats._add({SECONDS: [record.seconds]})
         return stats

@@ -45,6 +45,7 @@ class FerryWorker:
         self._endpoint = endpoint
         self._passed = passed
         self._records: list[LoadRecord] = []
+        self._ignored = 0
         self._idle = False
         self.handshake = Handshake(payload=wire.encode(endpoint.payload))
 
@@ -107,6 +108,7 @@ class FerryWorker:
             self._endpoint.wait(IDLE_SECONDS)
         results = self._endpoint.results()
         self._records.extend(results.loads)
+        self._ignored += results.ignored
         return KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
@@ -114,9 +116,10 @@ class FerryWorker:
         )
 
     def take_stats(self) -> FerryStats | None:
-        """Figures of the loads that ended since the last call."""
+        """Figures of what ended since the last call."""
         records, self._records = self._records, []
-        return FerryStats.of(records) if records else None
+        ignored, self._ignored = self._ignored, 0
+        return FerryStats.of(records, ignored) if records or ignored else None
 
     def close(self) -> None:
         """End the endpoint; twice is fine."""
@@ -133,7 +136,9 @@ def _identity(vllm_config: VllmConfig) -> Identity:
             "revision": str(model.revision),
             "dtype": str(model.dtype),
             "quantization": str(model.quantization),
-            "cache dtype": str(cache.cache_dtype),
+            "cache dtype": str(
+                model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
+            ).removeprefix("torch."),
         },
     )
 

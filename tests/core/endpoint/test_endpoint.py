@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import (
     EndpointClosedError,
     HandshakeError,
     IncompatibleError,
     PageError,
+    PeerLostError,
     StaleError,
     TicketError,
 )
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.transport import PeerId, State, Status, TransferId
+from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.endpoint.engines import LAYERS, Engine, Shape, engine, expected, until
 
 SHAPES = [
@@ -264,3 +269,102 @@ def test_a_closed_endpoint_says_so() -> None:
         decode.ranks[0].endpoint.close()
         with pytest.raises(EndpointClosedError):
             decode.pull("d-1", ticket, [2])
+
+
+class Unlucky(LoopbackTransport):
+    """A driver with a bug: now and then it raises what no driver should."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken: set[str] = set()
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        if "read" in self.broken:
+            raise MemoryError("no room")
+        return super().read(peer, copies, notify)
+
+    def connect(self, address: bytes) -> PeerId:
+        if "connect" in self.broken:
+            raise PermissionError("hidden")
+        return super().connect(address)
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        if "notify" in self.broken:
+            raise RuntimeError("no way")
+        super().notify(peer, payload)
+
+
+@pytest.mark.parametrize("broken", ["read", "connect", "notify"])
+def test_an_exception_of_the_driver_fails_one_load_and_not_the_endpoint(broken: str) -> None:
+    driver = Unlucky()
+    with engine("prefill") as prefill, engine("decode", transport=lambda: driver) as decode:
+        ticket = prefill.serve("p-1", [1], 4)
+        driver.broken = {broken, "read"}
+        decode.pull("d-1", ticket, [2])
+        assert decode.outcome("d-1").failed
+        driver.broken = set()
+        decode.pull("d-2", prefill.serve("p-2", [3], 4), [2])
+        assert not decode.outcome("d-2").failed
+
+
+class Deaf(LoopbackTransport):
+    """A driver whose reads cannot be cancelled, and go on until the peer is disconnected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._endless: dict[TransferId, bool] = {}
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        transfer = super().read(peer, copies, notify)
+        self._endless[transfer] = True
+        return transfer
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        endless = Status(state=State.PENDING)
+        lost = Status(state=State.FAILED, error=PeerLostError("disconnected"))
+        return [endless if self._endless[transfer] else lost for transfer in transfers]
+
+    def forget(self, transfer: TransferId) -> None:
+        del self._endless[transfer]
+
+    def cancel(self, transfer: TransferId) -> None:
+        pass
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._endless = dict.fromkeys(self._endless, False)
+        super().disconnect(peer)
+
+
+def test_a_read_that_cannot_be_cancelled_ends_with_its_peer() -> None:
+    options = EndpointOptions(lease=0.05)
+    with (
+        engine("prefill") as prefill,
+        engine("decode", transport=Deaf, options=options) as decode,
+    ):
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
+
+
+def test_a_second_engine_of_one_name_does_not_end_loads_from_the_first() -> None:
+    with engine("prefill") as one, engine("prefill") as other, engine("decode") as decode:
+        first = one.serve("p-1", [1], 4)
+        decode.pull("d-1", first, [2])
+        assert not decode.outcome("d-1").failed
+        one.compute("p-2", [3], 4)
+        waiting = one.finish("p-2", [3], 4, computed=False, order=False)
+        decode.pull("d-2", waiting, [4])
+        decode.pull("d-3", other.serve("p-1", [5], 4), [6])
+        assert not decode.outcome("d-3").failed
+        one.step()
+        assert not decode.outcome("d-2").failed
+
+
+def test_abandon_is_sent_before_the_failure_is_reported() -> None:
+    """Whoever hears of the failure may rely on the producer's hearing of it, too."""
+    driver = Unlucky()
+    with engine("prefill") as prefill, engine("decode", transport=lambda: driver) as decode:
+        driver.broken = {"read"}
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        assert decode.outcome("d-1").failed
+        decode.ranks[0].endpoint.close()
+        prefill.released("p-1")

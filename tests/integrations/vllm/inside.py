@@ -113,6 +113,7 @@ def added_figures(engine: Any) -> dict[str, float]:
             request="r",
             engine="e",
             error=error,
+            reads=tokens > 0 or error is not None,
             tokens=tokens,
             copies=1,
             nbytes=10 * tokens,

@@ -50,6 +50,7 @@ def request(
         mm_features=[],
         cache_salt=None,
         skip_reading_prefix_cache=False,
+        abort_immediately=False,
         status=SimpleNamespace(name=status),
     )
 
