@@ -194,6 +194,8 @@ def test_strangers_and_garbage_are_dropped_and_the_next_is_heard(
         msgspec.msgpack.encode(Hello(to=bytes(16), sender="who does not know the address")),
         hello_to(transport, ""),
         hello_to(transport, "x" * 1000),
+        good.replace(b"somebody", b"\xff\xfesome-"),  # no UTF-8
+        b"\x91" * 10_000,  # lists in lists
     ]
     for first in firsts:
         with knock(transport) as stranger:

@@ -249,6 +249,7 @@ def test_garbage_is_no_address(transport: LoopbackTransport, local: Region) -> N
         {"regions": None},
     ]
     forged = [msgspec.msgpack.encode(fields | change) for change in bad_fields]
+    forged += [good.replace(b"loopback-", b"\xff\xfeopback-"), b"\x91" * 10_000]  # no UTF-8; nested
     for garbage in (b"", b"\0", b"garbage", good[:-1], good + b"\0", bytes(1 << 23), *forged):
         with pytest.raises(ConnectError):
             transport.connect(garbage)
