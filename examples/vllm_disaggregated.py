@@ -125,6 +125,8 @@ class Row:
 
 def serve(pipe: Connection, model: str, transfer: dict[str, Any] | None, log: str) -> None:
     """One vLLM engine, as ``vllm.LLM`` gives it to anybody, answering over a pipe."""
+    if not Path(log).exists():
+        return  # the demo was interrupted before this process began
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -325,8 +327,10 @@ def start_all(folder: Path) -> dict[str, Engine]:
     with console.status("building a tiny Llama"):
         model = tiny_llama.build(folder / "tiny-llama")
     roles = {"ordinary": None, "prefill": PREFILL, "decode": DECODE, "unverified": CREDULOUS}
-    engines = {name: start(name, model, transfer) for name, transfer in roles.items()}
+    engines: dict[str, Engine] = {}
     try:
+        for name, transfer in roles.items():
+            engines[name] = start(name, model, transfer)
         wait_until_ready(list(engines.values()))
     except BaseException:
         end(list(engines.values()), 0.0)

@@ -23,7 +23,8 @@ StartEngine = Callable[..., Engine]
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama for all engines."""
-    engines.prepare({"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("vllm_cache"))})
+    scratch = str(tmp_path_factory.mktemp("vllm"))  # vLLM leaves files wherever TMPDIR says
+    engines.prepare({"VLLM_CACHE_ROOT": scratch, "TMPDIR": scratch})
     folder = tmp_path_factory.mktemp("tiny_llama")
     builder = multiprocessing.get_context("forkserver").Process(target=_build, args=(folder,))
     builder.start()
