@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.core.lifecycle.holds import NOTHING, Hold
+from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
 from kvferry.core.lifecycle.keeper import Verdict
 from kvferry.core.wire import Release
 
@@ -26,6 +26,7 @@ class Cause:
 class Standing:
     """A hold that stands."""
 
+    request: RequestId
     lease: float | None = None
     deadline: float | None = None
     said: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -48,8 +49,8 @@ class Book:
             words[hold.slot] = hold.generation << 1 | ready
         return words
 
-    def take_on(self, hold: Hold) -> None:
-        self.standing[hold] = Standing()
+    def take_on(self, request: RequestId, hold: Hold) -> None:
+        self.standing[hold] = Standing(request=request)
 
     def order(self, hold: Hold, lease: float) -> None:
         if hold in self.standing:
@@ -60,11 +61,12 @@ class Book:
         if standing is not None and standing.lease is not None:
             standing.deadline = now + standing.lease
 
-    def expire(self, now: float) -> list[Hold]:
-        late = [h for h, s in self.standing.items() if s.deadline is not None and s.deadline <= now]
+    def expire(self, now: float) -> list[RequestId]:
+        holds = self.standing.items()
+        late = {h: s.request for h, s in holds if s.deadline is not None and s.deadline <= now}
         for hold in late:
             self.end(hold, Cause(why="expired"))
-        return late
+        return list(late.values())
 
     def end(self, hold: Hold, cause: Cause) -> None:
         if self.standing.pop(hold, None) is not None:

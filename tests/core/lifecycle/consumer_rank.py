@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 
 from kvferry.core.errors import KVFerryError, PeerLostError, StaleError, TicketError, TransportError
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op, Party
@@ -47,6 +48,7 @@ class ConsumerRank:
         self.pulls: dict[LoadId, Pull] = {}
         self.shaking: list[LoadId] = []
         self.transfers: list[Transfer] = []
+        self.heard: list[Callable[[], None]] = []
         self.results: list[tuple[Decode, KVFerryError | None]] = []
         self._link = Link(broken=True)
         self._payloads: list[RankPayload] = []
@@ -87,6 +89,12 @@ class ConsumerRank:
                 self._each(transfer, self._arrived)
         self._pump()
 
+    def echo(self, index: int) -> None:
+        """The machine hears of something once more; it is to ignore that."""
+        if self.heard:
+            self.heard[-1 - index % len(self.heard)]()
+            self._pump()
+
     def tick(self) -> None:
         """The machine looks at the clock."""
         now = self.now()
@@ -121,7 +129,7 @@ class ConsumerRank:
             if pull.request is request and pull.pulling and not pull.reported:
                 error = KVFerryError("given up")
                 pull.causes.append(error)
-                self.loads.abort(load_id, error)
+                self._hear(partial(self.loads.abort, load_id, error))
 
     def _connect(self, payloads: list[RankPayload]) -> None:
         if payloads is not self._payloads or self._link.broken:
@@ -136,13 +144,17 @@ class ConsumerRank:
             self._unshaken(load_id, exc)
             return
         pull.link, pull.parties = self._link, self.parties
-        self.loads.shaken(load_id, self.parties)
+        self._hear(partial(self.loads.shaken, load_id, self.parties))
 
     def _unshaken(self, load_id: LoadId, error: KVFerryError) -> None:
         self.pulls[load_id].causes.append(error)
-        self.loads.unshaken(load_id, error)
+        self._hear(partial(self.loads.unshaken, load_id, error))
 
     # What the machine hears.
+
+    def _hear(self, event: Callable[[], None]) -> None:
+        event()
+        self.heard.append(event)
 
     def _each(self, transfer: Transfer, hear: Callable[[LoadId, Transfer], None]) -> None:
         for load_id in transfer.loads:
@@ -159,18 +171,18 @@ class ConsumerRank:
 
     def _lose(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
         self.pulls[load_id].causes.append(error)
-        self.loads.lost(load_id, rank, error)
+        self._hear(partial(self.loads.lost, load_id, rank, error))
 
     def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
         if transfer.op is Op.READ:
-            self.loads.read(load_id, transfer.rank)
+            self._hear(partial(self.loads.read, load_id, transfer.rank))
             return
         pull, word = self.pulls[load_id], transfer.words[load_id]
         self._judge(pull, transfer, word)
         if transfer.op is Op.CHECK:
             self.loads.checked(load_id, transfer.rank, word)
         else:
-            self.loads.fenced(load_id, transfer.rank, word)
+            self._hear(partial(self.loads.fenced, load_id, transfer.rank, word))
 
     def _judge(self, pull: Pull, transfer: Transfer, word: int) -> None:
         """What a slot word means, by the table; a hold must have had a reason to be gone."""
@@ -215,21 +227,27 @@ class ConsumerRank:
             self.read_pages(link, action, pull)
         elif action.op in (Op.CHECK, Op.FENCE):
             require(not pull.reported, "a check after the report")
-            self._check_fence(action, pull)
+            self._check_order(action, pull)
             words[link, action.rank, action.op].append(action.load)
         elif action.op is Op.CANCEL:
             self._cancel(action, words)
         else:
             self._tell(link, action, pull)
 
-    def _check_fence(self, action: Action, pull: Pull) -> None:
-        read = pull.reads.get(action.rank)
-        final = read is not None and read.state is State.DONE
-        require(final or action.op is Op.CHECK, "a fence before the data is final")
+    def _check_order(self, action: Action, pull: Pull) -> None:
+        if action.op is Op.CHECK:
+            computed = pull.request.issue.ticket.computed
+            require(not computed, "a check that the ticket makes needless")
+        else:
+            read = pull.reads.get(action.rank)
+            final = read is not None and read.state is State.DONE
+            require(final, "a fence before the data is final")
 
     def read_pages(self, link: Link, action: Action, pull: Pull) -> None:
         """Post the read of a load's pages from one rank. Nothing is bound to it."""
         require(action.rank not in pull.reads, "read twice from one rank")
+        wanted = pull.pulling and Party(rank=action.rank, reads=True) in pull.parties
+        require(wanted, "read from a rank that is only to be told")
         transfer = self.make_read(link, action, pull)
         pull.reads[action.rank] = transfer
         self.post(transfer)

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvferry.core.errors import HandshakeError, TransportError
-from tests.core.lifecycle.checks import check_words
+from tests.core.lifecycle.checks import check_ledger
 from tests.core.lifecycle.model import PLANS, Parts, World
 from tests.core.lifecycle.producer import LEASE, PAGES, At
 
 T = TypeVar("T")
+
+PICKS = st.binary(max_size=8) | st.binary(min_size=24, max_size=60)
+"""Which of the world's moves come next: few, or many."""
 
 
 class Protocol(RuleBasedStateMachine):
@@ -27,7 +30,7 @@ class Protocol(RuleBasedStateMachine):
         ranks=st.sampled_from(sorted(PLANS)),
         first=st.integers(0, 9),
         second=st.integers(0, 9),
-        slots=st.integers(2, PAGES),
+        slots=st.integers(1, PAGES),
     )
     def start(self, ranks: int, first: int, second: int, slots: int) -> None:
         plans = PLANS[ranks]
@@ -42,15 +45,17 @@ class Protocol(RuleBasedStateMachine):
         drafter=st.booleans(),
         remote=st.sampled_from([True, True, True, False]),
         errs=st.sampled_from([False, False, False, True]),
-        until=st.sampled_from(["asked", "scheduled", "preempted", "ticket", "ready"]),
+        until=st.sampled_from(["asked", "scheduled", "preempted", "aborted", "ticket", "ready"]),
     )
     def ask(self, until: str, size: int, chunks: int, **kind: bool) -> None:
         producer = self.world.producer
         self.world.ask(size=size, chunks=chunks, **kind)
-        if until in ("scheduled", "preempted"):
+        if until in ("scheduled", "preempted", "aborted"):
             if producer.can_schedule:
                 producer.schedule()
-            _one(producer.at(At.RUNNING) if until == "preempted" else [], 0, producer.preempt)
+            stops = {"preempted": producer.preempt, "aborted": producer.abort}
+            for prompt in producer.at(At.RUNNING)[-1:]:
+                stops.get(until, lambda _: None)(prompt)
         elif until != "asked":
             self.world.compute(tail=until != "ticket")
 
@@ -61,8 +66,10 @@ class Protocol(RuleBasedStateMachine):
         fits=st.sampled_from([True] * 7 + [False]),
         drafter=st.booleans(),
         ordered=st.booleans(),
-        items=st.sampled_from([None, -1, 0, 1, 2, 3]),
-        picks=st.binary(max_size=40),
+        items=st.sampled_from([-1, 0, 1, 2, 3]),
+        rounds=st.sampled_from([0, 1, 1, 2, 4]),
+        aborts=st.sampled_from([False, False, False, True]),
+        picks=PICKS,
     )
     def hand(
         self,
@@ -72,7 +79,9 @@ class Protocol(RuleBasedStateMachine):
         fits: bool,
         drafter: bool,
         ordered: bool,
-        items: int | None,
+        items: int,
+        rounds: int,
+        aborts: bool,
         picks: bytes,
     ) -> None:
         world = self.world
@@ -84,8 +93,10 @@ class Protocol(RuleBasedStateMachine):
             consumer = world.consumers["AB".index(name)]
             if issue is not None:
                 world.hand(consumer, issue, cached=cached, fits=fits)
-            if items is not None:
+            for _ in range(rounds):
                 world.pull(consumer, items)
+            for request in list(consumer.requests.values())[-1:] if aborts else ():
+                consumer.abort(request)
         self.drift(picks)
 
     # One engine goes on, and the others wait.
@@ -125,17 +136,22 @@ class Protocol(RuleBasedStateMachine):
 
     # Whatever goes on by itself, in any order.
 
-    @rule(picks=st.binary(min_size=10, max_size=80))
+    @rule(picks=PICKS)
     def drift(self, picks: bytes) -> None:
         for pick in picks:
             moves = self.world.moves()
             if moves:
                 moves[pick % len(moves)]()
-                check_words(self.world)
 
-    @rule(seconds=st.sampled_from([0.0, 0.0, 1.0, 4.0, LEASE]), picks=st.binary(max_size=40))
-    def rest(self, seconds: float, picks: bytes) -> None:
+    @rule(
+        seconds=st.sampled_from([0.0, 0.0, 1.0, 4.0, LEASE]),
+        resets=st.sampled_from([False, False, False, True]),
+        picks=PICKS,
+    )
+    def rest(self, seconds: float, resets: bool, picks: bytes) -> None:
         """Everything settles, or time passes while it does not."""
+        if resets:
+            self.world.producer.reset()
         if seconds:
             self.world.wait(seconds)
         else:
@@ -147,7 +163,7 @@ class Protocol(RuleBasedStateMachine):
     @rule(
         who=st.sampled_from(["abort", "preempt", "abort A", "abort B"]),
         index=st.integers(0, 3),
-        picks=st.binary(max_size=40),
+        picks=PICKS,
     )
     def give_up(self, who: str, index: int, picks: bytes) -> None:
         world = self.world
@@ -160,7 +176,7 @@ class Protocol(RuleBasedStateMachine):
             _one(list(engine.requests.values()), index, engine.abort)
         self.drift(picks)
 
-    @rule(index=st.integers(0, 7), doomed=st.booleans(), picks=st.binary(max_size=40))
+    @rule(index=st.integers(0, 7), doomed=st.booleans(), picks=PICKS)
     def harm(self, index: int, doomed: bool, picks: bytes) -> None:
         error = TransportError("a cable was pulled")
         fabric = self.world.fabric
@@ -169,14 +185,14 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(
         what=st.sampled_from(
-            ["restart P", "restart A", "restart B", "reset", "stray", "stray", "refuse handshake"]
+            ["restart P", "restart P", "restart A", "restart B", "stray", "echo", "refuse"]
         ),
         how=st.sampled_from(
             ["nothing breaks", "nothing breaks", "links break", "links are doomed"]
         ),
         messages=st.booleans(),
         index=st.integers(0, 2),
-        picks=st.binary(max_size=40),
+        picks=PICKS,
     )
     def disturb(self, what: str, how: str, messages: bool, index: int, picks: bytes) -> None:
         world = self.world
@@ -185,11 +201,14 @@ class Protocol(RuleBasedStateMachine):
             world.restart_producer(
                 severs=severs, doomed=doomed, messages=messages, gracefully=index == 0
             )
-        elif what == "reset":
-            world.producer.reset()
+            if index == 1:
+                world.fresh(drafter=False, ordered=False)
         elif what == "stray":
             world.stray(index, ("incarnation", "generation", "slot")[index])
-        elif what == "refuse handshake":
+        elif what == "echo":
+            for rank in (r for e in world.consumers for r in e.ranks):
+                rank.echo(index)
+        elif what == "refuse":
             ranks = [r for e in world.consumers for r in e.ranks if r.shaking]
             error = HandshakeError("nobody answers")
             _one(ranks, index, lambda rank: rank.answer(rank.shaking[0], error))
@@ -198,9 +217,9 @@ class Protocol(RuleBasedStateMachine):
         self.drift(picks)
 
     @invariant()
-    def words(self) -> None:
+    def ledger(self) -> None:
         if hasattr(self, "world"):
-            check_words(self.world)
+            check_ledger(self.world)
 
     def teardown(self) -> None:
         # Where something failed already, that is what is to be heard of.

@@ -17,7 +17,7 @@ from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.lifecycle.loads import Loads, Party
 from kvferry.core.transport import State
 from kvferry.core.wire import Release, encode
-from tests.core.lifecycle.checks import check_end, check_rest, check_words
+from tests.core.lifecycle.checks import check_end, check_ledger, check_rest
 from tests.core.lifecycle.consumer import Consumer
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decodes import Decode, Stage
@@ -163,7 +163,7 @@ class World:
     def deliver(self, message: Message) -> None:
         """A notification arrives at whoever lives there now."""
         self.fabric.messages.remove(message)
-        self.producer.ranks[message.rank].hear(message, strict=self.parts.strict)
+        self.producer.ranks[message.rank].hear(message)
 
     # What somebody does.
 
@@ -310,7 +310,7 @@ class World:
         )
         for rank in self.producer.ranks:
             stray = Message(sender="A", rank=rank.rank, payload=encode([release]), origins=(0,))
-            rank.hear(stray, strict=self.parts.strict)
+            rank.hear(stray)
 
     # Rest.
 
@@ -319,7 +319,7 @@ class World:
         calm = 0
         for _ in range(60):
             self._round()
-            check_words(self)
+            check_ledger(self)
             calm = 0 if self._under_way() else calm + 1
             if calm > 3:
                 break
@@ -366,6 +366,7 @@ class World:
             ledger=self.parts.ledger,
             keeper=self.parts.keeper,
             rank=self.parts.producer_rank,
+            strict=self.parts.strict,
             clock=lambda: self.now,
             issues=self.issues,
         )

@@ -125,6 +125,7 @@ class ProducerRank:
         incarnation: Incarnation,
         keeper: type[HoldKeeper],
         now: Callable[[], float],
+        strict: bool,
     ) -> None:
         self.rank = rank
         self.words = [0] * slots
@@ -135,6 +136,7 @@ class ProducerRank:
         self.stream: deque[Callable[[], None]] = deque()
         self.passed: list[Hold] = []
         self._now = now
+        self._strict = strict
 
     def launch(self) -> None:
         """Take a step: apply its orders, queue its work, collect what is reported with it."""
@@ -147,6 +149,7 @@ class ProducerRank:
         for work in step.work:
             if work.last and work.prompt.drafter:
                 self._queue_writes(work, final=True)
+        self._check()
 
     def device(self) -> None:
         """The device does the next thing in its queue."""
@@ -166,23 +169,33 @@ class ProducerRank:
             self.keeper.ready(hold, now)
             self.book.passed(hold, now)
         self.passed.clear()
-        self.keeper.expire(now)
-        self.book.expire(now)
+        expired, expected = self.keeper.expire(now), self.book.expire(now)
+        same = sorted(expired or ()) == sorted(expected)
+        require(same or not self._strict, "expired", expired, "not", expected)
+        self._check()
 
-    def hear(self, message: Message, *, strict: bool) -> None:
+    def hear(self, message: Message) -> None:
         """A notification arrives."""
         releases = decode_releases(message.payload)
         for release, origin in zip(releases, message.origins, strict=True):
             verdict = self.keeper.release(release)
             expected = self.book.heard(release, origin)
-            require(verdict is expected or not strict, "verdict", verdict, "not", expected)
+            require(verdict is expected or not self._strict, "verdict", verdict, "not", expected)
+        self._check()
+
+    def _check(self) -> None:
+        """The slot words are the table's, and as many holds stand."""
+        if self._strict:
+            words = self.book.words(len(self.words))
+            require(self.words == words, "slot words", self.words, "are to be", words)
+            require(self.keeper.held == len(self.book.standing), "held", self.keeper.held)
 
     def _apply(self, orders: Orders) -> None:
         self.keeper.apply(orders)
         for hold in orders.drops:
             self.book.end(hold, Cause(why="dropped"))
-        for _, hold in orders.take_ons:
-            self.book.take_on(hold)
+        for request, hold in orders.take_ons:
+            self.book.take_on(request, hold)
         for hold, lease in orders.ready:
             self.book.order(hold, lease)
             self.stream.append(partial(self.passed.append, hold))
@@ -206,6 +219,7 @@ class Producer:
         ledger: type[HoldLedger],
         keeper: type[HoldKeeper],
         rank: type[ProducerRank],
+        strict: bool,
         clock: Callable[[], float],
         issues: list[Issue],
     ) -> None:
@@ -213,7 +227,7 @@ class Producer:
         self.slots = slots
         self.ledger = ledger(slots)
         self.ranks = [
-            rank(i, slots, self.incarnation, keeper, skewed(clock, 1000.0 * i))
+            rank(i, slots, self.incarnation, keeper, skewed(clock, 1000.0 * i), strict)
             for i in range(ranks)
         ]
         self.payloads = _payloads(self)

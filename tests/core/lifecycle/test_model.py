@@ -19,7 +19,7 @@ SEARCH = settings(
     max_examples=int(EXAMPLES or 400),
     derandomize=EXAMPLES is None,
     database=None,
-    stateful_step_count=40,
+    stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

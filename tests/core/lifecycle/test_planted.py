@@ -29,7 +29,7 @@ from tests.core.lifecycle.producer import Producer
 
 SEARCH = settings(
     max_examples=1000,
-    stateful_step_count=40,
+    stateful_step_count=25,
     derandomize=True,
     database=None,
     deadline=None,
