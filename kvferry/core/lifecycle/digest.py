@@ -1,4 +1,4 @@
-"""What a request's pages depend on, in 16 bytes (PROTOCOL: "Identities")."""
+"""What a request's pages depend on, in 16 bytes (docs/protocol.md, "Identities")."""
 
 from __future__ import annotations
 

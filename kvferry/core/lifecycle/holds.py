@@ -1,4 +1,4 @@
-"""Holds and the slot words that stand for them (PROTOCOL: "Identities").
+"""Holds and the slot words that stand for them (docs/protocol.md, "Identities").
 
 A producer rank keeps one 8-byte word per slot in registered memory. Consumers read it with the same
 one-sided reads as the pages, and so learn whether the pages were still held.

@@ -1,4 +1,4 @@
-"""The scheduler half of an engine that decodes what others prefilled (PROTOCOL's DS).
+"""The scheduler half of an engine that decodes what others prefilled (DS in docs/protocol.md).
 
 A ticket that is refused never raises here, where an exception would end the engine: its request
 takes the way of any other, and the worker reports it as failed.

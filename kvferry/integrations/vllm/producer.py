@@ -1,4 +1,4 @@
-"""The scheduler half of an engine that prefills for others (PROTOCOL's PS)."""
+"""The scheduler half of an engine that prefills for others (PS in docs/protocol.md)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,23 @@
+"""The examples that need no vLLM do what they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_two_endpoints() -> None:
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / "two_endpoints.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[1:3] == ["equal", "pages that may be given back now: those of prefill-1"]
+    assert "prefill again" in lines[3]
