@@ -163,7 +163,7 @@ class ConsumerRank:
     def _doomed(self, load_id: LoadId, transfer: Transfer) -> None:
         error = transfer.error or TransportError("doomed")
         self.pulls[load_id].causes.append(error)
-        self.loads.doomed(load_id, transfer.rank, error)
+        self._hear(partial(self.loads.doomed, load_id, transfer.rank, error))
 
     def _lost(self, load_id: LoadId, transfer: Transfer) -> None:
         error = transfer.error or TransportError("failed")
@@ -179,10 +179,13 @@ class ConsumerRank:
             return
         pull, word = self.pulls[load_id], transfer.words[load_id]
         self._judge(pull, transfer, word)
-        if transfer.op is Op.CHECK:
-            self.loads.checked(load_id, transfer.rank, word)
-        else:
+        checked = partial(self.loads.checked, load_id, transfer.rank, word)
+        if transfer.op is Op.FENCE:
             self._hear(partial(self.loads.fenced, load_id, transfer.rank, word))
+        elif word == pull.request.issue.ticket.hold.computing:
+            checked()  # an echo could not be told from the answer to the next check
+        else:
+            self._hear(checked)
 
     def _judge(self, pull: Pull, transfer: Transfer, word: int) -> None:
         """What a slot word means, by the table; a hold must have had a reason to be gone."""
