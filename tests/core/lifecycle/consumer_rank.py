@@ -271,8 +271,6 @@ class ConsumerRank:
         message = None
         if op is Op.FENCE:
             message = self.message(rank, load_ids, abandoned=False)
-            for load_id in load_ids:
-                self.pulls[load_id].told.add(rank)
         words: dict[LoadId, int] = {}
 
         def take(load_id: LoadId, source: int) -> None:
@@ -335,10 +333,11 @@ class ConsumerRank:
 
     def _tell(self, link: Link, action: Action, pull: Pull) -> None:
         require(not self.running(action.load), f"{action.op} while bytes may land")
-        require(pull.causes != [] or action.op is Op.DONE, "abandoned without a reason")
+        abandoned = action.op is Op.ABANDON
+        require(bool(pull.causes) is abandoned, f"{action.op}, but what happened was", pull.causes)
+        require(action.rank not in pull.told, "a rank was told twice:", action.rank)
+        pull.told.add(action.rank)
         if not link.broken:
-            pull.told.add(action.rank)
-            abandoned = action.op is Op.ABANDON
             message = self.message(action.rank, [action.load], abandoned=abandoned)
             self.fabric.messages.append(message)
 

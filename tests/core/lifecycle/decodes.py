@@ -60,6 +60,7 @@ class Pull:
         wants: destination page and source page and what must come to lie there.
         causes: why it must fail, in order: errors that it was told, or ``STALE``, ``LATE``.
         reads: producer rank to the transfer of its pages.
+        told: producer ranks that were told by a message of its own, not one bound to a fence.
     """
 
     request: Decode

@@ -302,7 +302,7 @@ class World:
         hold = holds[index % len(holds)]
         release = Release(
             incarnation=self.producer.incarnation ^ (_BIT if how == "incarnation" else 0),
-            slot=(hold.slot + (how == "slot")) % self.producer.slots,
+            slot=hold.slot + (how == "slot"),
             generation=hold.generation ^ (_BIT if how == "generation" else 0),
             engine="A",
             rank=0,
