@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.core.registry import DriverReport, describe, installed
-from kvferry.core.transport import Capabilities
+from kvferry.core.transport import Capabilities, Quiescence
 
 
 def run(*, as_json: bool) -> None:
@@ -45,6 +45,12 @@ def _capabilities(can: Capabilities) -> dict[str, object]:
     }
 
 
+QUIET = {
+    Quiescence.ALWAYS: "after a failure no byte lands any more",
+    Quiescence.AFTER_DISCONNECT: "after a failure bytes may land until it disconnects",
+}
+
+
 def _print_table(reports: list[DriverReport]) -> None:
     console = Console()
     if not reports:
@@ -70,7 +76,7 @@ def _more(can: Capabilities) -> str:
         f"notifications up to {can.max_notification} bytes",
         "can cancel" if can.cancel else "cannot cancel",
         "progresses by itself" if can.background_progress else "progresses when polled",
-        f"a failed transfer is quiet {can.quiescence.value.replace('_', ' ')}",
+        QUIET[can.quiescence],
     ]
     if can.max_outstanding is not None:
         said.append(f"{can.max_outstanding} transfers at once")
