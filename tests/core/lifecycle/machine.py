@@ -66,7 +66,7 @@ class Protocol(RuleBasedStateMachine):
         fits=st.sampled_from([True] * 7 + [False]),
         drafter=st.booleans(),
         ordered=st.booleans(),
-        items=st.sampled_from([-1, 0, 1, 2, 3]),
+        items=st.sampled_from([-1, -1, 0, 1, 2, 3]),
         rounds=st.sampled_from([0, 1, 1, 2, 4]),
         aborts=st.sampled_from([False, False, False, True]),
         picks=PICKS,
@@ -97,6 +97,7 @@ class Protocol(RuleBasedStateMachine):
                 world.pull(consumer, items)
             for request in list(consumer.requests.values())[-1:] if aborts else ():
                 consumer.abort(request)
+                world.pull(consumer, items)
         self.drift(picks)
 
     # One engine goes on, and the others wait.
@@ -161,7 +162,7 @@ class Protocol(RuleBasedStateMachine):
     # What goes wrong, or is given up.
 
     @rule(
-        who=st.sampled_from(["abort", "preempt", "abort A", "abort B", "handshake"]),
+        who=st.sampled_from(["abort", "preempt", "abort A", "abort B", "handshakes"]),
         index=st.integers(0, 3),
         picks=PICKS,
     )
@@ -171,10 +172,10 @@ class Protocol(RuleBasedStateMachine):
             _one(world.producer.at(At.RUNNING), index, world.producer.preempt)
         elif who == "abort":
             _one(world.producer.at(At.WAITING, At.RUNNING), index, world.producer.abort)
-        elif who == "handshake":
-            ranks = [r for e in world.consumers for r in e.ranks if r.shaking]
-            error = HandshakeError("nobody answers")
-            _one(ranks, index, lambda rank: rank.answer(rank.shaking[0], error))
+        elif who == "handshakes":
+            for rank in (r for e in world.consumers for r in e.ranks):
+                for load_id in rank.shaking[index % 2 :]:
+                    rank.answer(load_id, HandshakeError("nobody answers"))
         else:
             engine = world.consumers["AB".index(who[-1])]
             _one(list(engine.requests.values()), index, engine.abort)
@@ -206,7 +207,8 @@ class Protocol(RuleBasedStateMachine):
             if index == 1:
                 world.fresh(drafter=False, ordered=False)
         elif what == "stray":
-            world.stray(index, ("incarnation", "generation", "slot")[index])
+            for how in ("incarnation", "generation", "slot"):
+                world.stray(index, how)
         elif what == "echo":
             for rank in (r for e in world.consumers for r in e.ranks):
                 rank.echo(index)

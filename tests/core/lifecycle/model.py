@@ -86,6 +86,7 @@ class World:
     def __init__(self, *, ranks: int, plans: tuple[Plan, Plan], slots: int, parts: Parts) -> None:
         self.parts = parts
         self.now = 0.0
+        self.silent = False
         self.fabric = Fabric()
         self.issues: list[Issue] = []
         self._ranks, self.slots = ranks, slots
@@ -155,7 +156,7 @@ class World:
             yield rank.launch
         if any(t.state is not State.PENDING for t in rank.transfers):
             yield rank.poll
-        for load_id in rank.shaking:
+        for load_id in () if self.silent else rank.shaking:
             yield partial(rank.answer, load_id)
         if len(rank.loads):
             yield rank.tick
@@ -230,14 +231,16 @@ class World:
     def pull(self, engine: Consumer, items: int, ranks: slice = slice(None)) -> None:
         """A decode engine goes on alone until some items of each rank have landed.
 
-        With ``items`` less than 0, the handshake is not answered. ``ranks`` are those that go on.
+        With ``items`` less than 0, handshakes are not answered until a later pull. ``ranks`` are
+        those that go on.
         """
+        self.silent = items < 0
         if engine.can_schedule:
             engine.schedule()
         for rank in engine.ranks[ranks]:
             while rank.inbox:
                 rank.launch()
-            for load_id in list(rank.shaking) if items >= 0 else ():
+            for load_id in () if self.silent else list(rank.shaking):
                 rank.answer(load_id)
             for _ in range(items):
                 self._land_one(rank)
