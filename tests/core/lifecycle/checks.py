@@ -40,6 +40,9 @@ def check_rest(world: World) -> None:
 
 
 def _check_rank(world: World, rank: ConsumerRank) -> None:
+    rank.echo(len(rank.heard))
+    rank.heard.clear()
+    require(rank.transfers == [] == world.fabric.messages, "what is over has an echo")
     require(len(rank.loads) == 0, "loads that are never over:", len(rank.loads))
     for load_id, pull in rank.pulls.items():
         require(pull.reported and load_id not in rank.loads, "a load that is never over")

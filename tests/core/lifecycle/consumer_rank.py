@@ -75,6 +75,8 @@ class ConsumerRank:
             self._connect(self.producer().payloads)
             self._shaken(load_id)
         self._pump()
+        if self.pulls[load_id].reported:
+            self._check_told(self.pulls[load_id])
 
     def poll(self) -> None:
         """Hear of all transfers what there is to hear, then act."""
@@ -89,11 +91,11 @@ class ConsumerRank:
                 self._each(transfer, self._arrived)
         self._pump()
 
-    def echo(self, index: int) -> None:
-        """The machine hears of something once more; it is to ignore that."""
-        if self.heard:
-            self.heard[-1 - index % len(self.heard)]()
-            self._pump()
+    def echo(self, events: int) -> None:
+        """The machine hears once more of the last events; it is to ignore that."""
+        for event in self.heard[-events:]:
+            event()
+        self._pump()
 
     def tick(self) -> None:
         """The machine looks at the clock."""
@@ -346,6 +348,7 @@ class ConsumerRank:
         require(not self.running(action.load), "reported while bytes may land")
         pull.reported = True
         self._check_reason(action.error, pull)
+        self._check_told(pull)
         if action.error is None:
             self.check_pages(pull)
         if pull.pulling:
@@ -357,6 +360,12 @@ class ConsumerRank:
             require(isinstance(error, StaleError), f"{first}, but reported", error)
         else:
             require(error is first, "reported", error, "but what happened was", first)
+
+    def _check_told(self, pull: Pull) -> None:
+        """Of a failure, every rank; else those who heard nothing with a fence."""
+        everybody = bool(pull.causes) or not pull.pulling
+        told = {party.rank for party in pull.parties if everybody or not party.reads}
+        require(pull.told == told, "told were", pull.told, "and to be told", told)
 
     def _check_failing(self) -> None:
         """What failed winds down, and is reported as soon as it is quiet."""

@@ -211,7 +211,7 @@ class Protocol(RuleBasedStateMachine):
                 world.stray(index, how)
         elif what == "echo":
             for rank in (r for e in world.consumers for r in e.ranks):
-                rank.echo(index)
+                rank.echo(events=2 + 3 * index)
         else:
             world.restart_consumer("AB".index(what[-1]), messages=messages)
         self.drift(picks)

@@ -299,6 +299,21 @@ def test_a_rank_that_is_over_can_not_fail_the_others() -> None:
     assert bench.error is None
 
 
+def test_the_pages_are_wanted_until_the_load_fails_or_ends() -> None:
+    good, bad = Bench(*reads(0)), Bench(*reads(0))
+    assert good.loads.wanted(good.id)
+    assert bad.loads.wanted(bad.id)
+    bad.loads.doomed(bad.id, 0, TransportError("cable"))
+    assert not bad.loads.wanted(bad.id)
+    good.fence()
+    assert not good.loads.wanted(good.id)
+    late = Bench(shakes=False)
+    assert late.loads.wanted(late.id)
+    late.loads.abort(late.id, KVFerryError("given up"))
+    assert late.id in late.loads
+    assert not late.loads.wanted(late.id)
+
+
 def test_loads_do_not_disturb_each_other_and_ids_do_not_come_back() -> None:
     loads = Loads()
     ids = []

@@ -16,7 +16,7 @@ from tests.core.lifecycle.machine import Protocol
 EXAMPLES = os.environ.get("KVFERRY_MODEL_EXAMPLES")
 
 SEARCH = settings(
-    max_examples=int(EXAMPLES or 300),
+    max_examples=int(EXAMPLES or 600),
     derandomize=EXAMPLES is None,
     database=None,
     stateful_step_count=25,
