@@ -116,8 +116,6 @@ class ConsumerRank:
         )
         require(load_id not in self.pulls, "a load id came back")
         pull = Pull(request=request, pulling=pulling, deadline=deadline, wants=_wants(request))
-        for page, _, _ in pull.wants:
-            self.pages[page] = {}
         self.pulls[load_id] = pull
         request.pulls[self.rank] = pull
         known = self._payloads and self._payloads[0].incarnation == ticket.incarnation
@@ -145,6 +143,10 @@ class ConsumerRank:
         except TicketError as exc:
             self._unshaken(load_id, exc)
             return
+        wanted = self.loads.wanted(load_id)
+        require(wanted is not (pull.reported or bool(pull.causes)), "wanted is", wanted)
+        for page, _, _ in pull.wants if wanted else ():
+            self.pages[page] = {}  # zeroed
         pull.link, pull.parties = self._link, self.parties
         self._hear(partial(self.loads.shaken, load_id, self.parties))
 
@@ -217,6 +219,8 @@ class ConsumerRank:
                 self.read_words(link, rank, op, load_ids)
         if words:
             self._pump()
+        open_pulls = sum(not pull.reported for pull in self.pulls.values())
+        require(len(self.loads) == open_pulls, "loads that are not over:", open_pulls)
         self._check_failing()
 
     def _perform(self, action: Action, words: dict[tuple[Link, int, Op], list[LoadId]]) -> None:
@@ -329,8 +333,8 @@ class ConsumerRank:
             if rank == action.rank and action.load in load_ids:
                 load_ids.remove(action.load)
                 self._lose(action.load, rank, KVFerryError("cancelled"))
-        for transfer in self.transfers:
-            if transfer.rank == action.rank and action.load in transfer.loads:
+        for transfer in self.running(action.load):
+            if transfer.rank == action.rank:
                 transfer.cancel(action.load)
 
     def _tell(self, link: Link, action: Action, pull: Pull) -> None:
