@@ -106,6 +106,19 @@ def test_orders_of_one_step_drop_before_they_take_on() -> None:
     assert bench.keeper.take_sent() == [B]
 
 
+def test_orders_are_carried_out() -> None:
+    bench = Bench(ordered=False, ready=False)
+    bench.keeper.apply(Orders(ready=((HOLD, 30.0),)))
+    bench.keeper.ready(HOLD, 100.0)
+    assert bench.words == [NOTHING, HOLD.ready]
+    other = Hold(slot=0, generation=3)
+    bench.keeper.apply(Orders(take_ons=((B, other),)))
+    assert bench.words == [other.computing, HOLD.ready]
+    bench.keeper.apply(Orders(drops=(other,)))
+    assert bench.words == [NOTHING, HOLD.ready]
+    assert bench.keeper.take_sent() == []
+
+
 def test_a_hold_ends_when_every_rank_of_one_engine_has_said_so() -> None:
     bench = Bench()
     assert bench.release(rank=0, expected=2) is Verdict.COUNTED

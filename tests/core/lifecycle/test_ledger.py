@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
+
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 
@@ -93,7 +95,7 @@ def test_a_ticket_is_made_once_and_then_the_request_cannot_be_dropped() -> None:
     taken_on(ledger, A)
     ledger.ticket(A, 30.0)
     assert ledger.ticket(A, 30.0) is None
-    assert not ledger.drop(A)
+    assert ledger.drop(A) is False
     assert ledger.held == 1
 
 
@@ -128,6 +130,23 @@ def test_a_reset_gives_up_tickets_once_and_computing_requests_not() -> None:
     assert not ledger.drain()
     ledger.reset()
     assert ledger.drain().ends == (late, early)  # whatever the workers did meanwhile
+
+
+ANY = Hold(slot=0, generation=1)
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        Orders(drops=(ANY,)),
+        Orders(take_ons=((A, ANY),)),
+        Orders(ready=((ANY, 30.0),)),
+        Orders(ends=(ANY,)),
+    ],
+)
+def test_orders_of_any_kind_are_orders(orders: Orders) -> None:
+    assert orders
+    assert not Orders()
 
 
 def test_orders_travel_to_the_workers() -> None:

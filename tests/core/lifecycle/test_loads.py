@@ -120,6 +120,20 @@ def test_pages_that_are_still_written_are_asked_for_again() -> None:
         assert bench.next == []
     bench.loads.checked(bench.id, 0, HOLD.ready)
     assert bench.next == [(Op.READ, 0)]
+    bench.fence()
+    assert bench.next == [(Op.FENCE, 0), (Op.REPORT, -1)]
+    assert bench.error is None
+
+
+@pytest.mark.parametrize("word", [HOLD.ready, HOLD.computing, NOTHING])
+def test_a_check_that_comes_after_a_failure_leads_to_nothing(word: int) -> None:
+    bench = Bench(*reads(0), computed=False)
+    given_up = KVFerryError("given up")
+    bench.loads.abort(bench.id, given_up)
+    assert bench.next == [(Op.CHECK, 0), (Op.CANCEL, 0)]
+    bench.loads.checked(bench.id, 0, word)
+    assert bench.next == [(Op.ABANDON, 0), (Op.REPORT, -1)]
+    assert bench.error is given_up
 
 
 @pytest.mark.parametrize("word", [NOTHING, OTHER.ready])
@@ -247,6 +261,7 @@ def test_what_was_given_up_during_a_handshake_that_fails_is_reported_once() -> N
     given_up = KVFerryError("given up")
     bench.loads.abort(bench.id, given_up)
     bench.loads.tick(DEADLINE)
+    bench.loads.abort(bench.id, KVFerryError("again"))
     bench.loads.unshaken(bench.id, KVFerryError("nobody answers"))
     assert bench.next == [(Op.REPORT, -1)]
     assert bench.error is given_up
@@ -276,6 +291,9 @@ def test_events_about_what_is_over_or_was_never_asked_change_nothing() -> None:
         bench.loads.doomed(load_id, rank, late)
         bench.loads.checked(load_id, rank, HOLD.ready)
         bench.loads.fenced(load_id, rank, HOLD.ready)
+    bench.loads.shaken(LoadId(99), reads(0))
+    bench.loads.unshaken(LoadId(99), late)
+    bench.loads.abort(LoadId(99), late)
     bench.loads.checked(bench.id, 0, NOTHING)
     bench.loads.fenced(bench.id, 0, HOLD.ready)
     bench.loads.shaken(bench.id, reads(0))

@@ -51,6 +51,7 @@ GOOD = Ticket(
         ({"first_index": (0, -1)}, "first index of -1"),
         ({"first_index": (module.MAX_TOKENS + 1, 0)}, "first index of"),
         ({"pages": ((1, -2), (1,))}, "group 0 names block -2"),
+        ({"pages": ((1, module.MAX_PAGE + 1), (1,))}, f"block {module.MAX_PAGE + 1}"),
         ({"pages": ((1,), (3, 4, 3))}, "group 1 names block 3 more than once"),
     ],
 )
@@ -74,6 +75,7 @@ def test_a_value_out_of_bounds_is_refused_by_name(changes: dict[str, Any], named
         {"first_index": (module.MAX_TOKENS, 0)},
         {"pages": ((0, 0, 0), ())},
         {"pages": ((5,), (5,))},
+        {"pages": ((module.MAX_PAGE,), (0,))},
     ],
 )
 def test_the_bounds_themselves_are_allowed(changes: dict[str, Any]) -> None:
