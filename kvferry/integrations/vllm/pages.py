@@ -1,0 +1,171 @@
+"""One layer's pages as vLLM allocated them, before it is said what their bytes mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.core.layout import Field, axis
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+Pairs = tuple[tuple[int, int], ...]
+"""Digits of an axis, coarse to fine: (count, stride in bytes)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank stands among those that share out the caches of its layers.
+
+    Attributes:
+        tp, tp_size: tensor-parallel rank, of how many.
+        dcp, dcp_size: decode context parallel rank, of how many.
+        interleave: tokens in a row that one context rank stores.
+    """
+
+    tp: int = 0
+    tp_size: int = 1
+    dcp: int = 0
+    dcp_size: int = 1
+    interleave: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """What neither a cache's tensor nor its spec says about a layer.
+
+    Attributes:
+        backend: which kernels read the pages: an attention backend's name (with the kernel, on a
+            CPU: ``CPU_ATTN/vec``) or a state kind's.
+        heads: how many KV heads the layer has on all ranks together; 1 for a latent.
+        draft: the layer belongs to a speculative model.
+        groups: for a state: how many groups its B and C have on all ranks together, not counting
+            the copies that vLLM makes where they do not divide among ranks.
+        kernel: for a state: the width of its convolution.
+    """
+
+    backend: str
+    heads: int = 1
+    draft: bool = False
+    groups: int = 1
+    kernel: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """One layer's pages. A page is what one of the scheduler's block ids names.
+
+    Where kernels cut a scheduler's block into smaller ones, a page is ``kernels`` of these, one
+    every ``kernel_stride`` bytes, and ``shape`` and ``strides`` are those of one kernel block.
+
+    Attributes:
+        layer: vLLM's name of the layer.
+        facts: what else is known of it.
+        spec: vLLM's.
+        place: this rank's.
+        shape: of a kernel block: (head slots, entries, elements of one head of one entry).
+        strides: of that shape, in bytes.
+        dtype, itemsize: of an element.
+        pages: how many there are.
+        page_stride: bytes from one page to the next.
+        kernels: kernel blocks in a page.
+        kernel_stride: bytes from one kernel block to the next.
+        group: index of the layout's group.
+        region: index of the layout's region.
+        offset: bytes from the region's start to page 0.
+    """
+
+    layer: str
+    facts: LayerFacts
+    spec: KVCacheSpec
+    place: Place
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    dtype: str
+    itemsize: int
+    pages: int
+    page_stride: int
+    kernels: int
+    kernel_stride: int
+    group: int
+    region: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a kernel block that has no gaps."""
+        heads, entries, content = self.shape
+        return heads * entries * content * self.itemsize
+
+    @property
+    def dense(self) -> bool:
+        """Whether a kernel block is one run of heads, of entries, of elements."""
+        _, entries, content = self.shape
+        return self.strides == (
+            entries * content * self.itemsize,
+            content * self.itemsize,
+            self.itemsize,
+        )
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The global range of KV heads that this rank holds; ranks beyond them hold replicas."""
+        return share(self.facts.heads, self.place)
+
+    def field(
+        self,
+        name: str,
+        *,
+        unit: int,
+        offset: int = 0,
+        tokens: Pairs = (),
+        heads: Pairs = (),
+        inner: Pairs = (),
+        shard: tuple[int, int] | None = None,
+        dtype: str | None = None,
+        packing: str = "",
+    ) -> Field:
+        """A field of these pages, named after the layer.
+
+        Args:
+            name: of the field within its layer.
+            unit: contiguous bytes under all axes.
+            offset: bytes from a kernel block's start.
+            tokens: digits of the token axis within a kernel block; kernel blocks are added here.
+            heads: digits of the shard axis.
+            inner: axes of one digit each.
+            shard: the global range of the shard axis; that of KV heads unless given.
+            dtype: element type; the tensor's unless given.
+            packing: of an opaque page.
+        """
+        kernels = ((self.kernels, self.kernel_stride),) if tokens and self.kernels > 1 else ()
+        entries = getattr(self.spec, "tokens_per_state", 1)
+        return Field(
+            key=f"{self.layer}/{name}",
+            group=self.group,
+            region=self.region,
+            offset=self.offset + offset,
+            page_stride=self.page_stride,
+            pages=self.pages,
+            dtype=dtype or self.dtype,
+            unit=unit,
+            tokens=axis(*kernels, *tokens),
+            shard=axis(*heads),
+            shard_range=shard or self.heads,
+            inner=tuple(axis(pair) for pair in inner),
+            tokens_per_state=int(entries) if tokens else 1,
+            packing=packing,
+            draft=self.facts.draft,
+        )
+
+
+def share(total: int, place: Place) -> tuple[int, int]:
+    """The part of ``total`` things that a tensor-parallel rank holds.
+
+    Fewer things than ranks are held by several ranks each, neighbours holding the same.
+    """
+    if place.tp_size >= total:
+        first = place.tp * total // place.tp_size
+        return first, first + 1
+    return place.tp * total // place.tp_size, (place.tp + 1) * total // place.tp_size
