@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvferry.core.errors import PlanError
@@ -39,15 +39,17 @@ class Side:
         layouts: by rank.
         holdings: by key.
         fields: by key, in the order of the holdings.
+        drafts: the keys of draft layers.
     """
 
-    __slots__ = ("fields", "holdings", "layouts", "name")
+    __slots__ = ("drafts", "fields", "holdings", "layouts", "name")
 
     def __init__(self, name: str, layouts: Sequence[Layout]) -> None:
         self.name = name
         self.layouts = layouts
         self.holdings: dict[str, list[Holding]] = {}
         self.fields: dict[str, list[Field]] = {}
+        self.drafts: set[str] = set()
         for rank, layout in enumerate(layouts):
             for f in layout.fields:
                 holding = Holding(
@@ -62,6 +64,18 @@ class Side:
                 )
                 self.holdings.setdefault(f.key, []).append(holding)
                 self.fields.setdefault(f.key, []).append(f)
+                if f.draft:
+                    self.drafts.add(f.key)
+
+    def leave_out(self, keys: Iterable[str]) -> None:
+        """Go on as if these tensors were not there."""
+        for key in keys:
+            del self.holdings[key], self.fields[key]
+
+    def held(self, key: str) -> str:
+        """Which ranks hold what of a tensor, for messages."""
+        holdings = self.holdings.get(key, [])
+        return f"{self.name} ranks {_held(holdings)}" if holdings else f"no {self.name} rank"
 
     def context(self, holding: Holding) -> Context:
         """Which tokens a holding is of."""
@@ -92,14 +106,18 @@ def coverage(key: str, local: Side, remote: Side) -> list[list[Piece]]:
     """Per local holding of a tensor, what it reads from which remote holding.
 
     Raises:
-        PlanError: the holdings do not describe one tensor, or leave a gap.
+        PlanError: the holdings do not describe one tensor, or one side holds what the other lacks.
     """
     _agree(key, local, remote)
-    return [list(_pieces(key, position, local, remote)) for position in range(_held(key, local))]
+    pieces = _read(key, local, remote)
+    _read(key, remote, local)  # nobody does: it finds what only the remote side holds
+    return pieces
 
 
-def _held(key: str, side: Side) -> int:
-    return len(side.holdings[key])
+def _read(key: str, reader: Side, holder: Side) -> list[list[Piece]]:
+    """What one side's holdings would read from the other's."""
+    count = len(reader.holdings[key])
+    return [list(_pieces(key, position, reader, holder)) for position in range(count)]
 
 
 def _agree(key: str, local: Side, remote: Side) -> None:
@@ -124,51 +142,68 @@ def _equal(
             )
 
 
-def _pieces(key: str, position: int, local: Side, remote: Side) -> Iterator[Piece]:
-    """What one local holding reads: its range, once for every remote share of its tokens."""
-    mine = local.holdings[key][position]
-    context = local.context(mine)
-    theirs = list(enumerate(remote.holdings[key]))
-    lead = remote.context(theirs[0][1])
+def _pieces(key: str, position: int, reader: Side, holder: Side) -> Iterator[Piece]:
+    """What one holding reads: its range, once for every share of its tokens on the other side."""
+    mine = reader.holdings[key][position]
+    context = reader.context(mine)
+    theirs = list(enumerate(holder.holdings[key]))
+    lead = holder.context(theirs[0][1])
     for turn in range(lead.size):
         share = Context(size=lead.size, rank=turn, interleave=lead.interleave)
         if not share_tokens(context, share):
             continue
-        holders = [(i, h) for i, h in theirs if remote.context(h).rank == turn]
-        prefer = position * len(holders) // _held(key, local)
-        yield from _covered(key, mine, share, holders[prefer:] + holders[:prefer])
+        holders = [(i, h) for i, h in theirs if holder.context(h).rank == turn]
+        prefer = position * len(holders) // len(reader.holdings[key])
+        names = reader.name, holder.name
+        yield from _covered(key, names, mine, share, holders[prefer:] + holders[:prefer])
 
 
 def _covered(
-    key: str, mine: Holding, share: Context, holders: list[tuple[int, Holding]]
+    key: str,
+    names: tuple[str, str],
+    mine: Holding,
+    share: Context,
+    holders: list[tuple[int, Holding]],
 ) -> Iterator[Piece]:
     """The range of a holding, piece by piece, from the first holder that has the next index."""
     cursor, stop = mine.shard
     while cursor < stop:
         found = next(((i, h) for i, h in holders if h.shard[0] <= cursor < h.shard[1]), None)
         if found is None:
-            raise _gap(key, mine, cursor, share, [h for _, h in holders])
+            raise _gap(key, names, mine, cursor, share, [h for _, h in holders])
         holding, theirs = found
         if mine.packing and (theirs.shard, theirs.unit) != (mine.shard, mine.unit):
             raise PlanError(
-                f"field {key!r} is packed as {mine.packing!r} and only moves whole, but local rank "
-                f"{mine.rank} holds {_range(mine.shard)} in {mine.unit} bytes and remote rank "
-                f"{theirs.rank} {_range(theirs.shard)} in {theirs.unit}: use equal parallelism"
+                f"field {key!r} is packed as {mine.packing!r} and only moves whole, but "
+                f"{names[0]} rank {mine.rank} holds {_range(mine.shard)} in {mine.unit} bytes and "
+                f"{names[1]} rank {theirs.rank} {_range(theirs.shard)} in {theirs.unit}: use equal "
+                "parallelism"
             )
         end = min(stop, theirs.shard[1])
         yield Piece(holding, (cursor, end))
         cursor = end
 
 
-def _gap(key: str, mine: Holding, cursor: int, share: Context, holders: list[Holding]) -> PlanError:
+def _gap(
+    key: str,
+    names: tuple[str, str],
+    mine: Holding,
+    cursor: int,
+    share: Context,
+    holders: list[Holding],
+) -> PlanError:
     starts = [h.shard[0] for h in holders if h.shard[0] > cursor]
     missing = cursor, min([mine.shard[1], *starts])
     of = f" of context rank {share.rank} of {share.size}" if share.size > 1 else ""
-    held = ", ".join(f"{h.rank} {_range(h.shard)}" for h in sorted(holders)) or "none"
+    here, there = names
     return PlanError(
-        f"field {key!r}: local rank {mine.rank} holds {_range(mine.shard)}, and no remote rank "
-        f"has {_range(missing)}{of}; remote ranks that hold a part{of}: {held}"
+        f"field {key!r}: {here} rank {mine.rank} holds {_range(mine.shard)}, and no {there} rank "
+        f"has {_range(missing)}{of}; {there} ranks that hold a part{of}: {_held(holders) or 'none'}"
     )
+
+
+def _held(holders: Iterable[Holding]) -> str:
+    return ", ".join(f"{h.rank} {_range(h.shard)}" for h in sorted(holders))
 
 
 def _range(shard: tuple[int, int]) -> str:

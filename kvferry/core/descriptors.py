@@ -15,7 +15,7 @@ import numpy as np
 from kvferry.core.axes import offsets
 from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import PageError
-from kvferry.core.layout import HOLE, GroupKind, Layout
+from kvferry.core.layout import HOLE, Layout
 from kvferry.core.memory import I64Array, Region, U64Array
 from kvferry.core.runs import Runs, concatenated, touching
 from kvferry.core.strips import Batch, Steps
@@ -29,6 +29,10 @@ MAX_COPIES = 1 << 24
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pages:
     """The pages that one group of one engine holds for a request.
+
+    A remote list may begin after the first block index and have holes, as long as it holds every
+    page that is wanted. A local list names the pages that are the load's to fill, every byte of
+    every field in them: what is not read is zeroed.
 
     Attributes:
         ids: (n,) int64, page ids; ``layout.HOLE`` is a hole. Not copied.
@@ -54,15 +58,21 @@ class Pages:
                 f"first block index {self.first_index}: it must lie in 0 to {LAST_TOKEN - 1}"
             )
 
+    def entries(self, start: int, stop: int) -> slice:
+        """Which entries have the block indices ``[start, stop)``; those that are there."""
+        return slice(max(start - self.first_index, 0), max(stop - self.first_index, 0))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadRequest:
     """What to pull for one request.
 
     Attributes:
-        ranges: per local group, the global tokens ``[first, last)`` to pull; ``None`` where
-            nothing is pulled. ``(0, T)`` for a state group, whose page has block index 0.
-        local: per local group, its pages.
+        ranges: per local group, the global tokens ``[first, last)`` to pull, which may start and
+            end anywhere in a page; ``None`` where nothing is pulled and no page is the load's.
+            ``(0, T)`` for a state group, whose page has block index 0.
+        local: per local group, its pages: wholly the load's to fill, from their first token to
+            their last, unless the group's range is ``None``. Nothing else may use them meanwhile.
         remote: per remote group (numbered as the remote engine numbers them), its pages.
     """
 
@@ -150,8 +160,8 @@ def copies(
 ) -> Copies:
     """The copies that pull one request's pages from one source.
 
-    A range's end is rounded up to what both sides hold in one piece, so that a partial last page
-    is still one copy. Neighbours on both sides are one copy, also across pages.
+    A range's ends are rounded outwards to what both sides hold in one piece, so that a partial
+    first or last page is still one copy. Neighbours on both sides are one copy, also across pages.
 
     Args:
         plan: the plan of this rank.
@@ -162,10 +172,9 @@ def copies(
     Raises:
         PageError: a range or a page list does not fit; names side, group, position, id and limit.
             Or the copies are more than ``MAX_COPIES``.
-        PlanError: the range starts where the two layouts share next to nothing.
     """
     _check_lists(source, request)
-    parts = [part for match in source.matches for part in _parts(plan, source, match, request)]
+    parts = [part for match in source.matches for part in _parts(match, request)]
     count = sum(part.copies for part in parts)
     if count > MAX_COPIES:
         raise PageError(
@@ -182,29 +191,33 @@ def copies(
 
 
 def _check_lists(source: Source, request: ReadRequest) -> None:
-    for what, given, groups in (
-        ("ranges", request.ranges, source.local_layout.groups),
-        ("local page lists", request.local, source.local_layout.groups),
-        ("remote page lists", request.remote, source.remote_layout.groups),
-    ):
-        if len(given) != len(groups):
-            raise PageError(f"{len(given)} {what} for {len(groups)} groups")
+    _check_local(source.local_layout, request)
+    _check_length("remote page lists", request.remote, source.remote_layout)
 
 
-def _parts(plan: Plan, source: Source, match: Match, request: ReadRequest) -> Iterator[_Part]:
+def _check_local(layout: Layout, request: ReadRequest) -> None:
+    _check_length("ranges", request.ranges, layout)
+    _check_length("local page lists", request.local, layout)
+
+
+def _check_length(what: str, given: Sequence[object], layout: Layout) -> None:
+    if len(given) != len(layout.groups):
+        raise PageError(f"{len(given)} {what} for {len(layout.groups)} groups")
+
+
+def _parts(match: Match, request: ReadRequest) -> Iterator[_Part]:
     wanted = request.ranges[match.local_group]
     if wanted is None:
         return
     start, stop = match.pairing.span(*wanted)
     _check_room(match, stop, request.local[match.local_group])
-    for low, high, grain in match.pairing.cuts(start, stop):
-        known: dict[int, tuple[_Places, _Places]] = {}
-        for batch in plan.batches(source, match, grain):
-            fine = batch.motion.grain
-            if fine not in known:
-                known[fine] = _placed(match, request, low, high, fine)
-            if len(known[fine][0].ids):
-                yield _part(batch, *known[fine])
+    known: dict[int, tuple[_Places, _Places]] = {}
+    for batch in match.batches:
+        grain = batch.motion.grain
+        if grain not in known:
+            known[grain] = _placed(match, request, start, stop, grain)
+        if len(known[grain][0].ids):
+            yield _part(batch, *known[grain])
 
 
 def _check_room(match: Match, stop: int, pages: Pages) -> None:
@@ -285,11 +298,12 @@ def _segments(parts: Sequence[_Part]) -> Iterator[Segment]:
 def unwritten(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
     """What the reads of a request leave unwritten in the pages that they load.
 
-    Kernels compute over tokens past the end, so a page that was given to us to load must not keep
-    what was in it before. These are the bytes of fields, in local pages that are no holes, after
-    the last token that is read: the tail of its page, and all pages beyond. Zero them before the
-    reads start: where a group is read from groups with different blocks, some are read after all.
-    What lies before a range's first token is not ours, and a state has no tail.
+    Kernels compute over tokens before and after those that are wanted, so a page that was given to
+    us to load must not keep what was in it before. These are the bytes of fields, in the listed
+    local pages of every group whose range is not ``None``, that no read surely writes: what lies
+    before the range's first sub-block and after its last, and all of the fields that nobody reads.
+    Zero them before the reads start: where a group is read from groups with different blocks, some
+    are read after all.
 
     Args:
         layout: the layout of this rank.
@@ -298,12 +312,13 @@ def unwritten(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
 
     Raises:
         PageError: a range or a local page list does not fit.
+        PlanError: what is to be zeroed lies in too many pieces.
     """
     regions: dict[Region, int] = {}
     runs = [
         _spread(batch, ids, regions)
-        for group, kept in _kept(plan, request).items()
-        for batch, ids in _blanks(layout, plan, group, kept, request.local[group])
+        for group, written in _written(layout, plan, request).items()
+        for batch, ids in _blanks(layout, plan, group, written, request.local[group])
         if len(ids)
     ]
     if not runs:
@@ -322,39 +337,54 @@ def unwritten(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
     )
 
 
-def _kept(plan: Plan, request: ReadRequest) -> dict[int, int]:
-    """Per local group that is read, how many of its tokens from 0 on lie before the unwritten."""
-    kept: dict[int, int] = {}
+def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tuple[int, int]]:
+    """Per local group that is loaded, the range of its own tokens that is surely read."""
+    _check_local(layout, request)
+    spans: dict[int, list[tuple[int, int]]] = {}
     for source in plan.sources:
         _check_lists(source, request)
         for match in source.matches:
             wanted = request.ranges[match.local_group]
-            if wanted is None or match.pairing.local.kind is GroupKind.STATE:
-                continue
-            tokens = match.pairing.local_tokens(match.pairing.span(*wanted)[1])
-            # Ends differ between remote groups with different blocks; the first one counts.
-            kept[match.local_group] = min(tokens, kept.get(match.local_group, tokens))
-    return kept
+            if wanted is not None:
+                start, stop = map(match.pairing.local_tokens, match.pairing.span(*wanted))
+                spans.setdefault(match.local_group, []).append((start, stop))
+    return {
+        group: _common(plan.own[group].entry, spans.get(group, [(0, 0)]))
+        for group, wanted in enumerate(request.ranges)
+        if wanted is not None
+    }
+
+
+def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
+    """What all spans have in common, in whole entries; (0, 0) if that is nothing."""
+    start = -(-max(start for start, _ in spans) // entry) * entry
+    stop = min(stop for _, stop in spans) // entry * entry
+    return (start, stop) if start < stop else (0, 0)
 
 
 def _blanks(
-    layout: Layout, plan: Plan, group: int, kept: int, pages: Pages
+    layout: Layout, plan: Plan, group: int, written: tuple[int, int], pages: Pages
 ) -> Iterator[tuple[Batch, I64Array]]:
     """Strips of local pages, and the pages that they are to be applied to."""
-    page, skip = divmod(kept, layout.groups[group].block_tokens)
-    entry = page - pages.first_index
-    if skip:
-        ids = _present(layout, group, pages.ids[entry : entry + 1] if entry >= 0 else pages.ids[:0])
-        yield from ((batch, ids) for batch in plan.blanks(layout, group, skip))
-        entry += 1
-    ids = _present(layout, group, pages.ids[max(entry, 0) :])
-    yield from ((batch, ids) for batch in plan.blanks(layout, group, 0))
+    block = max(layout.groups[group].block_tokens, 1)
+    (first, head), (last, tail) = (divmod(token, block) for token in written)
+    inside = pages.entries(first, last + bool(tail))
+    for ids, window, read in (
+        (pages.ids[: inside.start], None, None),
+        (pages.ids[inside.stop :], None, None),
+        (pages.ids[inside], None, False),
+        (pages.ids[pages.entries(first, first + bool(head))], (0, head), True),
+        (pages.ids[pages.entries(last, last + bool(tail))], (tail, block), True),
+    ):
+        strips = plan.blanks(layout, group, window, read=read) if len(ids) else ()
+        if strips:
+            present = _present(group, ids, plan.own[group].pages)
+            yield from ((batch, present) for batch in strips)
 
 
-def _present(layout: Layout, group: int, ids: I64Array) -> I64Array:
+def _present(group: int, ids: I64Array, limit: int) -> I64Array:
     """Those that are no holes."""
-    limit = layout.pages(group)
-    if len(ids) and not (ids.min() >= 0 and ids.max() < limit):
+    if ids.min() < 0 or ids.max() >= limit:
         bad = ids[(ids < 0) | (ids >= limit)][0]
         raise PageError(f"local group {group}: page id {bad} does not lie in 0 to {limit - 1}")
     present: I64Array = ids[ids != HOLE]

@@ -158,6 +158,7 @@ class Field:
         tokens_per_state: how many tokens one entry stands for (compressed caches).
         packing: for an opaque group, a name of how the page is packed, equal on both sides; such a
             field has no axes and its unit is the whole page. Empty otherwise.
+        draft: of draft layers (a speculative model's); an engine may be without any.
     """
 
     key: str
@@ -174,6 +175,7 @@ class Field:
     inner: tuple[Axis, ...] = ()
     tokens_per_state: int = 1
     packing: str = ""
+    draft: bool = False
 
     def __post_init__(self) -> None:
         for problem in _field_problems(self):

@@ -85,11 +85,15 @@ class _Shape:
 
 
 def batches(
-    overlaps: Sequence[Overlap], local: Layout, remote: Layout, grain: int, skip: int = 0
+    overlaps: Sequence[Overlap],
+    local: Layout,
+    remote: Layout,
+    grain: int,
+    window: tuple[int, int] | None = None,
 ) -> tuple[Batch, ...]:
     """The strips of fields of one local and one remote group, per sub-block of ``grain`` tokens.
 
-    With ``skip``, of the tokens from there to the sub-block's end only.
+    With ``window``, of the tokens ``[start, stop)`` of each sub-block only; whole entries.
 
     Raises:
         PlanError: they are too many; names a field.
@@ -99,7 +103,7 @@ def batches(
     for o in overlaps:
         geometry = _geometry(o)
         if geometry not in shapes:
-            shapes[geometry] = _shape(o, grain, skip), []
+            shapes[geometry] = _shape(o, grain, window), []
         pair = pairs.setdefault((o.local.region, o.remote.region), len(pairs))
         shapes[geometry][1].append((pair, o.local.offset, o.remote.offset))
     _check_count(overlaps[0], (len(fields) * len(shape.local) for shape, fields in shapes.values()))
@@ -124,15 +128,16 @@ def _geometry(o: Overlap) -> object:
     )
 
 
-def _shape(o: Overlap, grain: int, skip: int) -> _Shape:
+def _shape(o: Overlap, grain: int, window: tuple[int, int] | None) -> _Shape:
     near, far = digits_of(o.local.tokens), digits_of(o.remote.tokens)
     per_entry = o.local.tokens_per_state if near or far else grain
-    first = skip // per_entry
     entries = grain // per_entry
-    if not skip:
+    if window is None:
         entries = _even(near, far, entries)
+        window = 0, entries * per_entry
+    first, stop = (token // per_entry for token in window)
     try:
-        walks = (walk(near, far, (first, first), entries - first, MAX_STRIPS), *_entry_walks(o))
+        walks = (walk(near, far, (first, first), stop - first, MAX_STRIPS), *_entry_walks(o))
     except OverflowError:
         raise _too_many(o) from None
     _check_count(o, [math.prod(len(w.local) for w in walks)])

@@ -9,7 +9,6 @@ equal layouts move whole pages there too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,14 +74,11 @@ class Pairing:
         index: which local group it is, for messages.
         local: the local group.
         remote: the remote group.
-        entry: tokens that ranges must start at a multiple of, for no field to be cut within one
-            of its entries.
     """
 
     index: int
     local: Group
     remote: Group
-    entry: int
 
     @property
     def alike(self) -> bool:
@@ -93,7 +89,7 @@ class Pairing:
 
     @property
     def grain(self) -> int:
-        """Tokens of the largest sub-block."""
+        """Tokens of a sub-block, a multiple of what an entry of a field stands for."""
         if self.local.kind is GroupKind.STATE:
             return 1
         return math.gcd(self._run(self.local), self._run(self.remote))
@@ -104,7 +100,8 @@ class Pairing:
         return group.context.interleave if gaps else group.block_tokens
 
     def lenses(self, grain: int) -> tuple[Lens, Lens]:
-        """How the local and the remote side keep sub-blocks of ``grain`` tokens."""
+        """How the local and the remote side keep sub-blocks of ``grain`` tokens, a divisor of the
+        pairing's own."""
         return self._lens(self.local, grain), self._lens(self.remote, grain)
 
     def _lens(self, group: Group, grain: int) -> Lens:
@@ -116,42 +113,34 @@ class Pairing:
         return Lens(per_page=per_page, run=run, size=context.size, rank=context.rank)
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """The tokens ``[first, last)`` in this pairing's numbering, the end rounded up.
+        """The sub-blocks of the tokens ``[first, last)``, as tokens in this pairing's numbering.
+
+        Both ends are rounded outwards: a sub-block lies in one page on both sides, so where one of
+        its tokens is, all of it is, and no page is touched that the range does not touch.
 
         Raises:
-            PageError: the range is reversed, or starts where this pairing cannot.
+            PageError: the range is reversed, or does not start at 0 for a state.
         """
         self._check(first, last)
         if self.local.kind is GroupKind.STATE:
             return 0, min(last, 1)
         if self.alike:
             first, last = (tokens_before(self.local.context, token) for token in (first, last))
-        if self.local.kind is GroupKind.OPAQUE and first % self.grain:
-            raise self._refused(first, last, f"an opaque page of {self.grain} tokens moves whole")
-        return first, (-(-last // self.grain) * self.grain if last > first else first)
+        start = first // self.grain * self.grain
+        return start, (-(-last // self.grain) * self.grain if last > first else start)
 
     def _check(self, first: int, last: int) -> None:
         if not 0 <= first <= last < LAST_TOKEN:
             raise self._refused(first, last, f"it must be 0 <= first <= last < {LAST_TOKEN}")
         if self.local.kind is GroupKind.STATE and first:
             raise self._refused(first, last, "a state stands for all tokens from 0 on")
-        if first % self.entry:
-            raise self._refused(first, last, f"it cuts an entry of {self.entry} tokens")
 
     def _refused(self, first: int, last: int, why: str) -> PageError:
         return PageError(f"token range [{first}, {last}) of local group {self.index}: {why}")
 
-    def cuts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, grain) of the parts of a span: a finer head if it starts off the grain."""
-        whole = min(-(-start // self.grain) * self.grain, stop)
-        if start < whole:
-            yield start, whole, math.gcd(start, self.grain)
-        if whole < stop:
-            yield whole, stop, self.grain
-
-    def local_tokens(self, stop: int) -> int:
-        """How many tokens before ``stop``, in this numbering, the local side holds."""
-        return stop if self.alike else tokens_before(self.local.context, stop)
+    def local_tokens(self, token: int) -> int:
+        """How many tokens before ``token``, in this numbering, the local side holds."""
+        return token if self.alike else tokens_before(self.local.context, token)
 
 
 def sub_blocks(start: int, stop: int, grain: int, local: Lens, remote: Lens) -> I64Array:

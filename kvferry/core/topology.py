@@ -8,12 +8,13 @@ local ranks, so each knows how many readers a remote rank has without asking.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kvferry.core.coverage import Piece, Side, coverage
 from kvferry.core.errors import PlanError
-from kvferry.core.layout import Layout
+from kvferry.core.layout import Field, Group, GroupKind, Layout
 from kvferry.core.strips import Batch, Overlap, batches
 from kvferry.core.subblocks import Pairing
 
@@ -59,6 +60,21 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Own:
+    """What one local rank has of a local group.
+
+    Attributes:
+        fields: by whether they are read: False for the draft layers that only this engine has.
+        pages: page ids are below this; 0 where it has no field.
+        entry: a number of tokens that is whole entries in every field.
+    """
+
+    fields: dict[bool, tuple[Field, ...]] = field(repr=False)
+    pages: int
+    entry: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     """What one local rank reads, and whom it tells. Its memory grows with layers, not with blocks.
 
@@ -68,48 +84,45 @@ class Plan:
         readers: per remote rank, how many local ranks say "done" to it: those that read from it,
             or 1 where nobody does and one tells it.
         tells: the remote ranks that nobody reads and that this rank tells, ascending.
+        own: what this rank has of each local group.
     """
 
     rank: int
     sources: tuple[Source, ...]
     readers: tuple[int, ...]
     tells: tuple[int, ...]
-    _cache: dict[tuple[int, ...], tuple[Batch, ...]] = field(default_factory=dict, repr=False)
+    own: tuple[Own, ...]
+    _cache: dict[object, tuple[Batch, ...]] = field(default_factory=dict, repr=False)
 
-    def batches(self, source: Source, match: Match, grain: int) -> tuple[Batch, ...]:
-        """The strips for sub-blocks of ``grain`` tokens, which a range that starts off needs.
+    def blanks(
+        self, layout: Layout, group: int, window: tuple[int, int] | None, *, read: bool | None
+    ) -> tuple[Batch, ...]:
+        """The strips of this rank's own pages of a group.
+
+        Args:
+            layout: this rank's layout.
+            group: index of the group.
+            window: which tokens of each page, in whole entries; ``None`` for all.
+            read: of the fields that are read, or of those that are not; ``None`` for all.
 
         Raises:
             PlanError: they are too many.
         """
-        if grain == match.pairing.grain:
-            return match.batches
-        key = (source.remote, match.local_group, match.remote_group, grain)
+        key = group, window, read
         if key not in self._cache:
-            self._cache[key] = batches(
-                match.overlaps, source.local_layout, source.remote_layout, grain
-            )
-        return self._cache[key]
-
-    def blanks(self, layout: Layout, group: int, skip: int) -> tuple[Batch, ...]:
-        """The strips of this rank's own pages, from token ``skip`` of each on.
-
-        Raises:
-            PlanError: they are too many.
-        """
-        if (group, skip) not in self._cache:
-            fields = [f for f in layout.fields if f.group == group]
+            which = (True, False) if read is None else (read,)
+            fields = [f for one in which for f in self.own[group].fields[one]]
             own = [Overlap(local=f, remote=f, shard=f.shard_range) for f in fields]
-            grain = layout.groups[group].block_tokens
-            self._cache[group, skip] = batches(own, layout, layout, grain, skip)
-        return self._cache[group, skip]
+            grain = max(layout.groups[group].block_tokens, 1)
+            self._cache[key] = batches(own, layout, layout, grain, window) if own else ()
+        return self._cache[key]
 
 
 def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
     """What local rank ``rank`` reads from the ranks of the other engine.
 
     Where several remote ranks hold the same bytes, each local rank takes those at its own relative
-    position, so that replicas share the load.
+    position, so that replicas share the load. Draft layers that only one engine has are left out.
 
     Args:
         local: the layouts of all ranks of this engine, by rank.
@@ -122,6 +135,11 @@ def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
     if not 0 <= rank < len(local):
         raise PlanError(f"there is no local rank {rank}: there are {len(local)}")
     near, far = Side("local", local), Side("remote", remote)
+    _check_drafts(near, far)
+    if not far.drafts:
+        near.leave_out(near.drafts)
+    elif not near.drafts:
+        far.leave_out(far.drafts)
     _check_keys(near, far)
     reads, overlaps = _assigned(near, far, rank)
     readers = [0] * len(remote)
@@ -139,18 +157,53 @@ def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
             for source, count in enumerate(readers)
             if count == 0 and source * len(local) // len(remote) == rank
         ),
+        own=_own(local[rank], near),
     )
+
+
+def _own(layout: Layout, side: Side) -> tuple[Own, ...]:
+    fields: list[dict[bool, list[Field]]] = [{True: [], False: []} for _ in layout.groups]
+    for f in layout.fields:
+        fields[f.group][f.key in side.holdings].append(f)
+    return tuple(
+        Own(
+            fields={read: tuple(some) for read, some in found.items()},
+            pages=min((f.pages for some in found.values() for f in some), default=0),
+            entry=_entry(group, chain(*found.values())),
+        )
+        for group, found in zip(layout.groups, fields, strict=True)
+    )
+
+
+def _entry(group: Group, fields: Iterable[Field]) -> int:
+    paged = group.kind is GroupKind.PAGED
+    return math.lcm(*{f.tokens_per_state for f in fields}) if paged else 1
+
+
+def _check_drafts(local: Side, remote: Side) -> None:
+    """Whether a field is of draft layers is the same wherever it is held."""
+    for key in sorted(local.drafts | remote.drafts):
+        said = {
+            f.draft: f"{side.name} rank {holding.rank}"
+            for side in (remote, local)
+            for holding, f in zip(side.holdings.get(key, ()), side.fields.get(key, ()), strict=True)
+        }
+        if False in said:
+            raise PlanError(
+                f"field {key!r} is of draft layers on {said[True]} and not on {said[False]}: run "
+                "the same draft model on both engines, or none on one"
+            )
 
 
 def _check_keys(local: Side, remote: Side) -> None:
     for here, there in ((local, remote), (remote, local)):
         key = next((key for key in here.holdings if key not in there.holdings), None)
         if key is not None:
-            start, stop = here.holdings[key][0].shard
-            ranks = ", ".join(str(holding.rank) for holding in here.holdings[key])
+            draft = key in here.drafts
             raise PlanError(
-                f"field {key!r} [{start}, {stop}) is held by {here.name} ranks {ranks} and by no "
-                f"{there.name} rank: the engines do not run the same model"
+                f"{'draft ' if draft else ''}field {key!r} is held by {here.held(key)} and by "
+                f"{there.held(key)}: the engines do not run the same {'draft ' if draft else ''}"
+                "model"
             )
 
 
@@ -197,7 +250,6 @@ def _match(local: Layout, remote: Layout, near: int, far: int, overlaps: list[Ov
         index=near,
         local=local.groups[near],
         remote=remote.groups[far],
-        entry=math.lcm(*{overlap.local.tokens_per_state for overlap in overlaps}),
     )
     return Match(
         local_group=near,

@@ -38,13 +38,15 @@ class Entry:
     """All bytes of one token entry (or state, or opaque page) of one field in one page.
 
     Attributes:
+        index: the page's block index.
         tokens: the global tokens that it stands for; empty for a state.
         region: index of the region.
         where: (s, b) offsets in the region.
         labels: (s, b) what belongs there.
     """
 
-    tokens: range | tuple[int, ...]
+    index: int
+    tokens: tuple[int, ...]
     region: int
     where: Labels
     labels: Labels
@@ -104,10 +106,11 @@ def _page_entries(f: Field, key: int, group: Group, index: int, where: Labels) -
     per_entry = f.tokens_per_state if group.kind is GroupKind.PAGED else max(len(held), 1)
     for entry, place in enumerate(where):
         tokens = held[entry * per_entry : (entry + 1) * per_entry]
-        first = tokens[0] if tokens else 0
+        first = tokens[0] if tokens else index
         shards = range(*f.shard_range) if not f.packing else [f.shard_range[0]]
         labels = [[label(key, first, s, b) for b in range(place.shape[1])] for s in shards]
         yield Entry(
+            index=index,
             tokens=tuple(tokens),
             region=f.region,
             where=place,
@@ -170,7 +173,8 @@ def zero(spans: Spans, layout: Layout, memory: list[Labels]) -> None:
 def check_rank(world: World, rank: int, workspace: Workspace | None = None) -> None:
     """Plan, zero and read for one local rank, and compare every byte of its memory."""
     layout = world.local[rank]
-    keys = {f.key: i for i, f in enumerate(f for one in world.remote for f in one.fields)}
+    everyone = (*world.remote, *world.local)
+    keys = {f.key: i for i, f in enumerate(f for one in everyone for f in one.fields)}
     memory = poison(layout)
     ours = plan(world.local, world.remote, rank)
     zero(unwritten(layout, ours, world.request), layout, memory)
@@ -186,20 +190,19 @@ def check_rank(world: World, rank: int, workspace: Workspace | None = None) -> N
 
 
 def compare(world: World, layout: Layout, keys: dict[str, int], memory: list[Labels]) -> None:
-    """Every byte: the wanted ones right, later ones right or zero, all others as they were."""
+    """Every byte: in the listed pages the wanted ones right and the others right or zero, and
+    elsewhere all as they were."""
     want, blank = poison(layout), [np.zeros(len(m), dtype=bool) for m in memory]
     names = {keys[f.key]: f.key for f in layout.fields}
+    there = {f.key for one in world.remote for f in one.fields}
     for f in layout.fields:
         wanted = world.request.ranges[f.group]
-        state = layout.groups[f.group].kind is GroupKind.STATE
-        if wanted is None or (state and wanted == (0, 0)):
+        if wanted is None:
             continue
         one = Layout(regions=layout.regions, groups=layout.groups, fields=(f,))
         for entry in entries(one, keys, world.request.local):
-            if entry.tokens and min(entry.tokens) < wanted[0]:
-                continue
-            want[f.region][entry.where] = entry.labels
-            blank[f.region][entry.where] = bool(entry.tokens) and min(entry.tokens) >= wanted[1]
+            want[f.region][entry.where] = entry.labels if f.key in there else ZERO
+            blank[f.region][entry.where] = not is_wanted(entry, wanted)
     for region, (is_, should, may) in enumerate(zip(memory, want, blank, strict=True)):
         wrong = np.flatnonzero((is_ != should) & ~(may & (is_ == ZERO)))
         if len(wrong):
@@ -208,6 +211,13 @@ def compare(world: World, layout: Layout, keys: dict[str, int], memory: list[Lab
                 f"{len(wrong)} bytes of region {region} are wrong, the first at {at}: it is "
                 f"{told(int(is_[at]), names)} and should be {told(int(should[at]), names)}"
             )
+
+
+def is_wanted(entry: Entry, wanted: tuple[int, int]) -> bool:
+    """Whether a range touches an entry; a state is wanted if it is of any token at all."""
+    if not entry.tokens:
+        return entry.index == 0 and wanted[1] > 0
+    return any(wanted[0] <= token < wanted[1] for token in entry.tokens)
 
 
 def told(value: int, names: dict[int, str]) -> str:

@@ -116,10 +116,25 @@ def test_a_share_of_a_context_moves_whole_pages_between_equal_layouts() -> None:
         assert copies(found, found.sources[0], asked).nbytes.tolist() == [PAGE] * 3
 
 
-def test_a_range_that_starts_off_only_breaks_up_its_head() -> None:
+@pytest.mark.parametrize("wanted", [(0, 33), (15, 48), (1, 34)])
+def test_a_first_and_a_last_page_that_are_wanted_in_part_are_one_copy_each(
+    wanted: tuple[int, int],
+) -> None:
     one = layout(heads())
-    found = pull(one, one, request((15, 48), [3, 7, 5], [2, 8, 4]))
-    assert sorted(found.nbytes.tolist()) == [DIM] * 4 + [PAGE] * 2
+    assert pull(one, one, request(wanted, [3, 7, 5], [2, 8, 4])).nbytes.tolist() == [PAGE] * 3
+    whole = pull(stacked(4), stacked(4), request(wanted, [3, 7, 5], [2, 8, 4]))
+    assert whole.nbytes.tolist() == [8 * PAGE] * 3
+
+
+def test_a_range_starts_with_the_sub_block_that_has_its_first_token() -> None:
+    small = layout(heads(order="NHD", block=16), groups=[paged(16)])
+    large = layout(heads(order="NHD", block=32), groups=[paged(32)])
+    found = pull(large, small, request((20, 64), pages([1, 2]), pages([6, 9, 8], 1)))
+    assert found.nbytes.tolist() == [PAGE] * 3
+    assert sorted(found.remote - (1 << 32)) == [6 * PAGE, 8 * PAGE, 9 * PAGE]
+    assert spans(left(large, small, request((20, 64), [1, 2], [0, 6, 9, 8])), large) == [
+        (2 * PAGE, PAGE)
+    ]
 
 
 def test_nothing_is_pulled_where_nothing_is_wanted() -> None:
@@ -242,14 +257,18 @@ def test_a_state_does_not_start_in_the_middle() -> None:
         pull(one, one, request((1, 16), [3], [7]))
 
 
-def test_an_entry_is_not_cut() -> None:
-    one = layout(replace(heads(), tokens=axis((4, DIM)), tokens_per_state=4))
-    with pytest.raises(PageError, match="it cuts an entry of 4 tokens"):
-        pull(one, one, request((2, 16), [3], [7]))
-    assert pull(one, one, request((4, 5), [3], [7])).total == 4 * 3 * DIM
+def test_an_entry_moves_whole() -> None:
+    near = layout(
+        replace(heads(order="NHD"), tokens=axis((4, 4 * DIM)), tokens_per_state=4, page_stride=512)
+    )
+    far = layout(
+        replace(heads(order="NHD"), tokens=axis((2, 4 * DIM)), tokens_per_state=4, page_stride=256),
+        groups=[paged(8)],
+    )
+    assert pull(near, far, request((10, 11), [3], [7, 8])).total == 2 * 4 * DIM
 
 
-def test_an_opaque_page_is_not_cut() -> None:
+def test_an_opaque_page_moves_whole() -> None:
     f = Field(
         key="k",
         group=0,
@@ -262,8 +281,7 @@ def test_an_opaque_page_is_not_cut() -> None:
         packing="tiles",
     )
     one = layout(f, groups=[Group(kind=GroupKind.OPAQUE, block_tokens=16)])
-    with pytest.raises(PageError, match="an opaque page of 16 tokens moves whole"):
-        pull(one, one, request((8, 16), [3], [7]))
+    assert pull(one, one, request((8, 16), [3], [7])).nbytes.tolist() == [64]
     assert pull(one, one, request((16, 17), [3, 5], [7, 9])).nbytes.tolist() == [64]
 
 
@@ -307,14 +325,82 @@ def test_pages_beyond_the_range_are_left_whole_and_neighbours_joined() -> None:
     assert spans(found, one) == [(5 * 4 * PAGE, 4 * PAGE), (8 * 4 * PAGE, 2 * 4 * PAGE)]
 
 
-def test_what_lies_before_a_range_is_not_ours() -> None:
+def test_pages_before_the_range_are_left_whole() -> None:
     one = layout(heads(order="NHD"))
-    row = 4 * DIM
+    for asked in (request((20, 21), [3, 5], [0, 6]), request((16, 32), [3, 5], [0, 6])):
+        assert spans(left(one, one, asked), one) == [(3 * PAGE, PAGE)]
+    later = request((20, 21), pages([5], 1), [0, 6])
+    assert len(left(one, one, later)) == 0
+
+
+def test_pages_are_left_whole_where_no_token_is_wanted() -> None:
+    one = layout(heads(order="NHD"))
     assert spans(left(one, one, request((20, 20), [3, 5], [4, 6])), one) == [
-        (5 * PAGE + 4 * row, 12 * row)
+        (3 * PAGE, PAGE),
+        (5 * PAGE, PAGE),
     ]
-    assert len(left(one, one, request((20, 21), [3, 5], [4, 6]))) == 0
+
+
+def test_pages_of_a_group_that_is_not_loaded_are_not_ours() -> None:
+    one = layout(heads())
     assert len(left(one, one, request(None, [3, 5], [4, 6]))) == 0
+
+
+def test_the_head_and_the_tail_of_one_page_are_left() -> None:
+    large = layout(heads(order="NHD", block=64), groups=[paged(64)])
+    small = layout(heads(order="NHD", block=16), groups=[paged(16)])
+    found = left(large, small, request((20, 40), [3], [0, 6, 7]))
+    assert spans(found, large) == [(12 * PAGE, PAGE), (12 * PAGE + 3 * PAGE, PAGE)]
+
+
+def drafted(*, first: bool = False) -> Layout:
+    """K of a layer and of a draft layer, in one page of one group."""
+    both = [
+        heads("k", page_stride=2 * PAGE, offset=first * PAGE),
+        replace(heads("d", page_stride=2 * PAGE, offset=(not first) * PAGE), draft=True),
+    ]
+    return layout(*both)
+
+
+def test_draft_fields_that_nobody_reads_are_left_in_every_page() -> None:
+    plain = layout(heads("k"))
+    asked = request((0, 20), [3, 5, 0, 8], [4, 6])
+    assert pull(drafted(), plain, asked).nbytes.tolist() == [PAGE, PAGE]
+    assert spans(left(drafted(), plain, asked), drafted()) == [
+        (3 * 2 * PAGE + PAGE, PAGE),
+        (5 * 2 * PAGE + PAGE, PAGE),
+        (8 * 2 * PAGE, 2 * PAGE),
+    ]
+    assert len(pull(plain, drafted(), asked)) == 2
+    assert len(left(drafted(), drafted(), request((0, 20), [3, 5], [4, 6]))) == 0
+
+
+def test_a_draft_group_that_nobody_reads_is_left_whole() -> None:
+    draft = replace(heads("d", region=1), group=1, draft=True)
+    near, far = layout(heads("k"), draft, groups=[paged(), paged()]), layout(heads("k"))
+    asked = ReadRequest(
+        ranges=((0, 16), (0, 16)), local=(pages([3]), pages([4, 0, 6])), remote=(pages([5]),)
+    )
+    assert spans(left(near, far, asked), near) == [(4 * PAGE, PAGE), (6 * PAGE, PAGE)]
+    unasked = replace(asked, ranges=((0, 16), None))
+    assert len(left(near, far, unasked)) == 0
+
+
+def test_groups_whose_fields_are_on_other_ranks_cost_nothing() -> None:
+    groups = [paged(), paged(32)]
+    one, other = heads("0"), replace(heads("1", block=32), group=1)
+    stages = [layout(one, groups=groups), layout(other, groups=groups)]
+    whole = [layout(one, replace(other, region=1), groups=groups)]
+    for remote in (stages, whole):
+        found = plan(stages, remote, 0)
+        asked = ReadRequest(
+            ranges=((0, 16), (0, 20)),
+            local=(pages([3]), pages([200, 7])),
+            remote=(pages([5]), pages([6])),
+        )
+        [source] = found.sources
+        assert copies(found, source, asked).nbytes.tolist() == [PAGE]
+        assert len(unwritten(stages[0], found, asked)) == 0
 
 
 def test_spans_are_cut_by_region() -> None:

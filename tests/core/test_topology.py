@@ -206,9 +206,9 @@ def state(shard: tuple[int, int], sizes: dict[str, int]) -> Layout:
 
 def test_the_parts_of_a_state_are_one_strip_where_both_pages_are_equal() -> None:
     sizes = {"x": 3, "b": 1, "ssm": 20}
-    whole, half = state((0, 4), sizes), state((0, 2), sizes)
+    whole, halves = state((0, 4), sizes), [state((0, 2), sizes), state((2, 4), sizes)]
     assert strips(plan([whole], [whole], 0)) == [1]
-    assert strips(plan([half, half], [whole], 0)) == [1, 1, 1]
+    assert strips(plan(halves, [whole], 0)) == [1, 1, 1]
 
 
 def test_neighbours_in_different_regions_stay_apart() -> None:
@@ -254,7 +254,7 @@ MISMATCHES = [
         {"tokens_per_state": 2, "tokens": axis((8, 8))},
         "tokens per entry is 1 on local rank 0 and 2 on remote rank 0",
     ),
-    ({"key": "other"}, "field 'k' [0, 4) is held by local ranks 0 and by no remote rank"),
+    ({"key": "other"}, "field 'k' is held by local ranks 0 [0, 4) and by no remote rank"),
     (
         {"shard": axis((2, 128)), "shard_range": (0, 2)},
         "local rank 0 holds [0, 4), and no remote rank has [2, 4); remote ranks that hold a part: "
@@ -272,13 +272,70 @@ def test_refuses_engines_that_do_not_match(change: dict[str, object], message: s
 
 
 def test_refuses_a_remote_field_that_nobody_wants() -> None:
-    with pytest.raises(PlanError, match=r"field 'v' \[0, 4\) is held by remote ranks 0, 1 and by"):
+    with pytest.raises(PlanError, match=r"'v' is held by remote ranks 0 \[0, 4\), 1 \[0, 4\) and"):
         plan([layout(heads())], [layout(heads(), heads("v", region=1))] * 2, 0)
 
 
 def test_refuses_a_gap_between_ranks() -> None:
     with pytest.raises(PlanError, match=r"no remote rank has \[1, 3\)"):
         plan(engine((0, 4)), engine((0, 1), (3, 4)), 0)
+
+
+def test_refuses_what_only_the_remote_side_holds() -> None:
+    message = (
+        r"field 'k': remote rank 1 holds \[3, 6\), and no local rank has \[4, 5\); "
+        r"local ranks that hold a part: 0 \[0, 4\), 1 \[5, 6\)"
+    )
+    with pytest.raises(PlanError, match=message):
+        plan(engine((0, 4), (5, 6)), engine((0, 3), (3, 6)), 0)
+
+
+def test_refuses_a_share_of_a_context_that_only_the_remote_side_holds() -> None:
+    with pytest.raises(PlanError, match=r"no local rank has \[0, 1\) of context rank 1 of 2"):
+        plan(replicas(2, context=2)[:1], replicas(1), 0)
+
+
+def draft(key: str = "d", *, region: int = 0, draft: bool = True) -> Field:
+    return replace(heads(key, region=region), draft=draft)
+
+
+def test_draft_layers_that_one_engine_has_are_left_out() -> None:
+    plain, drafted = layout(heads("k")), layout(heads("k"), draft(region=1))
+    for local, remote in (([drafted], [plain]), ([plain], [drafted])):
+        [source] = plan(local, remote, 0).sources
+        assert [o.local.key for match in source.matches for o in match.overlaps] == ["k"]
+
+
+def test_a_rank_that_has_only_draft_layers_nobody_reads_is_told() -> None:
+    found = plan([layout(heads("k"))], [layout(heads("k")), layout(draft())], 0)
+    assert [source.remote for source in found.sources] == [0]
+    assert (found.tells, found.readers) == ((1,), (1, 1))
+
+
+def test_equal_draft_layers_are_read() -> None:
+    both = layout(heads("k"), draft(region=1))
+    [source] = plan([both], [both], 0).sources
+    assert [o.local.key for match in source.matches for o in match.overlaps] == ["k", "d"]
+
+
+def test_refuses_draft_layers_that_differ() -> None:
+    one = layout(heads("k"), draft("d", region=1), draft("e", region=2))
+    other = layout(heads("k"), draft("d", region=1))
+    with pytest.raises(
+        PlanError, match=r"draft field 'e' is held by local ranks 0 \[0, 4\) and by"
+    ):
+        plan([one], [other], 0)
+    with pytest.raises(
+        PlanError, match=r"by remote ranks 0 \[0, 4\) and by no local rank: .*draft"
+    ):
+        plan([other], [one], 0)
+
+
+def test_refuses_a_field_that_is_a_draft_s_on_one_side_only() -> None:
+    one, other = layout(draft("k")), layout(draft("k", draft=False))
+    for local, remote in (([one], [other]), ([other], [one]), ([one, other], [other])):
+        with pytest.raises(PlanError, match=r"'k' is of draft layers on \w+ rank 0 and not on"):
+            plan(local, remote, 0)
 
 
 def test_refuses_a_missing_share_of_a_context() -> None:

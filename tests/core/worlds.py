@@ -38,6 +38,7 @@ class Tensor:
     dtype: str
     size: int
     per_entry: int = 1
+    draft: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Engine:
         blocks: tokens per block, by group; 0 for states.
         regions: "each" pack its own, or one in which packs are "stack"ed or share "blocks".
         gap: bytes between regions.
+        slack: bytes between pages.
     """
 
     tp: int
@@ -59,6 +61,7 @@ class Engine:
     blocks: tuple[int, ...]
     regions: str
     gap: int
+    slack: int
 
 
 Pack = tuple[Tensor, ...]
@@ -240,7 +243,8 @@ def layout_of(
         for members, block in zip(engine.groups, engine.blocks, strict=True)
     )
     cells = list(_cells(packs, engine, styles, rank))
-    regions, starts = _arranged(cells, engine.regions, engine.gap, base)
+    padded = [(group, placed, size + engine.slack) for group, placed, size in cells]
+    regions, starts = _arranged(padded, engine.regions, engine.gap, base)
     fields = tuple(
         _field(f, group, *start)
         for (group, placed, _), start in zip(cells, starts, strict=True)
@@ -280,6 +284,7 @@ def _field(f: Placed, group: int, region: int, offset: int, stride: int) -> Fiel
         inner=f.inner,
         tokens_per_state=f.tensor.per_entry,
         packing="tiles" if f.tensor.kind is GroupKind.OPAQUE else "",
+        draft=f.tensor.draft,
     )
 
 
@@ -316,8 +321,14 @@ def _paged_type(rng: Random) -> list[tuple[int, int, str, int]]:
     elements = [rng.choice([1, 2, 3, 4, 6]) for _ in range(rng.choice([1, 2, 2, 2, 3]))]
     if rng.random() < 0.6:
         elements = [elements[0]] * len(elements)
-    per_entry = rng.choice([1, 1, 1, 1, 2, 4])
-    return [(shards, count, dtype, per_entry) for count in elements]
+    heads = [shards if rng.random() < 0.9 else rng.choice([1, 2, 3, 4]) for _ in elements]
+    entries = [rng.choice([1, 1, 1, 1, 2, 4])] * len(elements)
+    if rng.random() < 0.1:
+        entries = [rng.choice([1, 2, 4]) for _ in elements]
+    return [
+        (heads[i], count, dtype, per_entry)
+        for i, (count, per_entry) in enumerate(zip(elements, entries, strict=True))
+    ]
 
 
 def _state_type(rng: Random) -> list[tuple[int, int, str, int]]:
@@ -333,32 +344,48 @@ def _packs(rng: Random) -> list[Pack]:
         kinds.append((GroupKind.STATE, _state_type(rng)))
     if rng.random() < 0.1:
         kinds.append((GroupKind.OPAQUE, _paged_type(rng)))
-    sizes = {"int8": 1, "bfloat16": 2, "float32": 4}
-    found: list[Pack] = []
-    for layer in range(rng.choice([1, 2, 2, 3])):
-        kind, tensors = rng.choice(kinds)
-        found.append(
-            tuple(
-                Tensor(
-                    key=f"layers.{layer}/{name}",
-                    layer=layer,
-                    kind=kind,
-                    shards=shards,
-                    elements=elements,
-                    dtype=dtype,
-                    size=sizes[dtype],
-                    per_entry=per_entry,
-                )
-                for name, (shards, elements, dtype, per_entry) in enumerate(tensors)
-            )
+    return [_pack(layer, *rng.choice(kinds)) for layer in range(rng.choice([1, 2, 2, 3]))]
+
+
+SIZES = {"int8": 1, "bfloat16": 2, "float32": 4}
+
+
+def _pack(
+    layer: int, kind: GroupKind, tensors: list[tuple[int, int, str, int]], *, draft: bool = False
+) -> Pack:
+    return tuple(
+        Tensor(
+            key=f"{'drafts' if draft else 'layers'}.{layer}/{name}",
+            layer=layer,
+            kind=kind,
+            shards=shards,
+            elements=elements,
+            dtype=dtype,
+            size=SIZES[dtype],
+            per_entry=per_entry,
+            draft=draft,
         )
-    return found
+        for name, (shards, elements, dtype, per_entry) in enumerate(tensors)
+    )
 
 
-def _engines(rng: Random, packs: Sequence[Pack]) -> tuple[Engine, Engine]:
-    near, far = _engine(rng, packs), _engine(rng, packs)
-    if any(pack[0].kind is GroupKind.OPAQUE for pack in packs):
-        far = replace(_engine(rng, packs, near), pp=far.pp, regions=far.regions)
+def _drafted(rng: Random, packs: list[Pack]) -> tuple[list[Pack], list[Pack]]:
+    """What either engine runs: the model, and with luck a draft model, on one of them or both."""
+    opaque = any(pack[0].kind is GroupKind.OPAQUE for pack in packs)
+    here, there = rng.choice([(False, False)] * 3 + [(True, False), (False, True), (True, True)])
+    type_ = [(*tensor[:3], 1) if opaque else tensor for tensor in _paged_type(rng)]
+    layers = len(packs) + rng.choice([0, 1])
+    kind = GroupKind.PAGED
+    drafts = [_pack(layer, kind, type_, draft=True) for layer in range(len(packs) - 1, layers)]
+    return packs + drafts * here, packs + drafts * there
+
+
+def _engines(
+    rng: Random, near_packs: Sequence[Pack], far_packs: Sequence[Pack]
+) -> tuple[Engine, Engine]:
+    near, far = _engine(rng, near_packs), _engine(rng, far_packs)
+    if any(pack[0].kind is GroupKind.OPAQUE for pack in near_packs):
+        far = replace(_engine(rng, far_packs, near), pp=far.pp, regions=far.regions)
     return near, far
 
 
@@ -388,6 +415,7 @@ def _engine(rng: Random, packs: Sequence[Pack], like: Engine | None = None) -> E
         blocks=blocks,
         regions=rng.choice(["each", "stack", "blocks"]),
         gap=rng.choice([0, 64]),
+        slack=rng.choice([0, 0, 4]),
     )
 
 
@@ -414,39 +442,39 @@ def _layouts(
     )
 
 
-def _request(rng: Random, packs: Sequence[Pack], local: Engine, remote: Engine) -> ReadRequest:
+def _request(rng: Random, local: Engine, remote: Engine) -> ReadRequest:
     sizes = [b * e.cp for e in (local, remote) for b in e.blocks if b]
     tokens = rng.randint(1, 8 * min(sizes, default=4))
-    starts: dict[int, int] = {}
-    ranges: list[tuple[int, int] | None] = []
-    for members, block in zip(local.groups, local.blocks, strict=True):
-        wanted = _range(rng, tokens, block * local.cp, [packs[i] for i in members])
-        ranges.append(wanted)
-        for index in members:
-            starts[index] = wanted[0] if wanted else 1 << 20
+    wanted: dict[int, tuple[int, int]] = {}
+    ranges = [_range(rng, tokens, block * local.cp) for block in local.blocks]
+    for members, one in zip(local.groups, ranges, strict=True):
+        wanted.update({index: one for index in members if one})
     near, far = _pool(rng), _pool(rng)
     return ReadRequest(
         ranges=tuple(ranges),
         local=tuple(
-            _list(rng, near, wanted[0] if wanted else 0, tokens, block * local.cp, extra=True)
-            for wanted, block in zip(ranges, local.blocks, strict=True)
+            _list(rng, near, one or (0, tokens), tokens, block * local.cp)
+            for one, block in zip(ranges, local.blocks, strict=True)
         ),
         remote=tuple(
-            _list(rng, far, min(starts[i] for i in members), tokens, block * remote.cp)
+            _list(rng, far, _hull(wanted, members), tokens, block * remote.cp)
             for members, block in zip(remote.groups, remote.blocks, strict=True)
         ),
     )
 
 
-def _range(rng: Random, tokens: int, size: int, packs: Sequence[Pack]) -> tuple[int, int] | None:
+def _hull(wanted: dict[int, tuple[int, int]], members: Sequence[int]) -> tuple[int, int]:
+    """All tokens from the first to the last that is wanted of some of these packs."""
+    some = [wanted[index] for index in members if wanted.get(index, (0, 0))[1]]
+    return min((a for a, _ in some), default=0), max((b for _, b in some), default=0)
+
+
+def _range(rng: Random, tokens: int, size: int) -> tuple[int, int] | None:
     if rng.random() < 0.1:
         return None
     if size == 0:
-        return 0, tokens
-    entry = math.lcm(*(tensor.per_entry for pack in packs for tensor in pack))
-    opaque = packs[0][0].kind is GroupKind.OPAQUE
-    step = size if opaque else rng.choice([size, size, entry])
-    first = rng.choice([0, 0, rng.randrange(tokens + 1) // step * step])
+        return 0, rng.choice([tokens, tokens, tokens, 0])
+    first = rng.choice([0, rng.randrange(tokens) // size * size, rng.randrange(tokens + 1)])
     return first, rng.choice([tokens, tokens, rng.randint(first, tokens)])
 
 
@@ -456,20 +484,14 @@ def _pool(rng: Random) -> list[int]:
     )
 
 
-def _list(
-    rng: Random, pool: list[int], first: int, tokens: int, size: int, *, extra: bool = False
-) -> Pages:
-    """A page list that holds what it must, with holes or nothing before and pages beyond."""
-    if size == 0:
-        return pages([pool.pop()])
-    count = -(-tokens // size) + (rng.choice([0, 0, 1, 2]) if extra else 0)
-    needed = min(first // size, count)
-    before = [rng.choice([0, 1]) for _ in range(needed)]
-    loaded = -(-tokens // size)
-    after = [1 if i < loaded else rng.choice([0, 1, 1]) for i in range(needed, count)]
-    ids = [pool.pop() if there else 0 for there in before + after]
-    cut = rng.randint(0, needed)
-    return pages(ids[cut:], cut)
+def _list(rng: Random, pool: list[int], wanted: tuple[int, int], tokens: int, size: int) -> Pages:
+    """A page list that holds what it must, and before and after it pages, holes or nothing."""
+    size = size or tokens
+    count = -(-tokens // size) + rng.choice([0, 0, 1, 2])
+    first, last = wanted[0] // size, max(-(-wanted[1] // size), wanted[0] // size)
+    ids = [pool.pop() if first <= i < last or rng.random() < 0.6 else 0 for i in range(count)]
+    start, stop = rng.randint(0, min(first, count)), rng.randint(min(last, count), count)
+    return pages(ids[start:stop], start)
 
 
 @st.composite
@@ -477,11 +499,13 @@ def worlds(draw: st.DrawFn) -> World:
     """Two engines of any shape and a request."""
     rng = draw(st.randoms(use_true_random=False) | st.builds(Random, st.integers(0, 1 << 64)))
     packs = _packs(rng)
-    near, far = _engines(rng, packs)
-    near_styles = _styles(rng, packs)
-    far_styles = near_styles if rng.random() < 0.3 else _styles(rng, packs)
+    near_packs, far_packs = _drafted(rng, packs)
+    near, far = _engines(rng, near_packs, far_packs)
+    near_styles, far_styles = _styles(rng, near_packs), _styles(rng, far_packs)
+    if rng.random() < 0.3:
+        far_styles = near_styles[: len(far_packs)] + far_styles[len(near_packs) :]
     return World(
-        local=_layouts(rng, packs, near, near_styles),
-        remote=_layouts(rng, packs, far, far_styles),
-        request=_request(rng, packs, near, far),
+        local=_layouts(rng, near_packs, near, near_styles),
+        remote=_layouts(rng, far_packs, far, far_styles),
+        request=_request(rng, near, far),
     )

@@ -170,3 +170,9 @@ def test_the_smallest_rank_bounds_the_pages_and_one_without_the_group_does_not()
         check_against(GOOD, [large, small])
     elsewhere = replace(large.layout, fields=large.layout.fields[1:])
     check_against(GOOD, [large, msgspec.structs.replace(large, layout=elsewhere)])
+
+
+def test_blocks_of_a_group_that_no_rank_has_a_field_of_are_nobody_s_concern() -> None:
+    one = payloads()[0]
+    without = replace(one.layout, fields=one.layout.fields[:1])
+    check_against(GOOD, [msgspec.structs.replace(one, layout=without)])
