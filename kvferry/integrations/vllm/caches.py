@@ -15,7 +15,7 @@ from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Context, Field, Group, GroupKind, Layout
 from kvferry.core.memory import Region, region_of
 from kvferry.integrations.vllm.packings import PACKINGS, opaque
-from kvferry.integrations.vllm.pages import LayerFacts, Page, Place
+from kvferry.integrations.vllm.pages import ALONE, LayerFacts, Page, Place
 from kvferry.integrations.vllm.states import STATES, whole
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def describe(
     config: KVCacheConfig,
     *,
     facts: Mapping[str, LayerFacts],
-    place: Place = Place(),
+    place: Place = ALONE,
 ) -> Layout:
     """The layout of one rank.
 
@@ -155,4 +155,4 @@ def _kernels(layer: str, tensor: torch.Tensor, spec: KVCacheSpec, blocks: int) -
             f"layer {layer!r}: {kernels} kernel blocks of {shape[2]} entries in a block of "
             f"{spec.num_states}"
         )
-    return kernels
+    return int(kernels)

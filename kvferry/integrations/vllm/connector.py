@@ -20,7 +20,7 @@ from kvferry.integrations.vllm import config, logs, support
 from kvferry.integrations.vllm.metadata import Step
 from kvferry.integrations.vllm.scheduler import FerryScheduler
 from kvferry.integrations.vllm.stats import FerryPromMetrics, FerryStats
-from kvferry.integrations.vllm.worker import FerryWorker
+from kvferry.integrations.vllm.worker import FerryWorker, start_worker
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvferry.integrations.vllm.replica import ReplicaWorker
 
 PREFERRED_LAYOUT = "LBHNC"
 """Heads outside tokens (HND): copies stay large where two engines split heads differently. A layout
@@ -53,7 +55,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: FerryScheduler | None = None
-        self._worker: FerryWorker | None = None
+        self._worker: FerryWorker | ReplicaWorker | None = None
         logs.show()
         settings = config.of_engine(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -95,6 +97,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     # For the scheduler's role.
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether groups may have different local hits: each has a token range of its own."""
+        return True
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived."""
@@ -156,7 +163,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The caches are allocated: describe them and make them readable."""
-        self._worker = FerryWorker.start(self._vllm_config, self._kv_cache_config, kv_caches)
+        self._worker = start_worker(self._vllm_config, self._kv_cache_config, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this rank publishes."""

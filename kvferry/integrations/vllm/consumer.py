@@ -7,23 +7,20 @@ takes the way of any other, and the worker reports it as failed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from kvferry.core.descriptors import Pages
 from kvferry.core.endpoint import Load
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.integrations.vllm import ticket as tickets
+from kvferry.integrations.vllm.groups import NOTHING, CacheGroup
 from kvferry.integrations.vllm.prompts import digest_of, handed_over
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -43,7 +40,7 @@ class Consumer:
     """Follows requests with a ticket from their arrival to the end of their load.
 
     Args:
-        kv_cache_config: the engine's groups.
+        groups: the engine's, those that are transferred.
         engine: the engine's id.
         may_load: whether vLLM orders this engine's frees for a loader (its role is a consumer's).
         verify_prompt: refuse tickets that were made for another prompt.
@@ -52,14 +49,15 @@ class Consumer:
 
     def __init__(
         self,
-        kv_cache_config: KVCacheConfig,
+        groups: Sequence[CacheGroup],
         *,
         engine: str,
         may_load: bool,
         verify_prompt: bool,
         backoff: int,
     ) -> None:
-        self._config = kv_cache_config
+        self._groups = groups
+        self._bounded = any(group.bounded for group in groups)
         self._engine = engine
         self._may_load = may_load
         self._verify_prompt = verify_prompt
@@ -103,8 +101,8 @@ class Consumer:
         if external:
             self._loading.add(request.request_id)
         if isinstance(entry, Ticket):
-            last = self._total(request, entry)
-            self._loads.append(self._load(request.request_id, entry, blocks, last - external, last))
+            load = self._load(request, entry, blocks) if external else None
+            self._loads.append(load or self._nothing_to_load(request.request_id, entry))
         elif external:
             self._refused.append((request.request_id, str(entry)))
 
@@ -149,8 +147,6 @@ class Consumer:
                 'this engine\'s kv_role is "kv_producer", so it may not load: set "kv_consumer" or '
                 '"kv_both"'
             )
-        if request.prompt_token_ids is None:
-            raise TicketError("prompts of embeddings cannot be handed over yet: send token ids")
         ticket = tickets.read(request.kv_transfer_params)
         if ticket.engine == self._engine:
             raise TicketError(f"it was made by this very engine, {self._engine!r}")
@@ -159,38 +155,47 @@ class Consumer:
                 f"it was made for another prompt than this one of {request.num_prompt_tokens} "
                 f"tokens (producer's request {ticket.request!r}, {ticket.tokens} tokens)"
             )
+        self._check_tokens(request, ticket.tokens)
         return ticket
 
-    def _total(self, request: Request, entry: Ticket | TicketError) -> int:
-        total = handed_over(request, self._backoff)
-        return min(total, entry.tokens) if isinstance(entry, Ticket) else total
+    def _check_tokens(self, request: Request, tokens: int) -> None:
+        """A state, or the pages of a window, are those after exactly so many tokens.
 
-    def _load(
-        self, request_id: str, ticket: Ticket, blocks: KVCacheBlocks, first: int, last: int
-    ) -> Load:
-        if first >= last:
-            return self._nothing_to_load(request_id, ticket)
-        pages = []
-        for index in self._config.transfer_group_ids:
-            size = self._config.kv_cache_groups[index].kv_cache_spec.block_size
-            # By position, not by "unhashed" blocks: holes and cached blocks keep their place.
-            ids = [block.block_id for block in blocks.blocks[index][first // size :]]
-            pages.append(Pages(ids=np.array(ids, dtype=np.int64), first_index=first // size))
+        Raises:
+            TicketError: this engine goes on from another token.
+        """
+        expected = handed_over(request, self._backoff)
+        if self._bounded and tokens != expected and not request.skip_reading_prefix_cache:
+            raise TicketError(
+                f"its states and windows are those after {tokens} tokens, and this engine needs "
+                f"those after {expected} of the prompt's {request.num_prompt_tokens}"
+            )
+
+    def _total(self, request: Request, entry: Ticket | TicketError) -> int:
+        """How many of a prompt's tokens are not computed here."""
+        total = handed_over(request, self._backoff)
+        if isinstance(entry, Ticket):
+            total = min(total, entry.tokens)
+        # Its last token is computed here, from the states and windows before it.
+        return min(total, request.num_prompt_tokens - 1) if self._bounded else total
+
+    def _load(self, request: Request, ticket: Ticket, blocks: KVCacheBlocks) -> Load:
+        last = self._total(request, ticket)
+        wanted = [group.wanted(blocks.blocks[group.index], last) for group in self._groups]
         return Load(
-            request=RequestId(request_id),
+            request=RequestId(request.request_id),
             ticket=ticket,
-            ranges=((first, last),) * len(pages),
-            local=tuple(pages),
+            ranges=tuple(tokens for tokens, _ in wanted),
+            local=tuple(pages for _, pages in wanted),
         )
 
     def _nothing_to_load(self, request_id: str, ticket: Ticket) -> Load:
         """Tells the producer that its pages are not needed (any more)."""
-        none = Pages(ids=np.empty(0, dtype=np.int64))
-        groups = len(self._config.transfer_group_ids)
+        groups = len(self._groups)
         return Load(
             request=RequestId(request_id),
             ticket=ticket,
             ranges=(None,) * groups,
-            local=(none,) * groups,
+            local=(NOTHING,) * groups,
             report=False,
         )

@@ -31,6 +31,10 @@ class Place:
     interleave: int = 1
 
 
+ALONE = Place()
+"""The only rank of its engine."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
     """What neither a cache's tensor nor its spec says about a layer.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
-from kvferry.integrations.vllm.prompts import digest_of
-from kvferry.integrations.vllm.ticket import Offer
+from kvferry.integrations.vllm.groups import CacheGroup
+from kvferry.integrations.vllm.prompts import digest_of, shorten
+from kvferry.integrations.vllm.ticket import Offer, Sizes
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
     from kvferry.integrations.vllm.serving import Serving
@@ -32,28 +30,31 @@ class Producer:
     """Takes requests on for other engines, and makes their tickets.
 
     Args:
-        kv_cache_config: the engine's groups.
+        groups: the engine's, those that are transferred.
+        slots: how many requests can be held at once: as many as the engine has blocks.
         lease: seconds for which the pages of a ticket are kept.
         backoff: prompt tokens that are left to the consumer.
         computed: whether nothing writes pages after a request's last token was sampled.
-        tp_size: of this engine.
+        sizes: the engine's parallelism.
     """
 
     def __init__(
         self,
-        kv_cache_config: KVCacheConfig,
+        groups: Sequence[CacheGroup],
         *,
+        slots: int,
         lease: float,
         backoff: int,
         computed: bool,
-        tp_size: int,
+        sizes: Sizes,
     ) -> None:
-        self._config = kv_cache_config
-        self._ledger = HoldLedger(kv_cache_config.num_blocks)
+        self._groups = groups
+        self._bounded = any(group.bounded for group in groups)
+        self._ledger = HoldLedger(slots)
         self._lease = lease
         self._backoff = backoff
         self._computed = computed
-        self._tp_size = tp_size
+        self._sizes = sizes
 
     def on_new_request(self, request: Request) -> None:
         """Shorten the prompt of a request that is prefilled for another engine, once."""
@@ -62,17 +63,12 @@ class Producer:
             return
         if request.num_prompt_tokens <= self._backoff or request.skip_reading_prefix_cache:
             return
-        if request.prompt_token_ids is None:
-            return
-        del request.prompt_token_ids[-self._backoff :]
-        del request._all_token_ids[-self._backoff :]
-        request.num_prompt_tokens -= self._backoff
-        request.max_tokens = 1
+        shorten(request, self._backoff)
         params[TRUNCATED] = True
 
     def take_on(self, request: Request) -> None:
         """The request is first computed in the coming step, or again after a preemption."""
-        if not _for_another(request) or request.prompt_token_ids is None:
+        if not _for_another(request):
             return
         if self._ledger.take_on(RequestId(request.request_id)) is None:
             logger.warning(
@@ -86,20 +82,12 @@ class Producer:
     ) -> dict[str, Any] | None:
         """The ticket of a request that ended; ``None`` if its blocks are vLLM's at once."""
         request_id = RequestId(request.request_id)
-        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        complete = request.status.name in COMPLETE and tokens > 0
-        hold = self._ledger.ticket(request_id, self._lease) if complete else None
+        tokens = self._handed_over(request)
+        hold = self._ledger.ticket(request_id, self._lease) if tokens else None
         if hold is None:
             self._ledger.drop(request_id)
             return None
-        pages = [
-            _without_front(ids[: -(-tokens // group.kv_cache_spec.block_size)])
-            for ids, group in zip(
-                self._config.select_transfer_block_ids(block_ids),
-                self._config.transfer_groups,
-                strict=True,
-            )
-        ]
+        lists = [group.offered(block_ids[group.index], tokens) for group in self._groups]
         logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
         return Offer(
             engine=serving.engine,
@@ -108,13 +96,32 @@ class Producer:
             host=serving.host,
             port=serving.port,
             hold=hold,
-            pages=[ids for _, ids in pages],
-            first_index=[first for first, _ in pages],
+            pages=[ids for _, ids in lists],
+            first_index=[first for first, _ in lists],
             tokens=tokens,
             digest=digest_of(request, tokens),
             computed=self._computed,
-            tp_size=self._tp_size,
+            sizes=self._sizes,
         ).params()
+
+    def _handed_over(self, request: Request) -> int:
+        """How many tokens a ticket of this request covers; 0 if it gets none.
+
+        A request that went on after its prompt has states, and windows, that are past it.
+        """
+        if request.status.name not in COMPLETE:
+            return 0
+        tokens: int = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if self._bounded and request.num_computed_tokens != tokens and _for_another(request):
+            logger.warning(
+                "request %s: no ticket is made; %d tokens were computed, and the states and "
+                "windows of its prompt of %d are gone (prefill with max_tokens 1)",
+                request.request_id,
+                request.num_computed_tokens,
+                request.num_prompt_tokens,
+            )
+            return 0
+        return tokens
 
     def sent(self, request_ids: Sequence[str]) -> None:
         """All workers have reported the requests sent."""
@@ -132,9 +139,3 @@ class Producer:
 
 def _for_another(request: Request) -> bool:
     return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
-
-
-def _without_front(ids: Sequence[int]) -> tuple[int, Sequence[int]]:
-    """A list without the holes at its front, and the index of what is first then."""
-    first = sum(1 for _ in takewhile(lambda page: page == HOLE, ids))
-    return first, ids[first:]

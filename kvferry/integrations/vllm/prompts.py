@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.core.lifecycle.digest import digest
+from kvferry.core.lifecycle.digest import DIGEST_BYTES, digest
+from kvferry.integrations.vllm.groups import CacheGroup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 
@@ -25,21 +27,48 @@ def digest_of(request: Request, tokens: int) -> bytes:
     ]
     # A client's salt may be text that is not encodable.
     salt = request.cache_salt and request.cache_salt.encode("utf-8", "surrogatepass")
-    return digest((request.prompt_token_ids or [])[:tokens], lora, media, salt)
+    ids = (request.prompt_token_ids or [])[:tokens]
+    return digest(ids, lora, media, salt, _embeddings(request, tokens))
 
 
-def backoff(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+def _embeddings(request: Request, tokens: int) -> bytes | None:
+    """What stands for a prompt's first embeddings; ``None`` if it is of token ids alone."""
+    if request.prompt_embeds is None:
+        return None
+    rows = request.prompt_embeds[:tokens].contiguous().cpu()
+    state = hashlib.blake2b(f"{rows.dtype} {tuple(rows.shape)}".encode(), digest_size=DIGEST_BYTES)
+    state.update(rows.flatten().view(dtype=_bytes()).numpy())
+    return state.digest()
+
+
+def _bytes() -> object:
+    import torch
+
+    return torch.uint8
+
+
+def backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> int:
     """How many tokens at a prompt's end the producer leaves to the consumer.
 
     The consumer computes at least the last token. A state cannot go back, so it must be the one
-    before that token; and a multi-token predictor's whole lookahead window must stay with whoever
-    verifies what it drafted (as in vLLM's ``nixl/base_scheduler.py``, ``_prefill_backoff``).
+    before that token; pages of a window that has moved past it are gone; and a multi-token
+    predictor's whole lookahead must stay with whoever verifies what it drafted (as in vLLM's
+    ``nixl/base_scheduler.py``, ``_prefill_backoff``).
     """
-    state = kv_cache_config.has_mamba_layers or any(
-        group.kv_cache_spec.prefix_replay_tokens for group in kv_cache_config.kv_cache_groups
-    )
     lookahead: int = vllm_config.num_prefill_lookahead_tokens
-    return max(int(state), lookahead - 1)
+    return max(int(any(group.bounded for group in groups)), lookahead - 1)
+
+
+def shorten(request: Request, tail: int) -> None:
+    """Take the last ``tail`` tokens off a prompt, and ask for one token after the rest."""
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-tail:]
+    for name in ("prompt_embeds", "prompt_is_token_ids"):
+        if (rows := getattr(request, name)) is not None:
+            setattr(request, name, rows[:-tail])
+    del request._all_token_ids[-tail:]
+    request.num_prompt_tokens -= tail
+    request.max_tokens = 1
 
 
 def handed_over(request: Request, tail: int) -> int:

@@ -10,7 +10,9 @@ from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.groups import cache_groups
 from kvferry.integrations.vllm.metadata import Handshake, Step
+from kvferry.integrations.vllm.places import sizes_of
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import backoff
 from kvferry.integrations.vllm.serving import Serving, serve
@@ -39,17 +41,19 @@ class FerryScheduler:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = configuration.of_engine(vllm_config)
-        transfer = vllm_config.kv_transfer_config
-        tail = backoff(vllm_config, kv_cache_config)
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
+        tail = backoff(vllm_config, groups)
         self._producer = Producer(
-            kv_cache_config,
+            groups,
+            slots=kv_cache_config.num_blocks,
             lease=self._config.kv_lease_duration,
             backoff=tail,
             computed=vllm_config.speculative_config is None,
-            tp_size=vllm_config.parallel_config.tensor_parallel_size,
+            sizes=sizes_of(parallel),
         )
         self._consumer = Consumer(
-            kv_cache_config,
+            groups,
             engine=transfer.engine_id,
             may_load=transfer.is_kv_consumer,
             verify_prompt=self._config.verify_prompt,

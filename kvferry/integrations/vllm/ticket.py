@@ -54,6 +54,15 @@ S = TypeVar("S", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """An engine's parallelism, as NixlConnector's keys have it."""
+
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """What a producer says about one request; `Ticket` has the meaning of each.
 
@@ -72,7 +81,7 @@ class Offer:
     tokens: int
     digest: bytes
     computed: bool
-    tp_size: int
+    sizes: Sizes
 
     def params(self) -> dict[str, Any]:
         """The ``kv_transfer_params`` with which a router asks another engine to decode."""
@@ -84,9 +93,9 @@ class Offer:
             "remote_request_id": self.request,
             "remote_host": self.host,
             "remote_port": self.port,
-            "tp_size": self.tp_size,
-            "dcp_size": 1,
-            "pp_size": 1,
+            "tp_size": self.sizes.tp,
+            "dcp_size": self.sizes.dcp,
+            "pp_size": self.sizes.pp,
             "remote_num_tokens": self.tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",

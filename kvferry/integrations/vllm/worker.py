@@ -11,12 +11,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvferry.core import wire
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
 from kvferry.core.errors import TicketError
-from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.stats import LoadRecord
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support
-from kvferry.integrations.vllm.caches import attention_backends, describe, local_heads
+from kvferry.integrations.vllm.caches import describe
+from kvferry.integrations.vllm.facts import layer_facts
 from kvferry.integrations.vllm.metadata import Handshake, Step
+from kvferry.integrations.vllm.places import Seat, seat_of, shared_incarnation
+from kvferry.integrations.vllm.replica import ReplicaWorker
 from kvferry.integrations.vllm.stats import FerryStats
 from kvferry.integrations.vllm.transports import make_transport
 
@@ -33,7 +36,7 @@ spinning engine would starve the endpoint's thread."""
 
 
 class FerryWorker:
-    """One rank's worker half. ``start`` makes it; it owns the endpoint.
+    """One rank's worker half. ``start_worker`` makes it; it owns the endpoint.
 
     Args:
         endpoint: of this rank.
@@ -55,29 +58,18 @@ class FerryWorker:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         caches: Mapping[str, torch.Tensor],
+        seat: Seat,
+        incarnation: Incarnation,
     ) -> FerryWorker:
-        """Describe a rank's caches and make them readable by others.
-
-        The tensors stay vLLM's, which keeps them until after ``close``.
-
-        Raises:
-            ConfigError: a kind of cache, its memory, or another setting is refused.
-            DriverError: the driver cannot be used.
-            LayoutError: the caches are not what their attention backend should have.
-        """
+        """Describe a rank's caches and make them readable by others; see ``start_worker``."""
         config = configuration.of_engine(vllm_config)
         support.check_groups(kv_cache_config)
         device = next(iter(caches.values())).device.type
         support.check_buffer_device(vllm_config.kv_transfer_config.kv_buffer_device, device)
-        layout = describe(
-            caches,
-            kv_cache_config,
-            backends=attention_backends(vllm_config),
-            heads=local_heads(vllm_config, tp_rank=0),
-        )
-        support.check_blocks([group.block_tokens for group in layout.groups], kv_cache_config)
+        facts = layer_facts(vllm_config, kv_cache_config, seat.place)
+        layout = describe(caches, kv_cache_config, facts=facts, place=seat.place)
         endpoint = Endpoint(
-            identity=_identity(vllm_config),
+            identity=_identity(vllm_config, incarnation, seat),
             driver=config.driver,
             transport=make_transport(config, {region.kind for region in layout.regions}),
             layout=layout,
@@ -126,11 +118,31 @@ class FerryWorker:
         self._endpoint.close()
 
 
-def _identity(vllm_config: VllmConfig) -> Identity:
+def start_worker(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, caches: Mapping[str, torch.Tensor]
+) -> FerryWorker | ReplicaWorker:
+    """The worker half of this process. All workers of the engine must call it.
+
+    The tensors stay vLLM's, which keeps them until after ``close``.
+
+    Raises:
+        ConfigError: a kind of cache, its memory, or another setting is refused.
+        DriverError: the driver cannot be used.
+        LayoutError: the caches are not what their attention backend should have.
+    """
+    incarnation, seat = shared_incarnation(), seat_of(vllm_config)
+    if seat.replica:
+        return ReplicaWorker()
+    return FerryWorker.start(vllm_config, kv_cache_config, caches, seat, incarnation)
+
+
+def _identity(vllm_config: VllmConfig, incarnation: Incarnation, seat: Seat) -> Identity:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return Identity(
         engine=vllm_config.kv_transfer_config.engine_id,
-        incarnation=random_incarnation(),
+        incarnation=incarnation,
+        rank=seat.rank,
+        coordinates=seat.coordinates,
         agreement={
             "model": str(model.model),
             "revision": str(model.revision),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,24 +10,13 @@ import pytest
 
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.serving import Serving
-from kvferry.integrations.vllm.ticket import read
+from kvferry.integrations.vllm.ticket import Sizes, read
 
 SERVING = Serving(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
 PREFILL = {"do_remote_decode": True}
-
-
-def config(groups: int = 1, block: int = 16) -> Any:
-    """A ``KVCacheConfig`` of 64 blocks."""
-    spec = SimpleNamespace(block_size=block)
-    return SimpleNamespace(
-        num_blocks=64,
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups,
-        transfer_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups,
-        transfer_group_ids=tuple(range(groups)),
-        select_transfer_block_ids=lambda ids: ids,
-    )
 
 
 def request(
@@ -41,6 +31,8 @@ def request(
     return SimpleNamespace(
         request_id=name,
         prompt_token_ids=list(range(tokens)),
+        prompt_embeds=None,
+        prompt_is_token_ids=None,
         _all_token_ids=list(range(tokens)),
         num_prompt_tokens=tokens,
         num_computed_tokens=tokens if computed is None else computed,
@@ -55,18 +47,34 @@ def request(
     )
 
 
-def producer(tail: int = 0, groups: int = 1) -> Producer:
-    return Producer(config(groups), lease=30.0, backoff=tail, computed=True, tp_size=1)
+def full(groups: int = 1) -> tuple[CacheGroup, ...]:
+    """Groups of full attention in pages of 16 tokens."""
+    return tuple(CacheGroup(index=index, tokens=16) for index in range(groups))
 
 
-def consumer(**settings: Any) -> Consumer:
+def producer(tail: int = 0, groups: Sequence[CacheGroup] = full()) -> Producer:
+    return Producer(
+        groups, slots=64, lease=30.0, backoff=tail, computed=True, sizes=Sizes(tp=2, pp=3)
+    )
+
+
+def consumer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Consumer:
     common: dict[str, Any] = {"engine": "decode", "may_load": True, "verify_prompt": True}
-    return Consumer(config(), backoff=0, **(common | settings))
+    return Consumer(groups, **({"backoff": 0} | common | settings))
 
 
-def blocks(*ids: int) -> Any:
-    """``KVCacheBlocks`` of one group."""
-    return SimpleNamespace(blocks=[[SimpleNamespace(block_id=each) for each in ids]])
+def blocks(*ids: int, cached: int = 0) -> Any:
+    """``KVCacheBlocks`` of one group, the first ones in the prefix cache."""
+    return SimpleNamespace(blocks=[listed(*ids, cached=cached)])
+
+
+def listed(*ids: int, cached: int = 0) -> list[Any]:
+    """``KVCacheBlock``s."""
+    hashes = [b"hash"] * cached + [None] * (len(ids) - cached)
+    return [
+        SimpleNamespace(block_id=each, is_null=each == 0, block_hash=known)
+        for each, known in zip(ids, hashes, strict=True)
+    ]
 
 
 def ticket(tokens: int = 40) -> dict[str, Any]:
@@ -90,7 +98,7 @@ class TestProducer:
         assert made.drain().ready == ((hold, 30.0),)
 
     def test_holes_in_front_are_counted_and_not_listed(self) -> None:
-        made = producer(groups=2)
+        made = producer(groups=full(2))
         each = request(40, PREFILL)
         made.take_on(each)
         got = read(made.finished(each, [[1, 2, 3], [0, 0, 6]], SERVING) or {})
@@ -111,12 +119,12 @@ class TestProducer:
         assert made.finished(request(40), [[1, 2, 3]], SERVING) is None
         assert not made.drain()
 
-    def test_no_ticket_for_embeddings(self) -> None:
-        made = producer()
-        each = request(40, PREFILL)
-        each.prompt_token_ids = None
+    def test_no_ticket_for_a_state_that_went_on(self) -> None:
+        """It is the one after 41 tokens, and the consumer needs the one after 40."""
+        made = producer(groups=[CacheGroup(index=0, tokens=1024, is_state=True)])
+        each = request(40, PREFILL, computed=41)
         made.take_on(each)
-        assert made.finished(each, [[1, 2, 3]], SERVING) is None
+        assert made.finished(each, [[7, 8]], SERVING) is None
 
     def test_hold_survives_preemption(self) -> None:
         made = producer()
@@ -159,7 +167,7 @@ class TestConsumer:
         each = request(40, ticket())
         made.on_new_request(each)
         assert made.matched(each, 16) == made.matched(each, 16) == 24
-        made.allocated(each, blocks(21, 22, 23), 24)
+        made.allocated(each, blocks(21, 22, 23, cached=1), 24)
         [load] = made.drain().loads
         assert load.ranges == ((16, 40),)
         assert (load.local[0].ids.tolist(), load.local[0].first_index) == ([22, 23], 1)

@@ -1,0 +1,49 @@
+"""A rank that nobody reads and that reads nothing: it only has to say so, once per request."""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.ledger import Orders
+from kvferry.integrations.vllm.metadata import Step
+
+
+class ReplicaWorker:
+    """The worker half of a rank whose cache another rank of its engine publishes as well.
+
+    vLLM gives pages back when every rank has reported a request sent. Nobody reads from this one,
+    so it reports as soon as there is a ticket; the rank that is read reports when that is over.
+    """
+
+    handshake = None
+    """It publishes nothing."""
+
+    def __init__(self) -> None:
+        self._held: dict[Hold, RequestId] = {}
+        self._sent: set[str] = set()
+
+    def apply(self, step: Step) -> None:
+        """What the scheduler half says in this step."""
+        self._apply(step.orders)
+
+    def _apply(self, orders: Orders) -> None:
+        for hold in orders.drops:
+            self._held.pop(hold, None)
+        self._held.update((hold, request) for request, hold in orders.take_ons)
+        for hold, _ in orders.ready:
+            if hold in self._held:
+                self._sent.add(self._held.pop(hold))
+
+    def results(self) -> KVConnectorTransferResults:
+        """What is over since the last call, each request once."""
+        sent, self._sent = self._sent, set()
+        return KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=set(), failed_recving=set()
+        )
+
+    def take_stats(self) -> None:
+        """There are no figures."""
+
+    def close(self) -> None:
+        """Nothing to end."""
