@@ -58,7 +58,7 @@ def build(folder: Path, *, max_tokens: int = 1024, seed: int = SEED) -> Path:
             if weight.dim() == 2:
                 weight.normal_(std=_spread(name))
     model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -74,14 +74,15 @@ def _spread(name: str) -> float:
     return 0.2 if "proj" in name else 1.0
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of `WORDS`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     ids = {word: id_ for id_, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=WORDS[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    words = Tokenizer(models.WordLevel(ids, unk_token=WORDS[0]))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
