@@ -24,6 +24,7 @@ def layer_facts(
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.kv_cache_interface import MambaSpec
 
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     facts = {}
@@ -32,6 +33,9 @@ def layer_facts(
         for name in group.layer_names:
             spec = own.get(name, group.kv_cache_spec)
             draft = is_draft(name, vllm_config)
+            if isinstance(spec, MambaSpec):
+                facts[name] = _state_facts(layers[name], draft, place)
+                continue
             facts[name] = LayerFacts(
                 backend=_backend_name(layers[name]),
                 draft=draft,
@@ -76,3 +80,40 @@ def _backend_name(layer: object) -> str:
     name: str = layer.get_attn_backend().get_name()  # type: ignore[attr-defined]
     kernel = getattr(layer, "isa", None)
     return f"{name}/{kernel}" if kernel else name
+
+
+def _state_facts(layer: object, draft: bool, place: Place) -> LayerFacts:
+    """What is known of a recurrent layer; the modules say what their specs do not."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    from vllm.platforms import current_platform
+
+    name = _backend_name(layer)
+    gpu = current_platform.is_cuda_alike()
+    return LayerFacts(
+        backend=name if gpu else f"{name}/{current_platform.device_type}",
+        draft=draft,
+        groups=_groups(layer, place),
+        kernel=_kernel(layer),
+        channels_first=is_conv_state_dim_first(),
+    )
+
+
+def _groups(layer: object, place: Place) -> int:
+    """How many groups B and C have in the model, 0 if unknown.
+
+    The mixer's own number includes copies, as many as there are ranks; its norm has the model's.
+    """
+    groups = getattr(getattr(layer, "norm", None), "n_groups", None)
+    if groups is None:
+        padded = getattr(layer, "n_groups", 0)
+        groups = 0 if place.tp_size == padded > 1 else padded
+    return int(groups)
+
+
+def _kernel(layer: object) -> int:
+    """How many inputs a convolution looks at, this one included; 0 if unknown."""
+    history = getattr(layer, "conv_state_len", None)  # a dilated one looks further than its kernel
+    if history is not None:
+        return int(history) + 1
+    widths = (getattr(layer, name, None) for name in ("conv_kernel_size", "conv_size", "L_cache"))
+    return int(next((width for width in widths if width is not None), 0))

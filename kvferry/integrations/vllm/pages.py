@@ -40,20 +40,24 @@ class LayerFacts:
     """What neither a cache's tensor nor its spec says about a layer.
 
     Attributes:
-        backend: which kernels read the pages: an attention backend's name (with the kernel, on a
-            CPU: ``CPU_ATTN/vec``) or a state kind's.
+        backend: which kernels read the pages: the attention backend's name, and whose kernels if
+            that leaves it open (``CPU_ATTN/vec``; for a state, the kind of device unless it is
+            a GPU: ``GDN_ATTN/cpu``).
         heads: how many KV heads the layer has on all ranks together; 1 for a latent.
         draft: the layer belongs to a speculative model.
         groups: for a state: how many groups its B and C have on all ranks together, not counting
-            the copies that vLLM makes where they do not divide among ranks.
-        kernel: for a state: the width of its convolution.
+            the copies that vLLM makes where they do not divide among ranks; 0 if unknown.
+        kernel: for a state: the width of its convolution's kernel; 0 if unknown.
+        channels_first: for a state: its convolution's tensor is (channels, columns), not (columns,
+            channels).
     """
 
     backend: str
     heads: int = 1
     draft: bool = False
-    groups: int = 1
+    groups: int = 0
     kernel: int = 0
+    channels_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
