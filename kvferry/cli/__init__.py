@@ -7,6 +7,7 @@ so that ``kvferry --help`` costs no more than typer.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -97,3 +98,83 @@ def demo(
     from kvferry.cli.demo import run
 
     raise typer.Exit(run(megabytes=megabytes, driver=driver, prefill=prefill, decode=decode))
+
+
+@app.command()
+def plan(
+    prefill: Annotated[
+        str,
+        typer.Option(
+            metavar="SETTINGS|FILE",
+            help="The prefill engine: settings as below, or a JSON file with its layouts.",
+            show_default=False,
+        ),
+    ],
+    decode: Annotated[
+        str,
+        typer.Option(
+            metavar="SETTINGS|FILE", help="The decode engine, likewise.", show_default=False
+        ),
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A model's config.json, or its folder. Leave it out if both engines are JSON "
+            "files.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 24, help="How long the request is.")
+    ] = 4096,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Element type of the cache, if not the config's.", show_default=False),
+    ] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a picture (needs kvferry[plot])."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    write_layouts: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write prefill.json and decode.json there."),
+    ] = None,
+) -> None:
+    """Say who reads what from whom, in how many copies of which size.
+
+    \b
+    SETTINGS are key=value pairs with commas between:
+      tp, pp         ranks that share the heads, ranks that share the layers (1)
+      dcp            ranks of the former that share a request's tokens (1),
+      interleave     so many tokens in a row on each (1)
+      block_size     tokens of a page (16)
+      layout         how memory is nested: LBHNC (or HND), LBNHC (or NHD), LHBNC, BLHNC, BLNHC,
+                     BHLNC; Layers, Blocks, Heads, tokeNs, Content, outermost first (LBNHC)
+      kernel_block   tokens of the blocks that kernels cut a page into (they do not)
+
+    \b
+    FILE holds {"ranks": [LAYOUT, ...]}, a kvferry.core.layout.Layout as JSON for each rank;
+    --write-layouts writes such files.
+
+    \b
+    Examples:
+      kvferry plan path/to/model --prefill tp=2,layout=HND --decode tp=1,block_size=32
+      kvferry plan --prefill prefill.json --decode decode.json --svg plan.svg
+
+    Where copies are small, it tries other layouts and block sizes and names what would help.
+    Exit status 1 if the two cannot exchange pages.
+    """
+    from kvferry.cli.plan import run
+
+    run(
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        tokens=tokens,
+        dtype=dtype,
+        svg=svg,
+        as_json=as_json,
+        write_layouts=write_layouts,
+    )

@@ -1,0 +1,174 @@
+"""Whether copies are small, and which setting would make them large: found by trying."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvferry.cli.plan.engines import Engine, draw
+from kvferry.cli.plan.estimate import Estimate, Sizes, estimate
+from kvferry.cli.plan.model import Model
+from kvferry.cli.plan.reasons import reasons
+from kvferry.cli.plan.settings import ORDERS, Settings
+from kvferry.core.errors import KVFerryError
+
+SMALL = 16 << 10
+"""Copies below this many bytes are small: what each costs then outweighs what its bytes cost. A
+read between two processes moves 16 KiB at half of memcpy's rate and 4 KiB at a quarter, and a
+transport for networks pays more still (benchmarks/results/loopback.md)."""
+
+WORTH = 2
+"""A change that does not save half of the copies, or more, is not worth advising."""
+
+TRIED = ("block_size", "layout", "interleave")
+"""The settings that are tried; never other ranks."""
+
+Pair = tuple[Settings, Settings]
+"""Of prefill and of decode."""
+
+Other = dict[str, Any]
+"""Settings that are tried instead, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Other settings, and what would come of them.
+
+    Attributes:
+        prefill, decode: what would have to be set on each side, such as ``layout=LBHNC``; empty
+            where nothing has to.
+        copies: how many copies a request would take.
+        smallest, median, largest: bytes of such a copy.
+    """
+
+    prefill: str
+    decode: str
+    copies: int
+    smallest: int
+    median: int
+    largest: int
+
+    @property
+    def effort(self) -> int:
+        """How much would have to change: 1 one setting, 2 more of one engine, 3 both engines."""
+        return 3 if self.prefill and self.decode else 1 + ("," in self.prefill + self.decode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to do about small copies.
+
+    Attributes:
+        reasons: why there is no more in one piece, a sentence each.
+        changes: settings that would make the copies larger: the best single one and, where they
+            are far better still, the best for one engine and the best for both.
+    """
+
+    reasons: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+
+def is_small(found: Estimate) -> bool:
+    """Whether half of the copies, or more, are below ``SMALL``."""
+    sizes = found.sizes
+    return sizes.copies > 0 and sizes.median < SMALL
+
+
+def advise(model: Model, prefill: Settings, decode: Settings, found: Estimate) -> Advice:
+    """Try other settings of engines that were drawn from a model.
+
+    Decode rank 0 stands for all while trying; what is advised is then counted as a whole.
+    """
+    old, tokens = (prefill, decode), found.tokens
+    engine = functools.cache(lambda settings: draw(model, settings, tokens))
+
+    def counted(pair: Pair, ranks: Sequence[int] | None) -> Sizes:
+        return estimate(engine(pair[0]), engine(pair[1]), tokens, ranks).sizes
+
+    changes: dict[Change, Pair] = {}
+    for near, far in _candidates(*old):
+        try:
+            pair = replace(prefill, **near), replace(decode, **far)
+            sizes = counted(pair, [0])
+        except KVFerryError:  # these settings do not go together: not what one would advise
+            continue
+        changes[_change(_difference(old, pair), sizes)] = pair
+    best = _best(list(changes), found.sizes_of(found.of_decode(0)))
+    whole = {c: counted(changes[c], None) for c in best}
+    return Advice(
+        reasons=reasons(found),
+        changes=tuple(_change((c.prefill, c.decode), sizes) for c, sizes in whole.items()),
+    )
+
+
+def advise_alike(prefill: Engine, decode: Engine, found: Estimate) -> Advice:
+    """Try, for engines that are only known by their layouts, each against its equal."""
+    own = "the ranks, order and pages of {}"
+    changes = [
+        _change((own.format("decode"), ""), estimate(decode, decode, found.tokens).sizes),
+        _change(("", own.format("prefill")), estimate(prefill, prefill, found.tokens).sizes),
+    ]
+    return Advice(reasons=reasons(found), changes=_best(changes, found.sizes))
+
+
+def _best(changes: Sequence[Change], now: Sizes) -> tuple[Change, ...]:
+    """The best of each effort, as long as more effort is worth it."""
+    best: list[Change] = []
+    copies = now.copies
+    for effort in (1, 2, 3):
+        some = [change for change in changes if change.effort == effort]
+        change = min(some, key=lambda c: c.copies, default=None)
+        if change is not None and change.copies * WORTH <= copies:
+            best.append(change)
+            copies = change.copies
+    return tuple(best)
+
+
+def _change(said: tuple[str, str], sizes: Sizes) -> Change:
+    return Change(
+        prefill=said[0],
+        decode=said[1],
+        copies=sizes.copies,
+        smallest=sizes.smallest,
+        median=sizes.median,
+        largest=sizes.largest,
+    )
+
+
+def _candidates(prefill: Settings, decode: Settings) -> Iterator[tuple[Other, Other]]:
+    """Layouts, block sizes and interleaves, on one side and on both; some do not go together."""
+    one, two = {"block_size": prefill.block_size}, {"block_size": decode.block_size}
+    larger = max(one, two, key=lambda size: size["block_size"])
+    yield {}, one
+    yield two, {}
+    yield {}, {"interleave": prefill.interleave}
+    yield {"interleave": decode.interleave}, {}
+    yield {"interleave": prefill.block_size}, {"interleave": decode.block_size}
+    for order in ORDERS:
+        near, far = _ordered(prefill, order), _ordered(decode, order)
+        yield {}, far
+        yield near, {}
+        yield near, far
+        yield near | larger, far | larger
+        yield {}, far | one
+        yield near | two, {}
+
+
+def _ordered(settings: Settings, order: str) -> Other:
+    """Where all layers are inside a block, kernels cannot cut it: it has to be theirs."""
+    if order.startswith("B") and settings.kernel_block:
+        return {"layout": order, "block_size": settings.kernel_block}
+    return {"layout": order}
+
+
+def _difference(old: Pair, new: Pair) -> tuple[str, str]:
+    before, after = (
+        [{name: getattr(side, name) for name in TRIED} for side in pair] for pair in (old, new)
+    )
+    changed = [
+        ",".join(f"{name}={value}" for name, value in other.items() if value != one[name])
+        for one, other in zip(before, after, strict=True)
+    ]
+    return changed[0], changed[1]

@@ -1,0 +1,230 @@
+"""Who reads how much from whom, for a request of so many tokens.
+
+Counts come from the copies that core would make, not from formulas. The pages of a request are
+taken to lie apart, as in an engine that has run for a while: two of them never make one copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.cli.plan.engines import Engine, EngineError
+from kvferry.core.descriptors import Pages, ReadRequest, Workspace, copies
+from kvferry.core.errors import PlanError
+from kvferry.core.layout import Group, GroupKind
+from kvferry.core.memory import I64Array
+from kvferry.core.strips import Overlap
+from kvferry.core.topology import Plan, Source, plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sizes:
+    """How many copies there are of each size.
+
+    Attributes:
+        nbytes: (n,) int64, the sizes, ascending.
+        counts: (n,) int64, how many copies have each.
+    """
+
+    nbytes: I64Array
+    counts: I64Array
+
+    @property
+    def copies(self) -> int:
+        """How many."""
+        return int(self.counts.sum())
+
+    @property
+    def total(self) -> int:
+        """The bytes of all."""
+        return int((self.nbytes * self.counts).sum())
+
+    @property
+    def smallest(self) -> int:
+        """Bytes of the smallest copy; 0 if there is none."""
+        return int(self.nbytes[0]) if len(self.nbytes) else 0
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest copy; 0 if there is none."""
+        return int(self.nbytes[-1]) if len(self.nbytes) else 0
+
+    @property
+    def median(self) -> int:
+        """Half of the copies are not larger; 0 if there is none."""
+        if not len(self.nbytes):
+            return 0
+        upto = np.cumsum(self.counts)
+        return int(self.nbytes[np.searchsorted(upto, (upto[-1] + 1) // 2)])
+
+
+def together(all_sizes: Iterable[Sizes]) -> Sizes:
+    """The copies of several reads as one."""
+    sizes = list(all_sizes)
+    nbytes = np.concatenate([np.empty(0, np.int64), *(s.nbytes for s in sizes)])
+    counts = np.concatenate([np.empty(0, np.int64), *(s.counts for s in sizes)])
+    distinct, where = np.unique(nbytes, return_inverse=True)
+    summed = np.zeros(len(distinct), np.int64)
+    np.add.at(summed, where, counts)
+    return Sizes(nbytes=distinct, counts=summed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Read:
+    """What one decode rank reads from one prefill rank.
+
+    Attributes:
+        decode: the rank that reads.
+        source: what it reads, and from which prefill rank.
+        sizes: the copies that take it over for one request.
+    """
+
+    decode: int
+    source: Source = field(repr=False)
+    sizes: Sizes
+
+    @property
+    def prefill(self) -> int:
+        """The rank that is read."""
+        return self.source.remote
+
+    @property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """The fields that meet, and which part of each is read."""
+        return tuple(overlap for match in self.source.matches for overlap in match.overlaps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Estimate:
+    """Who reads how much from whom.
+
+    Attributes:
+        tokens: of the request.
+        reads: by decode rank, then by prefill rank.
+        readers: per prefill rank, from how many decode ranks it hears "done".
+        told: prefill rank that nobody reads, to the decode rank that tells it so.
+    """
+
+    tokens: int
+    reads: tuple[Read, ...]
+    readers: tuple[int, ...]
+    told: dict[int, int]
+
+    @property
+    def sizes(self) -> Sizes:
+        """All copies of the request."""
+        return together(read.sizes for read in self.reads)
+
+    def sizes_of(self, reads: Sequence[Read]) -> Sizes:
+        """The copies of some of the reads."""
+        return together(read.sizes for read in reads)
+
+    def of_decode(self, rank: int) -> tuple[Read, ...]:
+        """What a decode rank reads."""
+        return tuple(read for read in self.reads if read.decode == rank)
+
+    def told_by(self, rank: int) -> list[int]:
+        """The prefill ranks that a decode rank tells that nobody reads them."""
+        return [told for told, teller in self.told.items() if teller == rank]
+
+    def of_prefill(self, rank: int) -> tuple[Read, ...]:
+        """What is read from a prefill rank."""
+        return tuple(read for read in self.reads if read.prefill == rank)
+
+
+def estimate(
+    prefill: Engine, decode: Engine, tokens: int, ranks: Sequence[int] | None = None
+) -> Estimate:
+    """Plan for these decode ranks (all of them if None), and count their copies.
+
+    Raises:
+        PlanError: the layouts cannot be matched.
+        EngineError: a cache is too small for the request.
+    """
+    workspace = Workspace()
+    reads: list[Read] = []
+    told: dict[int, int] = {}
+    readers: tuple[int, ...] = ()
+    for rank in range(len(decode.ranks)) if ranks is None else ranks:
+        planned = _planned(prefill, decode, rank)
+        told |= dict.fromkeys(planned.tells, rank)
+        readers = planned.readers
+        for source in planned.sources:
+            counted = _counted(planned, source, decode, tokens, workspace)
+            reads.append(Read(decode=rank, source=source, sizes=counted))
+    return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told)
+
+
+def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
+    try:
+        return plan(decode.ranks, prefill.ranks, rank)
+    except PlanError as exc:
+        raise PlanError(f"{exc} (local is decode, remote is prefill)") from exc
+
+
+def _counted(
+    planned: Plan, source: Source, decode: Engine, tokens: int, workspace: Workspace
+) -> Sizes:
+    local = _pages("decode", source.local_layout.groups, tokens, source, local=True)
+    remote = _pages("prefill", source.remote_layout.groups, tokens, source, local=False)
+    found: list[Sizes] = []
+    for group in {match.local_group for match in source.matches}:
+        first = decode.first_token(group, tokens)
+        for start, stop, times in _stretches(source, group, first, tokens):
+            ranges: list[tuple[int, int] | None] = [None] * len(local)
+            ranges[group] = start, stop
+            request = ReadRequest(ranges=tuple(ranges), local=local, remote=remote)
+            made = copies(planned, source, request, workspace).nbytes
+            nbytes, counts = np.unique(made.astype(np.int64), return_counts=True)
+            found.append(Sizes(nbytes=nbytes, counts=counts * times))
+    return together(found)
+
+
+def _pages(
+    side: str, groups: Sequence[Group], tokens: int, source: Source, *, local: bool
+) -> tuple[Pages, ...]:
+    """Page lists that hold the request, from the last page id down: none lies after the one
+    before it, so no two pages make one copy."""
+    lists = []
+    for group, kind in enumerate(groups):
+        layout = source.local_layout if local else source.remote_layout
+        needed = 1 if kind.kind is GroupKind.STATE else -(-tokens // _span(kind))
+        there = layout.pages(group)
+        if there and needed >= there:
+            raise EngineError(
+                f"a request of {tokens} tokens takes {needed} pages, and group {group} of {side} "
+                f"has {there}, of which one is never used: choose --tokens up to "
+                f"{(there - 1) * _span(kind)}"
+            )
+        lists.append(Pages(ids=np.arange(needed, 0, -1, dtype=np.int64)))
+    return tuple(lists)
+
+
+def _span(group: Group) -> int:
+    """Tokens of a request that lie between the starts of two pages."""
+    return max(1, group.block_tokens) * group.context.size
+
+
+def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """``[first, last)`` as (start, stop, how many times).
+
+    Pages on both sides start together every so many tokens, and from one such token to the next
+    the copies are always the same: one stretch stands for all.
+    """
+    kinds = [m.pairing for m in source.matches if m.local_group == group]
+    if kinds[0].local.kind is GroupKind.STATE:
+        yield 0, last, 1
+        return
+    period = math.lcm(*(_span(side) for kind in kinds for side in (kind.local, kind.remote)))
+    begin, end = -(-first // period) * period, last // period * period
+    if begin >= end:
+        yield first, last, 1
+        return
+    yield begin, begin + period, (end - begin) // period
+    for start, stop in ((first, begin), (end, last)):
+        if start < stop:
+            yield start, stop, 1

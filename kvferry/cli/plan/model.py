@@ -1,0 +1,272 @@
+"""What a model's config file says about its KV cache.
+
+Only keys of the file are looked at, never the name of a model. What a key says is there and cannot
+be drawn from the file is refused by that key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvferry.cli.plan.words import numbers
+from kvferry.core.errors import KVFerryError
+from kvferry.core.layout import ELEMENT_BYTES
+from kvferry.core.untrusted import MALFORMED
+
+FILE_LIMIT = 1 << 24
+"""Bytes of a config file; real ones have some thousand."""
+
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Where a model of text and more keeps what is said about text."""
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("n_head_kv", "num_kv_heads", "multi_query_group_num"),
+    "head_dim": ("kv_channels",),
+    "hidden_size": ("n_embd", "d_model"),
+    "dtype": ("torch_dtype",),
+    "layer_types": ("layers_block_type",),
+}
+"""Other names of the same thing, older or of fewer models."""
+
+DTYPES: Mapping[str, str] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+EVERY_TOKEN = frozenset({"full_attention", "attention", "chunked_attention"})
+"""Chunked layers too: vLLM keeps all of their tokens unless told otherwise."""
+WINDOWED = frozenset({"sliding_attention"})
+
+STATES = re.compile(
+    r"mamba_|ssm_|ssm$|linear_(num|conv|key|value|attn)|rwkv|conv_kernel$|conv_L_cache$|state_size$"
+    r"|hybrid_override_pattern$|full_attention_interval$|attn_layer_|attn_type_list$|lru_|block_types$"
+)
+"""Keys of models that have states beside, or instead of, attention."""
+
+UNLIKE: Mapping[str, str] = {
+    "index_topk": "a second cache in every layer, for finding tokens",
+    "compress_ratios": "entries that stand for several tokens",
+    "block_configs": "layers that are unlike each other",
+    "global_head_dim": "heads of two sizes",
+    "num_global_key_value_heads": "layers with unlike numbers of heads",
+}
+"""Keys of caches that need more than this file says, and what they have."""
+
+REMEDY = "describe both engines as JSON layouts instead (kvferry plan --help)"
+
+Size = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class ModelError(KVFerryError):
+    """A config file cannot be read, or its cache cannot be drawn from it; names the key."""
+
+
+class _Config(Struct):
+    """The keys that say what the cache looks like."""
+
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    hidden_size: Size | None = None
+    dtype: str | None = None
+    kv_lora_rank: Size | None = None
+    qk_rope_head_dim: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    layer_types: list[str] | None = None
+    sliding_window: Annotated[int, Meta(ge=0)] | None = None
+    sliding_window_pattern: Annotated[int, Meta(ge=1)] | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: Annotated[int, Meta(ge=0)] = 0
+    num_kv_shared_layers: Annotated[int, Meta(ge=0)] | None = None
+    multi_query: bool | None = None
+    new_decoder_architecture: bool | None = None
+    is_encoder_decoder: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What of a model decides who reads what.
+
+    Attributes:
+        layers: how many, for dealing them out to pipeline ranks.
+        windows: per layer that has a cache of its own, its number to its window in tokens; 0 where
+            every token is kept.
+        attention_heads: those of the queries.
+        kv_heads: those of the cache; 1 for a latent, which every rank holds.
+        parts: what an entry (one head of one token) holds, one after the other: name to elements.
+        dtype: of an element, a key of ``ELEMENT_BYTES``.
+        notes: what the file does not say and was taken to be so.
+    """
+
+    layers: int
+    windows: Mapping[int, int]
+    attention_heads: int
+    kv_heads: int
+    parts: Mapping[str, int]
+    dtype: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def latent(self) -> bool:
+        """Whether an entry is a latent instead of K and V."""
+        return "latent" in self.parts
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one head of one token in one layer."""
+        return sum(self.parts.values()) * ELEMENT_BYTES[self.dtype]
+
+
+def read_model(path: Path, dtype: str | None = None) -> Model:
+    """The model of a config file.
+
+    Args:
+        path: a ``config.json``, or the folder that holds one.
+        dtype: element type of the cache; that of the file if it is None or ``auto``.
+
+    Raises:
+        ModelError: the file cannot be read, or says of the cache what is not drawn from it.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    flat = _flat(_parsed(file))
+    _refuse_unlike(file, flat)
+    config = _converted(file, flat)
+    windows, notes = _windows(config)
+    latent = config.kv_lora_rank is not None
+    return Model(
+        layers=config.num_hidden_layers,
+        windows=windows,
+        attention_heads=config.num_attention_heads,
+        kv_heads=1 if latent else _kv_heads(config),
+        parts={"latent": (config.kv_lora_rank or 0) + config.qk_rope_head_dim}
+        if latent
+        else dict.fromkeys(("k", "v"), _head_dim(file, config)),
+        dtype=element_type(dtype if dtype not in (None, "auto") else config.dtype),
+        notes=notes,
+    )
+
+
+def element_type(name: str | None) -> str:
+    """A key of ``ELEMENT_BYTES``, from what people and files call it; bfloat16 for None.
+
+    Raises:
+        ModelError: there is no such type.
+    """
+    plain = (name or "bfloat16").removeprefix("torch.")
+    plain = DTYPES.get(plain, plain)
+    if plain not in ELEMENT_BYTES:
+        raise ModelError(
+            f"unknown element type {name!r}; known are {', '.join((*ELEMENT_BYTES, *DTYPES))}"
+        )
+    return plain
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(FILE_LIMIT + 1)
+        if len(data) > FILE_LIMIT:
+            raise ModelError(f"{file} has more than {FILE_LIMIT} bytes: that is no model's config")
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except OSError as exc:
+        raise ModelError(f"{file} cannot be read: {exc.strerror}") from exc
+    except MALFORMED as exc:
+        raise ModelError(f"{file} is not the config of a model: {exc}") from exc
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """What is said about text, with what holds for the whole where nothing else is said."""
+    inner = next((config[name] for name in NESTED if isinstance(config.get(name), dict)), None)
+    return config if inner is None else _flat({**config, **dict.fromkeys(NESTED), **inner})
+
+
+def _refuse_unlike(file: Path, config: Mapping[str, Any]) -> None:
+    for key, what in UNLIKE.items():
+        if config.get(key):
+            raise ModelError(f"{file} has {key!r}, {what}: that is not drawn from a file; {REMEDY}")
+    typed = any(config.get(key) for key in ("layer_types", *ALIASES["layer_types"]))
+    state = next((key for key in config if STATES.match(key) and config[key]), None)
+    if state and not typed:
+        raise ModelError(
+            f"{file} has {state!r}, so the model has states, and no 'layer_types' that says which "
+            f"layers have them: states are not drawn from a file; {REMEDY}"
+        )
+
+
+def _converted(file: Path, config: Mapping[str, Any]) -> _Config:
+    said = {key: value for key, value in config.items() if value is not None}
+    named = {
+        key: said[name]
+        for key, others in ALIASES.items()
+        if (name := next((n for n in (key, *others) if n in said), None))
+    }
+    try:
+        return msgspec.convert({**said, **named}, _Config)
+    except msgspec.ValidationError as exc:
+        raise ModelError(f"{file} does not say what a KV cache is made of: {exc}") from exc
+
+
+def _kv_heads(config: _Config) -> int:
+    if config.multi_query and not config.new_decoder_architecture:
+        return 1
+    return config.num_key_value_heads or config.num_attention_heads
+
+
+def _head_dim(file: Path, config: _Config) -> int:
+    if config.is_encoder_decoder:
+        raise ModelError(f"{file} is of an encoder and a decoder: only decoders are drawn")
+    if config.head_dim is not None:
+        return config.head_dim
+    if config.hidden_size is None:
+        raise ModelError(f"{file} says neither 'head_dim' nor 'hidden_size'")
+    return config.hidden_size // config.num_attention_heads
+
+
+def _windows(config: _Config) -> tuple[dict[int, int], tuple[str, ...]]:
+    """Layer to window, and what was assumed about it."""
+    layers = config.num_hidden_layers - (config.num_kv_shared_layers or 0)
+    window = config.sliding_window or 0
+    if config.layer_types is not None:
+        return _windows_by_type(config.layer_types, config.num_hidden_layers, layers, window), ()
+    if not window or config.use_sliding_window is False:
+        return dict.fromkeys(range(layers), 0), ()
+    if config.sliding_window_pattern:
+        pattern = config.sliding_window_pattern
+        return {n: window if (n + 1) % pattern else 0 for n in range(layers)}, ()
+    first = config.max_window_layers if config.use_sliding_window else 0
+    note = (
+        f"Layers from {first} on keep a window of {window:,} tokens: the file says "
+        "'sliding_window' and has no 'layer_types' that would say otherwise."
+    )
+    return {n: window if n >= first else 0 for n in range(layers)}, (note,)
+
+
+def _windows_by_type(types: list[str], declared: int, layers: int, window: int) -> dict[int, int]:
+    if len(types) < declared:
+        raise ModelError(f"'layer_types' has {len(types)} entries for {declared} layers")
+    unknown = {n: t for n, t in enumerate(types[:layers]) if t not in EVERY_TOKEN | WINDOWED}
+    if unknown:
+        name = next(iter(unknown.values()))
+        of = numbers([n for n, kind in unknown.items() if kind == name])
+        raise ModelError(
+            f"layers {of} are {name[:64]!r}: states, and whatever is not attention, are not drawn "
+            f"from a file; {REMEDY}"
+        )
+    if not window and WINDOWED & set(types[:layers]):
+        raise ModelError("'layer_types' names windows, and 'sliding_window' does not say how long")
+    return {n: window if kind in WINDOWED else 0 for n, kind in enumerate(types[:layers])}

@@ -1,0 +1,39 @@
+"""Numbers and sizes, as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(nbytes: float) -> str:
+    """Such as ``1.25 GiB``: three digits that count, none that do not."""
+    for unit in UNITS[:-1]:
+        if nbytes < 1024:
+            return f"{_three_digits(nbytes)} {unit}"
+        nbytes /= 1024
+    return f"{_three_digits(nbytes)} {UNITS[-1]}"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if value < 10 else 1 if value < 100 else 0
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
+def numbers(given: Iterable[int]) -> str:
+    """Such as ``0-4, 6``."""
+    runs: list[tuple[int, int]] = []
+    for n in sorted(set(given)):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], n
+        else:
+            runs.append((n, n))
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def counted(count: int, what: str) -> str:
+    """Such as ``1 copy`` and ``1,024 copies``."""
+    plural = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
+    return f"{count:,} {what if count == 1 else plural}"
