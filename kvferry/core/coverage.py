@@ -22,6 +22,7 @@ class Holding(NamedTuple):
     inner: tuple[Axis, ...]
     tokens_per_state: int
     packing: str
+    encoding: str
 
 
 class Piece(NamedTuple):
@@ -61,6 +62,7 @@ class Side:
                     f.inner,
                     f.tokens_per_state,
                     f.packing,
+                    f.encoding,
                 )
                 self.holdings.setdefault(f.key, []).append(holding)
                 self.fields.setdefault(f.key, []).append(f)
@@ -89,6 +91,7 @@ class Side:
             "element type": holding.dtype,
             "tokens per entry": holding.tokens_per_state,
             "packing": holding.packing,
+            "encoding": holding.encoding,
         }
         if group.kind is GroupKind.OPAQUE:
             return facts | {"tokens of a block": group.block_tokens} | self.turns(holding)

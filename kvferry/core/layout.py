@@ -42,6 +42,7 @@ MAX_FIELDS = 1 << 16
 MAX_GROUPS = 1 << 8
 MAX_DIGITS = 8
 MAX_KEY = 512
+MAX_ENCODING = 256
 MAX_COUNT = 1 << 40
 
 
@@ -159,6 +160,8 @@ class Field:
         packing: for an opaque group, a name of how the page is packed, equal on both sides; such a
             field has no axes and its unit is the whole page. Empty otherwise.
         draft: of draft layers (a speculative model's); an engine may be without any.
+        encoding: how elements stand for numbers where their type does not say it, such as a
+            quantised cache's format and static scales; equal on both sides. Empty otherwise.
     """
 
     key: str
@@ -176,6 +179,7 @@ class Field:
     tokens_per_state: int = 1
     packing: str = ""
     draft: bool = False
+    encoding: str = ""
 
     def __post_init__(self) -> None:
         for problem in _field_problems(self):
@@ -234,6 +238,8 @@ def _field_problems(f: Field) -> Iterator[str]:
         yield f"pages {f.pages} and tokens_per_state {f.tokens_per_state} must be positive"
     if len(f.digits) > MAX_DIGITS or len(f.inner) > MAX_DIGITS:
         yield f"{len(f.digits)} digits in {len(f.inner)} inner axes; {MAX_DIGITS} are allowed"
+    if len(f.encoding) > MAX_ENCODING:
+        yield f"an encoding has up to {MAX_ENCODING} characters, this one {len(f.encoding)}"
     start, stop = f.shard_range
     if not 0 <= start < stop <= MAX_COUNT:
         yield f"shard range [{start}, {stop}) is empty or out of bounds"

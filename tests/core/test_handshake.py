@@ -22,7 +22,15 @@ from hypothesis import strategies as st
 
 from kvferry.core import wire
 from kvferry.core.errors import HandshakeError, IncompatibleError
-from kvferry.core.handshake import HandshakeServer, agree, engine_info, fetch, ping
+from kvferry.core.handshake import (
+    Agreed,
+    HandshakeServer,
+    Judgements,
+    agree,
+    engine_info,
+    fetch,
+    ping,
+)
 from kvferry.core.handshake.sockets import Context, Socket
 from tests.core.messages import encoded, payload
 
@@ -473,12 +481,14 @@ def test_payloads_that_are_not_those_of_one_engine(
 
 
 def test_equal_engines_agree_on_the_newest_common_version() -> None:
-    assert agree(payload(oldest=1, newest=3), payload(engine="decode", oldest=2, newest=9)) == 3
+    agreed = agree(payload(oldest=1, newest=3), payload(engine="decode", oldest=2, newest=9))
+    assert agreed == Agreed(version=3)
 
 
 def test_every_difference_is_named_with_both_values() -> None:
-    mine = payload(agreement={"model": "a", "dtype": "bf16", "same": "x"})
+    mine = payload(2, agreement={"model": "a", "dtype": "bf16", "same": "x"})
     theirs = payload(
+        1,
         engine="decode",
         oldest=2,
         newest=3,
@@ -489,7 +499,8 @@ def test_every_difference_is_named_with_both_values() -> None:
         agree(mine, theirs)
     text = str(caught.value)
     for words in (
-        "'prefill' and 'decode'",
+        "engine 'prefill' (rank 2)",
+        "engine 'decode' (rank 1)",
         "protocol versions: '1 to 1' here, '2 to 3' there",
         "driver: 'loopback' here, 'nixl' there",
         "model: 'a' here, 'b' there",
@@ -500,8 +511,40 @@ def test_every_difference_is_named_with_both_values() -> None:
 
 
 def test_a_key_that_one_side_does_not_know_is_no_difference() -> None:
-    assert agree(payload(agreement={"model": "a", "new": "x"}), payload(agreement={})) == 1
-    assert agree(payload(agreement={}), payload(agreement={"model": "a"})) == 1
+    for mine, theirs in (({"model": "a", "new": "x"}, {}), ({}, {"model": "a"})):
+        assert agree(payload(agreement=mine), payload(agreement=theirs)) == Agreed(version=1)
+
+
+MODEL = Judgements(keys=frozenset({"model"}))
+OVERRIDDEN = Judgements(keys=frozenset({"model"}), overridden=True)
+
+
+def test_a_judgement_is_refused_with_the_way_to_override_it() -> None:
+    with pytest.raises(IncompatibleError, match="set enforce_handshake_compat to false"):
+        agree(payload(agreement={"model": "a"}), payload(agreement={"model": "b"}), MODEL)
+
+
+def test_an_overridden_judgement_is_told_with_both_values() -> None:
+    mine, theirs = (payload(agreement={"model": m, "dtype": "x"}) for m in "ab")
+    assert agree(mine, theirs, OVERRIDDEN).overridden == ("model: 'a' here, 'b' there",)
+    assert agree(mine, mine, OVERRIDDEN) == Agreed(version=1)
+
+
+@pytest.mark.parametrize("judgements", [MODEL, OVERRIDDEN])
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        payload(agreement={"model": "b", "dtype": "y"}),
+        payload(agreement={"model": "b"}, driver="nixl"),
+        payload(agreement={"model": "b"}, oldest=2, newest=2),
+    ],
+    ids=["agreement", "driver", "version"],
+)
+def test_a_fact_is_never_overridden(judgements: Judgements, theirs: wire.RankPayload) -> None:
+    with pytest.raises(IncompatibleError) as caught:
+        agree(payload(agreement={"model": "a", "dtype": "x"}), theirs, judgements)
+    assert "enforce_handshake_compat" not in str(caught.value)
+    assert ("model" in str(caught.value)) is not judgements.overridden
 
 
 def test_a_peers_long_words_are_shortened() -> None:

@@ -21,6 +21,7 @@ from kvferry.core.endpoint.serving import Server
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.endpoint.words import Scratch, SlotTable
 from kvferry.core.errors import EndpointClosedError, KVFerryError, TransportError
+from kvferry.core.handshake import Judgements
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ledger import Orders
@@ -65,15 +66,17 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointOptions:
-    """Times, in seconds.
+    """Times, in seconds, and what else may be chosen.
 
     Attributes:
         handshake_timeout: until a producer must have answered.
         lease: a load that is not over after this fails as stale.
+        judgements: which differences from a producer are not refused for certain.
     """
 
     handshake_timeout: float = 10.0
     lease: float = 30.0
+    judgements: Judgements = Judgements()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +137,7 @@ class Endpoint:
         self._wake = threading.Event()
         self._server = Server(self._table, identity.incarnation, clock)
         self._transfers = Transfers(transport)
-        self._peers = Peers(transport, self._post, options.handshake_timeout)
+        self._peers = Peers(transport, self._post, options.handshake_timeout, options.judgements)
         self._puller = Puller(
             own=self.payload,
             transport=transport,

@@ -16,7 +16,7 @@ from kvferry.core.errors import (
     PeerLostError,
     TransportUsageError,
 )
-from kvferry.core.handshake import agree, fetch
+from kvferry.core.handshake import Judgements, agree, fetch
 from kvferry.core.lifecycle.loads import Party
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.topology import Plan, Source, plan
@@ -40,10 +40,15 @@ class PeerKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handshake:
-    """What a handshake gave: the producer's ranks, and this rank's plan of them."""
+    """What a handshake gave: the producer's ranks, and this rank's plan of them.
+
+    Attributes:
+        overridden: differences that an operator has judged to mean nothing.
+    """
 
     payloads: tuple[RankPayload, ...]
     plan: Plan
+    overridden: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -92,14 +97,21 @@ class Peers:
         transport: to connect with.
         post: runs a callable on the endpoint's thread, soon.
         timeout: seconds that a handshake may take.
+        judgements: which differences from a producer are not refused for certain.
     """
 
     def __init__(
-        self, transport: Transport, post: Callable[[Callable[[], None]], None], timeout: float
+        self,
+        transport: Transport,
+        post: Callable[[Callable[[], None]], None],
+        timeout: float,
+        judgements: Judgements,
     ) -> None:
         self._transport = transport
         self._post = post
         self._timeout = timeout
+        self._judgements = judgements
+        self._warned: set[tuple[str, int]] = set()
         self._own: tuple[RankPayload, ...] = ()
         self._rank = 0
         self._known: dict[tuple[str, int], Peer] = {}
@@ -190,11 +202,14 @@ class Peers:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
         payloads = tuple(fetch(key.host, key.port, key.engine, timeout=self._timeout).ranks)
         mine = self._own[self._rank]
-        for theirs in payloads:
-            agree(mine, theirs)
+        agreed = [agree(mine, theirs, self._judgements) for theirs in payloads]
         layouts = [payload.layout for payload in self._own]
         theirs_layouts = [payload.layout for payload in payloads]
-        return Handshake(payloads=payloads, plan=plan(layouts, theirs_layouts, self._rank))
+        return Handshake(
+            payloads=payloads,
+            plan=plan(layouts, theirs_layouts, self._rank),
+            overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
+        )
 
     def _shaken(self, key: PeerKey, result: Handshake | KVFerryError) -> None:
         """On the endpoint's thread again."""
@@ -221,7 +236,19 @@ class Peers:
                 return ConnectError(f"cannot connect to rank {rank} of engine {key.engine}: {exc}")
         self._forget_earlier(key.engine)
         self._known[known] = peer
+        self._warn(known, shake)
         return peer
+
+    def _warn(self, known: tuple[str, int], shake: Handshake) -> None:
+        """Once per start of a producer; all ranks would say the same."""
+        if shake.overridden and self._rank == 0 and known not in self._warned:
+            self._warned.add(known)
+            logger.warning(
+                "reading from engine %s although it differs in %s: enforce_handshake_compat is "
+                "false, and if the pages do not mean the same, answers will be wrong",
+                known[0],
+                "; ".join(shake.overridden),
+            )
 
     def _forget_earlier(self, engine: str) -> None:
         """Earlier lives of an engine; one with loads under way ends by their errors instead."""

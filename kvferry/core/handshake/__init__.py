@@ -4,8 +4,17 @@ Nothing here touches a transport. Whoever is asked may be hostile or broken, and
 asks: a server outlives every request, a client every answer.
 """
 
-from kvferry.core.handshake.agree import EngineInfo, agree, engine_info
+from kvferry.core.handshake.agree import Agreed, EngineInfo, Judgements, agree, engine_info
 from kvferry.core.handshake.client import fetch, ping
 from kvferry.core.handshake.server import HandshakeServer
 
-__all__ = ["EngineInfo", "HandshakeServer", "agree", "engine_info", "fetch", "ping"]
+__all__ = [
+    "Agreed",
+    "EngineInfo",
+    "HandshakeServer",
+    "Judgements",
+    "agree",
+    "engine_info",
+    "fetch",
+    "ping",
+]

@@ -35,6 +35,32 @@ class EngineInfo:
     ranks: tuple[RankPayload, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgements:
+    """Which differences say nothing for certain, so that a person may know better.
+
+    Attributes:
+        keys: of agreements. All other differences would corrupt, and are always refused.
+        overridden: somebody does know better: these differences are told, and not refused.
+    """
+
+    keys: frozenset[str] = frozenset()
+    overridden: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """What two ranks that may exchange pages agreed on.
+
+    Attributes:
+        version: of the protocol, to speak with each other.
+        overridden: the differences that were judged to mean nothing, each with both values.
+    """
+
+    version: int
+    overridden: tuple[str, ...] = ()
+
+
 def engine_info(payloads: Sequence[bytes]) -> EngineInfo:
     """Put together what the ranks of one engine published.
 
@@ -55,8 +81,12 @@ def engine_info(payloads: Sequence[bytes]) -> EngineInfo:
     return EngineInfo(engine=first.engine, incarnation=Incarnation(first.incarnation), ranks=ranks)
 
 
-def agree(mine: RankPayload, theirs: RankPayload) -> int:
-    """The protocol version to speak with a rank of another engine.
+def agree(
+    mine: RankPayload,
+    theirs: RankPayload,
+    judgements: Judgements = Judgements(),
+) -> Agreed:
+    """What a rank agrees on with a rank of another engine, which it wants to read from.
 
     Compared are the protocol versions, the driver, and every agreement key that *both* know. A key
     that only one side knows says nothing: otherwise an engine that names one fact more than its
@@ -66,16 +96,32 @@ def agree(mine: RankPayload, theirs: RankPayload) -> int:
         IncompatibleError: they must not exchange pages; names every difference with both values.
     """
     version = mine.common(theirs)
-    differences = list(_differences(mine, theirs))
+    clashes = [(name, _side_by_side(name, *values)) for name, *values in _clashes(mine, theirs)]
+    judged = [text for name, text in clashes if name in judgements.keys]
+    facts = [text for name, text in clashes if name not in judgements.keys]
+    if mine.driver != theirs.driver:
+        facts.insert(0, _side_by_side("driver", mine.driver, theirs.driver))
     if version is None:
-        differences.insert(0, _side_by_side("protocol versions", mine.spoken, theirs.spoken))
-    if version is None or differences:
+        facts.insert(0, _side_by_side("protocol versions", mine.spoken, theirs.spoken))
+    if version is None or facts or (judged and not judgements.overridden):
+        refused = facts if judgements.overridden else facts + judged
         raise IncompatibleError(
-            f"engines {mine.engine!r} and {theirs.engine!r} must not exchange pages. They differ "
-            f"in {'; '.join(differences)}. Start both alike"
-            + ("" if version else f", and {UPGRADE}")
+            f"engine {mine.engine!r} (rank {mine.rank}) must not read from engine "
+            f"{theirs.engine!r} (rank {theirs.rank}). They differ in {'; '.join(refused)}. "
+            f"Start both alike{_further_remedy(version, only_judged=not facts)}"
         )
-    return version
+    return Agreed(version=version, overridden=tuple(judged))
+
+
+def _further_remedy(version: int | None, *, only_judged: bool) -> str:
+    if version is None:
+        return f", and {UPGRADE}"
+    if only_judged:
+        return (
+            ", or, if you know that their pages mean the same, set enforce_handshake_compat to "
+            "false on the engine that reads"
+        )
+    return ""
 
 
 def unspoken(theirs: Versions) -> str:
@@ -109,13 +155,6 @@ def _problems(ranks: Sequence[RankPayload]) -> Iterator[str]:
         twin = seen.setdefault(payload.coordinates, index)
         if twin != index:
             yield f"ranks {twin} and {index} both stand at {payload.coordinates}"
-
-
-def _differences(mine: RankPayload, theirs: RankPayload) -> Iterator[str]:
-    if mine.driver != theirs.driver:
-        yield _side_by_side("driver", mine.driver, theirs.driver)
-    for name, value, other in _clashes(mine, theirs):
-        yield _side_by_side(name, value, other)
 
 
 def _clashes(mine: RankPayload, theirs: RankPayload) -> Iterator[tuple[str, str, str]]:

@@ -20,6 +20,7 @@ from kvferry.core.errors import (
     StaleError,
     TicketError,
 )
+from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
@@ -220,6 +221,31 @@ def test_engines_that_disagree_are_refused_by_name() -> None:
         assert isinstance(error, IncompatibleError)
         assert "llama" in str(error)
         assert "qwen" in str(error)
+
+
+def test_a_judgement_that_is_overridden_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    judgements = Judgements(keys=frozenset({"model"}), overridden=True)
+    with (
+        engine("prefill", Shape(tp=2), agreement={"model": "llama"}) as prefill,
+        engine("stranger", agreement={"model": "llama", "dtype": "x"}) as stranger,
+        engine(
+            "decode",
+            Shape(tp=2),
+            options=EndpointOptions(judgements=judgements),
+            agreement={"model": "its copy", "dtype": "y"},
+        ) as decode,
+    ):
+        for request in ("1", "2"):
+            decode.pull(f"d-{request}", prefill.serve(f"p-{request}", [1], 4), [2])
+            assert not decode.outcome(f"d-{request}").failed
+        decode.pull("d-3", stranger.serve("p-3", [1], 4), [2])
+        error = decode.outcome("d-3").failed[RequestId("d-3")]
+        assert "dtype: 'y' here, 'x' there" in str(error)
+    [warning] = [r.getMessage() for r in caplog.records if "although" in r.getMessage()]
+    assert "engine prefill" in warning
+    assert "model: 'its copy' here, 'llama' there" in warning
 
 
 def test_a_producer_that_is_gone_fails_the_load_and_its_successor_serves() -> None:
