@@ -30,12 +30,6 @@ PAGE = 4 * 16 * DIM
 """Bytes of K, or of V, of one layer in a page of ``tests.core.layouts``."""
 
 
-@settings(max_examples=300)
-@given(world=worlds(), data=st.data())
-def test_every_byte_of_a_read_is_right(world: World, data: st.DataObject) -> None:
-    check_rank(world, data.draw(st.integers(0, len(world.local) - 1)))
-
-
 @settings(max_examples=30)
 @given(st.lists(worlds(), min_size=2, max_size=3))
 def test_a_workspace_serves_one_request_after_the_other(several: list[World]) -> None:

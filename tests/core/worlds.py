@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.descriptors import Pages, ReadRequest
 from kvferry.core.layout import (
-    Axis,
     Context,
-    Digit,
     Field,
     Group,
     GroupKind,
@@ -21,24 +19,10 @@ from kvferry.core.layout import (
 )
 from kvferry.core.memory import Region
 from tests.core.oracle import World, pages
+from tests.core.placing import ORDERS, Pack, Placed, Style, Tensor, place_pack
 
 POOL = 64
 """Pages of every engine; ids of all groups come from one pool, as vLLM's do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
-    """One tensor of a model, before any engine has cut it up."""
-
-    key: str
-    layer: int
-    kind: GroupKind
-    shards: int
-    elements: int
-    dtype: str
-    size: int
-    per_entry: int = 1
-    draft: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,34 +48,8 @@ class Engine:
     slack: int
 
 
-Pack = tuple[Tensor, ...]
-"""Tensors of one layer that live in one page: K and V, or the parts of a Mamba state."""
-
-
-@dataclass(slots=True)
-class Placed:
-    """Digits of one field within its page, with strides."""
-
-    tensor: Tensor
-    shard: tuple[int, int]
-    offset: int
-    unit: int
-    tokens: Axis
-    heads: Axis
-    inner: tuple[Axis, ...]
-
-
 Cell = tuple[int, list[Placed], int]
 """A pack on a rank: its group, its fields, and the size of its page."""
-
-
-def factors(rng: Random, number: int, most: int) -> list[int]:
-    """An ordered factorisation."""
-    found: list[int] = []
-    while number > 1 and len(found) < most - 1:
-        found.append(rng.choice([d for d in range(1, number + 1) if number % d == 0]))
-        number //= found[-1]
-    return [*found, number]
 
 
 def shard_of(tensor: Tensor, index: int, ranks: int) -> tuple[int, int]:
@@ -100,131 +58,6 @@ def shard_of(tensor: Tensor, index: int, ranks: int) -> tuple[int, int]:
         return index * tensor.shards // ranks, (index + 1) * tensor.shards // ranks
     one = index * tensor.shards // ranks
     return one, one + 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
-    """How a pack is laid out on an engine: random, but the same on each of its ranks.
-
-    Attributes:
-        order: axes from coarse to fine; those before "|" are shared by the pack's tensors, which
-            then lie one after the other.
-        split: whether axes may have two digits, in any order in memory.
-        seed: for the order of digits and the factors.
-        pad: bytes left out after every digit's extent, times the element's size.
-    """
-
-    order: tuple[str, ...]
-    split: bool
-    seed: int
-    pad: int
-
-
-ORDERS = (
-    ("|", "t", "s", "d"),
-    ("|", "s", "t", "d"),
-    ("t", "s", "|", "d"),
-    ("s", "t", "|", "d"),
-    ("s", "|", "t", "d"),
-    ("t", "|", "s", "d"),
-    ("s", "|", "d", "t"),
-    ("|", "s", "d", "t"),
-    ("|", "d", "t", "s"),
-)
-
-
-def place_pack(
-    pack: Pack, style: Style, block: int, shards: Sequence[tuple[int, int]]
-) -> tuple[list[Placed], int]:
-    """Fields of one page, and the page's size."""
-    if pack[0].kind is GroupKind.OPAQUE:
-        return _whole(pack, block, shards)
-    rng = Random(style.seed)
-    cut = style.order.index("|")
-    common, own = style.order[:cut], style.order[cut + 1 :]
-    if len({(b - a, t.per_entry) for t, (a, b) in zip(pack, shards, strict=True)}) > 1:
-        common, own = (), common + own
-    placed: list[Placed] = []
-    end = 0
-    for tensor, shard in zip(pack, shards, strict=True):
-        order = own if placed == [] or rng.random() < 0.7 else tuple(rng.sample(own, len(own)))
-        field, extent = _nest(rng, tensor, shard, block, order, style)
-        field.offset += end
-        placed.append(field)
-        end += extent
-    for axis in reversed(common):
-        count = _count(placed[0].tensor, shards[0], block, axis)
-        for field in placed:
-            digits = (Digit(count=count, stride=end),)
-            if axis == "t" and field.tensor.kind is not GroupKind.STATE:
-                field.tokens = digits
-            if axis == "s":
-                field.heads = digits
-        end = end * count + style.pad * placed[0].tensor.size
-    return placed, end
-
-
-def _whole(pack: Pack, block: int, shards: Sequence[tuple[int, int]]) -> tuple[list[Placed], int]:
-    placed: list[Placed] = []
-    end = 0
-    for tensor, shard in zip(pack, shards, strict=True):
-        unit = tensor.elements * tensor.size * block * (shard[1] - shard[0])
-        placed.append(Placed(tensor, shard, end, unit, (), (), ()))
-        end += unit
-    return placed, end
-
-
-def _count(tensor: Tensor, shard: tuple[int, int], block: int, axis: str) -> int:
-    if axis == "t":
-        return max(block // tensor.per_entry, 1) if tensor.kind is GroupKind.PAGED else 1
-    return shard[1] - shard[0]
-
-
-def _nest(
-    rng: Random,
-    tensor: Tensor,
-    shard: tuple[int, int],
-    block: int,
-    order: tuple[str, ...],
-    style: Style,
-) -> tuple[Placed, int]:
-    """One field with strides from the inside out; its extent."""
-    inner = factors(rng, tensor.elements, 3 if style.split else 2)
-    if order[-1] == "d":
-        inner = [1, tensor.elements] if rng.random() < 0.7 else inner
-    unit = inner.pop() * tensor.size
-    digits: list[tuple[str, int]] = []
-    counts: dict[str, list[int]] = {"d": inner}
-    for axis in order:
-        if axis != "d":
-            counts[axis] = factors(rng, _count(tensor, shard, block, axis), 2 if style.split else 1)
-        digits += [(axis, i) for i in range(len(counts[axis]))]
-    if style.split and rng.random() < 0.5:
-        rng.shuffle(digits)
-    strides: dict[tuple[str, int], int] = {}
-    extent = unit
-    for axis, i in reversed(digits):
-        strides[axis, i] = extent
-        extent = extent * counts[axis][i] + style.pad * tensor.size
-    made = {
-        axis: tuple(
-            Digit(count=count, stride=strides[axis, i]) for i, count in enumerate(counts[axis])
-        )
-        for axis in counts
-    }
-    dims = made["d"]
-    return (
-        Placed(
-            tensor=tensor,
-            shard=shard,
-            offset=0,
-            unit=unit,
-            tokens=made.get("t", ()) if tensor.kind is GroupKind.PAGED else (),
-            heads=made.get("s", ()),
-            inner=((dims,) if rng.random() < 0.5 else tuple((d,) for d in dims)),
-        ),
-        extent,
-    )
 
 
 def layout_of(
@@ -393,7 +226,7 @@ def _engine(rng: Random, packs: Sequence[Pack], like: Engine | None = None) -> E
     """An engine; with ``like``, one that can exchange opaque pages with that one."""
     entry = math.lcm(*(tensor.per_entry for pack in packs for tensor in pack))
     tp = rng.choice([1, 1, 2, 2, 3, 4, 6, 8])
-    cp = rng.choice([1, 1, 1, *(d for d in (2, 3) if tp % d == 0)])
+    cp = rng.choice([1, 1, *(d for d in (2, 3, 4) if tp % d == 0)])
     interleave = entry * rng.choice([1, 1, 2, 3])
     if like:
         tp, cp, interleave = like.tp, like.cp, like.interleave
@@ -430,6 +263,7 @@ def _style(rng: Random) -> Style:
         split=rng.random() < 0.3,
         seed=rng.randrange(1 << 16),
         pad=rng.choice([0, 0, 0, 1]),
+        kernel=rng.choice([1, 1, 1, 2, 4]),
     )
 
 
@@ -497,7 +331,12 @@ def _list(rng: Random, pool: list[int], wanted: tuple[int, int], tokens: int, si
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     """Two engines of any shape and a request."""
-    rng = draw(st.randoms(use_true_random=False) | st.builds(Random, st.integers(0, 1 << 64)))
+    source = st.randoms(use_true_random=False) | st.builds(Random, st.integers(0, 1 << 64))
+    return world_of(draw(source))
+
+
+def world_of(rng: Random) -> World:
+    """Two engines of any shape and a request, from a source of chance."""
     packs = _packs(rng)
     near_packs, far_packs = _drafted(rng, packs)
     near, far = _engines(rng, near_packs, far_packs)
