@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
+from kvferry.integrations.vllm.encodings import encoded
 from kvferry.integrations.vllm.pages import LayerFacts, Place, share
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def layer_facts(
                 draft=draft,
                 heads=_heads(name, spec, _model_of(vllm_config, draft), place),
             )
-    return facts
+    return encoded(facts, layers, place)
 
 
 def is_draft(layer: str, vllm_config: VllmConfig) -> bool:

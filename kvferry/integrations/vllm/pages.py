@@ -45,6 +45,8 @@ class LayerFacts:
             a GPU: ``GDN_ATTN/cpu``).
         heads: how many KV heads the layer has on all ranks together; 1 for a latent.
         draft: the layer belongs to a speculative model.
+        encoding: how elements stand for numbers where their type does not say it (a quantised
+            cache's format and static scales); the same on all ranks.
         groups: for a state: how many groups its B and C have on all ranks together, not counting
             the copies that vLLM makes where they do not divide among ranks; 0 if unknown.
         kernel: for a state: the width of its convolution's kernel; 0 if unknown.
@@ -55,6 +57,7 @@ class LayerFacts:
     backend: str
     heads: int = 1
     draft: bool = False
+    encoding: str = ""
     groups: int = 0
     kernel: int = 0
     channels_first: bool = False
@@ -165,6 +168,7 @@ class Page:
             tokens_per_state=int(entries) if tokens else 1,
             packing=packing,
             draft=self.facts.draft,
+            encoding=self.facts.encoding,
         )
 
 
