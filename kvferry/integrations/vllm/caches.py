@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Context, Field, Group, GroupKind, Layout
 from kvferry.core.memory import Region, region_of
-from kvferry.integrations.vllm.packings import PACKINGS, opaque
+from kvferry.integrations.vllm.packings import pack
 from kvferry.integrations.vllm.pages import ALONE, LayerFacts, Page, Place
 from kvferry.integrations.vllm.states import STATES, whole
 
@@ -70,13 +70,9 @@ class _Rank:
         if is_state(group.kv_cache_spec):
             fields = [f for page in pages for f in STATES.get(page.facts.backend, whole)(page)]
             return Group(kind=GroupKind.STATE, block_tokens=0), tuple(fields)
-        known = all(page.facts.backend in PACKINGS for page in pages)
-        fields = [
-            f for page in pages for f in (PACKINGS[page.facts.backend] if known else opaque)(page)
-        ]
-        kind = GroupKind.PAGED if known else GroupKind.OPAQUE
+        kind, packed = pack(pages)
         tokens = group.kv_cache_spec.block_size
-        return Group(kind=kind, block_tokens=tokens, context=self._context(group)), tuple(fields)
+        return Group(kind=kind, block_tokens=tokens, context=self._context(group)), packed
 
     def _context(self, group: KVCacheGroupSpec) -> Context:
         """A cache that is not sharded holds all tokens on every context rank."""

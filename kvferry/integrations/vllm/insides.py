@@ -1,0 +1,263 @@
+"""How attention kernels fill a page, one function for each way of doing it.
+
+Each was read in the source of vLLM 0.32, in the files that its docstring names, and each returns
+``None`` where the page is not what that source fills: what is not certain is never described.
+Backends that hold the same tensors give the same keys, whatever order they keep them in.
+"""
+
+from __future__ import annotations
+
+from kvferry.core.layout import Field
+from kvferry.integrations.vllm.pages import Page, Pairs
+
+Fields = tuple[Field, ...] | None
+"""The fields of a page, or ``None`` where its inside is not known."""
+
+VECTOR_BYTES = 16
+"""ROCm's kernels read keys in vectors of so many bytes (``PagedAttention.split_kv_cache``)."""
+
+INDEXER_ROWS = {132: (128, 4), 68: (64, 4)}
+"""Bytes of an indexer's row: 128 fp8 or packed fp4 values, and their scales."""
+
+SPARSE_ROWS = {584: (576, 8), 528: (512, 16)}
+"""Bytes of a row of DeepSeek V4 and V4.1 in ``fp8_ds_mla``: values, and their scales."""
+
+SPLIT_TOKENS = 256
+"""A block of so many tokens is not split behind the tensor's back: the kernels take it whole
+(``get_supported_kernel_block_sizes`` in ``deepseek_v4/sparse_mla.py`` and ``mla/indexer.py``)."""
+
+
+def unknown(page: Page) -> Fields:
+    """A page that nothing is known of."""
+    return None
+
+
+def halves(page: Page) -> Fields:
+    """K, then V, in the cell of each head and token; the strides say where the cells are.
+
+    ``kv_cache.transpose(1, 2).split(head_size, dim=-1)`` in ``flash_attn.py``,
+    ``flash_attn_diffkv.py``, ``flashinfer.py``, ``flex_attention.py``, ``hpc_attn.py``,
+    ``rocm_aiter_unified_attn.py`` and ``triton_attn.py``; the last keeps the scales of its
+    per-token-head modes behind the values of each half (``_ensure_scale_caches``).
+    """
+    sizes = _halves(page)
+    if sizes is None:
+        return None
+    key, value = sizes
+    heads, entries, _ = page.shape
+    tokens, per_head = ((entries, page.strides[1]),), ((heads, page.strides[0]),)
+    dtype = element(page)
+    return (
+        page.field("k", unit=key, tokens=tokens, heads=per_head, dtype=dtype),
+        page.field("v", unit=value, offset=key, tokens=tokens, heads=per_head, dtype=dtype),
+    )
+
+
+def planes(page: Page) -> Fields:
+    """All of a block's K, then all of its V; in each a row per token, and in the row its heads.
+
+    ``kv_cache.unbind(1)`` and ``unflatten(-1, (num_kv_heads, head_size))`` in ``b12x.py`` and
+    ``rocm_segmented_attn.py``.
+    """
+    if not _plain(page) or not _is_planes(page):
+        return None
+    heads, head = page.spec.num_kv_heads, page.spec.head_size * page.itemsize
+    tokens = ((page.shape[1], page.strides[1]),)
+    dtype = element(page)
+    return tuple(
+        page.field(name, offset=at, unit=head, tokens=tokens, heads=((heads, head),), dtype=dtype)
+        for name, at in (("k", 0), ("v", page.strides[0]))
+    )
+
+
+def vectors(page: Page) -> Fields:
+    """Planes whose K is ``[heads, size/x, tokens, x]`` and whose V is ``[heads, size, tokens]``.
+
+    ``PagedAttention.split_kv_cache`` in ``ops/paged_attn.py``, for ``rocm_attn.py``.
+    """
+    if not _plain(page) or not _is_planes(page) or not _in_vectors(page):
+        return None
+    tokens, item = page.shape[1], page.itemsize
+    value = page.field(
+        "v",
+        offset=page.strides[0],
+        unit=item,
+        tokens=((tokens, item),),
+        heads=_per_head(page),
+        inner=((page.spec.head_size, tokens * item),),
+        dtype=element(page),
+    )
+    return _vector_keys(page), value
+
+
+def flash_or_shuffled(page: Page) -> Fields:
+    """As ``halves``, or, where AITER shuffles, K as in ``vectors`` and V by runs of tokens.
+
+    V is ``[heads, tokens/x, size, x]`` then (``reshape_and_cache_shuffle_kernel`` in
+    ``rocm_aiter_fa.py``, whose backend has FlashAttention's name). Its fp8 pages ignore the
+    layer's scales, so that they mean something else than others'.
+    """
+    if page.spec.num_head_slots is None:
+        return halves(page)
+    if page.spec.kv_quant_mode or not _is_planes(page) or not _in_vectors(page):
+        return None
+    tokens, item = page.shape[1], page.itemsize
+    vector = VECTOR_BYTES // item
+    if tokens % vector:
+        return None
+    run = page.spec.head_size * VECTOR_BYTES
+    value = page.field(
+        "v",
+        offset=page.strides[0],
+        unit=item,
+        tokens=((tokens // vector, run), (vector, item)),
+        heads=_per_head(page),
+        inner=((page.spec.head_size, VECTOR_BYTES),),
+    )
+    return _vector_keys(page), value
+
+
+def columns(page: Page) -> Fields:
+    """In each head first all of K, a column per token, then all of V, a row per token.
+
+    K's element (d, t) is at ``d * tokens + t``, V's at ``t * size + d``. This is how
+    ``cpu_attn.py`` splits a page and how its ``vec`` kernels (csrc/cpu/cpu_attn_vec.hpp) fill it.
+    """
+    sizes = _halves(page)
+    if sizes is None or sizes[0] != sizes[1] or not page.dense:
+        return None
+    heads, tokens, content = page.shape
+    size, item = content // 2, page.itemsize
+    per_head = ((heads, page.strides[0]),)
+    key = page.field(
+        "k", unit=item, tokens=((tokens, item),), heads=per_head, inner=((size, tokens * item),)
+    )
+    value = page.field(
+        "v",
+        offset=tokens * size * item,
+        unit=size * item,
+        tokens=((tokens, size * item),),
+        heads=per_head,
+    )
+    return key, value
+
+
+def rows(page: Page) -> Fields:
+    """One row per entry, which holds all there is of it, scales included; the same on every rank.
+
+    ``concat_and_cache_mla`` and its like; of ``fp8_ds_mla`` see the head of
+    ``mla/flashmla_sparse.py``, of per-token-head scales ``MLACommonBackend``. Side caches:
+    ``minimax_m3/common/indexer.py``, ``qwen4_exp/common/qsa_cache.py``, and
+    ``deepseek_v4/common/ops/save_partial_states.py``.
+    """
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    heads, entries, content = page.shape
+    mode = page.spec.kv_quant_mode
+    known = _plain(page) or mode.is_per_token_head or mode == KVQuantMode.NVFP4_DS_MLA
+    if not known or heads != 1 or page.strides[2] != page.itemsize:
+        return None
+    unit = content * page.itemsize
+    tokens = ((entries, page.strides[1]),)
+    return (page.field("latent", unit=unit, tokens=tokens, dtype=element(page)),)
+
+
+def indexer(page: Page) -> Fields:
+    """The values of all rows of a block, then the scales of all of them.
+
+    ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
+    ``deepseek_v4/common/ops/fused_compress_quant_cache.py``. ROCm's kernels tile the values, on
+    some paths.
+    """
+    return _rows_then_scales(page, INDEXER_ROWS)
+
+
+def sparse_rows(page: Page) -> Fields:
+    """Plain rows, or, in ``fp8_ds_mla``, the values of all rows and then the scales of all.
+
+    The head of ``mla/flashmla_sparse.py``, and ``_fused_compress`` in
+    ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
+    """
+    from vllm.platforms import current_platform
+
+    if page.spec.state_content_bytes is not None:
+        return _rows_then_scales(page, SPARSE_ROWS)
+    return rows(page) if current_platform.is_cuda() else None
+
+
+def element(page: Page) -> str:
+    """The type of a page's elements, as a field says it.
+
+    vLLM keeps fp8 in bytes, which e4m3 with and without negative zero must not share.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    if page.spec.kv_quant_mode == KVQuantMode.FP8_PER_TENSOR and current_platform.is_fp8_fnuz():
+        return "float8_e4m3fnuz"
+    return page.dtype
+
+
+def _plain(page: Page) -> bool:
+    """Whether a cell holds values only: none that carry scales or are packed."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    return page.spec.kv_quant_mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+
+
+def _halves(page: Page) -> tuple[int, int] | None:
+    """Bytes of K and of V in a cell of one head and one token."""
+    spec, content = page.spec, page.shape[2] * page.itemsize
+    if spec.num_head_slots is not None or page.strides[2] != page.itemsize:
+        return None
+    if spec.kv_quant_mode.is_per_token_head:
+        return (content // 2, content // 2) if spec.head_size == spec.head_size_v else None
+    sizes = spec.head_size * page.itemsize, spec.head_size_v * page.itemsize
+    plain = _plain(page) and spec.state_content_bytes is None
+    return sizes if plain and spec.head_size_v and sum(sizes) == content else None
+
+
+def _is_planes(page: Page) -> bool:
+    """Whether the two head slots are K and V, and a row of them all heads of a token."""
+    spec = page.spec
+    sizes = spec.num_kv_heads * spec.head_size, page.itemsize
+    return (spec.num_head_slots, page.shape[2], page.strides[2]) == (2, *sizes)
+
+
+def _in_vectors(page: Page) -> bool:
+    """Whether each plane is one run, whose heads are cut into whole vectors."""
+    head = page.spec.head_size * page.itemsize
+    return page.strides[1] == page.shape[2] * page.itemsize and head % VECTOR_BYTES == 0
+
+
+def _per_head(page: Page) -> Pairs:
+    """The heads of a plane, one after the other."""
+    return ((page.spec.num_kv_heads, page.spec.head_size * page.itemsize * page.shape[1]),)
+
+
+def _vector_keys(page: Page) -> Field:
+    tokens, count = page.shape[1], page.spec.head_size * page.itemsize // VECTOR_BYTES
+    return page.field(
+        "k",
+        unit=VECTOR_BYTES,
+        tokens=((tokens, VECTOR_BYTES),),
+        heads=_per_head(page),
+        inner=((count, tokens * VECTOR_BYTES),),
+        dtype=element(page),
+    )
+
+
+def _rows_then_scales(page: Page, known: dict[int, tuple[int, int]]) -> Fields:
+    """A block's values and then its scales, where the tensor's blocks are the kernels'."""
+    from vllm.platforms import current_platform
+
+    heads, entries, content = page.shape
+    whole = page.spec.tokens_per_state == 1 or page.spec.block_size == SPLIT_TOKENS
+    run = (heads, page.itemsize, *page.strides[1:]) == (1, 1, content, 1)
+    if not (current_platform.is_cuda() and whole and run and content in known):
+        return None
+    value, scale = known[content]
+    return (
+        page.field("latent", unit=value, tokens=((entries, value),)),
+        page.field("scale", unit=scale, tokens=((entries, scale),), offset=entries * value),
+    )
