@@ -15,7 +15,7 @@ import numpy as np
 from kvferry.cli.plan.engines import Engine, EngineError
 from kvferry.core.descriptors import Pages, ReadRequest, Workspace, copies
 from kvferry.core.errors import PlanError
-from kvferry.core.layout import Group, GroupKind
+from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.memory import I64Array
 from kvferry.core.strips import Overlap
 from kvferry.core.topology import Plan, Source, plan
@@ -169,8 +169,8 @@ def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
 def _counted(
     planned: Plan, source: Source, decode: Engine, tokens: int, workspace: Workspace
 ) -> Sizes:
-    local = _pages("decode", source.local_layout.groups, tokens, source, local=True)
-    remote = _pages("prefill", source.remote_layout.groups, tokens, source, local=False)
+    local = _pages("decode", source.local_layout, tokens)
+    remote = _pages("prefill", source.remote_layout, tokens)
     found: list[Sizes] = []
     for group in {match.local_group for match in source.matches}:
         first = decode.first_token(group, tokens)
@@ -184,21 +184,18 @@ def _counted(
     return together(found)
 
 
-def _pages(
-    side: str, groups: Sequence[Group], tokens: int, source: Source, *, local: bool
-) -> tuple[Pages, ...]:
-    """Page lists that hold the request, from the last page id down: none lies after the one
-    before it, so no two pages make one copy."""
+def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
+    """Page lists that hold the request, from its last page id down: no page lies after the one
+    before it, so no two make one copy."""
     lists = []
-    for group, kind in enumerate(groups):
-        layout = source.local_layout if local else source.remote_layout
-        needed = 1 if kind.kind is GroupKind.STATE else -(-tokens // _span(kind))
-        there = layout.pages(group)
-        if there and needed >= there:
+    for index, group in enumerate(layout.groups):
+        needed = 1 if group.kind is GroupKind.STATE else -(-tokens // _span(group))
+        there = layout.pages(index)
+        if 0 < there <= needed:
             raise EngineError(
-                f"a request of {tokens} tokens takes {needed} pages, and group {group} of {side} "
-                f"has {there}, of which one is never used: choose --tokens up to "
-                f"{(there - 1) * _span(kind)}"
+                f"a request of {tokens} tokens takes {needed} pages, and group {index} of {side} "
+                f"has {there}, of which the first is never used: choose --tokens up to "
+                f"{(there - 1) * _span(group)}"
             )
         lists.append(Pages(ids=np.arange(needed, 0, -1, dtype=np.int64)))
     return tuple(lists)
