@@ -18,6 +18,9 @@ from kvferry.core.layout import Field, Group, GroupKind, Layout
 from kvferry.core.strips import Batch, Overlap, batches
 from kvferry.core.subblocks import Pairing
 
+MAX_WINDOWS = 256
+"""So many windows into pages keep their strips: a large page can be cut at thousands of places."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
@@ -92,7 +95,7 @@ class Plan:
     readers: tuple[int, ...]
     tells: tuple[int, ...]
     own: tuple[Own, ...]
-    _cache: dict[object, tuple[Batch, ...]] = field(default_factory=dict, repr=False)
+    _windows: dict[object, tuple[Batch, ...]] = field(default_factory=dict, repr=False)
 
     def blanks(
         self, layout: Layout, group: int, window: tuple[int, int] | None, *, read: bool | None
@@ -109,13 +112,15 @@ class Plan:
             PlanError: they are too many.
         """
         key = group, window, read
-        if key not in self._cache:
+        if key not in self._windows:
+            if len(self._windows) >= MAX_WINDOWS:
+                del self._windows[next(iter(self._windows))]
             which = (True, False) if read is None else (read,)
             fields = [f for one in which for f in self.own[group].fields[one]]
             own = [Overlap(local=f, remote=f, shard=f.shard_range) for f in fields]
             grain = max(layout.groups[group].block_tokens, 1)
-            self._cache[key] = batches(own, layout, layout, grain, window) if own else ()
-        return self._cache[key]
+            self._windows[key] = batches(own, layout, layout, grain, window) if own else ()
+        return self._windows[key]
 
 
 def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:

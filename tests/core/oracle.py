@@ -21,7 +21,7 @@ from kvferry.core.topology import plan
 Labels = npt.NDArray[np.int64]
 
 ZERO = 0
-ENTRIES, SHARDS, BYTES = 1 << 12, 1 << 8, 1 << 12
+ENTRIES, SHARDS, BYTES = 1 << 16, 1 << 8, 1 << 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
