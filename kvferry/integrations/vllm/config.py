@@ -24,10 +24,6 @@ HIGHEST_PORT = 65535
 NIXL_KEYS = {
     "backends": "pass them to a driver that has them, in driver_options",
     "num_threads": "pass it to a driver that has it, in driver_options",
-    "enforce_handshake_compat": (
-        "there is nothing to switch off, since engines are paired by what they can do, and refused "
-        "only with the two values that differ"
-    ),
     "engine_ttl": "there is no such time, since a peer that died is let go of at once",
     "push_registration_timeout": "there is no push mode yet; decode pulls",
     "bidirectional_kv_xfer": "there is no second turn, from decode back to prefill, yet",
@@ -58,6 +54,8 @@ class Config:
         side_channel_port: 0 for a free one; a fixed one counts up by the data-parallel index.
         kv_lease_duration: for how many seconds a producer keeps a finished request's pages for
             its consumer, and for how many a consumer waits at most.
+        enforce_handshake_compat: refuse a producer that differs in a name only (model, revision).
+            Off, such differences are warned of; others are refused all the same.
         verify_prompt: refuse a ticket that was made for another prompt. Off only in tests that
             swap caches on purpose.
     """
@@ -67,6 +65,7 @@ class Config:
     side_channel_host: Annotated[str, Meta(min_length=1, max_length=256)] = "127.0.0.1"
     side_channel_port: Annotated[int, Meta(ge=0, le=HIGHEST_PORT)] = 0
     kv_lease_duration: Annotated[float, Meta(ge=0.001, le=86400)] = 30.0
+    enforce_handshake_compat: bool = True
     verify_prompt: bool = True
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry.core import wire
-from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
+from kvferry.core.endpoint import Endpoint, EndpointOptions
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.stats import LoadRecord
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support
+from kvferry.integrations.vllm.agreement import identity_of, judgements
 from kvferry.integrations.vllm.caches import describe
 from kvferry.integrations.vllm.facts import layer_facts
 from kvferry.integrations.vllm.metadata import Handshake, Step
@@ -69,12 +70,12 @@ class FerryWorker:
         facts = layer_facts(vllm_config, kv_cache_config, seat.place)
         layout = describe(caches, kv_cache_config, facts=facts, place=seat.place)
         endpoint = Endpoint(
-            identity=_identity(vllm_config, incarnation, seat),
+            identity=identity_of(vllm_config, incarnation, seat),
             driver=config.driver,
             transport=make_transport(config, {region.kind for region in layout.regions}),
             layout=layout,
             slots=kv_cache_config.num_blocks,
-            options=EndpointOptions(lease=config.kv_lease_duration),
+            options=EndpointOptions(lease=config.kv_lease_duration, judgements=judgements(config)),
         )
         return cls(endpoint, _work_of(device))
 
@@ -134,25 +135,6 @@ def start_worker(
     if seat.replica:
         return ReplicaWorker()
     return FerryWorker.start(vllm_config, kv_cache_config, caches, seat, incarnation)
-
-
-def _identity(vllm_config: VllmConfig, incarnation: Incarnation, seat: Seat) -> Identity:
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    return Identity(
-        engine=vllm_config.kv_transfer_config.engine_id,
-        incarnation=incarnation,
-        rank=seat.rank,
-        coordinates=seat.coordinates,
-        agreement={
-            "model": str(model.model),
-            "revision": str(model.revision),
-            "dtype": str(model.dtype),
-            "quantization": str(model.quantization),
-            "cache dtype": str(
-                model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
-            ).removeprefix("torch."),
-        },
-    )
 
 
 def _work_of(device: str) -> Callable[[], Callable[[], bool] | None]:

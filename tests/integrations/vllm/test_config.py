@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm import support
 from kvferry.integrations.vllm.config import KEYS, NIXL_KEYS, Config, ConfigError, parse, warn
 
 
@@ -19,6 +17,7 @@ def test_nothing_set() -> None:
         side_channel_host="127.0.0.1",
         side_channel_port=0,
         kv_lease_duration=30.0,
+        enforce_handshake_compat=True,
         verify_prompt=True,
     )
 
@@ -30,6 +29,7 @@ def test_everything_set() -> None:
         "side_channel_host": "10.0.0.1",
         "side_channel_port": 5600,
         "kv_lease_duration": 5,
+        "enforce_handshake_compat": False,
         "verify_prompt": False,
     }
     assert parse(settings) == Config(**settings)
@@ -70,6 +70,7 @@ def test_key_of_nixl_is_answered_with_why(key: str) -> None:
         {"side_channel_port": True},
         {"kv_lease_duration": 0},
         {"kv_lease_duration": "30"},
+        {"enforce_handshake_compat": "false"},
         {"verify_prompt": "no"},
         {"verify_prompt": 0},
     ],
@@ -108,11 +109,3 @@ def test_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
 def test_unverified_prompts_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     warn(Config(verify_prompt=False), {})
     assert "verify_prompt is false" in caplog.text
-
-
-def test_kernel_blocks_are_scheduler_blocks() -> None:
-    spec = SimpleNamespace(block_size=64)
-    config: Any = SimpleNamespace(transfer_groups=[SimpleNamespace(kv_cache_spec=spec)])
-    support.check_blocks([64], config)
-    with pytest.raises(ConfigError, match="kernel blocks of 16 tokens in scheduler blocks of 64"):
-        support.check_blocks([16], config)
