@@ -46,10 +46,9 @@ def halves(page: Page) -> Fields:
     key, value = sizes
     heads, entries, _ = page.shape
     tokens, per_head = ((entries, page.strides[1]),), ((heads, page.strides[0]),)
-    dtype = element(page)
     return (
-        page.field("k", unit=key, tokens=tokens, heads=per_head, dtype=dtype),
-        page.field("v", unit=value, offset=key, tokens=tokens, heads=per_head, dtype=dtype),
+        page.field("k", unit=key, tokens=tokens, heads=per_head),
+        page.field("v", unit=value, offset=key, tokens=tokens, heads=per_head),
     )
 
 
@@ -63,9 +62,8 @@ def planes(page: Page) -> Fields:
         return None
     heads, head = page.spec.num_kv_heads, page.spec.head_size * page.itemsize
     tokens = ((page.shape[1], page.strides[1]),)
-    dtype = element(page)
     return tuple(
-        page.field(name, offset=at, unit=head, tokens=tokens, heads=((heads, head),), dtype=dtype)
+        page.field(name, offset=at, unit=head, tokens=tokens, heads=((heads, head),))
         for name, at in (("k", 0), ("v", page.strides[0]))
     )
 
@@ -85,7 +83,6 @@ def vectors(page: Page) -> Fields:
         tokens=((tokens, item),),
         heads=_per_head(page),
         inner=((page.spec.head_size, tokens * item),),
-        dtype=element(page),
     )
     return _vector_keys(page), value
 
@@ -159,7 +156,7 @@ def rows(page: Page) -> Fields:
         return None
     unit = content * page.itemsize
     tokens = ((entries, page.strides[1]),)
-    return (page.field("latent", unit=unit, tokens=tokens, dtype=element(page)),)
+    return (page.field("latent", unit=unit, tokens=tokens),)
 
 
 def indexer(page: Page) -> Fields:
@@ -183,19 +180,6 @@ def sparse_rows(page: Page) -> Fields:
     if page.spec.state_content_bytes is not None:
         return _rows_then_scales(page, SPARSE_ROWS)
     return rows(page) if current_platform.is_cuda() else None
-
-
-def element(page: Page) -> str:
-    """The type of a page's elements, as a field says it.
-
-    vLLM keeps fp8 in bytes, which e4m3 with and without negative zero must not share.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
-    if page.spec.kv_quant_mode == KVQuantMode.FP8_PER_TENSOR and current_platform.is_fp8_fnuz():
-        return "float8_e4m3fnuz"
-    return page.dtype
 
 
 def _plain(page: Page) -> bool:
@@ -243,7 +227,6 @@ def _vector_keys(page: Page) -> Field:
         tokens=((tokens, VECTOR_BYTES),),
         heads=_per_head(page),
         inner=((count, tokens * VECTOR_BYTES),),
-        dtype=element(page),
     )
 
 

@@ -63,13 +63,18 @@ def backends() -> tuple[Backend, ...]:
 
 
 def _backend(name: str, classes: list[Class]) -> Backend:
-    orders = {o for cls in classes for o in inherited(cls, "orders") or ANY}
+    orders = {order for cls in classes for order in _orders_of(cls)}
     return Backend(
         name=name,
         classes=tuple(sorted(cls.path for cls in classes)),
         orders=tuple(sorted(orders - set(ANY))) + (ANY if ANY[0] in orders else ()),
         state=any(inherited(cls, "state") for cls in classes),
     )
+
+
+def _orders_of(cls: Class) -> tuple[str, ...]:
+    found = inherited(cls, "orders")
+    return found if isinstance(found, tuple) else ANY
 
 
 def derived(root: str) -> tuple[Class, ...]:
@@ -140,8 +145,7 @@ def _composites() -> Iterator[tuple[str, str]]:
             ):
                 given = {k.arg: k.value for k in node.keywords}
                 name, backend = given["name"], given["backend_name"]
-                if isinstance(name, ast.Constant) and isinstance(backend, ast.Constant):
-                    yield f"{module}.{name.value}", str(backend.value)
+                yield f"{module}.{ast.literal_eval(name)}", str(ast.literal_eval(backend))
 
 
 def _simple(node: ast.expr) -> str:

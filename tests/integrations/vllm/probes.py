@@ -106,45 +106,44 @@ def _caches(engine: Any) -> list[Any]:
     return [layer.kv_cache for layer in context.values()]
 
 
-def cache_written_by_kernel(engine: Any, dtype: str, block: int, head: int) -> list[str]:
+def cache_written_by_kernel(
+    engine: Any, dtype: str, block: int, head: int, cache_dtype: str = "auto"
+) -> list[str]:
     """Let vLLM's CPU kernel fill a cache, and compare each element with what the layout says.
 
-    Returns the elements that stand elsewhere, at most a few.
+    Returns the fields whose elements stand elsewhere.
     """
-    import itertools
-
     import torch
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+
+    from tests.integrations.vllm import views
 
     heads, pages, tokens = 2, 4, 2 * block
-    cache = torch.zeros((pages, heads, block, 2 * head), dtype=getattr(torch, dtype))
-    isa = _get_attn_isa(cache.dtype, block, head, "auto")
+    element = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(cache_dtype)
+    spec = FullAttentionSpec(
+        block_size=block,
+        num_kv_heads=heads,
+        head_size=head,
+        dtype=torch.uint8 if element else getattr(torch, dtype),
+        kv_quant_mode=get_kv_quant_mode(cache_dtype),
+    )
+    isa = _get_attn_isa(getattr(torch, dtype), block, head, cache_dtype)
+    rank = views.Rank([views.group(["layer"], spec)], backends=f"CPU_ATTN/{isa}", blocks=pages)
+    cache = rank.caches["layer"]
     # Small integers: exact in every type, different for neighbours along each axis.
-    key = torch.arange(tokens * heads * head).reshape(tokens, heads, head).remainder(251)
-    written = {"k": key.to(cache.dtype), "v": (key + 1).to(cache.dtype)}
+    key = torch.arange(tokens * heads * head).reshape(tokens, heads, head).remainder(7)
+    written = {"k": key.to(getattr(torch, dtype)), "v": (key + 1).to(getattr(torch, dtype))}
     slots = torch.cat([torch.arange(block) + page * block for page in (3, 1)])
     halves = cache.view(pages, heads, 2 * block, head).chunk(2, dim=2)
-    scales = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
+    scales = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": cache_dtype}
     ops.cpu_attn_reshape_and_cache(written["k"], written["v"], *halves, slots, isa, **scales)
-    flat, wrong = cache.flatten(), []
-    for field in _fields_of(cache, f"CPU_ATTN/{isa}"):
-        values = written[field.key[-1]]
-        for t, h, d in itertools.product(range(tokens), range(heads), range(head)):
-            page, row = int(slots[t]) // block, int(slots[t]) % block
-            place = field.offset + page * field.page_stride + row * field.tokens[0].stride
-            place += h * field.shard[0].stride
-            place += d * (field.inner[0][0].stride if field.inner else cache.element_size())
-            if flat[place // cache.element_size()] != values[t, h, d]:
-                wrong.append(f"{field.key}[token {t}, head {h}, element {d}]")
-    return wrong[:5]
-
-
-def _fields_of(cache: Any, backend: str) -> Any:
-    from types import SimpleNamespace
-
-    from kvferry.integrations.vllm.caches import describe
-
-    config: Any = SimpleNamespace(transfer_groups=[SimpleNamespace(layer_names=["layer"])])
-    heads = (0, cache.shape[1])
-    return describe({"layer": cache}, config, backends={"layer": backend}, heads=heads).fields
+    stored = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+    wrong = []
+    for field in rank.layout.fields:
+        found = stored[torch.from_numpy(views.walk(field))[[3, 1]]].view(element or cache.dtype)
+        values = written[field.key[-1]].to(element or cache.dtype)
+        if not torch.equal(found.flatten(0, 1).float(), values.float()):
+            wrong.append(field.key)
+    return wrong

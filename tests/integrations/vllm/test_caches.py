@@ -9,11 +9,17 @@ import pytest
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import GroupKind, axis
-from kvferry.integrations.vllm.caches import describe, local_heads
+from kvferry.integrations.vllm.caches import describe
+from kvferry.integrations.vllm.pages import LayerFacts, Place, share
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.engines import Engine
+from tests.integrations.vllm.views import Rank, group
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -25,25 +31,32 @@ def test_kernels_agree_with_the_layout(
     assert reference.run(probes.cache_written_by_kernel, dtype, block, head) == []
 
 
-def _config(*groups: list[str]) -> Any:
-    return SimpleNamespace(transfer_groups=[SimpleNamespace(layer_names=names) for names in groups])
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_quantizing_kernels_agree_with_the_layout(reference: Engine, cache_dtype: str) -> None:
+    """Where this processor has them."""
+    import torch
+
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM quantizes caches with AVX-512 only")
+    assert reference.run(probes.cache_written_by_kernel, "bfloat16", 32, 64, cache_dtype) == []
 
 
-def _caches(names: list[str], shape: tuple[int, ...] = (9, 2, 32, 64)) -> dict[str, Any]:
-    """Layers one after the other in one buffer, as vLLM makes them."""
-    torch = pytest.importorskip("torch")
-    buffer = torch.zeros((len(names), *shape), dtype=torch.float32)
-    return dict(zip(names, buffer, strict=True))
+def _spec(**changes: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    given = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    return FullAttentionSpec(**(given | changes))
 
 
 def test_layers_of_one_buffer() -> None:
     names = ["model.layers.0.attn", "model.layers.1.attn"]
-    layout = describe(
-        _caches(names), _config(names), backends=dict.fromkeys(names, "CPU_ATTN/vec"), heads=(2, 4)
-    )
+    place = Place(tp=1, tp_size=2)
+    rank = Rank([group(names, _spec())], backends="CPU_ATTN/vec", heads=4, place=place, blocks=9)
+    layout = rank.layout
     assert len(layout.regions) == 1
-    [group] = layout.groups
-    assert (group.kind, group.block_tokens) == (GroupKind.PAGED, 32)
+    [made] = layout.groups
+    assert (made.kind, made.block_tokens) == (GroupKind.PAGED, 32)
     key, value, *_ = layout.fields
     assert [f.key for f in layout.fields] == [f"{name}/{part}" for name in names for part in "kv"]
     assert (key.pages, key.page_stride, key.shard_range) == (9, 16384, (2, 4))
@@ -52,65 +65,45 @@ def test_layers_of_one_buffer() -> None:
     assert layout.fields[2].offset == 9 * 16384
 
 
-def test_blocks_of_all_layers() -> None:
-    """A block-outermost cache: a page is followed by the next layer's page."""
-    torch = pytest.importorskip("torch")
-    names = ["a", "b"]
-    buffer = torch.zeros((9, 2, 2, 32, 64), dtype=torch.float32)
-    caches = {name: buffer[:, i] for i, name in enumerate(names)}
-    layout = describe(
-        caches, _config(names), backends=dict.fromkeys(names, "CPU_ATTN/vec"), heads=(0, 2)
+def test_kernel_blocks_are_a_digit_of_the_token_axis() -> None:
+    groups = [group(["a"], _spec(block_size=96))]
+    rank = Rank(groups, backends="FLASH_ATTN", kernels=[32], blocks=9)
+    assert {f.pages for f in rank.layout.fields} == {9}
+    assert rank.layout.groups[0].block_tokens == 96
+    assert {f.tokens for f in rank.layout.fields} == {axis((3, 16384), (32, 256))}
+
+
+def _described(shape: tuple[int, ...], spec: Any = None) -> None:
+    """Nine blocks of a tensor of this shape."""
+    import torch
+
+    config: Any = SimpleNamespace(
+        num_blocks=9, transfer_groups=[group(["a"], spec or _spec(head_size=16))]
     )
-    assert {f.page_stride for f in layout.fields} == {32768}
-    assert [f.offset for f in layout.fields] == [0, 4096, 16384, 20480]
-
-
-def test_unknown_backend_is_opaque() -> None:
-    names = ["a"]
-    layout = describe(_caches(names), _config(names), backends={"a": "CPU_ATTN/amx"}, heads=(0, 2))
-    assert layout.groups[0].kind is GroupKind.OPAQUE
-    [page] = layout.fields
-    assert (page.key, page.unit, page.digits) == ("a/page", 16384, ())
-    assert page.packing == "CPU_ATTN/amx float32 2x32x64"
-
-
-def test_shared_cache_is_described_once() -> None:
-    names = ["a", "b"]
-    caches = _caches(["a"])
-    layout = describe(
-        caches | {"b": caches["a"]},
-        _config(names),
-        backends=dict.fromkeys(names, "CPU_ATTN/vec"),
-        heads=(0, 2),
-    )
-    assert [f.key for f in layout.fields] == ["a/k", "a/v"]
+    facts = {"a": LayerFacts(backend="FLASH_ATTN", heads=2)}
+    describe({"a": torch.zeros(shape)}, config, facts=facts)
 
 
 @pytest.mark.parametrize(
-    ("shape", "heads", "reason"),
+    ("shape", "reason"),
     [
-        ((9, 2, 32, 64), (0, 4), "4 heads"),
-        ((9, 2, 32, 63), (0, 2), "two equal halves|of one size"),
-        ((9, 2, 2048), (0, 2), "is not"),
+        ((9, 3, 32, 32), "2 heads"),
+        ((9, 2, 1024), "is not"),
+        ((10, 2, 32, 32), "9 or a multiple"),
+        ((18, 2, 32, 32), "2 kernel blocks of 32 entries in a block of 32"),
+        ((9, 2, 16, 32), "1 kernel blocks of 16 entries in a block of 32"),
     ],
 )
-def test_other_shape_is_refused(
-    shape: tuple[int, ...], heads: tuple[int, int], reason: str
-) -> None:
+def test_other_shape_is_refused(shape: tuple[int, ...], reason: str) -> None:
+    _described((9, 2, 32, 32))
     with pytest.raises(LayoutError, match=reason):
-        describe(_caches(["a"], shape), _config(["a"]), backends={"a": "CPU_ATTN/vec"}, heads=heads)
-
-
-def test_tokens_outside_heads_are_refused_where_the_kernel_has_none() -> None:
-    """A CPU kernel reads head-major pages only, so the strides of others mean something else."""
-    caches = {"a": _caches(["a"], (9, 32, 2, 64))["a"].transpose(1, 2)}
-    with pytest.raises(LayoutError, match="dense pages"):
-        describe(caches, _config(["a"]), backends={"a": "CPU_ATTN/vec"}, heads=(0, 2))
+        _described(shape)
 
 
 def test_missing_layer_is_named() -> None:
+    config: Any = SimpleNamespace(num_blocks=9, transfer_groups=[group(["b"], _spec())])
     with pytest.raises(LayoutError, match="'b'"):
-        describe(_caches(["a"]), _config(["a", "b"]), backends={"a": "x"}, heads=(0, 2))
+        describe({}, config, facts={})
 
 
 @pytest.mark.parametrize(
@@ -123,8 +116,4 @@ def test_missing_layer_is_named() -> None:
     ],
 )
 def test_heads_of_ranks(total: int, ranks: int, expected: list[tuple[int, int]]) -> None:
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: total),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-    )
-    assert [local_heads(config, rank) for rank in range(ranks)] == expected
+    assert [share(total, Place(tp=tp, tp_size=ranks)) for tp in range(ranks)] == expected

@@ -141,23 +141,6 @@ def test_quantized_halves(order: str, mode: str) -> None:
     assert {f.dtype for f in rank.layout.fields} == {"uint8"}
 
 
-def test_fp8_without_negative_zero_is_another_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM keeps both in bytes; a peer's must not be taken for ours."""
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(current_platform, "is_fp8_fnuz", lambda: True)
-    fp8 = quantized("FP8_PER_TENSOR")
-    for spec, backend in (
-        (full(**fp8), "ROCM_AITER_UNIFIED_ATTN"),
-        (planes("uint8", kv_quant_mode=fp8["kv_quant_mode"]), "ROCM_ATTN"),
-        (mla(**fp8), "ROCM_AITER_MLA"),
-    ):
-        rank = Rank([group(TWO, spec)], backends=backend)
-        assert {f.dtype for f in rank.layout.fields} == {"float8_e4m3fnuz"}
-    rank = Rank([group(TWO, full())], backends="ROCM_AITER_UNIFIED_ATTN")
-    assert {f.dtype for f in rank.layout.fields} == {"bfloat16"}
-
-
 @pytest.mark.parametrize(("mode", "content"), [("FP8_PER_TENSOR", 656), ("NVFP4_DS_MLA", 352)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_rows_with_scales_inside(order: str, mode: str, content: int) -> None:
@@ -349,7 +332,7 @@ def test_opaque_pages_of_unlike_orders_do_not_match() -> None:
 
 @pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
 def test_opaque_pages_in_several_pieces_are_refused(order: str) -> None:
-    with pytest.raises(LayoutError, match="not described.*VLLM_KV_CACHE_LAYOUT"):
+    with pytest.raises(LayoutError, match=r"not described.*VLLM_KV_CACHE_LAYOUT"):
         Rank([group(TWO, full())], order, backends="X")
 
 

@@ -7,7 +7,7 @@ layouts are walked digit by digit, with none of the planner's arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,7 +206,7 @@ def specs_of(group: Any) -> dict[str, Any]:
     return each or dict.fromkeys(group.layer_names, group.kv_cache_spec)
 
 
-def group(names: Sequence[str], spec: Any, **options: Any) -> Any:
+def group(names: Iterable[str], spec: Any, **options: Any) -> Any:
     """vLLM's description of a group."""
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
