@@ -148,7 +148,7 @@ WRONG_SETTINGS = [
     (TINY, "tp=2,dcp=4", "dcp=4 does not divide tp=2"),
     (LATENT, "tp=2,dcp=2,interleave=3", "interleave=3 does not divide block_size=16"),
     (TINY, "kernel_block=5", "kernel_block=5 does not divide block_size=16"),
-    (TINY, "kernel_block=8,layout=BLHNC", "so kernels cannot cut it"),
+    (TINY, "kernel_block=8,layout=BLHNC", "so kernels cannot cut them: use block_size=8 or"),
     (TINY, "tp=1024,pp=1024", "more than 4096 ranks"),
     (TINY, "nowhere.json", "nowhere.json cannot be read: No such file"),
 ]

@@ -47,7 +47,7 @@ def set_up(draw_from: st.DrawFn, model: Model) -> Settings:
     interleave = draw_from(st.sampled_from([1, 2, 4])) if dcp > 1 else 1
     order = draw_from(st.sampled_from(ORDERS))
     blocks = st.sampled_from([4, 8, 12, 16, 20])
-    cut = draw_from(st.sampled_from([0, 4])) if order.startswith("L") else 0
+    cut = draw_from(st.sampled_from([0, 4])) if order.startswith("LB") else 0
     assume(tp % model.kv_heads == 0 or model.kv_heads % tp == 0)
     return Settings(
         tp=tp,

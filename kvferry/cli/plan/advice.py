@@ -11,7 +11,7 @@ from kvferry.cli.plan.engines import Engine, draw
 from kvferry.cli.plan.estimate import Estimate, Sizes, estimate
 from kvferry.cli.plan.model import Model
 from kvferry.cli.plan.reasons import reasons
-from kvferry.cli.plan.settings import ORDERS, Settings
+from kvferry.cli.plan.settings import ORDERS, WHOLE, Settings
 from kvferry.core.errors import KVFerryError
 
 SMALL = 16 << 10
@@ -157,8 +157,8 @@ def _candidates(prefill: Settings, decode: Settings) -> Iterator[tuple[Other, Ot
 
 
 def _ordered(settings: Settings, order: str) -> Other:
-    """Where all layers are inside a block, kernels cannot cut it: it has to be theirs."""
-    if order.startswith("B") and settings.kernel_block:
+    """Where kernels cannot cut pages, these have to be theirs."""
+    if settings.kernel_block and not order.startswith(WHOLE):
         return {"layout": order, "block_size": settings.kernel_block}
     return {"layout": order}
 

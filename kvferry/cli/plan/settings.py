@@ -12,6 +12,9 @@ from kvferry.core.wire import MAX_RANKS
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """How memory can be nested, outermost first: Layers, Blocks, Heads, tokeNs, Content (K, then V)."""
 
+WHOLE = "LB"
+"""How layouts start in which the pages of a layer are whole and follow each other."""
+
 ALIASES: Mapping[str, str] = {"HND": "LBHNC", "NHD": "LBNHC"}
 
 LIMITS: Mapping[str, int] = {
@@ -72,10 +75,10 @@ class Settings:
             raise SettingsError(
                 f"kernel_block={self.kernel_block} does not divide block_size={self.block_size}"
             )
-        if self.kernels > 1 and self.layout.startswith("B"):
+        if self.kernels > 1 and not self.layout.startswith(WHOLE):
             raise SettingsError(
-                f"layout={self.layout} has all layers inside a block, so kernels cannot cut it: "
-                f"leave kernel_block out, or use a layout that starts with L"
+                f"layout={self.layout} scatters the pages of a layer, so kernels cannot cut them: "
+                f"use block_size={self.kernel_block} or a layout that starts with {WHOLE}"
             )
 
     @property

@@ -1,0 +1,97 @@
+"""What ``kvferry plan`` draws, against the vLLM that is installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.cli.plan.engines import Engine, draw
+from kvferry.cli.plan.model import Model
+from kvferry.cli.plan.settings import ORDERS, WHOLE, Settings
+from kvferry.core.layout import Field, length
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS, LAYERS, HEADS, TOKENS, HEAD, KERNEL = 5, 3, 2, 16, 8, 4
+"""Those of ``vllm_facts.py``."""
+
+CUT = [order for order in ORDERS if order.startswith(WHOLE)]
+
+WINDOWS = [
+    [20, 20, 0, 20, 20, 0, 20],
+    [0, 20, 0, 20, 0],
+    [20] * 5 + [0] + [20] * 5 + [0],
+    [0, 20, 20, 20, 20],
+]
+PIPELINES = [[10, 3], [61, 4], [61, 8], [80, 4], [5, 5], [7, 2], [30, 7]]
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    asked = {"kernels": CUT, "windows": WINDOWS, "pipelines": PIPELINES}
+    script = Path(__file__).with_name("vllm_facts.py")
+    command = [sys.executable, str(script), json.dumps(asked)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def model(windows: list[int]) -> Model:
+    return Model(
+        layers=len(windows),
+        windows=dict(enumerate(windows)),
+        attention_heads=24,
+        kv_heads=HEADS,
+        parts={"k": HEAD, "v": HEAD},
+        dtype="bfloat16",
+    )
+
+
+def drawn(order: str, kernel: int = 0) -> Engine:
+    settings = Settings(block_size=TOKENS, layout=order, kernel_block=kernel)
+    return draw(model([0] * LAYERS), settings, (BLOCKS - 1) * TOKENS)
+
+
+def place(f: Field) -> list[int]:
+    """Offset, and strides of pages (the kernels', if these are smaller), heads and tokens."""
+    block = f.tokens[0].stride if len(f.tokens) > 1 else f.page_stride
+    return [f.offset, block, f.shard[-1].stride, f.tokens[-1].stride]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_pages_lie_where_vllm_has_them(facts: dict[str, Any], order: str) -> None:
+    keys = [f for f in drawn(order).ranks[0].fields if f.key.endswith("/k")]
+    assert [place(f) for f in keys] == [found[:4] for found in facts["places"][order]]
+
+
+@pytest.mark.parametrize("order", CUT)
+def test_kernels_cut_pages_as_in_vllm(facts: dict[str, Any], order: str) -> None:
+    keys = [f for f in drawn(order, KERNEL).ranks[0].fields if f.key.endswith("/k")]
+    assert [place(f) for f in keys] == [found[:4] for found in facts["kernels"][order]]
+    assert {length(f.tokens) for f in keys} == {TOKENS}
+
+
+@pytest.mark.parametrize("case", range(len(WINDOWS)))
+def test_layers_share_block_ids_as_in_vllm(facts: dict[str, Any], case: int) -> None:
+    [layout] = draw(model(WINDOWS[case]), Settings(), 16).ranks
+    groups: dict[int, list[int]] = {}
+    for f in layout.fields:
+        if f.key.endswith("/k"):
+            groups.setdefault(f.group, []).append(int(f.key.split(".")[1]))
+    assert list(groups.values()) == facts["groups"][case]
+
+
+@pytest.mark.parametrize("case", range(len(PIPELINES)))
+def test_pipelines_have_the_layers_that_vllm_gives_them(facts: dict[str, Any], case: int) -> None:
+    layers, pp = PIPELINES[case]
+    ranks = draw(model([0] * layers), Settings(pp=pp), 16).ranks
+    found = [sorted({int(f.key.split(".")[1]) for f in layout.fields}) for layout in ranks]
+    assert [[stage[0], stage[-1] + 1] for stage in found] == facts["stages"][case]
+    assert list(chain(*found)) == list(range(layers))

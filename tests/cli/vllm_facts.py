@@ -1,0 +1,88 @@
+"""Asks the installed vLLM how it lays out, groups and spreads; prints JSON. A process of its own,
+because importing vLLM changes the one that does it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from vllm.distributed.utils import get_pp_indices
+from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+BLOCKS, LAYERS, HEADS, TOKENS, HEAD = 5, 3, 2, 16, 8
+
+
+def full() -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.bfloat16
+    )
+
+
+def windowed() -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=TOKENS,
+        num_kv_heads=HEADS,
+        head_size=HEAD,
+        dtype=torch.bfloat16,
+        sliding_window=20,
+    )
+
+
+def places(layout: KVCacheLayout, kernel: int | None) -> list[list[int]]:
+    """Per layer: the offset of its view in bytes, and the view's strides in bytes."""
+    spec = full()
+    layer, block, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, layout)
+    size = BLOCKS * LAYERS * spec.page_size_bytes
+    tensor = KVCacheTensor(
+        size=size,
+        layers=[str(n) for n in range(LAYERS)],
+        layer_stride=layer,
+        block_stride=block,
+        offset=0,
+    )
+    raw = torch.zeros(size, dtype=torch.int8)
+    views = create_kv_cache_views(raw, spec, BLOCKS, layout, tensor, kernel)
+    start = raw.data_ptr()
+    return [
+        [view.data_ptr() - start, *(step * view.element_size() for step in view.stride())]
+        for view in views
+    ]
+
+
+def groups(windows: list[int]) -> list[list[int]]:
+    """The layers of each group, for layers with these windows."""
+    specs: dict[str, KVCacheSpec] = {
+        str(n): windowed() if window else full() for n, window in enumerate(windows)
+    }
+    found = _get_kv_cache_groups_uniform_page_size(specs)
+    return [[int(name) for name in group.layer_names] for group in found]
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    json.dump(
+        {
+            "places": {layout.name: places(layout, None) for layout in KVCacheLayout},
+            "kernels": {name: places(KVCacheLayout[name], 4) for name in asked["kernels"]},
+            "groups": [groups(windows) for windows in asked["windows"]],
+            "stages": [
+                [list(get_pp_indices(layers, rank, pp)) for rank in range(pp)]
+                for layers, pp in asked["pipelines"]
+            ],
+        },
+        sys.stdout,
+    )
+
+
+if __name__ == "__main__":
+    main()
