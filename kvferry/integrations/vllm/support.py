@@ -1,8 +1,8 @@
-"""What of vLLM is proven to work, and the refusal of everything else, by name, at start."""
+"""What of vLLM cannot work with this connector, or is not proven to: refused by name, at start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvferry.integrations.vllm.config import ConfigError
@@ -15,26 +15,17 @@ if TYPE_CHECKING:
 def check_engine(vllm_config: VllmConfig) -> None:
     """Refuse an engine for what its configuration alone says.
 
+    What vLLM refuses by itself with any connector is not repeated here (``use_replayssm``,
+    allocators that move memory, ``prefix_match_unit`` with one group, ...).
+
     Raises:
-        ConfigError: names everything that stands in the way.
+        ConfigError: names everything that stands in the way, and what to do.
     """
-    if vllm_config.model_config.enable_sleep_mode:
-        raise ConfigError(
-            "sleep mode gives the cache's memory away while peers may read it: start without "
-            "enable_sleep_mode"
-        )
-    parallel = vllm_config.parallel_config
-    if (
-        parallel.prefill_context_parallel_size > 1
-        and parallel.decode_context_parallel_size == 1
-        and vllm_config.kv_transfer_config.is_kv_consumer
-    ):
-        raise ConfigError(
-            f"prefill_context_parallel_size {parallel.prefill_context_parallel_size} with kv_role "
-            f"{vllm_config.kv_transfer_config.kv_role!r}: its ranks all keep the whole cache, and "
-            'only the first can load it; set kv_role "kv_producer"'
-        )
-    _refuse(list(_unproven_model(vllm_config)))
+    _refuse("KVFerryConnector cannot work with", _impossible(vllm_config))
+    _refuse(
+        "not yet proven to work with KVFerryConnector, and therefore refused:",
+        _unproven(vllm_config),
+    )
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:
@@ -43,7 +34,7 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
     Raises:
         ConfigError: names the kinds.
     """
-    _refuse(list(_unproven_groups(kv_cache_config)))
+    _refuse("KVFerryConnector cannot work with", _impossible_groups(kv_cache_config))
 
 
 def check_buffer_device(configured: str, actual: str) -> None:
@@ -59,15 +50,51 @@ def check_buffer_device(configured: str, actual: str) -> None:
         )
 
 
-def _refuse(unproven: list[str]) -> None:
-    if unproven:
-        raise ConfigError(
-            f"not yet proven to work with KVFerryConnector, and therefore refused: "
-            f"{'; '.join(unproven)}"
+def _refuse(why: str, problems: Iterable[str]) -> None:
+    found = "; ".join(problems)
+    if found:
+        raise ConfigError(f"{why} {found}")
+
+
+def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
+    model = vllm_config.model_config
+    if model.enable_sleep_mode:
+        yield (
+            "enable_sleep_mode: it gives the cache's memory away while peers may read it; start "
+            "without it"
+        )
+    if model.is_encoder_decoder:
+        yield f"the encoder-decoder model {model.model!r}: vLLM has no connectors for these"
+    if vllm_config.attention_config.hisparse_config is not None:
+        yield (
+            "attention_config.hisparse_config: its caches lie in host memory and are copied on "
+            "demand; start without it"
+        )
+    if vllm_config.aux_output_config.enabled:
+        yield (
+            "enable_return_routed_experts: decode has none for the tokens that another engine "
+            "computed; start without it"
+        )
+    yield from _impossible_transfer(vllm_config)
+
+
+def _impossible_transfer(vllm_config: VllmConfig) -> Iterator[str]:
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    prefill_ranks = parallel.prefill_context_parallel_size
+    if prefill_ranks > 1 and parallel.decode_context_parallel_size == 1 and transfer.is_kv_consumer:
+        yield (
+            f"prefill_context_parallel_size {prefill_ranks} with kv_role {transfer.kv_role!r}: its "
+            "ranks all keep the whole cache, and only the first can load it; set kv_role "
+            '"kv_producer"'
+        )
+    if transfer.enable_permute_local_kv:
+        yield (
+            "enable_permute_local_kv: nothing is permuted here, any layout is read into any other; "
+            "remove it"
         )
 
 
-def _unproven_model(vllm_config: VllmConfig) -> Iterator[str]:
+def _unproven(vllm_config: VllmConfig) -> Iterator[str]:
     model = vllm_config.model_config
     if model.is_multimodal_model:
         yield f"multimodal models such as {model.model!r}"
@@ -75,6 +102,14 @@ def _unproven_model(vllm_config: VllmConfig) -> Iterator[str]:
         yield "LoRA (start without enable_lora)"
 
 
-def _unproven_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Nothing yet."""
-    yield from ()
+def _impossible_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    if not kv_cache_config.transfer_groups:
+        yield (
+            "a model without a cache to hand over: every request would be computed twice; start "
+            "without kv_transfer_config"
+        )
+    if kv_cache_config.host_group_ids:
+        yield (
+            f"caches that lie in host memory: those of groups "
+            f"{', '.join(map(str, kv_cache_config.host_group_ids))}"
+        )

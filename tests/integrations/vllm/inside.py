@@ -74,34 +74,6 @@ def serve_foreign_handshake(engine: Any, model: str) -> None:
     connector.shutdown()
 
 
-def group_refusal(engine: Any, kind: str) -> str:
-    """What a worker says at start to caches of a kind."""
-    import torch
-    from vllm.v1 import kv_cache_interface as interface
-
-    from kvferry.integrations.vllm.config import ConfigError
-    from kvferry.integrations.vllm.support import check_groups
-
-    attention = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
-    full = interface.FullAttentionSpec(**attention)
-    specs = {
-        "mla": [interface.MLAAttentionSpec(**attention)],
-        "mamba": [
-            interface.MambaSpec(block_size=16, shapes=((16,),), dtypes=(torch.float32,)),
-        ],
-        "hybrid": [full, full],
-        "sink": [interface.SinkFullAttentionSpec(**attention, sink_len=16)],
-    }
-    groups = [interface.KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs[kind])]
-    try:
-        check_groups(
-            interface.KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-        )
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def added_figures(engine: Any) -> dict[str, float]:
     """Two ranks' figures and the scheduler's, added and sent to the process that logs."""
     from kvferry.core.stats import LoadRecord

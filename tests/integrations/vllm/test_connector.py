@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm.config import ConfigError
-from kvferry.integrations.vllm.support import check_engine
 from tests.integrations.vllm import inside
 from tests.integrations.vllm.engines import Engine
 
@@ -32,12 +28,6 @@ def test_unknown_name_in_the_package() -> None:
         package.KVFerryConnector2  # noqa: B018  # type: ignore[attr-defined]
 
 
-def test_sleep_mode_is_refused() -> None:
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
-    with pytest.raises(ConfigError, match="start without enable_sleep_mode"):
-        check_engine(config)
-
-
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 class TestInVllm:
@@ -54,10 +44,6 @@ class TestInVllm:
     def test_foreign_handshake_is_ignored(self, reference: Engine) -> None:
         """MultiConnector gives all of its children what the first one published."""
         reference.run(inside.serve_foreign_handshake, str(reference.model))
-
-    @pytest.mark.parametrize("kind", ["mla", "mamba", "hybrid", "sink"])
-    def test_unproven_caches(self, reference: Engine, kind: str) -> None:
-        assert reference.run(inside.group_refusal, kind).startswith("not yet proven to work")
 
     def test_figures_add_up(self, reference: Engine) -> None:
         """As vLLM adds them over ranks and steps, and rebuilds them in the process that logs."""

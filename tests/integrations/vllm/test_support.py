@@ -1,0 +1,92 @@
+"""What an engine is refused for at start, each by name and with the remedy. Needs no vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.integrations.vllm.config import ConfigError
+from kvferry.integrations.vllm.support import check_buffer_device, check_engine, check_groups
+
+
+def engine(role: str = "kv_both", **changes: object) -> Any:
+    """A configuration, as far as it is looked at; a change names a setting of any part of it."""
+    parts: dict[str, dict[str, object]] = {
+        "model_config": {
+            "model": "tiny",
+            "enable_sleep_mode": False,
+            "is_encoder_decoder": False,
+            "is_multimodal_model": False,
+        },
+        "attention_config": {"hisparse_config": None},
+        "aux_output_config": {"enabled": False},
+        "kv_transfer_config": {
+            "kv_role": role,
+            "is_kv_consumer": role != "kv_producer",
+            "enable_permute_local_kv": False,
+        },
+        "parallel_config": {
+            "prefill_context_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+        },
+    }
+    for settings in parts.values():
+        settings.update({name: changes.pop(name) for name in list(changes) if name in settings})
+    built = {name: SimpleNamespace(**settings) for name, settings in parts.items()}
+    return SimpleNamespace(**{"lora_config": None, **built, **changes})
+
+
+def test_an_ordinary_engine_passes() -> None:
+    for role in ("kv_both", "kv_producer", "kv_consumer"):
+        check_engine(engine(role))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"enable_sleep_mode": True}, "enable_sleep_mode: .* start without it"),
+        ({"is_encoder_decoder": True}, "encoder-decoder model 'tiny'"),
+        ({"hisparse_config": object()}, "hisparse_config: .* start without it"),
+        ({"enabled": True}, "enable_return_routed_experts: .* start without it"),
+        ({"enable_permute_local_kv": True}, "enable_permute_local_kv: .* remove it"),
+        ({"is_multimodal_model": True}, "not yet proven .* multimodal models such as 'tiny'"),
+        ({"lora_config": object()}, "not yet proven .* LoRA .start without enable_lora"),
+    ],
+)
+def test_what_cannot_work_is_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_engine(engine(**change))
+
+
+def test_everything_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode.*; enable_permute_local_kv"):
+        check_engine(engine(enable_sleep_mode=True, enable_permute_local_kv=True))
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_replicas_of_a_cache_cannot_load_it(role: str) -> None:
+    ranks = {"prefill_context_parallel_size": 2}
+    with pytest.raises(ConfigError, match=f"prefill_context_parallel_size 2 with kv_role '{role}'"):
+        check_engine(engine(role, **ranks))
+    check_engine(engine("kv_producer", **ranks))
+    check_engine(engine(role, **ranks, decode_context_parallel_size=2))
+
+
+def test_there_is_no_staging() -> None:
+    check_buffer_device("cpu", "cpu")
+    with pytest.raises(ConfigError, match="'cuda' and the cache is in 'cpu' memory"):
+        check_buffer_device("cuda", "cpu")
+
+
+def test_a_model_without_a_cache() -> None:
+    config: Any = SimpleNamespace(transfer_groups=(), host_group_ids=())
+    with pytest.raises(ConfigError, match=r"without a cache .* start without kv_transfer_config"):
+        check_groups(config)
+
+
+def test_caches_in_host_memory() -> None:
+    config: Any = SimpleNamespace(transfer_groups=(), host_group_ids=(1, 3))
+    with pytest.raises(ConfigError, match="host memory: those of groups 1, 3"):
+        check_groups(config)
