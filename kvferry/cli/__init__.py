@@ -163,8 +163,9 @@ def plan(
       kvferry plan path/to/model --prefill tp=2,layout=HND --decode tp=1,block_size=32
       kvferry plan --prefill prefill.json --decode decode.json --svg plan.svg
 
-    Where copies are small, it tries other layouts and block sizes and names what would help.
-    Exit status 1 if the two cannot exchange pages.
+    No engine has to run. A request's pages are taken to lie apart, as in an engine that has run
+    for a while, so that no two make one copy. Where copies are small, other layouts and block
+    sizes are tried, and what would help is named. Exit status 1 if the two cannot exchange pages.
     """
     from kvferry.cli.plan import run
 

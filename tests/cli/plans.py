@@ -50,12 +50,12 @@ def config(folder: Path, content: object) -> str:
     return str(file)
 
 
-def kvferry(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ran:
+def kvferry(capsys: pytest.CaptureFixture[str], *arguments: str, width: int = 200) -> Ran:
     """Run the command in this process."""
     status: Any = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["kvferry", *arguments])
-        patch.setenv("COLUMNS", "200")
+        patch.setenv("COLUMNS", str(width))
         try:
             main()
         except SystemExit as exc:

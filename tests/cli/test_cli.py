@@ -42,6 +42,7 @@ def test_help_lists_the_commands() -> None:
     assert result.returncode == 0
     assert "drivers" in result.stdout
     assert "demo" in result.stdout
+    assert "plan" in result.stdout
 
 
 def test_version() -> None:

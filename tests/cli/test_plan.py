@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -276,6 +277,18 @@ def test_a_cache_that_is_too_small_names_the_largest_request(
     sides = [f"--{name}={tmp_path / name}.json" for name in ("prefill", "decode")]
     ran = kvferry(capsys, "plan", *sides, "--tokens=65")
     assert (ran.status, "choose --tokens up to 64" in ran.err) == (1, True)
+
+
+def test_the_readme_shows_what_is_printed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    _, after = (root / "README.md").read_text().split("```\n.venv/bin/kvferry plan ", 1)
+    arguments, _, shown = after.split("\n```\n", 2)[0], *after.split("```\n", 3)[1:3]
+    ran = kvferry(capsys, "plan", *shlex.split(arguments), width=100)
+    printed = [line.rstrip() for line in ran.out.splitlines()]
+    lines = [line for line in shown.removesuffix("```\n").splitlines() if line]
+    assert [line for line in lines if line not in printed] == []
+    assert len(lines) > 10
 
 
 def test_help_and_a_plan_load_no_more_than_they_need(tmp_path: Path) -> None:

@@ -58,8 +58,7 @@ def total(console: Console, found: Estimate) -> None:
     sizes = found.sizes
     console.print(
         f"A request of {counted(found.tokens, 'token')} takes [bold]{size(sizes.total)}[/] in "
-        f"[bold]{counted(sizes.copies, 'copy')}[/] of {_sizes(sizes)}, if no two of its pages lie "
-        "side by side.\n"
+        f"[bold]{counted(sizes.copies, 'copy')}[/] of {_sizes(sizes)}, its pages lying apart.\n"
     )
 
 
