@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from kvferry.core.coverage import Piece, Side, coverage
 from kvferry.core.errors import PlanError
@@ -69,7 +68,7 @@ class Own:
     Attributes:
         fields: by whether they are read: False for the draft layers that only this engine has.
         pages: page ids are below this; 0 where it has no field.
-        entry: a number of tokens that is whole entries in every field.
+        entry: a number of tokens that is whole entries in every field that is read.
     """
 
     fields: dict[bool, tuple[Field, ...]] = field(repr=False)
@@ -174,7 +173,7 @@ def _own(layout: Layout, side: Side) -> tuple[Own, ...]:
         Own(
             fields={read: tuple(some) for read, some in found.items()},
             pages=min((f.pages for some in found.values() for f in some), default=0),
-            entry=_entry(group, chain(*found.values())),
+            entry=_entry(group, found[True]),
         )
         for group, found in zip(layout.groups, fields, strict=True)
     )

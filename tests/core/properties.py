@@ -13,7 +13,7 @@ from random import Random
 
 import numpy as np
 
-from kvferry.core.descriptors import Pages, ReadRequest, copies
+from kvferry.core.descriptors import Pages, ReadRequest, copies, unwritten
 from kvferry.core.errors import KVFerryError, PageError, PlanError
 from kvferry.core.layout import (
     ELEMENT_BYTES,
@@ -26,7 +26,18 @@ from kvferry.core.layout import (
     Layout,
 )
 from kvferry.core.topology import Plan, plan
-from tests.core.oracle import World, check_rank, field_offsets, pages, tokens_of_page
+from tests.core.oracle import (
+    ZERO,
+    World,
+    check_rank,
+    entries,
+    field_offsets,
+    is_wanted,
+    pages,
+    poison,
+    tokens_of_page,
+    zero,
+)
 from tests.core.worlds import POOL
 
 Layouts = tuple[Layout, ...]
@@ -276,6 +287,30 @@ def _only(request: ReadRequest, group: int) -> ReadRequest:
     return replace(request, ranges=tuple(ranges))
 
 
+# What is zeroed.
+
+
+def check_nothing_wanted_is_zeroed(world: World, rng: Random) -> None:
+    """Unless a group is read from several groups, whose blocks may end at different tokens."""
+    rank = rng.randrange(len(world.local))
+    layout, found = world.local[rank], plan(world.local, world.remote, rank)
+    memory = poison(layout)
+    zero(unwritten(layout, found, world.request), layout, memory)
+    from_: dict[int, set[tuple[int, int]]] = {}
+    for source in found.sources:
+        for match in source.matches:
+            meets = match.remote_group, match.pairing.remote.block_tokens
+            from_.setdefault(match.local_group, set()).add(meets)
+    for f in layout.fields:
+        wanted = world.request.ranges[f.group]
+        if wanted is None or len(from_.get(f.group, ())) != 1 or f.key in _drafts(world.local):
+            continue
+        one = replace(layout, fields=(f,))
+        for entry in entries(one, {f.key: 0}, world.request.local):
+            if is_wanted(entry, wanted):
+                assert (memory[entry.region][entry.where] != ZERO).all(), (f.key, entry)
+
+
 # How few copies.
 
 
@@ -349,5 +384,6 @@ CHECKS: dict[str, Callable[[World, Random], None]] = {
     "misfits": check_misfits,
     "damaged lists": check_damaged_lists,
     "strange ids": check_strange_ids,
+    "nothing wanted is zeroed": check_nothing_wanted_is_zeroed,
     "equal layouts move whole": check_equal_layouts_move_whole,
 }

@@ -410,6 +410,10 @@ def the_tail_stays(patch: Patch) -> None:
     written_is(patch, lambda start, stop, entry: (start, stop + 64 * entry))
 
 
+def whole_pages_are_zeroed(patch: Patch) -> None:
+    written_is(patch, lambda start, stop, entry: (0, 0))
+
+
 def the_widest_span_counts(patch: Patch) -> None:
     """Where several remote groups meet a local one, the union of what they write."""
 
@@ -483,6 +487,7 @@ PLANTED: dict[Callable[[Patch], None], str] = {
     pages_join_if_they_do_here: BYTES,
     the_head_stays: BYTES,
     the_tail_stays: BYTES,
+    whole_pages_are_zeroed: "nothing wanted is zeroed",
     the_widest_span_counts: BYTES,
     unread_fields_stay: BYTES,
     unread_groups_stay: BYTES,
