@@ -203,11 +203,12 @@ def _check_keys(local: Side, remote: Side) -> None:
     for here, there in ((local, remote), (remote, local)):
         key = next((key for key in here.holdings if key not in there.holdings), None)
         if key is not None:
-            draft = key in here.drafts
+            what, remedy = "field", "run the same model on both engines"
+            if key in here.drafts:
+                what = "draft field"
+                remedy = "run the same draft model on both engines, or none on one"
             raise PlanError(
-                f"{'draft ' if draft else ''}field {key!r} is held by {here.held(key)} and by "
-                f"{there.held(key)}: the engines do not run the same {'draft ' if draft else ''}"
-                "model"
+                f"{what} {key!r} is held by {here.held(key)} and by {there.held(key)}: {remedy}"
             )
 
 
