@@ -52,7 +52,8 @@ BEHIND = "not known: how the kernels split a block, on which it depends, is not 
 
 PACKINGS: Mapping[str, Packing] = {
     "FLASH_ATTN": Packing(
-        inside="as HALVES, or (AITER's shuffle) planes of K in vectors and of V in runs of tokens",
+        inside="K, then V, in the cell of each head and token; where AITER shuffles, all of K in "
+        "vectors of 16 bytes, then all of V in runs of tokens",
         fields=insides.flash_or_shuffled,
         unless="shuffled fp8",
     ),
@@ -68,7 +69,7 @@ PACKINGS: Mapping[str, Packing] = {
     "B12X": PLANES,
     "ROCM_SEGMENTED_ATTN": PLANES,
     "ROCM_ATTN": Packing(
-        inside="planes of K in vectors of 16 bytes and of V in columns", fields=insides.vectors
+        inside="all of K in vectors of 16 bytes, then all of V in columns", fields=insides.vectors
     ),
     "CPU_ATTN": Packing(inside="depends on the kernel, which is not known"),
     "CPU_ATTN/vec": COLUMNS,
@@ -120,6 +121,7 @@ PACKINGS: Mapping[str, Packing] = {
     "FLASHMLA_SPARSE_DSV41": Packing(inside=BEHIND),
     "INKLING_SCONV_SWA": Packing(inside=UNREAD),
     "KPOOL_TAIL": Packing(inside=UNREAD),
+    "MINIMAX_M3_SPARSE": Packing(inside=UNREAD),
     "ROCM_FLASHMLA_SPARSE_DSV4": Packing(inside=ELSEWHERE),
     "XPU_V4_MLA_SPARSE": Packing(inside=ELSEWHERE),
 }
