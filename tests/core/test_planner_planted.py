@@ -4,6 +4,7 @@ copies broken on purpose, one at a time, each to be caught by a check that they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -199,6 +200,16 @@ def sub_blocks_are_the_smaller_block(patch: Patch) -> None:
     )
 
 
+def sub_blocks_are_single_entries(patch: Patch) -> None:
+    def entry(match: Any) -> int:
+        return math.lcm(*(overlap.local.tokens_per_state for overlap in match))
+
+    def fine(real: Any, overlaps: Any, local: Any, remote: Any, grain: int, *window: Any) -> Any:
+        return real(overlaps, local, remote, grain if window else entry(overlaps), *window)
+
+    instead(patch, topology, "batches", fine)
+
+
 def span_is(patch: Patch, fault: Callable[..., tuple[int, int]]) -> None:
     method(patch, Pairing, "span", fault)
 
@@ -371,6 +382,13 @@ def neighbouring_fields_never_merge(patch: Patch) -> None:
     patch.setattr(runs, "touching", lambda some: some.at(np.lexsort((some.local, some.pair))))
 
 
+def neighbouring_regions_are_one(patch: Patch) -> None:
+    def regardless(real: Any, some: Runs) -> Runs:
+        return real(replace(some, pair=np.zeros_like(some.pair)))  # type: ignore[no-any-return]
+
+    instead(patch, runs, "touching", regardless)
+
+
 def fields_of_one_shape_start_alike(patch: Patch) -> None:
     def shorter(real: Any, o: Overlap) -> object:
         return real(o)[:1]
@@ -462,6 +480,7 @@ PLANTED: dict[Callable[[Patch], None], str] = {
     replicas_are_not_told: "producers are told",
     replicas_are_told_by_all: "producers are told",
     sub_blocks_are_the_smaller_block: BYTES,
+    sub_blocks_are_single_entries: "equal layouts move whole",
     the_last_token_is_rounded_down: BYTES,
     the_first_token_is_rounded_up: BYTES,
     tokens_before_the_first_are_read_too: BYTES,
@@ -483,6 +502,7 @@ PLANTED: dict[Callable[[Patch], None], str] = {
     runs_merge_if_they_do_here: BYTES,
     neighbours_here_are_neighbours_there: BYTES,
     neighbouring_fields_never_merge: "equal layouts move whole",
+    neighbouring_regions_are_one: BYTES,
     fields_of_one_shape_start_alike: BYTES,
     pages_join_if_they_do_here: BYTES,
     the_head_stays: BYTES,
