@@ -155,7 +155,8 @@ def plan(
       kernel_block   tokens of the blocks that kernels cut a page into (they do not)
 
     \b
-    FILE holds {"ranks": [LAYOUT, ...]}, a kvferry.core.layout.Layout as JSON for each rank;
+    FILE holds {"ranks": [LAYOUT, ...]}, a kvferry.core.layout.Layout as JSON for each rank, and
+    may hold "windows": [TOKENS, ...], how far each group looks back (0: all the way);
     --write-layouts writes such files.
 
     \b

@@ -117,7 +117,7 @@ def _draw_ribbon(axes: Axes, ribbon: _Ribbon, colours: int) -> None:
     vertices += [(x1, low1), (middle, low1), (middle, low0), (x0, low0), (x0, top0)]
     curve = [Outline.CURVE4] * 3
     codes = [Outline.MOVETO, *curve, Outline.LINETO, *curve, Outline.CLOSEPOLY]
-    colour = mpl.colormaps["viridis"](0.08 + 0.84 * ribbon.read.prefill / max(1, colours - 1))
+    colour = mpl.colormaps["viridis"](0.06 + 0.76 * ribbon.read.prefill / max(1, colours - 1))
     axes.add_patch(
         PathPatch(
             Outline(vertices, codes), facecolor=colour, edgecolor=colour, linewidth=0.4, alpha=0.55
