@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvferry.integrations.vllm.config import ConfigError
+from kvferry.integrations.vllm.specs import refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -108,8 +109,4 @@ def _impossible_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
             "a model without a cache to hand over: every request would be computed twice; start "
             "without kv_transfer_config"
         )
-    if kv_cache_config.host_group_ids:
-        yield (
-            f"caches that lie in host memory: those of groups "
-            f"{', '.join(map(str, kv_cache_config.host_group_ids))}"
-        )
+    yield from refusals(kv_cache_config)

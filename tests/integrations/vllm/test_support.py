@@ -81,12 +81,6 @@ def test_there_is_no_staging() -> None:
 
 
 def test_a_model_without_a_cache() -> None:
-    config: Any = SimpleNamespace(transfer_groups=(), host_group_ids=())
+    config: Any = SimpleNamespace(transfer_groups=())
     with pytest.raises(ConfigError, match=r"without a cache .* start without kv_transfer_config"):
-        check_groups(config)
-
-
-def test_caches_in_host_memory() -> None:
-    config: Any = SimpleNamespace(transfer_groups=(), host_group_ids=(1, 3))
-    with pytest.raises(ConfigError, match="host memory: those of groups 1, 3"):
         check_groups(config)
