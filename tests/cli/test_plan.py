@@ -105,6 +105,15 @@ def test_replicas_that_nobody_reads_are_told(tmp_path: Path, capsys: Capture) ->
     assert "none; 0 tells it so" in ran.words
 
 
+def test_ranks_without_a_cache_take_part(tmp_path: Path, capsys: Capture) -> None:
+    model = config(tmp_path, TINY | {"num_hidden_layers": 6, "num_kv_shared_layers": 4})
+    found = planned(capsys, [model], "tp=1,pp=2", "tp=1,pp=3")
+    assert [(read["decode"], read["prefill"]) for read in found["reads"]] == [(0, 0)]
+    assert [rank["told_by"] for rank in found["prefill"]] == [None, 1]
+    ran = kvferry(capsys, "plan", model, "--prefill", "tp=1,pp=2", "--decode", "tp=1,pp=3")
+    assert "1 (pp 1) 1 nothing, and tells it so 2 (pp 2) none nothing" in ran.words
+
+
 def test_tokens_spread_over_ranks(tmp_path: Path, capsys: Capture) -> None:
     sides = "tp=2,dcp=2,interleave=4", "tp=4,dcp=4,interleave=8"
     found = planned(capsys, [config(tmp_path, LATENT)], *sides, "--tokens=64")

@@ -63,14 +63,14 @@ def _token_reasons(match: Match) -> Iterator[str]:
     if not match.pairing.alike:
         yield (
             f"A request's tokens are spread over {_turns(remote.context)} on prefill and "
-            f"{_turns(local.context)} on decode: {most} at most is in one piece on both."
+            f"{_turns(local.context)} on decode: at most {most} in one piece on both."
         )
         return
     near, far = local.block_tokens, remote.block_tokens
     if near != far:
         yield (
-            f"Pages hold {counted(far, 'token')} on prefill and {near:,} on decode: {most} at most "
-            "lie in one page on both."
+            f"Pages hold {counted(far, 'token')} on prefill and {near:,} on decode: at most {most} "
+            "in one page on both."
         )
 
 

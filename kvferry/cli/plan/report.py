@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -70,22 +70,29 @@ def reads(console: Console, found: Estimate, prefill: Engine, decode: Engine) ->
     for heading in ("copies", "bytes", "of size"):
         table.add_column(heading, justify="right", no_wrap=True)
     for rank in range(len(decode.ranks)):
-        mine = found.of_decode(rank)
-        for nth, read in enumerate(mine):
-            table.add_row(
-                rank_name(decode, rank) if nth == 0 else "",
-                rank_name(prefill, read.prefill),
-                escape(what_of(read.overlaps)),
-                *_figures(read.sizes),
-            )
-        if len(mine) > 1:
-            sizes = found.sizes_of(mine)
-            table.add_row("", f"{len(mine)} ranks", "", *_figures(sizes), style="dim")
-        if told := found.told_by(rank):
-            whom = "it" if len(told) == 1 else "them"
-            table.add_row("", numbers(told), f"nothing, and tells {whom} so", style="dim")
+        name = rank_name(decode, rank)
+        for cells, style in _reading(found, prefill, rank):
+            table.add_row(name, *cells, style=style)
+            name = ""
     console.print(table)
     console.print()
+
+
+def _reading(
+    found: Estimate, prefill: Engine, rank: int
+) -> Iterator[tuple[tuple[str, ...], str | None]]:
+    """The rows of one decode rank, without its name."""
+    mine, told = found.of_decode(rank), found.told_by(rank)
+    for read in mine:
+        what = escape(what_of(read.overlaps))
+        yield (rank_name(prefill, read.prefill), what, *_figures(read.sizes)), None
+    if len(mine) > 1:
+        yield (f"{len(mine)} ranks", "", *_figures(found.sizes_of(mine))), "dim"
+    if told:
+        whom = "it" if len(told) == 1 else "them"
+        yield (numbers(told), f"nothing, and tells {whom} so"), "dim"
+    if not mine and not told:
+        yield ("none", "nothing"), "dim"
 
 
 def served(console: Console, found: Estimate, prefill: Engine) -> None:
