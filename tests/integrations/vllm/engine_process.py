@@ -16,6 +16,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from tests.integrations.vllm import frugal
 from tests.integrations.vllm.messages import Completion, Request
 
 
@@ -93,6 +94,7 @@ def main(connection: Connection, log: str, arguments: dict[str, Any]) -> None:
     """Start the engine, say how that went, and serve until told to close."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     _log_to(log)
+    frugal.adapt()
     if isinstance(transfer := arguments.get("kv_transfer_config"), dict):
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
     try:
@@ -100,6 +102,8 @@ def main(connection: Connection, log: str, arguments: dict[str, Any]) -> None:
     except BaseException as error:
         connection.send(("failed", f"{type(error).__name__}: {error}"))
         raise
+    if arguments.get("pipeline_parallel_size", 1) > 1:
+        engine.collective_rpc(frugal.make_room_between_stages)
     connection.send(("started", os.getpid()))
     Server(connection, engine).serve()
     engine.engine_core.shutdown()

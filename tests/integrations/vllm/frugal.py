@@ -1,0 +1,62 @@
+"""vLLM as a test machine can bear it: no import done twice, and ranks that wait for each other
+asleep, since there are more of them than cores. What is computed stays the same."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from typing import Any
+
+from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.models import registry
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor.multiproc_executor import WorkerProc
+
+PR_SET_PDEATHSIG = 1
+PAUSE_SECONDS = 0.0002
+
+
+def adapt() -> None:
+    """Change vLLM in this process and in those that it forks."""
+    _fork_workers()
+    _wait_asleep()
+    registry._run_in_subprocess = lambda inspect: inspect()  # a new one would import everything
+
+
+def _fork_workers() -> None:
+    """Workers are forked from here, and end with this process, however it ends.
+
+    vLLM's CPU platform spawns them, and each one then imports for ten seconds.
+    """
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    context = multiprocessing.get_context("fork")
+    multiproc_executor.get_mp_context = lambda: context
+    work, parent = WorkerProc.worker_main, os.getpid()
+
+    def main(*args: Any, **kwargs: Any) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            work(*args, **kwargs)
+
+    WorkerProc.worker_main = staticmethod(main)
+
+
+def _wait_asleep() -> None:
+    """Both ways in which ranks talk spin: gloo's does not, so they fall back to it."""
+    shm_broadcast.sched_yield = lambda: time.sleep(PAUSE_SECONDS)
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+
+def make_room_between_stages(worker: Any) -> None:
+    """For what a pipeline stage receives. vLLM allocates it in a warm-up that CPU engines skip."""
+    if parallel_state.get_pp_group().is_first_rank:
+        return
+    runner = worker.model_runner
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+    )
