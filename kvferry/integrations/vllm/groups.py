@@ -95,9 +95,10 @@ class CacheGroup:
             page = [block.block_id for block in self._state(blocks, tokens)]
             return (0, tokens), Pages(ids=np.array(page, dtype=np.int64))
         ours = sum(1 for _ in takewhile(lambda b: b.is_null or b.block_hash is not None, blocks))
-        first = max(ours * self.tokens, self.skipped(tokens))
-        if first >= tokens:
+        if ours * self.tokens >= tokens:
             return None, NOTHING
+        # Of a window that starts with the next token nothing is loaded; its page is zeroed.
+        first = min(max(ours * self.tokens, self.skipped(tokens)), tokens)
         ids = [block.block_id for block in blocks[ours:]]
         return (first, tokens), Pages(ids=np.array(ids, dtype=np.int64), first_index=ours)
 

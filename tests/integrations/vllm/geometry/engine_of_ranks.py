@@ -1,0 +1,425 @@
+"""Engines without a model: caches that vLLM lays out, worker halves over real endpoints.
+
+vLLM's own functions turn the layers' specs into groups, block strides and tensors for every rank;
+its formulas say where each rank stands. Nothing is computed: a test writes what an engine would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+
+from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
+from kvferry.core.handshake import HandshakeServer
+from kvferry.core.layout import HOLE
+from kvferry.core.lifecycle.holds import Incarnation, RequestId, random_incarnation
+from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.wire import encode
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.integrations.vllm.caches import describe
+from kvferry.integrations.vllm.groups import CacheGroup, cache_groups
+from kvferry.integrations.vllm.pages import Place
+from kvferry.integrations.vllm.places import Seat, seat_of
+from tests.integrations.vllm.geometry.model import Bytes, Layer, Part, Setting, Steps, stage
+
+if TYPE_CHECKING:
+    from kvferry.integrations.vllm.replica import ReplicaWorker
+    from kvferry.integrations.vllm.worker import FerryWorker
+
+POISON = 255
+"""A byte that makes NaN of every element type."""
+SECONDS = 60.0
+"""Until something that must happen counts as not happening."""
+LONGEST = 1 << 12
+"""The engines' ``max_model_len``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """All that two engines of one model may differ in.
+
+    Attributes:
+        tp, pp, dcp, pcp, interleave: parallelism.
+        block: tokens of an attention block on one rank.
+        kernel: tokens of a kernel's block; 0 where kernels take the scheduler's.
+        order: a name of ``VLLM_KV_CACHE_LAYOUT``.
+        backend: of attention.
+        state_block, mode, scratch, channels_first: of states; see ``Setting``.
+        untransferred: layers whose group is not transferred.
+        shares: layers that use another's cache, and whose.
+        blocks: how many there are.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    pcp: int = 1
+    interleave: int = 1
+    block: int = 16
+    kernel: int = 0
+    order: str = "LBHNC"
+    backend: str = "FLASH_ATTN"
+    state_block: int = LONGEST
+    mode: str = "none"
+    scratch: int = 0
+    channels_first: bool = False
+    untransferred: tuple[str, ...] = ()
+    shares: tuple[tuple[str, str], ...] = ()
+    blocks: int = 48
+
+    def setting(self, place: Place) -> Setting:
+        """For a rank's specs."""
+        return Setting(
+            place=place,
+            block=self.block,
+            state_block=self.state_block,
+            mode=self.mode,
+            scratch=self.scratch,
+            channels_first=self.channels_first,
+            backend=self.backend,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """The caches of a vLLM group on one rank: its tensors, and which tokens they are of.
+
+    Attributes:
+        parts: where the tensors lie.
+        size, turn, interleave: of context parallelism; ``turn`` is this rank's.
+    """
+
+    parts: tuple[Part, ...]
+    size: int = 1
+    turn: int = 0
+    interleave: int = 1
+
+    def steps(self, part: Part, positions: Steps) -> Steps:
+        """(positions, entries): which entries of a request pages at these positions hold."""
+        entries = part.places.shape[1]
+        local = np.add.outer(positions * entries, np.arange(entries)) * part.per_entry
+        rounds, within = np.divmod(local, self.interleave)
+        token = (rounds * self.size + self.turn) * self.interleave + within
+        found: Steps = token // part.per_entry
+        return found
+
+
+@dataclass(kw_only=True)
+class Rank:
+    """One worker process's caches and its half of the connector.
+
+    Attributes:
+        seat: where it stands.
+        memory: every byte of its caches.
+        extents: by vLLM's groups.
+        endpoint: None where another rank publishes the same caches.
+        sent: every report of a request sent, in order.
+        received, failed: every report of a request received, and of one that failed.
+    """
+
+    seat: Seat
+    memory: Bytes
+    extents: tuple[Extent, ...]
+    worker: FerryWorker | ReplicaWorker
+    endpoint: Endpoint | None
+    sent: list[str] = field(default_factory=list)
+    received: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def hear(self, **said: Any) -> None:
+        """What the scheduler half says in a step; see ``metadata.Step``."""
+        from kvferry.integrations.vllm.metadata import Step
+
+        self.worker.apply(Step(**said))
+
+    def poll(self) -> None:
+        """Take what is over."""
+        results = self.worker.results()
+        self.sent += results.finished_sending
+        self.received += results.finished_recving
+        self.failed += results.failed_recving
+
+    def await_received(self, request: str) -> None:
+        """Poll until a load is reported."""
+        self._await(self.received, request)
+
+    def await_sent(self, request: str) -> None:
+        """Poll until a request is reported sent."""
+        self._await(self.sent, request)
+
+    def _await(self, reports: list[str], request: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while request not in reports:
+            assert time.monotonic() < deadline, f"{request} is not reported"
+            if self.endpoint is not None:
+                self.endpoint.wait(0.02)
+            self.poll()
+
+    @property
+    def words(self) -> int:
+        """How many words of the slot table are not zero."""
+        if self.endpoint is None:
+            return 0
+        slots = self.endpoint.payload.slots
+        table = (ctypes.c_uint64 * (slots.nbytes // 8)).from_address(slots.address)
+        return sum(word != 0 for word in table)
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """All ranks of an engine.
+
+    Attributes:
+        name: its id.
+        config: what its scheduler is told about the caches.
+        groups: those of its groups that are transferred.
+        busy: pages that requests have.
+        numbers: of its requests.
+    """
+
+    name: str
+    shape: Shape
+    layers: tuple[Layer, ...]
+    config: Any
+    groups: tuple[CacheGroup, ...]
+    ranks: list[Rank]
+    incarnation: Incarnation
+    server: HandshakeServer
+    ledger: HoldLedger
+    busy: set[int] = field(default_factory=set)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def workers(self) -> list[Rank]:
+        """The ranks that publish their caches."""
+        return [rank for rank in self.ranks if rank.endpoint is not None]
+
+    def hear(self, **said: Any) -> None:
+        """One engine step: every rank hears the same; see ``metadata.Step``."""
+        for rank in self.ranks:
+            rank.hear(**said)
+
+    def take(self, count: int, rng: np.random.Generator) -> list[int]:
+        """Pages that no request has, in any order."""
+        free = sorted(set(range(1, self.shape.blocks)) - self.busy)
+        taken: list[int] = rng.permutation(free)[:count].tolist()
+        self.busy.update(taken)
+        return taken
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Give pages back."""
+        self.busy.difference_update(page for page in pages if page != HOLE)
+
+
+@contextlib.contextmanager
+def engine(
+    name: str, layers: Sequence[Layer], shape: Shape = Shape(), *, agreement: str = "model"
+) -> Iterator[Engine]:
+    """An engine that runs until the block ends, its caches full of poison."""
+    seats = list(_seats(shape))
+    configs = _configs(layers, shape, seats)
+    incarnation = random_incarnation()
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            _rank(name, layers, shape, seat, config, incarnation, agreement, stack)
+            for seat, config in zip(seats, configs, strict=True)
+        ]
+        payloads = [rank.endpoint.payload for rank in ranks if rank.endpoint is not None]
+        payloads.sort(key=lambda payload: payload.rank)
+        encoded = [encode(payload) for payload in payloads]
+        server = stack.enter_context(HandshakeServer(encoded, engine=name, incarnation=incarnation))
+        scheduler = _scheduler_config(configs)
+        made = Engine(
+            name=name,
+            shape=shape,
+            layers=tuple(layers),
+            config=scheduler,
+            groups=cache_groups(scheduler, shape.dcp),
+            ranks=ranks,
+            incarnation=incarnation,
+            server=server,
+            ledger=HoldLedger(shape.blocks),
+        )
+        made.hear(ranks=tuple(encoded))
+        yield made
+
+
+def _seats(shape: Shape) -> Iterator[Seat]:
+    """Every process's, in vLLM's order of ranks; its groups as in ``initialize_model_parallel``."""
+    from vllm.distributed import parallel_state
+
+    world = np.arange(shape.pp * shape.pcp * shape.tp).reshape(shape.pp, shape.pcp, shape.tp)
+    contexts = world.transpose(0, 2, 1).reshape(-1, shape.dcp)
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=shape.tp,
+            prefill_context_parallel_size=shape.pcp,
+            decode_context_parallel_size=shape.dcp,
+            cp_kv_cache_interleave_size=shape.interleave,
+        )
+    )
+    for rank, (pp, pcp, tp) in enumerate(np.ndindex(world.shape)):
+        ranks = {"tp": tp, "pp": pp, "pcp": pcp, "dcp": int(np.argwhere(contexts == rank)[0][1])}
+        with contextlib.ExitStack() as stack:
+            for kind, where in ranks.items():
+                group = SimpleNamespace(rank_in_group=where)
+                name = f"get_{kind}_group"
+                stack.enter_context(mock.patch.object(parallel_state, name, return_value=group))
+            yield seat_of(config)
+
+
+def _configs(layers: Sequence[Layer], shape: Shape, seats: Sequence[Seat]) -> list[Any]:
+    """What vLLM's engine core makes of the specs of all ranks."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    specs = [
+        {
+            layer.name: layer.spec(shape.setting(seat.place))
+            for layer in stage(_owners(layers, shape), seat.coordinates.pp, shape.pp)
+        }
+        for seat in seats
+    ]
+    configs: list[Any] = get_kv_cache_configs(_vllm_config(shape), specs, [1 << 40] * len(specs))
+    for config in configs:
+        for group in config.kv_cache_groups:
+            group.enable_kv_transfer = not set(group.layer_names) & set(shape.untransferred)
+            for user, owner in shape.shares:
+                if owner in group.layer_names:
+                    group.layer_names.append(user)
+    return configs
+
+
+def _owners(layers: Sequence[Layer], shape: Shape) -> list[Layer]:
+    return [layer for layer in layers if layer.name not in dict(shape.shares)]
+
+
+def _vllm_config(shape: Shape) -> Any:
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    return SimpleNamespace(
+        num_prefill_lookahead_tokens=0,
+        max_in_flight_tokens=64,
+        speculative_config=None,
+        attention_config=SimpleNamespace(hisparse_config=None),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        model_config=SimpleNamespace(max_model_len=64, original_max_model_len=64),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=shape.tp, decode_context_parallel_size=shape.dcp
+        ),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout[shape.order],
+            num_gpu_blocks_override=shape.blocks,
+            prefix_cache_retention_interval=None,
+            mamba_cache_mode=shape.mode,
+        ),
+    )
+
+
+def _scheduler_config(configs: list[Any]) -> Any:
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+
+    return generate_scheduler_kv_cache_config(configs)
+
+
+def _rank(
+    name: str,
+    layers: Sequence[Layer],
+    shape: Shape,
+    seat: Seat,
+    config: Any,
+    incarnation: Incarnation,
+    agreement: str,
+    stack: contextlib.ExitStack,
+) -> Rank:
+    from kvferry.integrations.vllm.replica import ReplicaWorker
+    from kvferry.integrations.vllm.worker import FerryWorker
+
+    caches = _allocate(config, shape)
+    setting = shape.setting(seat.place)
+    facts = {layer.name: layer.facts(setting) for layer in layers}
+    memory = _memory(caches)
+    memory[:] = POISON
+    worker: FerryWorker | ReplicaWorker = ReplicaWorker()
+    endpoint = None
+    if not seat.replica:
+        endpoint = stack.enter_context(
+            Endpoint(
+                identity=Identity(
+                    engine=name,
+                    incarnation=incarnation,
+                    rank=seat.rank,
+                    coordinates=seat.coordinates,
+                    agreement={"model": agreement},
+                ),
+                driver="loopback",
+                transport=LoopbackTransport(),
+                layout=describe(caches, config, facts=facts, place=seat.place),
+                slots=shape.blocks,
+                options=EndpointOptions(handshake_timeout=60.0, lease=120.0),
+            )
+        )
+        worker = FerryWorker(endpoint, lambda: None)
+    return Rank(
+        seat=seat,
+        memory=memory,
+        extents=tuple(_extents(config, caches, {a.name: a for a in layers}, setting)),
+        worker=worker,
+        endpoint=endpoint,
+    )
+
+
+def _allocate(config: Any, shape: Shape) -> dict[str, Any]:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheLayout, MambaSpec, iter_layer_specs
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    own = [next(iter(iter_layer_specs(group.kv_cache_spec))) for group in config.kv_cache_groups]
+    kernels = [
+        shape.kernel if shape.kernel and not isinstance(spec, MambaSpec) else spec.block_size
+        for spec in own
+    ]
+    order = KVCacheLayout[shape.order]
+    caches: dict[str, Any] = allocate_kv_cache(config, torch.device("cpu"), order, kernels)
+    return caches | {user: caches[owner] for user, owner in shape.shares if owner in caches}
+
+
+def _memory(caches: Mapping[str, Any]) -> Bytes:
+    import torch
+
+    storage = next(iter(caches.values())).untyped_storage()
+    memory: Bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return memory
+
+
+def _extents(
+    config: Any, caches: Mapping[str, Any], layers: Mapping[str, Layer], setting: Setting
+) -> Iterator[Extent]:
+    for group in config.kv_cache_groups:
+        own = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        parts: dict[int, tuple[Part, ...]] = {}
+        for name in group.layer_names:
+            spec = own.get(name, group.kv_cache_spec)
+            found = layers[name].parts(caches[name], spec, setting, config.num_blocks)
+            parts.setdefault(caches[name].data_ptr(), tuple(found))
+        flat = tuple(part for some in parts.values() for part in some)
+        if group.kv_cache_spec.dcp_sharded:
+            place = setting.place
+            yield Extent(
+                parts=flat, size=place.dcp_size, turn=place.dcp, interleave=place.interleave
+            )
+        else:
+            yield Extent(parts=flat)
+
+
+def request_id(name: str) -> RequestId:
+    """Of core's type."""
+    return RequestId(name)
