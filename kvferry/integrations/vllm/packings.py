@@ -121,7 +121,7 @@ PACKINGS: Mapping[str, Packing] = {
     "FLASHMLA_SPARSE_DSV41": Packing(inside=BEHIND),
     "INKLING_SCONV_SWA": Packing(inside=UNREAD),
     "KPOOL_TAIL": Packing(inside=UNREAD),
-    "MINIMAX_M3_SPARSE": Packing(inside=UNREAD),
+    "MINIMAX_M3_SPARSE": HALVES,
     "ROCM_FLASHMLA_SPARSE_DSV4": Packing(inside=ELSEWHERE),
     "XPU_V4_MLA_SPARSE": Packing(inside=ELSEWHERE),
 }

@@ -215,6 +215,22 @@ def test_kernel_blocks(order: str, backend: str, spec: Any, reading: Reading) ->
     assert rank.wrong(reading) == []
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_minimax_m3_sparse(order: str) -> None:
+    """``_gqa_sparse_fwd_kernel`` of ``minimax_m3/common/ops/sparse_attn.py`` finds K by the strides
+    of (block, head, position, element), and V ``head_dim`` elements further on. Where AITER runs,
+    its pages are two planes, whose inside was not read."""
+
+    def kernel(cache: Any, spec: Any) -> dict[str, Any]:
+        cells = cache.transpose(1, 2)
+        return {"k": cells[..., : spec.head_size], "v": cells[..., spec.head_size :]}
+
+    rank = Rank([group(TWO, full(head_size=128))], order, backends="MINIMAX_M3_SPARSE")
+    assert rank.wrong(kernel) == []
+    two = Rank([group(TWO, planes())], backends="MINIMAX_M3_SPARSE")
+    assert two.layout.groups[0].kind is GroupKind.OPAQUE
+
+
 def test_layers_of_unlike_sizes_in_one_group() -> None:
     specs = {"a": full(), "b": full(num_kv_heads=1, head_size=128), "c": full(head_size=32)}
     for order in ("LBHNC", "LBNHC", "BLHNC", "BLNHC"):
