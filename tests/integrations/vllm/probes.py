@@ -58,13 +58,15 @@ def reset_prefix_cache(engine: Any) -> bool:
 
 def refusal(engine: Any, arguments: dict[str, Any]) -> str:
     """What a worker says at start to an engine with these arguments; empty if nothing."""
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
     from kvferry.integrations.vllm.config import ConfigError
     from kvferry.integrations.vllm.support import check_engine
 
+    transfer = KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both")
     try:
-        check_engine(EngineArgs(**arguments).create_engine_config())
+        check_engine(EngineArgs(**arguments, kv_transfer_config=transfer).create_engine_config())
     except ConfigError as error:
         return str(error)
     return ""

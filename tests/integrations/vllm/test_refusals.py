@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +161,7 @@ def test_one_line_at_start(prefill: Engine) -> None:
         ({"extra": {"driver": "carrier-pigeon"}}, "loopback"),
         ({"extra": {"driver_options": {"speed": 9}}}, "speed"),
         ({"transfer": {"kv_buffer_device": "cuda"}}, "'cuda' and the cache is in 'cpu' memory"),
+        ({"transfer": {"enable_permute_local_kv": True}}, "enable_permute_local_kv"),
         ({"extra": {"side_channel_host": "192.0.2.1"}}, "side_channel_host"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -179,38 +178,25 @@ def test_port_in_use(start_engine: StartEngine) -> None:
             start_engine("refused", "kv_both", extra={"side_channel_port": port})
 
 
-def test_sliding_window_model(start_engine: StartEngine, checkpoint: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(checkpoint, tmp_path / "mistral")
-    config = json.loads((model / "config.json").read_text())
-    config |= {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": 64,
-    }
-    (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(EngineError, match=r"not yet proven .* SlidingWindowSpec"):
-        start_engine("refused", "kv_both", model=model)
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 (set it to 1)"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2 (set it to 1)"),
         ({"enable_lora": True}, "LoRA"),
-        ({"enable_prompt_embeds": True}, "prompts of embeddings"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "'ngram'"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype 'fp8_e4m3'"),
+        ({"tensor_parallel_size": 2}, ""),
+        ({"pipeline_parallel_size": 2}, ""),
+        ({"enable_prompt_embeds": True}, ""),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, ""),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ""),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_unproven_configuration(
+def test_configuration(
     reference: Engine, checkpoint: Path, arguments: dict[str, Any], reason: str
 ) -> None:
     common = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 1024}
     said = reference.run(probes.refusal, common | arguments)
-    assert said.startswith("not yet proven to work")
     assert reason in said
+    assert bool(said) == bool(reason)
 
 
 def _lines(engine: Engine, request_id: str, text: str) -> list[str]:
