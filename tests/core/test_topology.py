@@ -280,6 +280,23 @@ def test_refuses_a_share_of_a_context_that_only_the_remote_side_holds() -> None:
         plan(replicas(2, context=2)[:1], replicas(1), 0)
 
 
+def turns(size: int, *interleaves: int) -> list[Layout]:
+    """Ranks that deal out tokens, each in runs of its own length."""
+    contexts = [Context(size=size, rank=i % size, interleave=n) for i, n in enumerate(interleaves)]
+    return [layout(heads(shard=(0, 1)), groups=[paged(16, one)]) for one in contexts]
+
+
+def test_refuses_an_engine_whose_ranks_deal_out_tokens_differently() -> None:
+    one, other = turns(2, 4, 4), turns(2, 4, 2)
+    for local, remote in ((other, one), (one, other)):
+        with pytest.raises(PlanError, match=r"context interleave is 4 on .* rank 0 and 2 on"):
+            plan(local, remote, 0)
+
+
+def test_how_tokens_are_dealt_out_says_nothing_where_one_rank_has_all() -> None:
+    assert [list(read) for read in reads(turns(1, 4, 2), turns(1, 8, 1))] == [[0], [1]]
+
+
 def draft(key: str = "d", *, region: int = 0, draft: bool = True) -> Field:
     return replace(heads(key, region=region), draft=draft)
 
