@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.descriptors import Pages, ReadRequest, copies
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import GroupKind
-from kvferry.core.topology import plan
 from kvferry.integrations.vllm.packings import PACKINGS
 from kvferry.integrations.vllm.pages import Place
 from tests.integrations.vllm import census, views
+from tests.integrations.vllm.layers import ORDERS, TWO, full, mla, planes, quantized, raw, uniform
 from tests.integrations.vllm.views import Rank, Reading, group
 
 pytestmark = [
@@ -21,48 +20,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
 
-ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-TWO = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
-
 HALVES = [name for name, known in PACKINGS.items() if known is PACKINGS["FLASHINFER"]]
 PLANES = [name for name, known in PACKINGS.items() if known is PACKINGS["B12X"]]
 ROWS = [name for name, known in PACKINGS.items() if known is PACKINGS["TRITON_MLA"]]
-
-
-def full(**changes: Any) -> Any:
-    """A layer with keys and values of unlike sizes for each of three heads."""
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    given = {"block_size": 32, "num_kv_heads": 3, "head_size": 64, "dtype": torch.bfloat16}
-    return FullAttentionSpec(**(given | changes))
-
-
-def planes(dtype: str = "bfloat16", **changes: Any) -> Any:
-    """A layer whose backend publishes K and V as two head slots."""
-    import torch
-
-    element = getattr(torch, dtype)
-    row = 3 * 64 * element.itemsize
-    slots = {"num_head_slots": 2, "state_content_bytes": row}
-    return full(dtype=element, **(slots | changes))
-
-
-def mla(**changes: Any) -> Any:
-    """A layer with one latent per token."""
-    import torch
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    given = {"block_size": 32, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
-    return MLAAttentionSpec(**(given | changes))
-
-
-def quantized(mode: str) -> dict[str, Any]:
-    """How a spec says that its cache is quantized."""
-    import torch
-    from vllm.v1.kv_cache_interface import KVQuantMode
-
-    return {"kv_quant_mode": KVQuantMode[mode], "dtype": torch.uint8}
 
 
 def orders_of(backend: str) -> tuple[str, ...]:
@@ -154,7 +114,7 @@ def test_rows_with_scales_inside(order: str, mode: str, content: int) -> None:
 def test_indexer_with_scales_behind(order: str) -> None:
     """Beside a latent in one group, of unlike page sizes."""
     names = ("model.layers.0.self_attn.attn", "model.layers.0.self_attn.indexer.k_cache")
-    specs = dict(zip(names, (mla(), mla(head_size=132, dtype=_bytes())), strict=True))
+    specs = dict(zip(names, (mla(), mla(head_size=132, dtype=raw())), strict=True))
     backends = dict(zip(names, ("FLASHMLA_SPARSE", "DEEPSEEK_V32_INDEXER"), strict=True))
     readings = dict(zip(names, (views.one_row, views.values_then_scales(128)), strict=True))
     rank = Rank([group(names, uniform(specs))], order, backends=backends)
@@ -309,7 +269,7 @@ OPAQUE = [
     ("ROCM_ATTN", full),
     ("ROCM_ATTN", lambda: planes(head_size=36, state_content_bytes=3 * 36 * 2)),
     ("TRITON_MLA", full),
-    ("DEEPSEEK_V32_INDEXER", lambda: mla(head_size=132, dtype=_bytes())),
+    ("DEEPSEEK_V32_INDEXER", lambda: mla(head_size=132, dtype=raw())),
     ("FLASHMLA_SPARSE_DSV4", mla),
 ]
 
@@ -331,7 +291,7 @@ def test_one_opaque_layer_makes_its_group_opaque() -> None:
 @pytest.mark.usefixtures("cuda")
 def test_scales_behind_blocks_that_kernels_may_split_are_opaque() -> None:
     """A block of 512 tokens is two of the kernels', and the tensor does not say so."""
-    spec = mla(block_size=512, tokens_per_state=4, head_size=132, dtype=_bytes())
+    spec = mla(block_size=512, tokens_per_state=4, head_size=132, dtype=raw())
     rank = Rank([group(TWO, spec)], "BLHNC", backends="DEEPSEEK_V4_INDEXER")
     assert rank.layout.groups[0].kind is GroupKind.OPAQUE
 
@@ -350,69 +310,3 @@ def test_opaque_pages_of_unlike_orders_do_not_match() -> None:
 def test_opaque_pages_in_several_pieces_are_refused(order: str) -> None:
     with pytest.raises(LayoutError, match=r"not described.*VLLM_KV_CACHE_LAYOUT"):
         Rank([group(TWO, full())], order, backends="X")
-
-
-def _copies(local: Rank, remote: Rank, tokens: int, ids: list[int], theirs: list[int]) -> int:
-    """How many copies pull so many tokens."""
-    import numpy as np
-
-    made = plan([local.layout], [remote.layout], 0)
-    request = ReadRequest(
-        ranges=((0, tokens),),
-        local=(Pages(ids=np.array(ids, dtype=np.int64)),),
-        remote=(Pages(ids=np.array(theirs, dtype=np.int64)),),
-    )
-    return sum(len(copies(made, source, request)) for source in made.sources)
-
-
-@pytest.mark.parametrize(
-    ("backend", "spec"),
-    [
-        ("FLASH_ATTN", full),
-        ("CPU_ATTN/vec", full),
-        ("B12X", planes),
-        ("ROCM_ATTN", planes),
-        ("FLASH_ATTN", planes),
-        ("FLASHMLA", mla),
-        ("NOT_IN_THE_TABLE", full),
-    ],
-)
-@pytest.mark.parametrize(("order", "per_page"), [("LBHNC", 2), ("BLHNC", 1)])
-@pytest.mark.parametrize("tokens", [96, 70, 96 - 31])
-def test_copies_of_equal_layouts(
-    order: str, per_page: int, tokens: int, backend: str, spec: Any
-) -> None:
-    """One per page of each of two layers; one per block where a block holds all layers."""
-    local = Rank([group(TWO, spec())], order, backends=backend, blocks=9)
-    remote = Rank([group(TWO, spec())], order, backends=backend, blocks=9)
-    assert _copies(local, remote, tokens, [1, 5, 3], [2, 8, 4]) == 3 * per_page
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_copies_of_every_order(order: str) -> None:
-    """Pages that are in one piece cost one copy; heads that are apart cost one each."""
-    local = Rank([group(TWO, full())], order, backends="FLASH_ATTN", blocks=9)
-    remote = Rank([group(TWO, full())], order, backends="FLASH_ATTN", blocks=9)
-    pieces = {"LHBNC": 6, "BLHNC": 1, "BLNHC": 1, "BHLNC": 1}.get(order, 2)
-    assert _copies(local, remote, 96, [1, 5, 3], [2, 8, 4]) == 3 * pieces
-
-
-def test_neighbouring_pages_are_one_copy() -> None:
-    rank = Rank([group(TWO, full())], backends="FLASH_ATTN", blocks=9)
-    other = Rank([group(TWO, full())], backends="FLASH_ATTN", blocks=9)
-    assert _copies(rank, other, 96, [1, 2, 3], [4, 5, 6]) == 2
-
-
-def uniform(specs: dict[str, Any]) -> Any:
-    """One group of layers with specs of their own."""
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
-    made = UniformTypeKVCacheSpecs.from_specs(specs)
-    assert made is not None
-    return made
-
-
-def _bytes() -> Any:
-    import torch
-
-    return torch.uint8
