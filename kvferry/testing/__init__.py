@@ -1,0 +1,59 @@
+"""For whoever writes a driver: the conformance suite, and a transport with faults.
+
+Install ``kvferry[testing]``, and put this into a test module of your distribution::
+
+    from kvferry.testing import TransportContract
+
+    class TestMine(TransportContract):
+        factory = "mine.transport:MyTransport"    # importable: other processes make one, too
+        options = {"port": 0}                     # what the constructor takes, if anything
+
+Then ``pytest``. Every rule of ``kvferry.core.transport`` is a test with a name that says the rule,
+run against transports of this process and of processes that the suite starts, kills and stops.
+What your ``capabilities`` deny is not skipped: it must be refused. The suite fills and inspects
+memory itself, without your transport; ``memory = "cuda"`` makes it device memory, and
+``memory = "package.module:function"`` any that you can allocate (``kvferry.testing.memory``).
+
+``ContractSettings`` has the other settings: above all ``lasting_bytes``, what a transfer has to
+move to take some seconds. While a driver grows, inherit single topics instead (``TransferTests``,
+``RefusalTests``, ...: they are the bases of ``TransportContract``). ``-m "not slow"`` leaves out
+the transfer of 1 GiB. Where the driver cannot run at all, say why with ``pytest.skip`` in your
+module; and give tests a time limit (pytest-timeout), so that a hang has a name.
+
+``FaultyTransport`` wraps any driver and delays, fails, dooms, truncates, drops or dies, on a
+schedule or by seed: for tests of what uses a transport.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvferry.testing.contract import (
+        ContractSettings,
+        TransferTests,
+        TransportContract,
+    )
+    from kvferry.testing.memory import Buffer
+
+__all__ = [
+    "Buffer",
+    "ContractSettings",
+    "TransferTests",
+    "TransportContract",
+]
+
+_HOMES = {
+    "Buffer": "kvferry.testing.memory",
+}
+
+
+# Lazily: the pytest plugin and the peers' processes import this package, and need neither pytest
+# nor Hypothesis.
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES.get(name, "kvferry.testing.contract")
+    value: object = getattr(importlib.import_module(home), name)
+    return value

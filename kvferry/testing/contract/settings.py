@@ -1,0 +1,77 @@
+"""What the author of a driver says about it, and the fixtures that follow from that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import pytest
+
+from kvferry.testing.contract.lab import MIB, Lab, Neighbour, settings_of
+from kvferry.testing.peers import Peer, Process
+
+PLACES = ("itself", "neighbour", "other process")
+
+
+class ContractSettings:
+    """Base of every class of tests.
+
+    Attributes:
+        factory: what makes a transport: a class, or a function that takes its options, as
+            ``package.module:name``. Importable, because the peers' processes import it.
+        options: the keyword arguments it is called with.
+        memory: which memory is tested: ``cpu``, ``cuda``, ``cuda:INDEX``, or
+            ``package.module:function``, a function that makes a ``kvferry.testing.Buffer``.
+        lasting_bytes: what a transfer has to move to take some seconds. It does not make the suite
+            slower where the driver can cancel. If such a transfer is over sooner, the tests of
+            transfers in flight still pass, but show less.
+        known_within: seconds until the death of a peer's process has to be known.
+        patience: seconds after which a transfer is taken to hang.
+    """
+
+    factory: ClassVar[str]
+    options: ClassVar[Mapping[str, object]] = {}
+    memory: ClassVar[str] = "cpu"
+    lasting_bytes: ClassVar[int] = 16 << 30
+    known_within: ClassVar[float] = 1.0
+    patience: ClassVar[float] = 30.0
+
+    @pytest.fixture
+    def lab(self) -> Iterator[Lab]:
+        """A transport under test, a registered buffer of 1 MiB, and what can be done with them."""
+        with Lab(settings_of(self)) as lab:
+            yield lab
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def lasting_process(cls) -> Iterator[Process]:
+        made = settings_of(cls)
+        with Process(made.factory, made.options, made.memory, MIB) as process:
+            yield process
+
+    @pytest.fixture
+    def shared_process(self, lasting_process: Process) -> Process:
+        """A process for tests that do no more to it than to move its bytes."""
+        lasting_process.reset()
+        return lasting_process
+
+    @pytest.fixture
+    def process(self) -> Iterator[Process]:
+        """A process for one test, which may kill it."""
+        made = settings_of(self)
+        with Process(made.factory, made.options, made.memory, MIB) as process:
+            yield process
+
+    @pytest.fixture(params=PLACES)
+    def remote(self, request: pytest.FixtureRequest, lab: Lab) -> Peer:
+        """A peer in each of the places where one can be, with 1 MiB of a pattern."""
+        if request.param == "other process":
+            process: Process = request.getfixturevalue("shared_process")
+            return process
+        return Neighbour(lab, lab.transport if request.param == "itself" else lab.make())
+
+    @pytest.fixture(params=["read", "write"])
+    def op(self, request: pytest.FixtureRequest) -> str:
+        """Each direction, whether the driver has it or not."""
+        direction: str = request.param
+        return direction

@@ -1,0 +1,296 @@
+"""Bytes arrive where the copies say, and nowhere else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.core.copies import Copies, Segment
+from kvferry.core.memory import Region, U64Array
+from kvferry.core.transport import State, Status, Transport
+from kvferry.testing.contract.lab import MIB, Lab, batch, joined, moved, refused
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.memory import Buffer, allocate, available, pattern
+from kvferry.testing.peers import Peer, Process
+
+GIB = 1 << 30
+CHUNK = 32 << 20
+
+
+class TransferTests(ContractSettings):
+    """Patterns of copies, in both directions, with a peer in each of three places."""
+
+    def test_one_copy(self, lab: Lab, remote: Peer, op: str) -> None:
+        lab.moves(op, remote, [8192], [4096], [65_536])
+
+    def test_one_byte(self, lab: Lab, remote: Peer, op: str) -> None:
+        lab.moves(op, remote, [MIB - 1], [4097], [1])
+
+    def test_a_whole_region(self, lab: Lab, remote: Peer, op: str) -> None:
+        lab.moves(op, remote, [0], [0], [MIB])
+
+    def test_scattered_unaligned_copies_of_every_size(
+        self, lab: Lab, remote: Peer, op: str
+    ) -> None:
+        sizes = [1, 0, 7, 4095, 4096, 4097, 100_000, 1]
+        there = [0, 5, MIB - 7, 3, 8191, 12_289, 500_001, MIB - 1]
+        here = [MIB - 1, 0, 11, 1001, 8000, 20_000, 300_003, 0]
+        if op == "write":
+            # Sources may overlap, targets not: here they do not.
+            here, there = there, here
+        lab.moves(op, remote, here, there, sizes)
+
+    def test_100_000_copies(self, lab: Lab, remote: Peer, op: str) -> None:
+        order = np.random.default_rng(2).permutation(100_000)
+        here, there = 10 * np.arange(len(order)), 10 * order + 1
+        lab.moves(op, remote, here, there, np.full(len(order), 9))
+
+    @pytest.mark.parametrize("order", ["ascending", "descending", "shuffled"])
+    def test_adjacent_copies(self, lab: Lab, remote: Peer, op: str, order: str) -> None:
+        """Neighbours on both sides, which a driver may merge."""
+        starts = np.arange(0, MIB // 2, 512)
+        if order == "descending":
+            starts = starts[::-1]
+        if order == "shuffled":
+            starts = np.random.default_rng(3).permutation(starts)
+        lab.moves(op, remote, starts + 64, starts + 1000, np.full(len(starts), 512))
+
+    @pytest.mark.parametrize("side", ["here", "there"])
+    def test_copies_adjacent_on_one_side_only(
+        self, lab: Lab, remote: Peer, op: str, side: str
+    ) -> None:
+        """Neighbours that must not be merged."""
+        near, far = 1000 * np.arange(300), 3000 * np.arange(300)
+        here, there = (near, far) if side == "here" else (far, near)
+        lab.moves(op, remote, here, there, np.full(300, 1000))
+
+    def test_copies_of_unequal_size_side_by_side(self, lab: Lab, remote: Peer, op: str) -> None:
+        sizes = np.random.default_rng(4).integers(0, 3000, 500)
+        ends = sizes.cumsum()
+        gaps = np.random.default_rng(5).integers(0, 2, 500).cumsum()
+        lab.moves(op, remote, ends - sizes, ends - sizes + gaps, sizes)
+
+    def test_overlapping_sources(self, lab: Lab, remote: Peer, op: str) -> None:
+        target, source = [0, 1000, 2000, 5000], [5, 7, 5, 500]
+        here, there = (target, source) if op == "read" else (source, target)
+        lab.moves(op, remote, here, there, [1000, 1000, 1000, 2000])
+
+    def test_copies_of_no_bytes(self, lab: Lab, remote: Peer, op: str) -> None:
+        lab.moves(op, remote, np.zeros(5000), np.zeros(5000), np.zeros(5000))
+        lab.moves(op, remote, [MIB, 0], [MIB, 100], [0, 0])
+
+    def test_no_copies_at_all(self, lab: Lab, remote: Peer, op: str) -> None:
+        lab.moves(op, remote, [], [], [])
+        peer = lab.transport.connect(remote.address())
+        none = np.empty(0, np.uint64)
+        nothing = Copies(local=none, remote=none, nbytes=none, segments=())
+        if not lab.refuses(op, peer, nothing):
+            lab.finish(lab.start(op, peer, nothing))
+
+    def test_several_regions_in_one_transfer(self, lab: Lab, remote: Peer, op: str) -> None:
+        buffers = [lab.buffer(1024, lab.transport) for _ in range(30)]
+        parts = [index * 8192 + 5 for index in range(30)]
+        content = remote.get()
+        for index, buffer in enumerate(buffers):
+            buffer.put(pattern(1024, 100 + index))
+            region = _part(remote, parts[index], 2000)
+            remote.register(region)
+        peer = lab.transport.connect(remote.address())
+        copies = joined(
+            [
+                batch(buffer.region, _part(remote, part, 2000), [3, 600], [7, 1000], [500, 400])
+                for buffer, part in zip(buffers, parts, strict=True)
+            ]
+        )
+        if lab.refuses(op, peer, copies):
+            return
+        lab.finish(lab.start(op, peer, copies))
+        for index, (buffer, part) in enumerate(zip(buffers, parts, strict=True)):
+            mine, near, far = pattern(1024, 100 + index), [3, 600], [part + 7, part + 1000]
+            if op == "read":
+                mine = moved(mine, near, content, far, [500, 400])
+            else:
+                content = moved(content, far, mine, near, [500, 400])
+            np.testing.assert_array_equal(buffer.get(), mine)
+            remote.deregister(_part(remote, part, 2000))
+        np.testing.assert_array_equal(remote.get(), content)
+
+    def test_empty_segments_between_full_ones(self, lab: Lab, remote: Peer, op: str) -> None:
+        mine = pattern(MIB, 9)
+        lab.mine.put(mine)
+        peer = lab.transport.connect(remote.address())
+        full = batch(lab.mine.region, remote.region, [0, 5000], [9, 7000], [10, 2000])
+        cuts = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 2)]
+        segments = tuple(
+            Segment(start=start, stop=stop, local=lab.mine.region, remote=remote.region)
+            for start, stop in cuts
+        )
+        copies = Copies(local=full.local, remote=full.remote, nbytes=full.nbytes, segments=segments)
+        if lab.refuses(op, peer, copies):
+            return
+        theirs = remote.get()
+        lab.finish(lab.start(op, peer, copies))
+        if op == "read":
+            mine = moved(mine, [0, 5000], theirs, [9, 7000], [10, 2000])
+        else:
+            theirs = moved(theirs, [9, 7000], mine, [0, 5000], [10, 2000])
+        np.testing.assert_array_equal(lab.mine.get(), mine)
+        np.testing.assert_array_equal(remote.get(), theirs)
+
+    def test_two_memory_kinds_in_one_transfer(self, lab: Lab, op: str) -> None:
+        """Those that both the driver and the machine have; or two regions of the only one."""
+        others = lab.capabilities.memory - {lab.mine.region.kind}
+        kinds = [lab.settings.memory, *sorted(filter(available, others)), lab.settings.memory]
+        other = lab.make()
+        here = [_held(lab.transport, kind, 10 + i) for i, kind in enumerate(kinds)]
+        there = [_held(other, kind, 20 + i) for i, kind in enumerate(reversed(kinds))]
+        pairs = list(zip(here, there, strict=True))
+        copies = joined([batch(one.region, far.region, [0], [0], [MIB]) for one, far in pairs])
+        peer = lab.transport.connect(other.address())
+        if lab.refuses(op, peer, copies):
+            return
+        lab.finish(lab.start(op, peer, copies, b"all of it" if lab.notifies else None))
+        for i, (one, far) in enumerate(pairs):
+            content = pattern(MIB, 20 + i if op == "read" else 10 + i)
+            np.testing.assert_array_equal(one.get(), content)
+            np.testing.assert_array_equal(far.get(), content)
+        if lab.notifies:
+            assert [note.payload for note in lab.receive(other, 1)] == [b"all of it"]
+
+    @pytest.mark.slow
+    def test_1_gib(self, lab: Lab, op: str) -> None:
+        """In copies of 64 KiB, and one large one; the lengths leave 32 bits."""
+        other = lab.make()
+        mine, theirs = lab.buffer(GIB + 1, lab.transport), lab.buffer(GIB + 1, other)
+        target, source = (mine, theirs) if op == "read" else (theirs, mine)
+        for at in range(0, GIB, CHUNK):
+            source.put(pattern(CHUNK, at), at)
+        starts = (1 << 16) * np.random.default_rng(6).permutation(GIB >> 16)
+        peer = lab.transport.connect(other.address())
+        many = batch(mine.region, theirs.region, starts, starts, np.full(len(starts), 1 << 16))
+        to, start = (1, 0) if op == "read" else (0, 1)
+        one = batch(mine.region, theirs.region, [to], [start], [GIB])
+        if lab.refuses(op, peer, many):
+            return
+        for copies, shift in ((many, 0), (one, 1)):
+            transfer = lab.start(op, peer, copies)
+            assert lab.known(transfer, seconds=300).state is State.DONE
+            for at in range(0, GIB, CHUNK):
+                np.testing.assert_array_equal(target.get(at + shift, CHUNK), source.get(at, CHUNK))
+
+    def test_the_callers_arrays_are_free_after_the_call(
+        self, lab: Lab, shared_process: Process, op: str
+    ) -> None:
+        mine, theirs = pattern(MIB, 77), shared_process.get()
+        lab.mine.put(mine)
+        peer = lab.transport.connect(shared_process.address())
+        starts = np.arange(0, MIB, 4096)
+        copies = batch(
+            lab.mine.region, shared_process.region, starts, starts[::-1], np.full(256, 4096)
+        )
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies)
+        for array in (copies.local, copies.remote, copies.nbytes):
+            array[:] = 0
+        lab.finish(transfer)
+        source, target = (theirs, lab.mine) if op == "read" else (mine, shared_process)
+        np.testing.assert_array_equal(
+            target.get().reshape(-1, 4096), source.reshape(-1, 4096)[::-1]
+        )
+
+    def test_the_arrays_may_be_views_with_gaps_and_read_only(
+        self, lab: Lab, shared_process: Process, op: str
+    ) -> None:
+        theirs, mine = shared_process.get(), pattern(MIB, 77)
+        lab.mine.put(mine)
+        peer = lab.transport.connect(shared_process.address())
+        starts = 3000 * np.arange(100)
+        plain = batch(lab.mine.region, shared_process.region, starts, starts + 1, np.full(100, 999))
+        copies = Copies(
+            local=_gappy(plain.local),
+            remote=_gappy(plain.remote),
+            nbytes=_gappy(plain.nbytes),
+            segments=plain.segments,
+        )
+        if lab.refuses(op, peer, copies):
+            return
+        lab.finish(lab.start(op, peer, copies))
+        if op == "read":
+            expected = moved(mine, starts, theirs, starts + 1, np.full(100, 999))
+            np.testing.assert_array_equal(lab.mine.get(), expected)
+        else:
+            expected = moved(theirs, starts + 1, mine, starts, np.full(100, 999))
+            np.testing.assert_array_equal(shared_process.get(), expected)
+
+    def test_many_transfers_at_once(self, lab: Lab, remote: Peer, op: str) -> None:
+        mine, theirs = pattern(MIB, 77), remote.get()
+        lab.mine.put(mine)
+        peer = lab.transport.connect(remote.address())
+        starts = np.arange(0, MIB, MIB // min(64, lab.capabilities.max_outstanding or 64))
+        size = int(starts[1]) if len(starts) > 1 else MIB
+        if lab.refuses(op, peer, lab.whole(remote)):
+            return
+        transfers = [
+            lab.start(op, peer, batch(lab.mine.region, remote.region, [at], [at], [size]))
+            for at in starts
+        ]
+        assert len(set(transfers)) == len(transfers), "two transfers have one id"
+        assert lab.until(lambda: all(one.state.final for one in lab.poll(transfers)))
+        assert {status.state for status in lab.poll(transfers)} == {State.DONE}
+        content = theirs if op == "read" else mine
+        np.testing.assert_array_equal(lab.mine.get(), content)
+        np.testing.assert_array_equal(remote.get(), content)
+
+    def test_poll_answers_in_the_order_of_the_ids(self, lab: Lab, shared_process: Process) -> None:
+        peer = lab.transport.connect(shared_process.address())
+        small = lab.start(lab.an_op, peer, lab.whole(shared_process))
+        assert lab.known(small).state is State.DONE
+        lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        after = lab.state(lasting)
+        first, second, third = lab.poll([small, lasting, small])
+        assert first == third == Status(state=State.DONE)
+        assert second.state is after or second.state.final
+        assert lab.poll([]) == []
+
+    def test_done_stays_until_it_is_forgotten(self, lab: Lab, remote: Peer) -> None:
+        peer = lab.transport.connect(remote.address())
+        transfer = lab.start(lab.an_op, peer, lab.whole(remote))
+        assert lab.known(transfer).state is State.DONE
+        lab.transport.disconnect(peer)
+        assert lab.poll([transfer]) == [Status(state=State.DONE)]
+        lab.transport.forget(transfer)
+        for call in (lab.transport.forget, lab.transport.cancel):
+            refused(call, transfer)
+        refused(lab.transport.poll, [transfer])
+
+    def test_ids_are_not_used_again(self, lab: Lab, remote: Peer) -> None:
+        peer = lab.transport.connect(remote.address())
+        seen = set()
+        for _ in range(20):
+            transfer = lab.start(lab.an_op, peer, lab.whole(remote))
+            assert transfer not in seen
+            seen.add(transfer)
+            lab.finish(transfer)
+
+
+def _part(remote: Peer, offset: int, nbytes: int) -> Region:
+    whole = remote.region
+    return Region(
+        address=whole.address + offset, nbytes=nbytes, kind=whole.kind, device=whole.device
+    )
+
+
+def _held(transport: Transport, memory: str, seed: int) -> Buffer:
+    buffer = allocate(memory, MIB)
+    buffer.put(pattern(MIB, seed))
+    transport.register(buffer.region)
+    return buffer
+
+
+def _gappy(array: U64Array) -> U64Array:
+    """The same numbers, in every other place of a larger array that nobody may write to."""
+    wide = np.full(2 * len(array), 1 << 62, np.uint64)
+    wide[::2] = array
+    wide.flags.writeable = False
+    return wide[::2]

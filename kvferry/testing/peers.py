@@ -1,0 +1,193 @@
+"""Peers of the transport under test: in this process, or in one that can be killed and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from kvferry.core.copies import Copies
+from kvferry.core.memory import Region
+from kvferry.core.transport import PeerId, Status
+from kvferry.testing.memory import Bytes, pattern
+from kvferry.testing.server import Orders, Seen
+
+_START_SECONDS = 60.0
+_MAIN = "from kvferry.testing.server import main; main()"
+
+
+class Peer(Protocol):
+    """A transport with one buffer, all of which it has registered."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def region(self) -> Region: ...
+    def address(self) -> bytes:
+        """Its transport's address."""
+
+    def get(self) -> Bytes:
+        """Its buffer's bytes, as it sees them itself."""
+
+    def put(self, data: Bytes) -> None:
+        """Overwrite its buffer from the start."""
+
+    def register(self, region: Region) -> None:
+        """Register a part of its buffer."""
+
+    def deregister(self, region: Region) -> None:
+        """Deregister what was registered."""
+
+    def notifications(self, count: int, seconds: float = 20.0) -> list[Seen]:
+        """Those that arrive until there are so many, or the time is up."""
+
+
+class Process:
+    """A peer in a process of its own. Each method is one command to it, but the signals."""
+
+    def __init__(
+        self,
+        factory: str,
+        options: Mapping[str, object],
+        memory: str,
+        nbytes: int,
+        seed: int = 1,
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        self._connection = Connection(ours.detach())
+        self._connection.send(
+            Orders(factory=factory, options=dict(options), memory=memory, nbytes=nbytes, seed=seed)
+        )
+        self.content = pattern(nbytes, seed)
+        self.name: str
+        self.region: Region
+        try:
+            self.name, self.region = self._answer("start", _START_SECONDS)
+        except BaseException:
+            self.end()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Kill it, in whatever state it is, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait()
+        self._connection.close()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def address(self) -> bytes:
+        address: bytes = self._ask("address")
+        return address
+
+    def reset(self) -> None:
+        """Write its first content again."""
+        self._ask("reset")
+
+    def get(self) -> Bytes:
+        return np.frombuffer(self._ask("get"), np.uint8)
+
+    def put(self, data: Bytes) -> None:
+        self._ask("put", data)
+
+    def register(self, region: Region) -> None:
+        self._ask("register", region)
+
+    def deregister(self, region: Region) -> None:
+        self._ask("deregister", region)
+
+    def notifications(self, count: int, seconds: float = 20.0) -> list[Seen]:
+        self.expect(count, seconds)
+        return self.expected()
+
+    def expect(self, count: int, seconds: float = 20.0) -> None:
+        """Begin to wait for notifications; ``expected`` says what came of it."""
+        self._connection.send(("notifications", (count, seconds)))
+
+    def expected(self) -> list[Seen]:
+        """What arrived since ``expect``."""
+        found: list[Seen] = self._answer("notifications", 60.0)
+        return found
+
+    def connect(self, address: bytes) -> PeerId:
+        """Let it connect."""
+        peer: PeerId = self._ask("connect", address)
+        return peer
+
+    def notify(self, peer: PeerId, payloads: Sequence[bytes]) -> None:
+        """Let it send."""
+        self._ask("notify", peer, list(payloads))
+
+    def begin(self, op: str, peer: PeerId, copies: Copies, seconds: float = 20.0) -> None:
+        """Let it read or write; ``ended`` says what came of it."""
+        self._connection.send(("start", (op, peer, copies, seconds)))
+
+    def ended(self) -> Status:
+        """The outcome of what ``begin`` began."""
+        status: Status = self._answer("start", 60.0)
+        return status
+
+    def fork(self, peer: PeerId, copies: Copies) -> list[str]:
+        """Let it fork, and let the child use the transport; what went wrong there."""
+        wrong: list[str] = self._ask("fork", peer, copies)
+        return wrong
+
+    def close(self) -> None:
+        """Let it close its transport; the process lives on."""
+        self._ask("close")
+
+    # Answers are what the commands of ``Server`` return; each method says its type.
+    def _ask(self, command: str, *args: object) -> Any:  # noqa: ANN401
+        self._connection.send((command, args))
+        return self._answer(command, 60.0)
+
+    def _answer(self, command: str, seconds: float) -> Any:  # noqa: ANN401
+        good, answer = False, None
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            if not self._connection.poll(seconds):
+                raise TimeoutError(f"the peer's process has not answered {command} in {seconds} s")
+            good, answer = self._connection.recv()
+        if good:
+            return answer
+        if isinstance(answer, BaseException):
+            raise answer
+        raise RuntimeError(
+            f"the peer's process ended with status {self.process.wait()} during {command}; what it "
+            "wrote to stderr says why"
+        )
