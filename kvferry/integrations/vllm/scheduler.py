@@ -80,8 +80,9 @@ class FerryScheduler:
         ours = [value for _, value in sorted(metadata.items()) if isinstance(value, Handshake)]
         if not ours:
             logger.warning(
-                "no rank of this engine published anything, so no engine can read from it; under "
-                "MultiConnector, KVFerryConnector must come first"
+                "no rank of this engine published anything, so no engine can read from it, nor it "
+                "from others; under MultiConnector, KVFerryConnector must come before any other "
+                "connector that shakes hands"
             )
             return
         self._close_server()

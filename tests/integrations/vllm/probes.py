@@ -56,6 +56,12 @@ def reset_prefix_cache(engine: Any) -> bool:
     return done
 
 
+def forget_prefixes(engine: Any) -> bool:
+    """vLLM's reset of its own cache; what connectors keep elsewhere stays."""
+    done: bool = engine.reset_prefix_cache()
+    return done
+
+
 def refusal(engine: Any, arguments: dict[str, Any]) -> str:
     """What a worker says at start to an engine with these arguments; empty if nothing."""
     from vllm.config import KVTransferConfig
