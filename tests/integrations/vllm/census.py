@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from pathlib import Path
 BACKEND_ROOT = "AttentionBackend"
 SPEC_ROOT = "KVCacheSpec"
 ANY = ("any",)
+
+MENTIONED = re.compile(r"class \w+\([^)]*(Backend|Spec)\b|create_composite_attention_backend\(")
+"""What a file must hold to be worth parsing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +186,5 @@ def _trees() -> tuple[tuple[Path, str, ast.Module], ...]:
     return tuple(
         (path, ".".join(("vllm", *path.relative_to(root).with_suffix("").parts)), ast.parse(text))
         for path in sorted(root.rglob("*.py"))
-        if BACKEND_ROOT in (text := path.read_text(encoding="utf-8"))
-        or "Backend(" in text
-        or SPEC_ROOT in text
-        or "Spec)" in text
+        if MENTIONED.search(text := path.read_text(encoding="utf-8"))
     )

@@ -158,7 +158,7 @@ class Rank:
         order: str = "LBHNC",
         *,
         backends: Mapping[str, str] | str,
-        blocks: int = 5,
+        blocks: int = 3,
         kernels: list[int] | None = None,
         heads: int | None = None,
         place: Place = ALONE,
