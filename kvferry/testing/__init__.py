@@ -32,6 +32,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvferry.testing.contract import (
         ContractSettings,
+        EndingTests,
+        FlightTests,
+        NotificationTests,
+        PeerTests,
+        ProcessTests,
+        RefusalTests,
         TransferTests,
         TransportContract,
     )
@@ -40,6 +46,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Buffer",
     "ContractSettings",
+    "EndingTests",
+    "FlightTests",
+    "NotificationTests",
+    "PeerTests",
+    "ProcessTests",
+    "RefusalTests",
     "TransferTests",
     "TransportContract",
 ]

@@ -158,6 +158,10 @@ class Process:
         """Let it read or write; ``ended`` says what came of it."""
         self._connection.send(("start", (op, peer, copies, seconds)))
 
+    def answered(self) -> bool:
+        """Whether what was begun has ended."""
+        return self._connection.poll(0)
+
     def ended(self) -> Status:
         """The outcome of what ``begin`` began."""
         status: Status = self._answer("start", 60.0)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from kvferry.testing.contract.ending import EndingTests
+from kvferry.testing.contract.flight import FlightTests
+from kvferry.testing.contract.notifications import NotificationTests
+from kvferry.testing.contract.peers import PeerTests
+from kvferry.testing.contract.processes import ProcessTests
+from kvferry.testing.contract.refusals import RefusalTests
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.contract.transfers import TransferTests
 
 __all__ = [
     "ContractSettings",
+    "EndingTests",
+    "FlightTests",
+    "NotificationTests",
+    "PeerTests",
+    "ProcessTests",
+    "RefusalTests",
     "TransferTests",
     "TransportContract",
 ]
@@ -14,5 +26,11 @@ __all__ = [
 
 class TransportContract(
     TransferTests,
+    NotificationTests,
+    RefusalTests,
+    PeerTests,
+    FlightTests,
+    EndingTests,
+    ProcessTests,
 ):
     """Every rule for a driver. Inherit it, say how to make a transport, and run pytest."""

@@ -88,6 +88,7 @@ class Lab:
     transport: Transport = field(init=False)
     mine: Buffer = field(init=False)
     _made: list[Transport] = field(default_factory=list)
+    _buffers: list[Buffer] = field(default_factory=list)
     _last: dict[tuple[int, TransferId], Status] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,6 +118,8 @@ class Lab:
     def buffer(self, nbytes: int, transport: Transport | None = None) -> Buffer:
         """Zeros, of the memory under test; registered if a transport is given."""
         made = allocate(self.settings.memory, nbytes)
+        # Whatever a test drops, its memory stays until every transport is closed.
+        self._buffers.append(made)
         if transport is not None:
             transport.register(made.region)
         return made
@@ -194,6 +197,11 @@ class Lab:
                 (status,) = self.poll([transfer])
                 assert status.state.final, "quiescence is ALWAYS, and it stays doomed"
         return status
+
+    def settled_or_gone(self, transfer: TransferId, peer: PeerId) -> Status:
+        """As ``settled``, for one of several transfers of a peer that may be disconnected now."""
+        (status,) = self.poll([transfer])
+        return status if status.state.final else self.settled(transfer, peer)
 
     def finish(self, transfer: TransferId, transport: Transport | None = None) -> None:
         """Wait until a transfer is DONE, and forget it."""

@@ -14,7 +14,7 @@ from kvferry.testing.memory import Buffer, allocate, available, pattern
 from kvferry.testing.peers import Peer, Process
 
 GIB = 1 << 30
-CHUNK = 32 << 20
+CHUNK = 4 << 20
 
 
 class TransferTests(ContractSettings):
@@ -163,8 +163,10 @@ class TransferTests(ContractSettings):
         other = lab.make()
         mine, theirs = lab.buffer(GIB + 1, lab.transport), lab.buffer(GIB + 1, other)
         target, source = (mine, theirs) if op == "read" else (theirs, mine)
+        content = pattern(CHUNK, 1)
         for at in range(0, GIB, CHUNK):
-            source.put(pattern(CHUNK, at), at)
+            content[::4096] = at >> 22
+            source.put(content, at)
         starts = (1 << 16) * np.random.default_rng(6).permutation(GIB >> 16)
         peer = lab.transport.connect(other.address())
         many = batch(mine.region, theirs.region, starts, starts, np.full(len(starts), 1 << 16))

@@ -1,0 +1,106 @@
+"""The end of a transport: close, use after close, and what a forked child may do."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvferry.core.errors import ConnectError
+from kvferry.core.transport import State
+from kvferry.testing.contract.lab import MIB, Lab, Neighbour, batch, refused
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.peers import Peer, Process
+from kvferry.testing.server import calls
+
+
+class EndingTests(ContractSettings):
+    """Close, and after."""
+
+    def test_close_twice(self, lab: Lab) -> None:
+        transport = lab.make()
+        transport.close()
+        transport.close()
+
+    def test_close_right_after_it_was_made_and_with_everything(
+        self, lab: Lab, remote: Peer
+    ) -> None:
+        transport = lab.make()
+        buffer = lab.buffer(MIB, transport)
+        transport.connect(remote.address())
+        peer = transport.connect(remote.address())
+        copies = batch(buffer.region, remote.region, [0], [0], [MIB])
+        lab.finish(getattr(transport, lab.an_op)(peer, copies), transport)
+        transport.close()
+        transport.close()
+        lab.works(remote)
+
+    def test_after_close_every_method_but_close_refuses(self, lab: Lab, remote: Peer) -> None:
+        transport = lab.make()
+        region = lab.buffer(MIB, transport).region
+        peer = transport.connect(remote.address())
+        copies = batch(region, remote.region, [0], [0], [MIB])
+        transfer = getattr(transport, lab.an_op)(peer, copies)
+        assert lab.until(lambda: transport.poll([transfer])[0].state.final)
+        transport.close()
+        for call in calls(transport, region, peer, copies).values():
+            refused(call)
+        refused(transport.poll, [transfer])
+        refused(transport.cancel, transfer)
+        refused(transport.forget, transfer)
+        transport.close()
+
+    def test_closing_one_leaves_others_alone(self, lab: Lab, remote: Peer) -> None:
+        other = lab.make()
+        other.connect(remote.address())
+        other.connect(lab.transport.address())
+        lab.transport.connect(other.address())
+        other.close()
+        lab.works(remote)
+
+    def test_a_transport_that_was_closed_is_not_connected_to(self, lab: Lab) -> None:
+        """At once, or by the first transfer."""
+        neighbour = Neighbour(lab, lab.make())
+        address, region = neighbour.address(), neighbour.region
+        neighbour.transport.close()
+        try:
+            peer = lab.transport.connect(address)
+        except ConnectError:
+            return
+        copies = batch(lab.mine.region, region, [0], [0], [MIB])
+        transfer = lab.start(lab.an_op, peer, copies)
+        assert lab.settled(transfer, peer).state is State.FAILED
+
+    def test_what_arrived_before_the_peer_closed_stays_done(self, lab: Lab) -> None:
+        neighbour = Neighbour(lab, lab.make())
+        peer = lab.transport.connect(neighbour.address())
+        content = neighbour.get()
+        if lab.an_op != "read":
+            lab.mine.put(content)
+        transfer = lab.start(lab.an_op, peer, lab.whole(neighbour))
+        assert lab.known(transfer).state is State.DONE
+        neighbour.transport.close()
+        assert lab.state(transfer) is State.DONE
+        np.testing.assert_array_equal(lab.mine.get(), content)
+        lab.transport.disconnect(peer)
+
+    def test_its_memory_can_be_registered_again_elsewhere(self, lab: Lab, remote: Peer) -> None:
+        one, other = lab.make(), lab.make()
+        buffer = lab.buffer(MIB, one)
+        one.close()
+        other.register(buffer.region)
+        peer = other.connect(remote.address())
+        copies = batch(buffer.region, remote.region, [0], [0], [MIB])
+        lab.finish(getattr(other, lab.an_op)(peer, copies), other)
+        np.testing.assert_array_equal(buffer.get(), remote.get())
+
+    def test_a_forked_child_is_refused_and_harms_nothing(self, lab: Lab, process: Process) -> None:
+        """A fork has the memory of a transport, but neither its threads nor its devices."""
+        peer = process.connect(lab.transport.address())
+        copies = batch(process.region, lab.mine.region, [0], [0], [MIB])
+        process.begin(lab.an_op, peer, copies)
+        assert lab.until(process.answered)
+        assert process.ended().state is State.DONE
+        assert process.fork(peer, copies) == []
+        process.begin(lab.an_op, peer, copies)
+        assert lab.until(process.answered)
+        assert process.ended().state is State.DONE
+        lab.works(process)

@@ -1,0 +1,186 @@
+"""Transfers in flight: cancelled, disconnected, closed; and quiet once they are final."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from kvferry.core.errors import PeerLostError, TransferCancelledError
+from kvferry.core.transport import PeerId, State
+from kvferry.testing.contract.lab import MIB, Lab, Neighbour, batch, refused
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.memory import Bytes, pattern
+from kvferry.testing.peers import Peer, Process
+
+ZEROS: Bytes = np.zeros(MIB, np.uint8)
+
+
+class FlightTests(ContractSettings):
+    """What begins with a transfer that takes seconds; see ``lasting_bytes``."""
+
+    def test_cancel_ends_a_transfer_early(self, lab: Lab, remote: Peer, op: str) -> None:
+        """A driver that cannot takes the call, and the transfer goes on to its end."""
+        peer = lab.transport.connect(remote.address())
+        if not lab.capabilities.cancel:
+            self._cancel_does_nothing(lab, remote, peer, op)
+            return
+        copies = lab.lasting(remote)
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies, b"must not arrive" if lab.notifies else None)
+        if lab.state(transfer).final:
+            return
+        lab.transport.cancel(transfer)
+        status = lab.settled(transfer, peer)
+        assert status.state is State.FAILED
+        assert isinstance(status.error, TransferCancelledError), repr(status.error)
+        lab.transport.cancel(transfer)
+        assert lab.poll([transfer]) == [status]
+        assert remote.notifications(1, 0.05) == []
+        lab.works(remote)
+
+    def _cancel_does_nothing(self, lab: Lab, remote: Peer, peer: PeerId, op: str) -> None:
+        copies = batch(lab.mine.region, remote.region, [0] * 64, [0] * 64, [MIB] * 64)
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies)
+        lab.transport.cancel(transfer)
+        assert lab.settled(transfer, peer).state is State.DONE
+        np.testing.assert_array_equal(lab.mine.get(), remote.get())
+
+    def test_cancel_after_the_end_changes_nothing(self, lab: Lab, remote: Peer) -> None:
+        peer = lab.transport.connect(remote.address())
+        transfer = lab.start(lab.an_op, peer, lab.whole(remote))
+        assert lab.known(transfer).state is State.DONE
+        lab.transport.cancel(transfer)
+        assert lab.state(transfer) is State.DONE
+
+    def test_cancel_leaves_other_transfers_alone(self, lab: Lab, remote: Peer) -> None:
+        if (lab.capabilities.max_outstanding or 2) < 2:
+            return
+        peer = lab.transport.connect(remote.address())
+        lasting = lab.start(lab.an_op, peer, lab.lasting(remote))
+        spare = lab.buffer(4096, lab.transport)
+        small = batch(spare.region, remote.region, [0], [8192], [4096])
+        other = lab.start(lab.an_op, peer, small)
+        lab.transport.cancel(lasting)
+        lab.finish(other)
+        np.testing.assert_array_equal(spare.get(), remote.get()[8192:12_288])
+        lab.settled(lasting, peer)
+
+    def test_it_is_quiet_once_it_is_final(self, lab: Lab, remote: Peer, op: str) -> None:
+        """Neither side's memory changes after the end of a transfer that was cut short."""
+        peer = lab.transport.connect(remote.address())
+        copies = lab.lasting(remote)
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies)
+        lab.transport.cancel(transfer)
+        lab.settled(transfer, peer)
+        _stays_quiet(lab, remote, op)
+
+    def test_disconnect_fails_what_is_in_flight_and_returns_when_it_is_quiet(
+        self, lab: Lab, remote: Peer, op: str
+    ) -> None:
+        peer = lab.transport.connect(remote.address())
+        copies = lab.lasting(remote)
+        if lab.refuses(op, peer, copies):
+            return
+        notify = b"must not arrive" if lab.notifies else None
+        two = (lab.capabilities.max_outstanding or 2) >= 2
+        transfers = [lab.start(op, peer, copies, notify) for _ in range(1 + two)]
+        running = [lab.state(transfer) is State.PENDING for transfer in transfers]
+        lab.transport.disconnect(peer)
+        _stays_quiet(lab, remote, op)
+        for was_running, status in zip(running, lab.poll(transfers), strict=True):
+            assert status.state.final
+            if was_running and status.state is State.FAILED:
+                assert isinstance(status.error, PeerLostError), repr(status.error)
+        if any(running):
+            assert lab.poll(transfers)[-1].state is State.FAILED
+            assert remote.notifications(1, 0.05) == []
+        refused(lab.start, op, peer, copies)
+        refused(lab.transport.disconnect, peer)
+        for transfer in transfers:
+            lab.transport.forget(transfer)
+        lab.works(remote)
+
+    def test_close_with_work_in_flight(self, lab: Lab, remote: Peer, op: str) -> None:
+        """It ends the work, and memory is quiet when it has returned."""
+        transport = lab.make()
+        mine = lab.buffer(MIB, transport)
+        peer = transport.connect(remote.address())
+        if op not in lab.ops:
+            return  # the refusal is tested above, with the transport under test
+        transfer = getattr(transport, op)(peer, lab.lasting(remote, mine.region))
+        transport.close()
+        target = mine if op == "read" else remote
+        if target is not remote or lab.transport.name != remote.name:
+            target.put(ZEROS)
+            lab.stays(target, ZEROS)
+        transport.close()
+        refused(transport.poll, [transfer])
+        lab.works(remote)
+
+    def test_a_peer_that_closes_ends_the_transfer(self, lab: Lab, process: Process) -> None:
+        """Known soon, or done: what closing a transport does to its readers is never a hang."""
+        peer = lab.transport.connect(process.address())
+        transfer = lab.start(lab.an_op, peer, lab.lasting(process))
+        process.close()
+        lab.known(transfer)
+        lab.settled(transfer, peer)
+
+    def test_a_neighbour_may_close_while_it_is_read(self, lab: Lab) -> None:
+        neighbour = Neighbour(lab, lab.make())
+        peer = lab.transport.connect(neighbour.address())
+        transfer = lab.start(lab.an_op, peer, lab.lasting(neighbour))
+        neighbour.transport.close()
+        lab.known(transfer)
+        lab.settled(transfer, peer)
+        lab.works(Neighbour(lab, lab.make()))
+
+    def test_poll_does_not_block(self, lab: Lab, shared_process: Process) -> None:
+        peer = lab.transport.connect(shared_process.address())
+        transfer = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        took = []
+        for _ in range(20):
+            before = time.monotonic()
+            lab.poll([transfer])
+            took.append(time.monotonic() - before)
+        # A transfer takes seconds, and a busy machine may hold one call up, but not all.
+        assert sorted(took)[10] < 0.05, took
+        lab.transport.cancel(transfer)
+
+    def test_calls_may_come_from_different_threads(self, lab: Lab, remote: Peer) -> None:
+        """One at a time."""
+        wrong: list[BaseException] = []
+        peers: list[PeerId] = []
+
+        def elsewhere() -> None:
+            try:
+                peer = lab.transport.connect(remote.address())
+                lab.finish(lab.start(lab.an_op, peer, lab.whole(remote)))
+                peers.append(peer)
+            # The test's own thread says what it was.
+            except BaseException as exc:  # noqa: BLE001
+                wrong.append(exc)
+
+        for _ in range(3):
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        assert not wrong, wrong
+        assert len(set(peers)) == 1
+        lab.works(remote)
+        lab.transport.disconnect(peers[0])
+
+
+def _stays_quiet(lab: Lab, remote: Peer, op: str) -> None:
+    """Write something else into both sides, and see that it stays."""
+    mine, theirs = pattern(MIB, 201), pattern(MIB, 202)
+    lab.mine.put(mine)
+    remote.put(theirs)
+    lab.stays(lab.mine, mine)
+    np.testing.assert_array_equal(remote.get(), theirs, f"after the end of a {op}")

@@ -1,0 +1,217 @@
+"""Notifications: each once, whole, in order, to exactly the right peer, and after the bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.core.errors import TransportUnsupportedError, TransportUsageError
+from kvferry.core.transport import PeerId, State
+from kvferry.testing.contract.lab import MIB, Lab, Neighbour, batch, joined, refused
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.memory import pattern
+from kvferry.testing.peers import Peer, Process
+
+
+class NotificationTests(ContractSettings):
+    """Free notifications, and those bound to a transfer.
+
+    A driver without any (``max_notification`` is 0) must refuse to send them.
+    """
+
+    def test_each_arrives_once_in_order_and_says_from_whom(self, lab: Lab, remote: Peer) -> None:
+        peer = lab.transport.connect(remote.address())
+        if _refuses(lab, peer, remote):
+            return
+        payloads = [b"%d" % index for index in range(2000)]
+        for payload in payloads:
+            lab.transport.notify(peer, payload)
+        found = remote.notifications(len(payloads))
+        assert [one.payload for one in found] == payloads
+        assert {one.sender for one in found} == {lab.transport.name}
+        assert remote.notifications(1, 0.05) == []
+
+    def test_from_another_process(self, lab: Lab, shared_process: Process) -> None:
+        if not lab.notifies:
+            return
+        peer = shared_process.connect(lab.transport.address())
+        payloads = [b"%d" % index for index in range(2000)]
+        shared_process.notify(peer, payloads)
+        found = lab.receive(lab.transport, len(payloads))
+        assert [one.payload for one in found] == payloads
+        assert {one.sender for one in found} == {shared_process.name}
+        assert lab.transport.notifications() == []
+
+    def test_only_the_peer_that_is_named_gets_it(self, lab: Lab) -> None:
+        one, other, stranger = (Neighbour(lab, lab.make(), seed) for seed in range(3))
+        to_one, to_other = (lab.transport.connect(peer.address()) for peer in (one, other))
+        if _refuses(lab, to_one, one):
+            return
+        lab.transport.notify(to_one, b"1")
+        lab.transport.notify(to_other, b"2")
+        for known, peer in ((to_one, one), (to_other, other)):
+            copies = batch(lab.mine.region, peer.region, [0], [0], [8])
+            lab.finish(lab.start(lab.an_op, known, copies, b"bound %d" % peer.seed))
+        assert [seen.payload for seen in one.notifications(2)] == [b"1", b"bound 0"]
+        assert [seen.payload for seen in other.notifications(2)] == [b"2", b"bound 1"]
+        assert stranger.notifications(1, 0.05) == []
+        assert lab.transport.notifications() == []
+
+    def test_senders_are_told_apart(self, lab: Lab) -> None:
+        senders = [lab.make() for _ in range(3)]
+        peers = [sender.connect(lab.transport.address()) for sender in senders]
+        if not lab.notifies:
+            return
+        for index in range(100):
+            for sender, peer in zip(senders, peers, strict=True):
+                sender.notify(peer, b"%d" % index)
+        found = lab.receive(lab.transport, 300)
+        for sender in senders:
+            payloads = [one.payload for one in found if one.sender == sender.name]
+            assert payloads == [b"%d" % index for index in range(100)]
+
+    def test_from_1_byte_to_the_limit(self, lab: Lab, remote: Peer) -> None:
+        peer = lab.transport.connect(remote.address())
+        if _refuses(lab, peer, remote):
+            return
+        limit = lab.capabilities.max_notification
+        payloads = [b"\0", b"\xff", bytes(range(256))[:limit], bytes(limit), b"\xff" * limit]
+        for payload in payloads:
+            lab.transport.notify(peer, payload)
+        assert [one.payload for one in remote.notifications(len(payloads))] == payloads
+        for payload in payloads:
+            copies = batch(lab.mine.region, remote.region, [0], [0], [8])
+            lab.finish(lab.start(lab.an_op, peer, copies, payload))
+        assert [one.payload for one in remote.notifications(len(payloads))] == payloads
+
+    def test_other_lengths_are_refused_and_nothing_has_moved(
+        self, lab: Lab, remote: Peer, op: str
+    ) -> None:
+        peer = lab.transport.connect(remote.address())
+        copies = batch(lab.mine.region, remote.region, [0], [0], [8])
+        if lab.refuses(op, peer, copies):
+            return
+        mine, theirs = lab.mine.get(), remote.get()
+        for payload in (b"", bytes(lab.capabilities.max_notification + 1)):
+            refused(lab.transport.notify, peer, payload)
+            refused(lab.start, op, peer, copies, payload)
+        lab.stays(lab.mine, mine)
+        lab.stays(remote, theirs, 0)
+        assert remote.notifications(1, 0.05) == []
+
+    def test_a_peer_that_was_never_connected_is_refused(self, lab: Lab, remote: Peer) -> None:
+        peer = lab.transport.connect(remote.address())
+        refused(lab.transport.notify, PeerId(peer + 1000), b"x")
+        lab.transport.disconnect(peer)
+        refused(lab.transport.notify, peer, b"x")
+        assert remote.notifications(1, 0.05) == []
+
+    @pytest.mark.parametrize("watched", ["first", "last"])
+    def test_a_bound_one_arrives_after_all_bytes(
+        self, lab: Lab, shared_process: Process, watched: str
+    ) -> None:
+        """The byte that the peer looks at when it is notified is of the first, or the last copy."""
+        peer = lab.transport.connect(shared_process.address())
+        if not lab.notifies or lab.refuses("write", peer, lab.whole(shared_process)):
+            return
+        starts = np.arange(0, MIB, 4096)[:: 1 if watched == "first" else -1]
+        lab.mine.put(np.full(MIB, 7, np.uint8))
+        shared_process.put(np.zeros(1, np.uint8))
+        shared_process.expect(1)
+        copies = batch(lab.mine.region, shared_process.region, starts, starts, np.full(256, 4096))
+        lab.finish(lab.start("write", peer, copies, b"all there"))
+        (seen,) = shared_process.expected()
+        assert (seen.sender, seen.payload) == (lab.transport.name, b"all there")
+        assert seen.first == 7, "the notification was there before the bytes"
+
+    def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Lab, op: str) -> None:
+        """It is not sent when the transfer begins, nor when a part of it has ended."""
+        neighbour = Neighbour(lab, lab.make())
+        peer = lab.transport.connect(neighbour.address())
+        short = batch(lab.mine.region, neighbour.region, [0], [0], [8])
+        copies = joined([short, lab.lasting(neighbour), short])
+        if not lab.notifies or lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies, b"done")
+
+        def early() -> bool:
+            # In this order: what has arrived by now must not be of a transfer that still runs.
+            arrived = neighbour.transport.notifications()
+            return bool(arrived) and lab.state(transfer) is not State.DONE
+
+        assert not lab.until(early, 0.3)
+        lab.transport.cancel(transfer)
+        if lab.settled(transfer, peer).state is State.FAILED:
+            assert neighbour.notifications(1, 0.1) == [], "of a transfer that failed"
+
+    def test_a_bound_one_comes_with_every_transfer(self, lab: Lab, remote: Peer, op: str) -> None:
+        peer = lab.transport.connect(remote.address())
+        if not lab.notifies or lab.refuses(op, peer, lab.whole(remote)):
+            return
+        sizes = [[8], [], [0], [MIB], [4096] * 20, [0, 0]]
+        for index, size in enumerate(sizes):
+            starts = 8192 * np.arange(len(size))
+            copies = batch(lab.mine.region, remote.region, starts, starts, size)
+            lab.finish(lab.start(op, peer, copies, b"%d" % index))
+        found = remote.notifications(len(sizes))
+        assert [one.payload for one in found] == [b"%d" % index for index in range(len(sizes))]
+        assert {one.sender for one in found} == {lab.transport.name}
+        assert remote.notifications(1, 0.05) == []
+
+    def test_bound_and_free_ones_keep_their_order(self, lab: Lab, remote: Peer) -> None:
+        peer = lab.transport.connect(remote.address())
+        if not lab.notifies:
+            return
+        for index in range(60):
+            if index % 2:
+                lab.transport.notify(peer, b"%d" % index)
+            else:
+                copies = batch(lab.mine.region, remote.region, [0], [0], [8])
+                lab.finish(lab.start(lab.an_op, peer, copies, b"%d" % index))
+        found = remote.notifications(60)
+        assert [int(one.payload) for one in found] == list(range(60))
+
+    def test_a_bound_one_waits_for_every_segment(self, lab: Lab, op: str) -> None:
+        """A driver may split a transfer; its peer does not get to see that."""
+        other = lab.make()
+        here = [lab.buffer(MIB, lab.transport) for _ in range(4)]
+        there = [lab.buffer(MIB, other) for _ in range(4)]
+        for index in range(4):
+            here[index].put(pattern(MIB, 10 + index))
+            there[index].put(pattern(MIB, 20 + index))
+        copies = joined(
+            [batch(a.region, b.region, [0], [0], [MIB]) for a, b in zip(here, there, strict=True)]
+        )
+        peer = lab.transport.connect(other.address())
+        if not lab.notifies or lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies, b"every one")
+        targets, seed = (here, 20) if op == "read" else (there, 10)
+        (note,) = lab.receive(other, 1)
+        for index, target in enumerate(targets):
+            np.testing.assert_array_equal(target.get(), pattern(MIB, seed + index))
+        assert note.payload == b"every one"
+        lab.finish(transfer)
+
+    def test_what_a_transfer_that_was_refused_was_to_say_is_not_said(
+        self, lab: Lab, remote: Peer, op: str
+    ) -> None:
+        peer = lab.transport.connect(remote.address())
+        if not lab.notifies or lab.refuses(op, peer, lab.whole(remote)):
+            return
+        outside = batch(lab.mine.region, remote.region, [0], [MIB - 4], [8])
+        refused(lab.start, op, peer, outside, b"must not arrive")
+        assert remote.notifications(1, 0.1) == []
+
+
+def _refuses(lab: Lab, peer: PeerId, remote: Peer) -> bool:
+    """Whether the driver has no notifications; then it must refuse them, of both sorts."""
+    if lab.notifies:
+        return False
+    copies = batch(lab.mine.region, remote.region, [0], [0], [8])
+    refusal = (TransportUnsupportedError, TransportUsageError)
+    with pytest.raises(refusal):
+        lab.transport.notify(peer, b"x")
+    with pytest.raises(refusal):
+        lab.start(lab.an_op, peer, copies, b"x")
+    return True

@@ -1,0 +1,204 @@
+"""What a transport says of itself; addresses, and connections with several peers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.core.errors import ConnectError, DriverError, TransportError
+from kvferry.core.transport import INTERFACE_VERSION, Quiescence, State
+from kvferry.testing.contract.lab import MIB, OPS, Lab, Neighbour, batch
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.memory import imported, pattern
+from kvferry.testing.peers import Peer, Process
+
+
+class PeerTests(ContractSettings):
+    """Names, capabilities, options, addresses, connections."""
+
+    # What it says of itself.
+
+    def test_it_is_of_this_version_of_the_interface(self, lab: Lab) -> None:
+        major, minor = type(lab.transport).interface_version
+        assert major == INTERFACE_VERSION[0]
+        assert minor >= 0
+
+    def test_its_capabilities_make_sense_and_stay(self, lab: Lab) -> None:
+        can = lab.capabilities
+        assert can.ops, "a driver that can neither read nor write moves nothing"
+        assert can.ops <= set(OPS)
+        assert lab.mine.region.kind in can.memory
+        assert can.max_notification >= 0
+        assert isinstance(can.quiescence, Quiescence)
+        assert can.max_outstanding is None or can.max_outstanding >= 1
+        lab.transport.connect(lab.transport.address())
+        assert lab.capabilities == can
+        assert lab.make().capabilities == can
+
+    def test_names_are_unique(self, lab: Lab, shared_process: Process) -> None:
+        names = [lab.transport.name, lab.make().name, lab.make().name, shared_process.name]
+        assert len(set(names)) == len(names)
+        assert lab.transport.name == names[0]
+        assert all(names), "a name is empty"
+
+    def test_an_option_that_it_does_not_have_is_refused(self, lab: Lab) -> None:
+        options = lab.settings.options | {"no_such_option_of_any_driver": 1}
+        # A signature without such a keyword is an answer, too; the registry makes it a DriverError.
+        with pytest.raises((DriverError, TypeError), match="no_such_option_of_any_driver"):
+            imported(lab.settings.factory)(**options)
+
+    # Addresses.
+
+    def test_bytes_that_are_no_address_are_refused(self, lab: Lab, remote: Peer) -> None:
+        good = remote.address()
+        halves = [good[:-1], good[: len(good) // 2], good[1:], good[len(good) // 2 :]]
+        for garbage in (b"", b"\0", b"garbage", b"\xc1" * 1000, bytes(1 << 20), *halves):
+            with pytest.raises(ConnectError):
+                lab.transport.connect(garbage)
+        lab.works(remote)
+
+    def test_an_address_may_be_used_by_many_and_for_long(self, lab: Lab, remote: Peer) -> None:
+        address = remote.address()
+        for transport in (lab.transport, lab.make(), lab.make()):
+            assert isinstance(transport.connect(address), int)
+        lab.works(remote)
+
+    # Connections.
+
+    def test_connecting_again_is_the_same_peer(self, lab: Lab, remote: Peer) -> None:
+        address = remote.address()
+        peer = lab.transport.connect(address)
+        assert lab.transport.connect(address) == peer
+        assert lab.transport.connect(remote.address()) == peer
+        lab.works(remote)
+
+    def test_after_disconnect_it_is_another_peer(self, lab: Lab, remote: Peer) -> None:
+        seen = set()
+        for _ in range(5):
+            peer = lab.transport.connect(remote.address())
+            assert peer not in seen, "an id of a peer was used again"
+            seen.add(peer)
+            lab.works(remote)
+            lab.transport.disconnect(peer)
+
+    def test_a_transport_may_connect_to_itself(self, lab: Lab, op: str) -> None:
+        other = lab.buffer(MIB, lab.transport)
+        lab.mine.put(pattern(MIB, 3))
+        other.put(pattern(MIB, 4))
+        peer = lab.transport.connect(lab.transport.address())
+        copies = batch(lab.mine.region, other.region, [0], [0], [MIB])
+        if lab.refuses(op, peer, copies):
+            return
+        lab.finish(lab.start(op, peer, copies, b"to myself" if lab.notifies else None))
+        content = pattern(MIB, 4 if op == "read" else 3)
+        np.testing.assert_array_equal(lab.mine.get(), content)
+        np.testing.assert_array_equal(other.get(), content)
+        if lab.notifies:
+            (note,) = lab.receive(lab.transport, 1)
+            assert (note.sender, note.payload) == (lab.transport.name, b"to myself")
+
+    def test_several_peers_at_once(self, lab: Lab, op: str) -> None:
+        neighbours = [Neighbour(lab, lab.make(), seed) for seed in range(6)]
+        peers = [lab.transport.connect(one.address()) for one in neighbours]
+        assert len(set(peers)) == len(peers)
+        size = MIB // len(peers)
+        content = pattern(MIB, 99)
+        lab.mine.put(content)
+        transfers = []
+        for index, (one, peer) in enumerate(zip(neighbours, peers, strict=True)):
+            at = index * size
+            copies = batch(lab.mine.region, one.region, [at], [5], [size])
+            if lab.refuses(op, peer, copies):
+                return
+            if (lab.capabilities.max_outstanding or 6) < 6:
+                lab.finish(lab.start(op, peer, copies))
+            else:
+                transfers.append(lab.start(op, peer, copies))
+        for transfer in transfers:
+            lab.finish(transfer)
+        for index, one in enumerate(neighbours):
+            near, far = lab.mine.get()[index * size :][:size], one.get()[5:][:size]
+            np.testing.assert_array_equal(near, far)
+            source = pattern(MIB, index)[5:] if op == "read" else content[index * size :]
+            np.testing.assert_array_equal(near, source[:size])
+
+    def test_several_transports_have_one_peer(
+        self, lab: Lab, shared_process: Process, op: str
+    ) -> None:
+        """Each moves a quarter of its own."""
+        size, theirs = MIB // 4, shared_process.get()
+        started = []
+        for index in range(4):
+            transport, at = lab.make(), index * size
+            buffer = lab.buffer(MIB, transport)
+            buffer.put(pattern(MIB, 30 + index))
+            peer = transport.connect(shared_process.address())
+            copies = batch(buffer.region, shared_process.region, [at], [at], [size])
+            if op in lab.ops:
+                started.append((transport, getattr(transport, op)(peer, copies), buffer))
+        for index, (transport, transfer, buffer) in enumerate(started):
+            lab.finish(transfer, transport)
+            part = slice(index * size, (index + 1) * size)
+            expected = theirs if op == "read" else pattern(MIB, 30 + index)
+            np.testing.assert_array_equal(buffer.get()[part], expected[part])
+            np.testing.assert_array_equal(shared_process.get()[part], expected[part])
+
+    def test_both_sides_at_once(self, lab: Lab, shared_process: Process, op: str) -> None:
+        """Each moves the upper half of one side, while the other moves the lower."""
+        half = MIB // 2
+        mine, theirs = pattern(MIB, 6), shared_process.get()
+        lab.mine.put(mine)
+        peer = lab.transport.connect(shared_process.address())
+        back = shared_process.connect(lab.transport.address())
+        ours = batch(lab.mine.region, shared_process.region, [0], [0], [half])
+        if lab.refuses(op, peer, ours):
+            return
+        shared_process.begin(
+            op, back, batch(shared_process.region, lab.mine.region, [half], [half], [half])
+        )
+        transfer = lab.start(op, peer, ours)
+        lab.finish(transfer)
+        self._serve_while(lab, shared_process)
+        lower, upper = (theirs, mine) if op == "read" else (mine, theirs)
+        for side in (lab.mine.get(), shared_process.get()):
+            np.testing.assert_array_equal(side[:half], lower[:half])
+            np.testing.assert_array_equal(side[half:], upper[half:])
+
+    @staticmethod
+    def _serve_while(lab: Lab, process: Process) -> None:
+        assert lab.until(process.answered), "the other side's transfer does not end"
+        assert process.ended().state is State.DONE
+
+    def test_disconnect_leaves_other_peers_alone(self, lab: Lab, shared_process: Process) -> None:
+        neighbour = Neighbour(lab, lab.make())
+        peer = lab.transport.connect(shared_process.address())
+        other = lab.transport.connect(neighbour.address())
+        lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        spare = lab.buffer(MIB, lab.transport)
+        whole = batch(spare.region, neighbour.region, [0], [0], [MIB])
+        waiting = None
+        if (lab.capabilities.max_outstanding or 2) >= 2:
+            waiting = lab.start(lab.an_op, other, whole)
+        lab.transport.disconnect(peer)
+        assert lab.state(lasting).final
+        if waiting is not None:
+            lab.finish(waiting)
+        lab.works(neighbour)
+
+    def test_a_limit_of_unfinished_transfers_is_kept(
+        self, lab: Lab, shared_process: Process
+    ) -> None:
+        limit = lab.capabilities.max_outstanding
+        if limit is None or limit > 64:
+            return  # nothing to refuse; test_many_transfers_at_once has 64
+        peer = lab.transport.connect(shared_process.address())
+        lasting = lab.lasting(shared_process)
+        transfers = [lab.start(lab.an_op, peer, lasting) for _ in range(limit)]
+        if not any(status.state.final for status in lab.poll(transfers)):
+            with pytest.raises(TransportError):
+                lab.start(lab.an_op, peer, lab.whole(shared_process))
+        for transfer in transfers:
+            lab.transport.cancel(transfer)
+        lab.transport.disconnect(peer)
+        assert all(status.state.final for status in lab.poll(transfers))
+        lab.works(shared_process)

@@ -1,0 +1,292 @@
+"""What must be refused before anything moves: memory, ranges, malformed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvferry.core.copies import Copies, Segment
+from kvferry.core.errors import TransportError, TransportUnsupportedError
+from kvferry.core.memory import Region
+from kvferry.core.transport import PeerId, State, TransferId
+from kvferry.testing.contract.lab import MIB, Lab, batch, joined, refused
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.memory import pattern
+from kvferry.testing.peers import Peer, Process
+
+TOP = 1 << 64
+KINDS = frozenset({"cpu", "cuda", "xpu", "hpu", "disk"})
+
+# Offset into the region and length, neither of which fits into it together.
+OUTSIDE = {
+    "one byte too long": (0, MIB + 1),
+    "across the end": (MIB - 4, 8),
+    "just behind": (MIB, 1),
+    "far behind": (1 << 40, 8),
+    "one byte before": (TOP - 1, 8),
+    "longer than memory": (8, 1 << 63),
+    "its end wraps around": (8, TOP - 16),
+}
+
+
+class RefusalTests(ContractSettings):
+    """Registration, bounds and the form of batches."""
+
+    # Memory.
+
+    def test_a_kind_that_is_not_among_the_capabilities_is_refused(self, lab: Lab) -> None:
+        for kind in sorted(KINDS - lab.capabilities.memory):
+            region = Region(address=lab.mine.region.address, nbytes=4096, kind=kind)
+            with pytest.raises(TransportUnsupportedError):
+                lab.transport.register(region)
+            refused(lab.transport.deregister, region)
+
+    def test_registering_again_has_no_effect(self, lab: Lab, remote: Peer) -> None:
+        whole = lab.mine.region
+        again = Region(
+            address=whole.address, nbytes=whole.nbytes, kind=whole.kind, device=whole.device
+        )
+        lab.transport.register(again)
+        lab.works(remote)
+        lab.transport.deregister(whole)
+        refused(lab.transport.deregister, whole)
+
+    def test_what_is_not_registered_is_not_deregistered(self, lab: Lab) -> None:
+        refused(lab.transport.deregister, lab.mine.part(0, 4096))
+        refused(lab.transport.deregister, lab.buffer(4096).region)
+
+    def test_local_memory_that_is_not_registered_is_refused(
+        self, lab: Lab, remote: Peer, op: str
+    ) -> None:
+        peer = lab.transport.connect(remote.address())
+        unknown = lab.buffer(MIB)
+        unknown.put(pattern(MIB, 5))
+        theirs = remote.get()
+        for region in (unknown.region, lab.mine.part(0, MIB - 1)):
+            copies = batch(region, remote.region, [0], [0], [4096])
+            if not lab.refuses(op, peer, copies):
+                refused(lab.start, op, peer, copies)
+        lab.stays(unknown, pattern(MIB, 5))
+        lab.stays(remote, theirs, 0)
+
+    def test_local_memory_that_was_deregistered_is_refused(
+        self, lab: Lab, remote: Peer, op: str
+    ) -> None:
+        lab.works(remote)
+        peer = lab.transport.connect(remote.address())
+        mine, theirs, copies = lab.mine.get(), remote.get(), lab.whole(remote)
+        lab.transport.deregister(lab.mine.region)
+        if not lab.refuses(op, peer, copies):
+            refused(lab.start, op, peer, copies)
+        lab.stays(lab.mine, mine)
+        lab.stays(remote, theirs, 0)
+        lab.transport.register(lab.mine.region)
+        lab.works(remote)
+
+    def test_remote_memory_that_the_peer_did_not_register_is_refused(
+        self, lab: Lab, remote: Peer, op: str
+    ) -> None:
+        peer = lab.transport.connect(remote.address())
+        mine, theirs, whole = lab.mine.get(), remote.get(), remote.region
+        for offset, nbytes in ((0, MIB - 1), (4096, 4096), (8, MIB)):
+            region = _moved(whole, offset, nbytes)
+            copies = batch(lab.mine.region, region, [0], [0], [8])
+            if not lab.refuses(op, peer, copies):
+                refused(lab.start, op, peer, copies)
+        lab.stays(lab.mine, mine)
+        lab.stays(remote, theirs, 0)
+
+    def test_what_a_peer_registers_later_is_known_after_connecting_again(
+        self, lab: Lab, process: Process, op: str
+    ) -> None:
+        peer = lab.transport.connect(process.address())
+        later = _moved(process.region, 8192, 4096)
+        copies = batch(lab.mine.region, later, [0], [0], [4096])
+        if lab.refuses(op, peer, copies):
+            return
+        process.register(later)
+        refused(lab.start, op, peer, copies)
+        assert lab.transport.connect(process.address()) == peer
+        lab.finish(lab.start(op, peer, copies))
+        assert (lab.mine.get()[:4096] == process.get()[8192:12_288]).all()
+
+    def test_what_a_peer_deregistered_is_refused_after_connecting_again(
+        self, lab: Lab, process: Process, op: str
+    ) -> None:
+        peer = lab.transport.connect(process.address())
+        copies = lab.whole(process)
+        if lab.refuses(op, peer, copies):
+            return
+        kept = _moved(process.region, 0, 4096)
+        process.register(kept)
+        process.deregister(process.region)
+        assert lab.transport.connect(process.address()) == peer
+        mine, theirs = lab.mine.get(), process.get()
+        refused(lab.start, op, peer, copies)
+        lab.stays(lab.mine, mine)
+        lab.stays(process, theirs, 0)
+        lab.finish(lab.start(op, peer, batch(lab.mine.region, kept, [0], [0], [4096])))
+
+    def test_what_a_peer_deregistered_meanwhile_ends_the_transfer_somehow(
+        self, lab: Lab, process: Process, op: str
+    ) -> None:
+        """Whether it fails is more than every network can tell; that it ends is not."""
+        peer = lab.transport.connect(process.address())
+        copies = lab.whole(process)
+        if lab.refuses(op, peer, copies):
+            return
+        process.deregister(process.region)
+        transfer = lab.start(op, peer, copies)
+        lab.settled(transfer, peer)
+        lab.transport.forget(transfer)
+
+    def test_a_region_in_use_is_not_deregistered(
+        self, lab: Lab, shared_process: Process, op: str
+    ) -> None:
+        peer = lab.transport.connect(shared_process.address())
+        copies = lab.lasting(shared_process)
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies)
+        if not lab.state(transfer).final:
+            region = lab.mine.region
+            with pytest.raises(TransportError):
+                lab.transport.deregister(region)
+        lab.transport.cancel(transfer)
+        lab.settled(transfer, peer)
+        lab.transport.deregister(lab.mine.region)
+
+    def test_overlapping_regions_are_separate(self, lab: Lab, remote: Peer, op: str) -> None:
+        half = lab.mine.part(0, MIB // 2)
+        lab.transport.register(half)
+        peer = lab.transport.connect(remote.address())
+        lab.transport.deregister(lab.mine.region)
+        small = batch(half, remote.region, [0], [0], [MIB // 2])
+        if lab.refuses(op, peer, small):
+            return
+        refused(lab.start, op, peer, lab.whole(remote))
+        lab.finish(lab.start(op, peer, small))
+
+    def test_many_regions(self, lab: Lab, remote: Peer) -> None:
+        parts = [lab.mine.part(4096 * index, 4096) for index in range(256)]
+        for part in parts:
+            lab.transport.register(part)
+        peer = lab.transport.connect(remote.address())
+        for index in (0, 100, 255):
+            copies = batch(parts[index], remote.region, [0], [4096 * index], [4096])
+            lab.finish(lab.start(lab.an_op, peer, copies))
+        lab.transport.connect(lab.transport.address())
+
+    # Ranges.
+
+    @pytest.mark.parametrize("where", OUTSIDE)
+    @pytest.mark.parametrize("side", ["local", "remote"])
+    def test_a_copy_outside_its_region_is_refused(
+        self, lab: Lab, remote: Peer, op: str, side: str, where: str
+    ) -> None:
+        offset, nbytes = OUTSIDE[where]
+        here, there = (offset, 0) if side == "local" else (0, offset)
+        if nbytes > MIB:
+            # The other side's region is as large as this one: it would be left as well.
+            here, there = (offset, offset)
+        with np.errstate(over="ignore"):
+            copies = batch(
+                lab.mine.region,
+                remote.region,
+                np.array([100, here], np.uint64),
+                np.array([100, there], np.uint64),
+                np.array([8, nbytes], np.uint64),
+            )
+        _refused_whole(lab, remote, op, copies)
+
+    @pytest.mark.parametrize("side", ["local", "remote"])
+    def test_each_copy_must_lie_in_its_own_segments_regions(
+        self, lab: Lab, process: Process, op: str, side: str
+    ) -> None:
+        """Being in some other region that is registered, too, does not help."""
+        here, there = lab.mine.part(4096, 4096), _moved(process.region, 4096, 4096)
+        lab.transport.register(here)
+        process.register(there)
+        inside = batch(here, there, [0], [0], [4096])
+        beside = batch(
+            here if side == "local" else lab.mine.region,
+            there if side == "remote" else process.region,
+            [4096],
+            [4096],
+            [8],
+        )
+        _refused_whole(lab, process, op, joined([inside, beside]))
+
+    # Form.
+
+    @pytest.mark.parametrize(
+        "cuts", [[(0, 1)], [(1, 2)], [(0, 1), (0, 2)], [(0, 3)], [], [(0, 2), (2, 1), (1, 2)]]
+    )
+    def test_segments_that_do_not_cover_the_copies_are_refused(
+        self, lab: Lab, remote: Peer, op: str, cuts: list[tuple[int, int]]
+    ) -> None:
+        good = batch(lab.mine.region, remote.region, [0, 64], [0, 64], [8, 8])
+        segments = tuple(
+            Segment(start=start, stop=stop, local=lab.mine.region, remote=remote.region)
+            for start, stop in cuts
+        )
+        copies = Copies(local=good.local, remote=good.remote, nbytes=good.nbytes, segments=segments)
+        _refused_whole(lab, remote, op, copies)
+
+    @pytest.mark.parametrize("name", ["local", "remote", "nbytes"])
+    def test_arrays_of_unequal_length_are_refused(
+        self, lab: Lab, remote: Peer, op: str, name: str
+    ) -> None:
+        good = batch(lab.mine.region, remote.region, [0, 64], [0, 64], [8, 8])
+        arrays = {"local": good.local, "remote": good.remote, "nbytes": good.nbytes}
+        arrays[name] = arrays[name][:1]
+        _refused_whole(lab, remote, op, Copies(segments=good.segments, **arrays))
+
+    # Ids.
+
+    def test_peers_that_mean_nothing_are_refused(self, lab: Lab, remote: Peer, op: str) -> None:
+        peer = lab.transport.connect(remote.address())
+        copies = lab.whole(remote)
+        if lab.refuses(op, peer, copies):
+            return
+        for unknown in (PeerId(peer + 1000), PeerId(-1)):
+            refused(lab.start, op, unknown, copies)
+            refused(lab.transport.disconnect, unknown)
+
+    def test_transfers_that_mean_nothing_are_refused(self, lab: Lab, remote: Peer) -> None:
+        peer = lab.transport.connect(remote.address())
+        transfer = lab.start(lab.an_op, peer, lab.whole(remote))
+        unknown = TransferId(transfer + 1000)
+        calls: list[Callable[[TransferId], object]] = [lab.transport.cancel, lab.transport.forget]
+        for call in calls:
+            refused(call, unknown)
+        refused(lab.transport.poll, [transfer, unknown])
+        lab.finish(transfer)
+
+    def test_only_final_transfers_can_be_forgotten(self, lab: Lab, shared_process: Process) -> None:
+        peer = lab.transport.connect(shared_process.address())
+        transfer = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        if lab.state(transfer) is State.PENDING:
+            refused(lab.transport.forget, transfer)
+        lab.transport.cancel(transfer)
+        lab.settled(transfer, peer)
+        lab.transport.forget(transfer)
+
+
+def _moved(region: Region, offset: int, nbytes: int) -> Region:
+    return Region(
+        address=region.address + offset, nbytes=nbytes, kind=region.kind, device=region.device
+    )
+
+
+def _refused_whole(lab: Lab, remote: Peer, op: str, copies: Copies) -> None:
+    """See that a batch is refused, and that no byte of either side has changed."""
+    peer = lab.transport.connect(remote.address())
+    lab.mine.put(pattern(MIB, 77))
+    theirs = remote.get()
+    if not lab.refuses(op, peer, copies):
+        refused(lab.start, op, peer, copies)
+    lab.stays(lab.mine, pattern(MIB, 77), 0.01)
+    lab.stays(remote, theirs, 0)
