@@ -23,13 +23,14 @@ WORDS = ["".join(letters) for letters in itertools.product("bdfghjklmnprstvz", "
 """The vocabulary: 512 words of three letters. Token id *i* is word *i*."""
 
 
-def build(folder: Path, *, max_tokens: int = 1024, seed: int = SEED) -> Path:
+def build(folder: Path, *, max_tokens: int = 1024, seed: int = SEED, **shape: int) -> Path:
     """Write a Llama with grouped-query attention (4 query, 2 KV heads of 32) and its tokenizer.
 
     Args:
         folder: where the checkpoint goes; made if missing.
         max_tokens: the longest context.
         seed: of the weights.
+        shape: what is to differ in transformers' ``LlamaConfig``.
 
     Returns:
         ``folder``, to be given to vLLM as its model.
@@ -40,13 +41,16 @@ def build(folder: Path, *, max_tokens: int = 1024, seed: int = SEED) -> Path:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(WORDS),
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
+            **{
+                "vocab_size": len(WORDS),
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+            }
+            | shape,
             max_position_embeddings=max_tokens,
             bos_token_id=None,
             eos_token_id=None,

@@ -94,7 +94,7 @@ def main(connection: Connection, log: str, arguments: dict[str, Any]) -> None:
     """Start the engine, say how that went, and serve until told to close."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     _log_to(log)
-    frugal.adapt()
+    frugal.adapt(async_scheduling=arguments.get("async_scheduling", False))
     if isinstance(transfer := arguments.get("kv_transfer_config"), dict):
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
     try:

@@ -1,5 +1,8 @@
 """vLLM as a test machine can bear it: no import done twice, and ranks that wait for each other
-asleep, since there are more of them than cores. What is computed stays the same."""
+asleep, since there are more of them than cores. What is computed stays the same.
+
+And asynchronous scheduling where a test asks for it: vLLM turns it off on a CPU, where it gains
+nothing, but it works."""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.models import registry
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
@@ -21,11 +25,23 @@ PR_SET_PDEATHSIG = 1
 PAUSE_SECONDS = 0.0002
 
 
-def adapt() -> None:
+def adapt(*, async_scheduling: bool = False) -> None:
     """Change vLLM in this process and in those that it forks."""
+    if async_scheduling:
+        _keep_async_scheduling()
     _fork_workers()
     _wait_asleep()
     registry._run_in_subprocess = lambda inspect: inspect()  # a new one would import everything
+
+
+def _keep_async_scheduling() -> None:
+    update = CpuPlatform.check_and_update_config
+
+    def keep(cls: type[CpuPlatform], config: Any) -> None:
+        update(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(keep)
 
 
 def _fork_workers() -> None:
