@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -63,6 +64,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             config.warn(settings)
             support.check_engine(vllm_config)
+            # As a child of MultiConnector it is built with a configuration of its own.
+            engine = get_current_vllm_config_or_none() or vllm_config
+            support.check_siblings(
+                vllm_config.kv_transfer_config,
+                engine.kv_transfer_config or vllm_config.kv_transfer_config,
+            )
 
     # For both roles.
 

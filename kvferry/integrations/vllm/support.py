@@ -9,8 +9,21 @@ from kvferry.integrations.vllm.config import ConfigError
 from kvferry.integrations.vllm.specs import refusals
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+HAND_OVER = frozenset(
+    {
+        "KVFerryConnector",
+        "MooncakeConnector",
+        "MoRIIOConnector",
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+    }
+)
+"""The connectors that make tickets with NixlConnector's keys."""
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
@@ -27,6 +40,19 @@ def check_engine(vllm_config: VllmConfig) -> None:
         "not yet proven to work with KVFerryConnector, and therefore refused:",
         _unproven(vllm_config),
     )
+
+
+def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
+    """Refuse what stands around this connector under vLLM's MultiConnector.
+
+    Args:
+        own: what configures this connector.
+        engine: what the engine was started with; the same where there is no MultiConnector.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    _refuse("KVFerryConnector cannot work with", _impossible_siblings(own, engine))
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:
@@ -92,6 +118,23 @@ def _impossible_transfer(vllm_config: VllmConfig) -> Iterator[str]:
         yield (
             "enable_permute_local_kv: nothing is permuted here, any layout is read into any other; "
             "remove it"
+        )
+
+
+def _impossible_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
+    children = engine.kv_connector_extra_config.get("connectors", [])
+    names = [child.get("kv_connector") for child in children]
+    handing_over = [name for name in names if name in HAND_OVER]
+    if len(handing_over) > 1:
+        yield (
+            f"{' and '.join(handing_over)} under one MultiConnector: their tickets have the same "
+            "keys; leave one"
+        )
+    if own.is_kv_consumer and not engine.is_kv_consumer:
+        yield (
+            f"kv_role {own.kv_role!r} under a MultiConnector with kv_role {engine.kv_role!r}: vLLM "
+            "gives blocks back to a loader in order only where the outer role loads; set the outer "
+            'to "kv_both"'
         )
 
 

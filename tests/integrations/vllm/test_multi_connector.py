@@ -10,7 +10,7 @@ import pytest
 from examples.tiny_llama import prompt
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import CONNECTOR, StartEngine
-from tests.integrations.vllm.engines import Engine
+from tests.integrations.vllm.engines import Engine, EngineError
 from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -42,11 +42,13 @@ def ferry(role: str) -> dict[str, Any]:
     return CONNECTOR | {"kv_role": role, "kv_connector_extra_config": {}}
 
 
-def start_with(start_engine: StartEngine, name: str, *children: dict[str, Any]) -> Engine:
+def start_with(
+    start_engine: StartEngine, name: str, *children: dict[str, Any], role: str = "kv_both"
+) -> Engine:
     """An engine with several connectors, in this order."""
     transfer = {
         "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_connector_extra_config": {"connectors": list(children)},
     }
     return start_engine(name, kv_transfer_config=transfer, enable_prefix_caching=True)
@@ -157,3 +159,18 @@ def test_handshake_of_another_connector_comes_first(
     [ticket] = both.prefill(prompt(71, seed=24))
     assert ticket["remote_port"] == 0
     both.close()
+
+
+@pytest.mark.parametrize(
+    ("child", "role", "reason"),
+    [
+        (ferry("kv_consumer"), "kv_both", "KVFerryConnector and KVFerryConnector"),
+        (OFFLOADING, "kv_producer", "'kv_both' under a MultiConnector with kv_role 'kv_producer'"),
+    ],
+    ids=["two that hand over", "outer role"],
+)
+def test_refused_at_start(
+    start_engine: StartEngine, child: dict[str, Any], role: str, reason: str
+) -> None:
+    with pytest.raises(EngineError, match=reason):
+        start_with(start_engine, "refused", child, ferry("kv_both"), role=role)

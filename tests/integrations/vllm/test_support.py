@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from kvferry.integrations.vllm.config import ConfigError
-from kvferry.integrations.vllm.support import check_buffer_device, check_engine, check_groups
+from kvferry.integrations.vllm.support import (
+    check_buffer_device,
+    check_engine,
+    check_groups,
+    check_siblings,
+)
 
 
 def engine(role: str = "kv_both", **changes: object) -> Any:
@@ -84,3 +89,32 @@ def test_a_model_without_a_cache() -> None:
     config: Any = SimpleNamespace(transfer_groups=())
     with pytest.raises(ConfigError, match=r"without a cache .* start without kv_transfer_config"):
         check_groups(config)
+
+
+def transfer(role: str, *children: str) -> Any:
+    return SimpleNamespace(
+        kv_role=role,
+        is_kv_consumer=role != "kv_producer",
+        kv_connector_extra_config={"connectors": [{"kv_connector": name} for name in children]},
+    )
+
+
+@pytest.mark.parametrize("other", ["OffloadingConnector", "LMCacheConnectorV1", "SomebodyElses"])
+def test_siblings_that_hand_nothing_over(other: str) -> None:
+    for children in (("KVFerryConnector", other), (other, "KVFerryConnector")):
+        check_siblings(transfer("kv_consumer"), transfer("kv_both", *children))
+
+
+@pytest.mark.parametrize("other", ["NixlConnector", "MooncakeConnector", "KVFerryConnector"])
+def test_siblings_that_hand_over_too(other: str) -> None:
+    engine = transfer("kv_both", other, "KVFerryConnector")
+    with pytest.raises(ConfigError, match=f"{other} and KVFerryConnector under one MultiConnector"):
+        check_siblings(transfer("kv_producer"), engine)
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_a_loader_below_a_producer(role: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{role}' under .* 'kv_producer'.*\"kv_both\""):
+        check_siblings(transfer(role), transfer("kv_producer", "KVFerryConnector"))
+    check_siblings(transfer(role), transfer("kv_consumer", "KVFerryConnector"))
+    check_siblings(transfer("kv_producer"), transfer("kv_producer", "KVFerryConnector"))
