@@ -39,7 +39,7 @@ class CacheGroup:
         is_state: whether a page is the state after some tokens.
         window: how many tokens before the next one are attended to; 0 for all of them.
         chunk: tokens are attended to within chunks of so many only; 0 where they are not.
-        """
+    """
 
     index: int
     tokens: int
