@@ -57,6 +57,14 @@ def _cache_dtype(config: VllmConfig) -> str:
     return cache_format(cache_dtype) or _plain(cache_dtype)
 
 
+def _quantization(config: VllmConfig) -> str:
+    """What the checkpoint declares: vLLM's own name for it depends on the kernels of a machine."""
+    model = config.model_config
+    declared = getattr(model.hf_config, "quantization_config", None)
+    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    return str(method or model.quantization)
+
+
 def _rotary(config: VllmConfig) -> str:
     """How positions are turned into keys.
 
@@ -114,7 +122,7 @@ def _bounded(value: str) -> str:
 
 FACTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "dtype": lambda config: _plain(config.model_config.dtype),
-    "quantization": lambda config: str(config.model_config.quantization),
+    "quantization": _quantization,
     "cache dtype": _cache_dtype,
     "rotary embedding": _rotary,
     "draft method": _draft_method,

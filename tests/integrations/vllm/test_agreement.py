@@ -37,6 +37,7 @@ def engine(
         "revision": None,
         "dtype": "torch.bfloat16",
         "quantization": None,
+        "hf_config": SimpleNamespace(),
         "hf_overrides": {},
         "hf_text_config": SimpleNamespace(rope_parameters=rope),
         "max_model_len": 1024,
@@ -108,6 +109,15 @@ def test_only_names_are_judgements() -> None:
 )
 def test_a_difference_has_a_name(change: dict[str, Any], names: set[str]) -> None:
     assert differ(engine(), engine(**change)) == names
+
+
+def test_kernels_that_read_one_checkpoint_are_no_difference() -> None:
+    declared = SimpleNamespace(quantization_config={"quant_method": "awq"})
+    one, other = (
+        engine(hf_config=declared, quantization=kernels) for kernels in ("awq", "awq_marlin")
+    )
+    assert not differ(one, other)
+    assert differ(one, engine()) == {"quantization"}
 
 
 def test_two_names_of_one_cache_format_are_one() -> None:
