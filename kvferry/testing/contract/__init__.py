@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.testing.contract.ending import EndingTests
 from kvferry.testing.contract.flight import FlightTests
+from kvferry.testing.contract.machine import MachineTests
 from kvferry.testing.contract.notifications import NotificationTests
 from kvferry.testing.contract.peers import PeerTests
 from kvferry.testing.contract.processes import ProcessTests
@@ -15,6 +16,7 @@ __all__ = [
     "ContractSettings",
     "EndingTests",
     "FlightTests",
+    "MachineTests",
     "NotificationTests",
     "PeerTests",
     "ProcessTests",
@@ -32,5 +34,6 @@ class TransportContract(
     FlightTests,
     EndingTests,
     ProcessTests,
+    MachineTests,
 ):
     """Every rule for a driver. Inherit it, say how to make a transport, and run pytest."""
