@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.copies import Copies, Segment
-from kvferry.core.errors import TransportUsageError
-from kvferry.core.memory import ADDRESS_LIMIT, I64Array, Region, U64Array
+from kvferry.core.bounds import check_bounds, checked_length
+from kvferry.core.copies import Copies
+from kvferry.core.memory import I64Array, U64Array
 from kvferry.drivers.loopback.process import MAX_IOVECS
 
 _RELEASE_FROM = 1 << 20
@@ -68,14 +68,12 @@ class Runs:
             TransportUsageError: the arrays or the segments do not fit together, or a copy leaves
                 its regions.
         """
-        n = _checked_length(copies)
+        n = checked_length(copies)
         self.count = self.total = 0
         if n == 0:
             return
-        if int(copies.nbytes.max()) * n >= ADDRESS_LIMIT:
-            raise TransportUsageError(f"the copies have more than {ADDRESS_LIMIT} bytes together")
-        _check_bounds(copies, "local", copies.local, self._local_end[:n])
-        _check_bounds(copies, "remote", copies.remote, self._remote_end[:n])
+        check_bounds(copies, "local", self._local_end[:n])
+        check_bounds(copies, "remote", self._remote_end[:n])
         source = copies.local if write else copies.remote
         # From random to ascending source addresses, 4 KiB copies take 0.7 times as long.
         if n >= _WORTH_SORTING and (source[1:] < source[:-1]).any():
@@ -154,56 +152,6 @@ class RunsPool:
             self._idle.append(runs)
             self._idle.sort(key=lambda idle: idle.capacity)
             del self._idle[:-_POOLED]
-
-
-def _checked_length(copies: Copies) -> int:
-    n = len(copies.nbytes)
-    for name in ("local", "remote", "nbytes"):
-        array = getattr(copies, name)
-        if array.dtype != np.uint64 or array.shape != (n,):
-            raise TransportUsageError(
-                f"copies.{name} has type {array.dtype} and shape {array.shape}; "
-                f"it must be uint64 of shape ({n},), as long as copies.nbytes"
-            )
-    edges = [0, *(segment.stop for segment in copies.segments)]
-    if [segment.start for segment in copies.segments] != edges[:-1] or edges[-1] != n:
-        raise TransportUsageError(
-            f"the segments do not cover the {n} copies in order and without gaps: "
-            f"{[(segment.start, segment.stop) for segment in copies.segments][:8]}"
-        )
-    if edges != sorted(edges):
-        raise TransportUsageError("a segment stops before it starts")
-    return n
-
-
-def _check_bounds(copies: Copies, side: str, address: U64Array, ends: U64Array) -> None:
-    """Fill ``ends``, and refuse a copy that leaves its segment's region on this side."""
-    segments = [segment for segment in copies.segments if segment.stop > segment.start]
-    first = [segment.start for segment in segments]
-    np.add(address, copies.nbytes, out=ends)
-    low, high = np.minimum.reduceat(address, first), np.maximum.reduceat(ends, first)
-    regions: list[Region] = [getattr(segment, side) for segment in segments]
-    base = np.array([region.address for region in regions], np.uint64)
-    stop = np.array([region.end for region in regions], np.uint64)
-    # An address so high that its end wrapped around is not seen in ``high``.
-    if ((low < base) | (high > stop)).any() or int(address.max()) >= ADDRESS_LIMIT:
-        raise _outside(side, segments, regions, address, copies.nbytes)
-
-
-def _outside(
-    side: str, segments: list[Segment], regions: list[Region], address: U64Array, nbytes: U64Array
-) -> TransportUsageError:
-    for segment, region in zip(segments, regions, strict=True):
-        offset = address[segment.start : segment.stop] - np.uint64(region.address)
-        size, length = np.uint64(region.nbytes), nbytes[segment.start : segment.stop]
-        bad = np.flatnonzero((offset > size) | (length > size - offset))
-        if len(bad):
-            index = segment.start + int(bad[0])
-            return TransportUsageError(
-                f"copy {index} leaves its {side} region: {int(nbytes[index])} bytes at "
-                f"{int(address[index]):#x}, in {region} which ends at {region.end:#x}"
-            )
-    return TransportUsageError(f"a copy leaves its {side} region")
 
 
 def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], None]:

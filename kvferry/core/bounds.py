@@ -1,0 +1,81 @@
+"""Whether a batch of copies is well formed and stays within its regions: what every driver checks.
+
+Addresses are compared per segment, because looking up a region for every copy would cost more than
+computing the copies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvferry.core.copies import Copies, Segment
+from kvferry.core.errors import TransportUsageError
+from kvferry.core.memory import ADDRESS_LIMIT, Region, U64Array
+
+
+def checked_length(copies: Copies) -> int:
+    """The number of copies n, after a look at the form of the batch.
+
+    Raises:
+        TransportUsageError: an array is not uint64 of shape (n,), or the segments do not cover the
+            copies in order and without gaps.
+    """
+    n = len(copies.nbytes)
+    for name in ("local", "remote", "nbytes"):
+        array = getattr(copies, name)
+        if array.dtype != np.uint64 or array.shape != (n,):
+            raise TransportUsageError(
+                f"copies.{name} has type {array.dtype} and shape {array.shape}; "
+                f"it must be uint64 of shape ({n},), as long as copies.nbytes"
+            )
+    edges = [0, *(segment.stop for segment in copies.segments)]
+    if [segment.start for segment in copies.segments] != edges[:-1] or edges[-1] != n:
+        raise TransportUsageError(
+            f"the segments do not cover the {n} copies in order and without gaps: "
+            f"{[(segment.start, segment.stop) for segment in copies.segments][:8]}"
+        )
+    if edges != sorted(edges):
+        raise TransportUsageError("a segment stops before it starts")
+    if n and int(copies.nbytes.max()) * n >= ADDRESS_LIMIT:
+        raise TransportUsageError(f"the copies have more than {ADDRESS_LIMIT} bytes together")
+    return n
+
+
+def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
+    """Refuse a copy that leaves its segment's region on one side.
+
+    Args:
+        copies: at least one, of a form that ``checked_length`` has accepted.
+        side: ``local`` or ``remote``.
+        ends: (n,) uint64, filled with the address after each copy.
+
+    Raises:
+        TransportUsageError: a copy is not within its region; names it, and both.
+    """
+    address: U64Array = getattr(copies, side)
+    segments = [segment for segment in copies.segments if segment.stop > segment.start]
+    first = [segment.start for segment in segments]
+    np.add(address, copies.nbytes, out=ends)
+    low, high = np.minimum.reduceat(address, first), np.maximum.reduceat(ends, first)
+    regions: list[Region] = [getattr(segment, side) for segment in segments]
+    base = np.array([region.address for region in regions], np.uint64)
+    stop = np.array([region.end for region in regions], np.uint64)
+    # An address so high that its end wrapped around is not seen in ``high``.
+    if ((low < base) | (high > stop)).any() or int(address.max()) >= ADDRESS_LIMIT:
+        raise _outside(side, segments, regions, address, copies.nbytes)
+
+
+def _outside(
+    side: str, segments: list[Segment], regions: list[Region], address: U64Array, nbytes: U64Array
+) -> TransportUsageError:
+    for segment, region in zip(segments, regions, strict=True):
+        offset = address[segment.start : segment.stop] - np.uint64(region.address)
+        size, length = np.uint64(region.nbytes), nbytes[segment.start : segment.stop]
+        bad = np.flatnonzero((offset > size) | (length > size - offset))
+        if len(bad):
+            index = segment.start + int(bad[0])
+            return TransportUsageError(
+                f"copy {index} leaves its {side} region: {int(nbytes[index])} bytes at "
+                f"{int(address[index]):#x}, in {region} which ends at {region.end:#x}"
+            )
+    return TransportUsageError(f"a copy leaves its {side} region")
