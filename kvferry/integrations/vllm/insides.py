@@ -16,6 +16,9 @@ Fields = tuple[Field, ...] | None
 VECTOR_BYTES = 16
 """ROCm's kernels read keys in vectors of so many bytes (``PagedAttention.split_kv_cache``)."""
 
+TILE = 16
+"""Columns of the matrices that AMX multiplies with."""
+
 INDEXER_ROWS = {132: (128, 4), 68: (64, 4)}
 """Bytes of an indexer's row: 128 fp8 or packed fp4 values, and their scales."""
 
@@ -135,6 +138,39 @@ def columns(page: Page) -> Fields:
         unit=size * item,
         tokens=((tokens, size * item),),
         heads=per_head,
+    )
+    return key, value
+
+
+def tiles(page: Page) -> Fields:
+    """In each head all of K and then all of V, both as the B matrices of AMX's tiles.
+
+    A tile's row is 16 pairs: of neighbouring elements of 16 tokens in K, of neighbouring tokens at
+    16 elements in V (``reshape_and_cache`` in csrc/cpu/cpu_attn_amx.hpp).
+    """
+    sizes = _halves(page)
+    if sizes is None or sizes[0] != sizes[1] or not page.dense:
+        return None
+    heads, tokens, content = page.shape
+    size, item = content // 2, page.itemsize
+    if tokens % TILE or size % TILE:
+        return None
+    row = TILE * 2 * item
+    per_head = ((heads, page.strides[0]),)
+    key = page.field(
+        "k",
+        unit=2 * item,
+        tokens=((tokens // TILE, TILE * size * item), (TILE, 2 * item)),
+        heads=per_head,
+        inner=((size // 2, row),),
+    )
+    value = page.field(
+        "v",
+        offset=tokens * size * item,
+        unit=item,
+        tokens=((tokens // 2, row), (2, item)),
+        heads=per_head,
+        inner=((size // TILE, tokens * TILE * item), (TILE, 2 * item)),
     )
     return key, value
 

@@ -115,11 +115,12 @@ def _caches(engine: Any) -> list[Any]:
 
 
 def cache_written_by_kernel(
-    engine: Any, dtype: str, block: int, head: int, cache_dtype: str = "auto"
+    engine: Any, dtype: str, block: int, head: int, cache_dtype: str = "auto", isa: str = ""
 ) -> list[str]:
     """Let vLLM's CPU kernel fill a cache, and compare each element with what the layout says.
 
-    Returns the fields whose elements stand elsewhere.
+    ``isa`` names the kernel; vLLM chooses unless it is given. Returns the fields whose elements
+    stand elsewhere.
     """
     import torch
     from vllm import _custom_ops as ops
@@ -137,7 +138,7 @@ def cache_written_by_kernel(
         dtype=torch.uint8 if element else getattr(torch, dtype),
         kv_quant_mode=get_kv_quant_mode(cache_dtype),
     )
-    isa = _get_attn_isa(getattr(torch, dtype), block, head, cache_dtype)
+    isa = isa or _get_attn_isa(getattr(torch, dtype), block, head, cache_dtype)
     rank = views.Rank([views.group(["layer"], spec)], backends=f"CPU_ATTN/{isa}", blocks=pages)
     cache = rank.caches["layer"]
     # Small integers: exact in every type, different for neighbours along each axis.

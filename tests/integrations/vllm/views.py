@@ -116,6 +116,19 @@ def columns(cache: Any, spec: Any) -> dict[str, Any]:
     return {"k": key.permute(0, 3, 1, 2), "v": value.transpose(1, 2)}
 
 
+def amx(cache: Any, spec: Any) -> dict[str, Any]:
+    """``cpu_attn.py``, and tiles as its AMX kernel fills them (checked in test_caches.py)."""
+    blocks, heads, tokens, _ = cache.shape
+    key, value = cache.view(blocks, heads, 2 * tokens, -1).chunk(2, dim=2)
+    key = key.reshape(blocks, heads, tokens // 16, spec.head_size // 2, 16, 2)
+    value = value.reshape(blocks, heads, spec.head_size // 16, tokens // 2, 16, 2)
+    shape = blocks, tokens, heads, spec.head_size
+    return {
+        "k": key.permute(0, 2, 4, 1, 3, 5).reshape(shape),
+        "v": value.permute(0, 3, 5, 1, 2, 4).reshape(shape),
+    }
+
+
 def one_row(cache: Any, spec: Any) -> dict[str, Any]:
     """``bind_kv_cache`` of ``mla_attention.py``: a row per token."""
     return {"latent": cache.squeeze(1).unsqueeze(2)}
