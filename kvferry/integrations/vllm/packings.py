@@ -74,7 +74,9 @@ PACKINGS: Mapping[str, Packing] = {
     "CPU_ATTN": Packing(inside="depends on the kernel, which is not known"),
     "CPU_ATTN/vec": COLUMNS,
     "CPU_ATTN/vec16": COLUMNS,
-    "CPU_ATTN/amx": Packing(inside=f"tiles; {ELSEWHERE}"),
+    "CPU_ATTN/amx": Packing(
+        inside="per head all of K, then all of V, both in AMX's tiles", fields=insides.tiles
+    ),
     "CPU_ATTN/neon": Packing(inside=ELSEWHERE),
     "CPU_ATTN/rvv": Packing(inside=ELSEWHERE),
     "CPU_ATTN/vsx": Packing(inside=ELSEWHERE),

@@ -41,6 +41,20 @@ def test_quantizing_kernels_agree_with_the_layout(reference: Engine, cache_dtype
     assert reference.run(probes.cache_written_by_kernel, "bfloat16", 32, 64, cache_dtype) == []
 
 
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize(("block", "head"), [(32, 64), (96, 96)])
+def test_amx_kernels_agree_with_the_layout(
+    reference: Engine, block: int, head: int, cache_dtype: str
+) -> None:
+    """The kernel that fills tiles needs no tiles itself, only AVX-512."""
+    import torch
+
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's AMX kernels are in its build for AVX-512 only")
+    arguments = "bfloat16", block, head, cache_dtype, "amx"
+    assert reference.run(probes.cache_written_by_kernel, *arguments) == []
+
+
 def _spec(**changes: Any) -> Any:
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec

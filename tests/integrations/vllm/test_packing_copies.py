@@ -77,6 +77,7 @@ HOLDERS = {
     "FLASH_ATTN": (full, "LBNHC", views.split_cells),
     "FLASHINFER": (full, "BHLNC", views.split_cells),
     "CPU_ATTN/vec": (full, "LBHNC", views.columns),
+    "CPU_ATTN/amx": (full, "LBHNC", views.amx),
     "B12X": (planes, "BLHNC", views.unbound),
     "ROCM_ATTN": (planes, "LHBNC", views.paged_attention),
     "AITER": (planes, "LBHNC", views.shuffled),
@@ -102,7 +103,7 @@ def test_backends_exchange_what_they_hold(mine: str, theirs: str) -> None:
             assert np.array_equal(here, there), key
 
 
-CUT = {"FLASH_ATTN", "CPU_ATTN/vec", "AITER"}
+CUT = {"FLASH_ATTN", "CPU_ATTN/amx", "CPU_ATTN/vec", "AITER"}
 """Those whose order lets kernels cut a block."""
 
 

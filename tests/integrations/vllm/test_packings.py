@@ -91,6 +91,12 @@ def test_columns(backend: str, dtype: str) -> None:
     assert rank.wrong(views.columns) == []
 
 
+@pytest.mark.parametrize("block", [32, 96])
+def test_tiles(block: int) -> None:
+    for spec in (full(block_size=block), full(block_size=block, **quantized("FP8_PER_TENSOR"))):
+        assert Rank([group(TWO, spec)], backends="CPU_ATTN/amx").wrong(views.amx) == []
+
+
 @pytest.mark.parametrize("mode", ["FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_quantized_halves(order: str, mode: str) -> None:
@@ -260,7 +266,8 @@ def test_heads_of_this_rank(place: Place, heads: int, expected: tuple[int, int])
 
 OPAQUE = [
     ("NOT_IN_THE_TABLE", full),
-    ("CPU_ATTN/amx", full),
+    ("CPU_ATTN/neon", full),
+    ("CPU_ATTN/amx", lambda: full(head_size=40)),
     ("FLASHINFER", lambda: full(**quantized("NVFP4"), num_head_slots=6, state_content_bytes=36)),
     ("FLASH_ATTN", lambda: planes("uint8", kv_quant_mode=1)),
     ("FLASH_ATTN", lambda: full(head_size_v=0, state_content_bytes=128)),
