@@ -14,7 +14,7 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.topology import plan
 from kvferry.integrations.vllm.groups import CacheGroup
 from tests.integrations.vllm.geometry.engine_of_ranks import Engine, Extent, Rank, request_id
-from tests.integrations.vllm.geometry.model import Bytes, Part
+from tests.integrations.vllm.geometry.model import Bytes, Layer, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ def cross(producer: Engine, consumer: Engine, tokens: int, *, hits: int = 0, see
     request = f"{producer.name} {next(producer.numbers)}"
     theirs, ours = lists(producer, tokens, rng), lists(consumer, tokens, rng, hits)
     ticket = offer(producer, request, tokens, theirs)
-    expected = [Expected(rank, consumer, producer) for rank in consumer.workers]
+    expected = [Expected(rank, consumer, producer.layers) for rank in consumer.workers]
     order = load(consumer, f"{consumer.name} {next(consumer.numbers)}", ticket, ours)
     pull(producer, consumer, order, request)
     for each in expected:
@@ -205,15 +205,15 @@ class Expected:
 
     Args:
         rank: one of the consumer's.
-        producer: of whom draft layers may be missing.
+        theirs: the producer's layers, among which some of draft layers may be missing.
     """
 
-    def __init__(self, rank: Rank, consumer: Engine, producer: Engine) -> None:
+    def __init__(self, rank: Rank, consumer: Engine, theirs: Sequence[Layer]) -> None:
         self._rank = rank
         self._groups = consumer.groups
         self._memory = rank.memory.copy()
-        theirs = {layer.name for layer in producer.layers}
-        self._absent = {layer.name for layer in consumer.layers if layer.name not in theirs}
+        known = {layer.name for layer in theirs}
+        self._absent = {layer.name for layer in consumer.layers if layer.name not in known}
 
     def check(self, request: str, tokens: int, pages: Sequence[Listed]) -> None:
         """Tokens that are needed are there, other bytes of listed pages are zero (or what the

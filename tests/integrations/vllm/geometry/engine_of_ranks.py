@@ -253,6 +253,22 @@ def engine(
         yield made
 
 
+def runs(layers: Sequence[Layer], shape: Shape) -> bool:
+    """Whether vLLM itself lays the caches of such an engine out, and soundly.
+
+    With heads outside of blocks, groups of unlike heads overlay each other so that a page of one
+    has bytes of pages of the other that have other ids.
+    """
+    try:
+        configs = _configs(layers, shape, list(_seats(shape)))
+        for config in configs:
+            _allocate(config, shape)
+    except (AssertionError, NotImplementedError, StopIteration, ValueError):
+        # The third where a pipeline rank has no layer of a packed group.
+        return False
+    return shape.order != "LHBNC" or len(configs[0].kv_cache_groups) == 1
+
+
 def _seats(shape: Shape) -> Iterator[Seat]:
     """Every process's, in vLLM's order of ranks; its groups as in ``initialize_model_parallel``."""
     from vllm.distributed import parallel_state

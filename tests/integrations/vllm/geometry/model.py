@@ -23,6 +23,12 @@ from tests.integrations.vllm import views
 Bytes = npt.NDArray[np.uint8]
 Steps = npt.NDArray[np.int64]
 
+
+def whole(cache: Any, spec: Any) -> dict[str, Any]:
+    """A page of kernels that nobody has read: all that is known is which bytes are its."""
+    return {"page": cache.reshape(cache.shape[0], 1, 1, -1)}
+
+
 READINGS: dict[str, views.Reading] = {
     "FLASH_ATTN": views.split_cells,
     "FLASHINFER": views.split_cells,
@@ -31,6 +37,7 @@ READINGS: dict[str, views.Reading] = {
     "B12X": views.unbound,
     "ROCM_ATTN": views.paged_attention,
     "CPU_ATTN/vec": views.columns,
+    "CPU_ATTN/amx": whole,
     "TRITON_MLA": views.one_row,
     "FLASHMLA": views.one_row,
     "CPU_MLA": views.one_row,
@@ -169,7 +176,12 @@ class Attention(Layer):
     def parts(self, cache: Any, spec: Any, setting: Setting, pages: int) -> Iterator[Part]:
         reading = READINGS[self._backend(setting)]
         for key, places in views.read(cache, spec, pages, reading).items():
-            yield Part(key=f"{self.name}/{key}", places=places, shards=self._here(setting.place))
+            yield Part(
+                key=f"{self.name}/{key}",
+                places=places,
+                shards=self._here(setting.place) if reading is not whole else range(1),
+                per_entry=spec.block_size // places.shape[1],
+            )
 
     def _backend(self, setting: Setting) -> str:
         return self.backend or setting.backend

@@ -109,3 +109,11 @@ def test_padded_pages(order: str) -> None:
 def test_element_types(dtype: str) -> None:
     layers = attention(2, dtype=dtype)
     both_ways(layers, Shape(block=32), Shape(tp=2, order="LBNHC"), 50)
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_unknown_kernels(order: str, tp: int) -> None:
+    """Pages whose inside is in no table move whole, between equals."""
+    layers = attention(2, backend="CPU_ATTN/amx")
+    both_ways(layers, Shape(order=order, tp=tp), Shape(order=order, tp=tp), 16, 40)

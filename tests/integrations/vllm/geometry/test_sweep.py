@@ -1,0 +1,121 @@
+"""Any two shapes of any model: pairs that nobody thought of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from tests.integrations.vllm.geometry import MARKS
+from tests.integrations.vllm.geometry.crossing import cross
+from tests.integrations.vllm.geometry.engine_of_ranks import Shape, engine, runs
+from tests.integrations.vllm.geometry.model import Attention, Latent, Layer, Recurrent
+
+pytestmark = MARKS
+
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+SPLITTABLE = ORDERS[:2]
+"""The orders in which vLLM lets kernels cut a block."""
+BACKENDS = {
+    "FLASH_ATTN": ORDERS,
+    "TRITON_ATTN": ORDERS,
+    "B12X": ("LBHNC", "BLHNC"),
+    "ROCM_ATTN": ("LBHNC", "BLHNC"),
+    "CPU_ATTN/vec": ("LBHNC", "BLHNC"),
+}
+"""With the orders in which their kernels find their pages."""
+STATE_HEADS = 12
+
+
+class Prompt(NamedTuple):
+    """How many tokens it has, and how many of them the consumer has."""
+
+    tokens: int
+    hits: int
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[Layer]:
+    """Two to six layers of up to three kinds."""
+    heads, size = draw(st.sampled_from([1, 2, 4, 12])), draw(st.sampled_from([8, 16]))
+    window = draw(st.integers(1, 90))
+    kinds: list[dict[str, object]] = draw(
+        st.lists(
+            st.sampled_from(
+                [
+                    {"make": Attention, "heads": heads, "size": size},
+                    {"make": Attention, "heads": heads, "size": size, "window": window},
+                    {"make": Attention, "heads": heads, "size": 24},
+                    {"make": Latent},
+                    {"make": Latent, "per_entry": 4},
+                    {"make": Recurrent, "groups": draw(st.sampled_from([1, STATE_HEADS]))},
+                    {"make": Recurrent, "groups": STATE_HEADS, "delta": True},
+                ]
+            ),
+            min_size=1,
+            max_size=2,
+            unique_by=str,
+        )
+    )
+    return [_layer(i, **kinds[i % len(kinds)]) for i in range(draw(st.integers(2, 6)))]
+
+
+def _layer(number: int, *, make: type[Layer], **options: object) -> Layer:
+    return make(name=f"model.layers.{number}.{make.__name__.lower()}", **options)
+
+
+@st.composite
+def shapes(draw: st.DrawFn, model: list[Layer]) -> Shape:
+    """An engine that vLLM might run the model on."""
+    heads = {layer.heads for layer in model if isinstance(layer, Attention | Recurrent)}
+    fits = [tp for tp in (1, 2, 3, 4, 6) if all(h % tp == 0 or tp % h == 0 for h in heads)]
+    if any(isinstance(layer, Recurrent) for layer in model):
+        fits = [tp for tp in fits if STATE_HEADS % tp == 0]
+    tp, block = draw(st.sampled_from(fits)), draw(st.sampled_from([16, 32, 48, 64]))
+    backend = draw(st.sampled_from(sorted(BACKENDS)))
+    order = draw(st.sampled_from(BACKENDS[backend]))
+    latent = all(isinstance(layer, Latent) for layer in model)
+    dcp = draw(st.sampled_from([n for n in (1, 2, 3, 4) if tp % n == 0])) if latent else 1
+    align = draw(st.booleans())
+    return Shape(
+        tp=tp,
+        pp=draw(st.integers(1, min(3, len(model)))),
+        dcp=dcp,
+        interleave=draw(st.sampled_from([n for n in (4, 8, 16) if block % n == 0])),
+        block=block,
+        kernel=draw(st.sampled_from([0, 16])) if order in SPLITTABLE else 0,
+        order=order,
+        backend=backend,
+        channels_first=draw(st.booleans()),
+        mode="align" if align else "none",
+        **({"state_block": block} if align else {}),
+        scratch=draw(st.integers(0, 2)),
+        blocks=72,
+    )
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[list[Layer], Shape, Shape, bool]:
+    """A model, the shapes of two engines, and whether one of them has a draft as well."""
+    model = draw(models())
+    return model, draw(shapes(model)), draw(shapes(model)), draw(st.booleans())
+
+
+prompts = st.lists(
+    st.builds(Prompt, tokens=st.integers(1, 120), hits=st.integers(0, 120)), min_size=1, max_size=3
+)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+@given(pair=pairs(), asked=prompts)
+def test_any_pair(pair: tuple[list[Layer], Shape, Shape, bool], asked: list[Prompt]) -> None:
+    model, there, here, drafted = pair
+    draft = Attention(name="model.layers.9.attn", draft=True, heads=STATE_HEADS, size=8)
+    ours = [*model, draft] if drafted else model
+    assume(runs(model, there) and runs(ours, here))
+    with engine("prefill", model, there) as prefill, engine("decode", ours, here) as decode:
+        for seed, prompt in enumerate(asked):
+            cross(prefill, decode, prompt.tokens, hits=prompt.hits, seed=seed)
