@@ -174,7 +174,7 @@ def test_another_name_of_the_same_model(
 
 
 def test_static_scales(start_engine: StartEngine, checkpoint: Path, tmp_path: Path) -> None:
-    """A quantised cache is read by whoever has the same scales, in blocks of any size."""
+    """A quantised cache is read by whoever has the same scales, by any ranks in blocks of any size."""
     quantised = {"kv_cache_dtype": "fp8"}
     half = altered(checkpoint, tmp_path / "half", scale=0.5)
     whole = altered(checkpoint, tmp_path / "whole", scale=1.0)
@@ -188,8 +188,10 @@ def test_static_scales(start_engine: StartEngine, checkpoint: Path, tmp_path: Pa
         **quantised,
     )
     same, other = (
-        start_engine("scaled-prefill", "kv_producer", model=model, **quantised)
-        for model in (half, whole)
+        start_engine(
+            "scaled-prefill", "kv_producer", model=model, tensor_parallel_size=size, **quantised
+        )
+        for model, size in ((half, 2), (whole, 1))
     )
     prompts = [prompt(length, seed=2) for length in (33, 70, 200)]
     got, counters = hand_over(same, consumer, *prompts)
