@@ -174,7 +174,7 @@ def test_another_name_of_the_same_model(
 
 
 def test_static_scales(start_engine: StartEngine, checkpoint: Path, tmp_path: Path) -> None:
-    """A quantised cache is read by whoever has the same scales, by any ranks in blocks of any size."""
+    """A quantised cache is read by whoever has the same scales, whatever its ranks and blocks."""
     quantised = {"kv_cache_dtype": "fp8"}
     half = altered(checkpoint, tmp_path / "half", scale=0.5)
     whole = altered(checkpoint, tmp_path / "whole", scale=1.0)
