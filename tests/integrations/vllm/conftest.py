@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm import engines
+from tests.integrations.vllm import engines, families
 from tests.integrations.vllm.engines import Engine
 
 CONNECTOR = {
@@ -31,6 +31,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     builder.join()
     assert builder.exitcode == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoints(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny checkpoint of every family, the Llama's drafter among them."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    target, arguments = families.build_all, (folder, checkpoint)
+    builder = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
+    builder.start()
+    builder.join()
+    assert builder.exitcode == 0
+    return {"llama": checkpoint} | {path.name: path for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="session")

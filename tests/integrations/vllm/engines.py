@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
 }
 """What vLLM's CPU build needs; the engine's core lives in the process that asks for it."""
 
@@ -109,6 +110,11 @@ class Engine:
         while not all(one in self._finished for one in ids):
             self._receive_push()
         return [self._finished.pop(one) for one in ids]
+
+    @property
+    def finished(self) -> list[str]:
+        """The requests that ended and whose results nobody took yet."""
+        return list(self._finished)
 
     def generate(self, *prompts: Sequence[int], **options: Any) -> list[Completion]:
         """Submit and wait."""

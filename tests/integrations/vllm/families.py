@@ -1,0 +1,223 @@
+"""Tiny checkpoints of model families, made on the spot like `examples.tiny_llama`.
+
+Each keeps another kind of cache, or mixes kinds in another way. Fixed seed, and weights spread so
+that greedy texts differ from prompt to prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from examples.tiny_llama import SEED, WORDS, tokenizer
+
+MAX_TOKENS = 1024
+WINDOW = 80
+"""Tokens of a sliding window: no multiple of any block size here."""
+
+COMMON: Mapping[str, Any] = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_TOKENS,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+
+
+def build(folder: Path, family: str) -> Path:
+    """Write the checkpoint of a family, a key of `FAMILIES`, and a tokenizer of 512 words."""
+    import torch
+
+    torch.manual_seed(SEED)
+    model = FAMILIES[family]()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() >= 2 and "conv1d" not in name:
+                weight.normal_(std=_spread(name) * (0.1 if _tied(model, name) else 1.0))
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def build_all(folder: Path, llama: Path) -> None:
+    """Every family, each in a folder of its name, and a drafter for the Llama in ``llama``."""
+    for family in FAMILIES:
+        build(folder / family, family)
+    build_drafter(folder / "drafter", llama)
+
+
+def build_drafter(folder: Path, llama: Path) -> Path:
+    """Write an EAGLE head: a layer of its own, and the embeddings of the model that it drafts for.
+
+    Its layer is the model's last one, so that its cache depends on the prompt as much as theirs.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((llama / "config.json").read_text())
+    last = f"model.layers.{config['num_hidden_layers'] - 1}."
+    weights = {
+        f"layers.0.{name.removeprefix(last)}": weight
+        for name, weight in load_file(llama / "model.safetensors").items()
+        if name.startswith(last) and "input_layernorm" not in name
+    }
+    torch.manual_seed(SEED)
+    weights["fc.weight"] = torch.randn(config["hidden_size"], 2 * config["hidden_size"]) * 0.2
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    return folder
+
+
+def _spread(name: str) -> float:
+    """See `examples.tiny_llama`; experts and latents have other names for the same."""
+    if any(part in name for part in ("o_proj", "out_proj")):
+        return 1.0
+    return 0.2 if any(part in name for part in ("proj", "expert", "linear")) else 1.0
+
+
+def _tied(model: Any, name: str) -> bool:
+    """Whether a weight is that of embeddings which are scaled up and are the output's weights, too:
+    beside them nothing else would be heard."""
+    return "embed" in name and bool(model.config.tie_word_embeddings)
+
+
+def _qwen3() -> Any:
+    """Attention in all layers, with normalised queries and keys."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**COMMON))
+
+
+def _gemma3() -> Any:
+    """Six sliding layers and two full ones, which vLLM deals into three groups."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **COMMON
+            | {"num_hidden_layers": 6, "tie_word_embeddings": True, "query_pre_attn_scalar": 32},
+            sliding_window=WINDOW,
+            layer_types=[SLIDING, SLIDING, FULL] * 2,
+        )
+    )
+
+
+def _mistral() -> Any:
+    """A sliding window in every layer."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**COMMON, sliding_window=WINDOW))
+
+
+def _gpt_oss() -> Any:
+    """Sliding and full layers by turns, with attention sinks and experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(
+        GptOssConfig(
+            **COMMON,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=WINDOW,
+            layer_types=[SLIDING, FULL] * 2,
+        )
+    )
+
+
+def _granite4() -> Any:
+    """Mamba 2 with one group, and attention."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **{key: value for key, value in COMMON.items() if key != "head_dim"},
+            layer_types=[LINEAR, LINEAR, FULL, LINEAR],
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            shared_intermediate_size=256,
+            mamba_n_heads=8,
+            mamba_n_groups=1,
+            mamba_d_state=32,
+            mamba_expand=2,
+        )
+    )
+
+
+def _nemotron_h() -> Any:
+    """Mamba 2 with two groups, attention, and layers that are one thing each."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    return NemotronHForCausalLM(
+        NemotronHConfig(
+            **{key: value for key, value in COMMON.items() if key != "num_hidden_layers"},
+            layers_block_type=[LINEAR, "mlp", LINEAR, FULL, "mlp", LINEAR],
+            ssm_state_size=32,
+            mamba_num_heads=8,
+            mamba_head_dim=32,
+            n_groups=2,
+        )
+    )
+
+
+def _qwen3_next() -> Any:
+    """A gated delta net, attention, and experts."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **COMMON,
+            layer_types=[LINEAR, LINEAR, LINEAR, FULL],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+        )
+    )
+
+
+def _deepseek() -> Any:
+    """Latents instead of keys and values (MLA)."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **{key: value for key, value in COMMON.items() if key != "head_dim"}
+            | {"num_key_value_heads": 4},
+            first_k_dense_replace=4,
+            q_lora_rank=None,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            topk_group=1,
+            n_group=1,
+        )
+    )
+
+
+FAMILIES: Mapping[str, Callable[[], Any]] = {
+    "qwen3": _qwen3,
+    "gemma3": _gemma3,
+    "mistral": _mistral,
+    "gpt_oss": _gpt_oss,
+    "granite4": _granite4,
+    "nemotron_h": _nemotron_h,
+    "qwen3_next": _qwen3_next,
+    "deepseek": _deepseek,
+}
