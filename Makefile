@@ -10,6 +10,10 @@ BIN := $(VENV)/bin
 VLLM_VERSION := 0.32.0
 TORCH_VERSION := 2.13.0+cpu
 
+# One of the two wheels that the extra 'nixl' would bring. The other is as large, and no different
+# without a GPU.
+NIXL_VERSION := 1.5.1
+
 VLLM_STAMP := $(VENV)/.installed-vllm-$(VLLM_VERSION)
 STAMP := $(VENV)/.installed-kvferry
 
@@ -17,7 +21,7 @@ STAMP := $(VENV)/.installed-kvferry
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit vllm venv clean
+.PHONY: help demo test lint types unit nixl vllm venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +29,7 @@ help: ## Show this text
 demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove it
 	$(BIN)/python examples/vllm_disaggregated.py
 
-test: lint types unit vllm ## Everything that has to pass before a change goes in
+test: lint types unit nixl vllm ## Everything that has to pass before a change goes in
 
 lint: $(STAMP) ## Code style, formatting and the direction of imports
 	$(BIN)/ruff check .
@@ -35,8 +39,11 @@ lint: $(STAMP) ## Code style, formatting and the direction of imports
 types: $(STAMP) ## Static types
 	$(BIN)/mypy
 
-unit: $(STAMP) ## The tests that need no vLLM
+unit: $(STAMP) ## The tests that need neither vLLM nor NIXL
 	$(BIN)/pytest
+
+nixl: $(STAMP) ## The driver nixl, against the conformance suite
+	$(BIN)/pytest -m 'nixl and not vllm and not slow'
 
 vllm: $(STAMP) ## The tests with real vLLM engines
 	$(BIN)/pytest -m vllm
@@ -88,5 +95,5 @@ $(VLLM_STAMP):
 # fetch the CUDA build for it.
 $(STAMP): pyproject.toml $(VLLM_STAMP)
 	@printf '\n== 3 of 3: kvferry and the tools that check it\n'
-	@$(BIN)/pip install --editable '.[dev]' 'torch==$(TORCH_VERSION)'
+	@$(BIN)/pip install --editable '.[dev]' 'nixl-cu12==$(NIXL_VERSION)' 'torch==$(TORCH_VERSION)'
 	@touch $@

@@ -91,7 +91,12 @@ def test_unknown_attribute_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "name"), [("kvferry.drivers", "loopback"), ("console_scripts", "kvferry")]
+    ("group", "name"),
+    [
+        ("console_scripts", "kvferry"),
+        ("kvferry.drivers", "loopback"),
+        ("kvferry.drivers", "nixl"),
+    ],
 )
 def test_entry_point_resolves(group: str, name: str) -> None:
     (found,) = entry_points(group=group, name=name)

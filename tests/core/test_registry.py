@@ -134,7 +134,7 @@ def test_what_is_installed_while_running_is_found_and_nothing_is_cached_on_disk(
 def test_an_unknown_name_lists_the_known_ones(install: Install) -> None:
     install("good", "fake_good:Good", source=GOOD)
     said = said_by("goood")
-    for part in ("'goood'", "good, loopback", "'kvferry.drivers'", "install"):
+    for part in ("'goood'", "good, loopback, nixl", "'kvferry.drivers'", "install"):
         assert part in said
 
 
@@ -203,7 +203,8 @@ def test_describes_what_works_and_why_the_rest_does_not(install: Install) -> Non
     install("needy", "fake_needy:Driver", source="import a_library_that_is_missing")
     install("twin", "fake_good:Good", distribution="kvferry-one")
     install("twin", "fake_good:Good", distribution="kvferry-two")
-    reports = [describe(info) for info in installed()]
+    # Whether nixl works depends on what else is installed; tests/drivers/nixl describes it.
+    reports = [describe(info) for info in installed() if info.name != "nixl"]
     assert [(report.info.name, report.capabilities is not None) for report in reports] == [
         ("good", True),
         ("hollow", False),

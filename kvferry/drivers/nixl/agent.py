@@ -1,0 +1,250 @@
+"""NIXL's agent, typed: a method for each of its calls that the driver makes.
+
+What NIXL raises becomes a ``TransportError`` here and nowhere else, and its words for states become
+values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import (
+    DriverError,
+    PeerLostError,
+    TransportError,
+    TransportUnsupportedError,
+)
+from kvferry.core.memory import CPU, Region
+from kvferry.drivers.nixl.library import Library
+from kvferry.drivers.nixl.options import Options, parameters
+
+CUDA = "cuda"
+SEGMENTS = {CPU: "DRAM", CUDA: "VRAM"}
+"""NIXL's names for memory kinds."""
+
+Handle = NewType("Handle", object)
+"""NIXL's handle of a transfer. It lasts until ``Agent.release``."""
+
+Registration = NewType("Registration", object)
+"""NIXL's handle of registered memory."""
+
+Rows = npt.NDArray[np.uint64]
+"""(n, 3): address, bytes and device of each copy, on one side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """What NIXL measured of a transfer that is DONE.
+
+    Attributes:
+        nbytes: moved.
+        descriptors: how many pieces they were in, after NIXL had merged neighbours.
+        post_seconds: until it had been posted, and ``seconds``: until it had ended.
+    """
+
+    nbytes: int
+    descriptors: int
+    post_seconds: float
+    seconds: float
+
+
+class Agent:
+    """One agent with one backend. Calls are serialised by NIXL, so any thread may make them.
+
+    Raises:
+        DriverError: the backend does not start, or reaches no other process.
+    """
+
+    def __init__(self, library: Library, name: str, options: Options) -> None:
+        self.name = name
+        self._library = library
+        self._backend = options.backend
+        api = library.api
+        self._agent: Any = api.nixl_agent(
+            name,
+            api.nixl_agent_config(
+                backends=[],
+                capture_telemetry=options.telemetry,
+                # Calls come from different threads, if one at a time.
+                sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            ),
+        )
+        self._start(parameters(options, library, self._agent.agent))
+        self.memory = self._memory()
+        self.notifies = self._probe_notifications()
+
+    def close(self) -> None:
+        """Let the agent go, with its threads; its handles have been released."""
+        self._agent = None
+
+    # Memory.
+
+    def register(self, region: Region) -> Registration:
+        """Make memory reachable."""
+        entry = (region.address, region.nbytes, region.device, "")
+        with self._mapped(f"cannot register {region}"):
+            return Registration(self._agent.register_memory([entry], SEGMENTS[region.kind]))
+
+    def deregister(self, registration: Registration) -> None:
+        """Make memory unreachable."""
+        with self._mapped("cannot deregister memory"):
+            self._agent.deregister_memory(registration)
+
+    # Peers.
+
+    def metadata(self) -> bytes:
+        """How to reach this agent and what it has registered."""
+        with self._mapped("cannot say its address"):
+            metadata: bytes = self._agent.get_agent_metadata()
+            return metadata
+
+    def add(self, metadata: bytes) -> str:
+        """Get to know an agent, or more of one that is known; its name."""
+        with self._mapped("cannot take the address"):
+            name: bytes | str = self._agent.add_remote_agent(metadata)
+        return name.decode(errors="replace") if isinstance(name, bytes) else name
+
+    def remove(self, name: str) -> bool:
+        """Close the connection to an agent; whether NIXL had not done so before."""
+        try:
+            with self._mapped(f"cannot disconnect {name}", known=True):
+                self._agent.remove_remote_agent(name)
+        except PeerLostError:
+            return False
+        return True
+
+    # Transfers.
+
+    def prepare(
+        self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows, name: str
+    ) -> Handle:
+        """Make a transfer, of which nothing moves yet. The rows are copied.
+
+        Args:
+            write: the direction.
+            kinds: the memory kinds of the local and of the remote side.
+            local: (n, 3), C-contiguous; n is at least 1.
+            remote: likewise.
+            name: of the agent with the remote side.
+        """
+        agent = self._agent
+        with self._mapped(f"cannot prepare a transfer with {name}", known=True):
+            here = agent.get_xfer_descs(local, SEGMENTS[kinds[0]])
+            there = agent.get_xfer_descs(remote, SEGMENTS[kinds[1]])
+            return Handle(agent.initialize_xfer("WRITE" if write else "READ", here, there, name))
+
+    def post(self, handle: Handle, notify: bytes, name: str) -> bool:
+        """Start a transfer, which may take as long as all of it; whether it has ended already.
+
+        NIXL takes an empty notification for none.
+        """
+        with self._mapped(f"a transfer with {name} failed", known=True):
+            return self._ended(self._agent.transfer(handle, notify), name)
+
+    def check(self, handle: Handle, name: str) -> bool:
+        """Whether a transfer has ended. Drives it, too."""
+        with self._mapped(f"a transfer with {name} failed", known=True):
+            return self._ended(self._agent.check_xfer_state(handle), name)
+
+    def release(self, handle: Handle) -> None:
+        """Give a handle back. NIXL tries to cancel what still runs, and does not wait for it."""
+        with self._mapped("cannot release a transfer"):
+            self._agent.release_xfer_handle(handle)
+
+    def telemetry(self, handle: Handle) -> Telemetry:
+        """Of a transfer that has ended well; before, NIXL gives numbers that mean nothing."""
+        with self._mapped("has no telemetry"):
+            found = self._agent.get_xfer_telemetry(handle)
+        return Telemetry(
+            nbytes=found.totalBytes,
+            descriptors=found.descCount,
+            post_seconds=found.postDuration / 1e6,
+            seconds=found.xferDuration / 1e6,
+        )
+
+    # Notifications.
+
+    def notify(self, name: str, payload: bytes) -> None:
+        """Send a notification that is bound to nothing."""
+        with self._mapped(f"cannot notify {name}", known=True):
+            self._agent.send_notif(name, payload)
+
+    def notifications(self) -> dict[str, list[bytes]]:
+        """Those that arrived since the last call, by sender."""
+        with self._mapped("cannot look for notifications"):
+            found: dict[str, list[bytes]] = self._agent.get_new_notifs()
+            return found
+
+    @contextlib.contextmanager
+    def _mapped(self, trouble: str, *, known: bool = False) -> Iterator[None]:
+        """Turn NIXL's errors into ours.
+
+        If the peer and its memory are ``known``, and NIXL says that it knows no such thing, then
+        it has dropped the peer, which it does by itself when a connection breaks.
+        """
+        library = self._library
+        try:
+            yield
+        except library.lost as exc:
+            raise PeerLostError(f"{trouble}: the connection is broken ({exc})") from exc
+        except library.errors as exc:
+            if known and isinstance(exc, library.unknown):
+                raise PeerLostError(f"{trouble}: the connection was closed ({exc})") from exc
+            raise TransportError(
+                f"{trouble}: {type(exc).__name__}: {exc}; NIXL_LOG_LEVEL=DEBUG says more"
+            ) from exc
+
+    def _ended(self, state: str, name: str) -> bool:
+        if state not in ("DONE", "PROC"):
+            raise TransportError(f"a transfer with {name} failed: NIXL says {state}")
+        return state == "DONE"
+
+    def _start(self, params: dict[str, str]) -> None:
+        try:
+            self._agent.create_backend(self._backend, params)
+            self._agent.get_agent_metadata()
+        except self._library.errors as exc:
+            started = self._backend in self._agent.backends
+            why = "reaches no other process" if started else f"does not start with {params}"
+            raise DriverError(
+                f"backend {self._backend} of {self._library} {why} ({exc}); NIXL_LOG_LEVEL=DEBUG "
+                "says more, and driver_options: backend names another"
+            ) from exc
+
+    def _memory(self) -> frozenset[str]:
+        known = {
+            name.removesuffix("_SEG") for name in self._agent.get_backend_mem_types(self._backend)
+        }
+        kinds = {kind for kind, segment in SEGMENTS.items() if segment in known}
+        return frozenset(kinds if _has_cuda() else kinds - {CUDA})
+
+    def _probe_notifications(self) -> bool:
+        try:
+            self.notifications()
+        except TransportError:
+            return False
+        return True
+
+
+def _has_cuda() -> bool:
+    """Whether this machine has a CUDA driver: NIXL's backends claim its memory kind regardless."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def unsupported(region: Region, backend: str, memory: frozenset[str]) -> TransportUnsupportedError:
+    """The error for a region of a kind that cannot be registered."""
+    kinds = ", ".join(sorted(memory)) or "no memory"
+    return TransportUnsupportedError(
+        f"nixl with backend {backend} reaches {kinds} here, not {region.kind}: {region}"
+    )

@@ -1,0 +1,121 @@
+"""One transfer: its parts, each a transfer of NIXL's, and where they stand together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.core.errors import TransportError
+from kvferry.core.memory import Region
+from kvferry.core.transport import PeerId, State, Status, TransferId
+from kvferry.drivers.nixl.agent import Agent, Handle, Telemetry
+
+_PENDING = Status(state=State.PENDING)
+_DONE = Status(state=State.DONE)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """A transfer, of one part for each pair of memory kinds.
+
+    It is DOOMED from the first error on, and nothing but ``settle`` makes it FAILED: when a part
+    of it fails, NIXL does not say that the copies which it had begun have ended.
+
+    Attributes:
+        name: the peer's agent.
+        local: the local regions that it uses.
+        send: sends its notification, unless that is bound to its only part.
+        running: the parts that NIXL has not called ended.
+        ended: those that it has, of which the handles are still held.
+        timed: what NIXL measured of the parts that ended well; ``None``: nobody asked.
+    """
+
+    id: TransferId
+    peer: PeerId
+    name: str
+    local: frozenset[Region]
+    send: Callable[[], None] | None = None
+    status: Status = _PENDING
+    running: list[Handle] = field(default_factory=list)
+    ended: list[Handle] = field(default_factory=list)
+    timed: list[Telemetry] | None = None
+
+    @property
+    def final(self) -> bool:
+        """Whether its buffers are quiet."""
+        return self.status.state.final
+
+    def post(self, agent: Agent, handles: list[Handle], notify: bytes) -> None:
+        """Start the parts; after one that fails at once, no other."""
+        for index, handle in enumerate(handles):
+            self.running.append(handle)
+            try:
+                ended = agent.post(handle, notify, self.name)
+            except TransportError as exc:
+                self._ended_badly(handle, exc)
+                _release(agent, handles[index + 1 :])
+                break
+            if ended:
+                self._ended_well(agent, handle)
+        self._conclude()
+
+    def advance(self, agent: Agent) -> None:
+        """See which parts have ended."""
+        for handle in list(self.running):
+            try:
+                ended = agent.check(handle, self.name)
+            except TransportError as exc:
+                self._ended_badly(handle, exc)
+                continue
+            if ended:
+                self._ended_well(agent, handle)
+        self._conclude()
+
+    def doom(self, error: TransportError) -> None:
+        """Let it fail; its first error stays."""
+        if self.status.state is State.PENDING:
+            self.status = Status(state=State.DOOMED, error=error)
+
+    def settle(self, agent: Agent) -> list[TransportError]:
+        """Give all handles back, and be FAILED; what went wrong with that."""
+        failed = _release(agent, [*self.running, *self.ended])
+        self.running.clear()
+        self.ended.clear()
+        if not self.final:
+            self.status = Status(state=State.FAILED, error=self.status.error)
+        return failed
+
+    def _ended_well(self, agent: Agent, handle: Handle) -> None:
+        self.running.remove(handle)
+        if self.timed is not None:
+            with contextlib.suppress(TransportError):
+                self.timed.append(agent.telemetry(handle))
+        _release(agent, [handle])
+
+    def _ended_badly(self, handle: Handle, error: TransportError) -> None:
+        self.running.remove(handle)
+        self.ended.append(handle)
+        self.doom(error)
+
+    def _conclude(self) -> None:
+        if self.running or self.status.state is not State.PENDING:
+            return
+        try:
+            if self.send is not None:
+                self.send()
+        except TransportError as exc:
+            # All bytes have landed: it is as quiet as one that is DONE.
+            self.status = Status(state=State.FAILED, error=exc)
+        else:
+            self.status = _DONE
+
+
+def _release(agent: Agent, handles: list[Handle]) -> list[TransportError]:
+    failed = []
+    for handle in handles:
+        try:
+            agent.release(handle)
+        except TransportError as exc:
+            failed.append(exc)
+    return failed

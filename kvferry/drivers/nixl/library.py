@@ -1,0 +1,97 @@
+"""NIXL's Python package: which one is installed, quiet unless asked, and what it raises."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from kvferry.core.errors import DriverError
+
+PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
+"""In this order: ``nixl`` takes the one of the others that fits the CUDA that is installed."""
+
+_LOG_LEVEL = "NIXL_LOG_LEVEL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """An imported NIXL.
+
+    Attributes:
+        package: what was imported, and ``version``: which.
+        api: its module of agents.
+        errors: whatever a call of it can raise.
+        lost: of these, what means that the peer is gone.
+        unknown: of these, what means that NIXL knows no such agent or memory (any more).
+    """
+
+    package: str
+    version: str
+    api: Any
+    errors: tuple[type[Exception], ...]
+    lost: type[Exception]
+    unknown: type[Exception]
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.version}"
+
+
+def load() -> Library:
+    """Import NIXL.
+
+    Raises:
+        DriverError: it is not installed, or does not load; says what to do.
+    """
+    reasons = []
+    for package in PACKAGES:
+        try:
+            return _loaded(package)
+        except ModuleNotFoundError as exc:
+            if exc.name != package:
+                reasons.append(f"{package}: {exc}")
+        # What a native library lacks, it says so: an ImportError or an OSError.
+        except (ImportError, OSError) as exc:
+            reasons.append(f"{package}: {exc}")
+    if reasons:
+        raise DriverError(f"NIXL is installed and does not load ({'; '.join(reasons)})")
+    raise DriverError(
+        "NIXL is not installed: pip install 'kvferry[nixl]', or, for one CUDA version only, "
+        "nixl-cu12 or nixl-cu13 (no GPU is needed for either)"
+    )
+
+
+def _loaded(package: str) -> Library:
+    # Its logging configuration turns off, for all of Python, that handlers say what they lack.
+    raising = logging.raiseExceptions
+    try:
+        api = importlib.import_module(f"{package}._api")
+    finally:
+        logging.raiseExceptions = raising
+    if _LOG_LEVEL not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    native: Any = api.nixlBind
+    own = [
+        value
+        for name, value in vars(native).items()
+        if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
+    ]
+    return Library(
+        package=package,
+        version=_version(package),
+        api=api,
+        # The others are what its bindings make of the exceptions of C++.
+        errors=(*own, RuntimeError, ValueError, IndexError, MemoryError),
+        lost=native.nixlRemoteDisconnectError,
+        unknown=native.nixlNotFoundError,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package.replace("_", "-"))
+    except PackageNotFoundError:
+        return "of unknown version"

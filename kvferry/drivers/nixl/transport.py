@@ -1,0 +1,448 @@
+"""The NIXL transport: what ``kvferry.core.transport`` asks for, over the files beside it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from kvferry.core.copies import Copies
+from kvferry.core.errors import (
+    ConnectError,
+    PeerLostError,
+    TransportError,
+    TransportUnsupportedError,
+    TransportUsageError,
+)
+from kvferry.core.memory import Region
+from kvferry.core.transport import (
+    Capabilities,
+    Notification,
+    PeerId,
+    Quiescence,
+    State,
+    Status,
+    TransferId,
+    Transport,
+)
+from kvferry.drivers.nixl import address as wire
+from kvferry.drivers.nixl import library
+from kvferry.drivers.nixl.address import Address
+from kvferry.drivers.nixl.agent import Agent, Handle, Telemetry, unsupported
+from kvferry.drivers.nixl.job import Job
+from kvferry.drivers.nixl.options import parsed
+from kvferry.drivers.nixl.rows import Table
+from kvferry.drivers.nixl.spans import Spans
+
+MAX_NOTIFICATION = 1 << 14
+
+_GRACE_SECONDS = 10.0
+"""How long ``disconnect``, ``close`` and a ``connect`` that must start over wait for transfers."""
+
+_TURN_SECONDS = 0.0005
+
+_SETTLE_SECONDS = 0.02
+"""NIXL closes a broken connection by itself, and tells no end of it. Its progress threads may then
+still be within one copy, which this outlasts by far."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Peer:
+    """A peer.
+
+    Attributes:
+        itself: whether it is this very transport, which NIXL knows without being told.
+        keys: of its spans that NIXL has been told of since it was connected.
+        lost: whether NIXL has dropped it.
+    """
+
+    name: str
+    itself: bool
+    regions: frozenset[Region]
+    keys: frozenset[int]
+    lost: bool = False
+
+
+class NixlTransport(Transport):
+    """Reads and writes through a NIXL backend: CPU and CUDA memory, of one host or of several.
+
+    Transfers are not prepared: each goes to NIXL as arrays. ``read`` and ``write`` return when
+    NIXL has posted, which it may do by moving everything. NIXL's threads carry on what has been
+    posted and serve peers; a transfer's notification is sent by the ``poll`` that finds its bytes
+    landed. A transfer that failed stays DOOMED until ``disconnect``: NIXL has no call that says
+    that the rest of it has ended. It cannot be cancelled either: NIXL's own cancelling does not
+    wait, so ``disconnect`` lets what runs run out.
+
+    Not usable in a forked child.
+
+    Raises:
+        DriverError: NIXL is not installed or does not load; an option is unknown or of a wrong
+            type; the backend is unknown, does not start, or reaches no other process.
+    """
+
+    interface_version: ClassVar[tuple[int, int]] = (1, 0)
+
+    def __init__(self, **options: object) -> None:
+        self._options = parsed(options)
+        self._pid = os.getpid()
+        self._name = f"nixl-{self._pid}-{secrets.token_hex(8)}"
+        self._agent = Agent(library.load(), self._name, self._options)
+        self._closed = False
+        self._spans = Spans(self._agent)
+        self._table = Table()
+        self._peers: dict[PeerId, _Peer] = {}
+        self._jobs: dict[TransferId, Job] = {}
+        self._ids = itertools.count(1)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            ops=frozenset({"read", "write"}),
+            memory=self._agent.memory,
+            max_notification=MAX_NOTIFICATION if self._agent.notifies else 0,
+            cancel=False,
+            background_progress=True,
+            quiescence=Quiescence.AFTER_DISCONNECT,
+        )
+
+    # Memory.
+
+    def register(self, region: Region) -> None:
+        """As ``Transport.register``.
+
+        Raises:
+            TransportError: also if the region overlaps one that an unfinished transfer of this
+                side uses, without lying within it. A peer's reads of a region that such a one
+                overlaps fail until it connects again: register the largest region first.
+        """
+        self._guard()
+        if region.kind not in self._agent.memory:
+            raise unsupported(region, self._options.backend, self._agent.memory)
+        if region in self._spans:
+            return
+        if len(self._spans.regions) >= wire.MAX_REGIONS:
+            raise TransportError(
+                f"{wire.MAX_REGIONS} regions are registered, and an address holds no more: "
+                "deregister some, or register what they lie in"
+            )
+        self._spans.add(region, self._in_use())
+
+    def deregister(self, region: Region) -> None:
+        self._guard()
+        if region not in self._spans:
+            raise TransportUsageError(f"{region} is not registered")
+        if region in self._in_use():
+            raise TransportUsageError(
+                f"an unfinished transfer uses {region}: poll until it is final"
+            )
+        self._spans.remove(region)
+
+    # Peers.
+
+    def address(self) -> bytes:
+        self._guard()
+        return wire.encode(
+            name=self._name,
+            backend=self._options.backend,
+            metadata=self._agent.metadata(),
+            spans=self._spans,
+            regions=self._spans.regions,
+        )
+
+    def connect(self, address: bytes) -> PeerId:
+        self._guard()
+        theirs = wire.decode(address)
+        if theirs.backend != self._options.backend:
+            raise ConnectError(
+                f"{theirs.name} has NIXL backend {theirs.backend}, and this side "
+                f"{self._options.backend}: both need the same (driver_options: backend)"
+            )
+        regions = wire.regions_of(theirs)
+        keys = frozenset(span.key for span in theirs.spans)
+        known = next((i for i, p in self._peers.items() if p.name == theirs.name), None)
+        if known is None:
+            return self._met(theirs, regions, keys)
+        self._refresh(self._peers[known], theirs, keys)
+        self._peers[known].regions = regions
+        return known
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._guard()
+        found = self._peer(peer)
+        jobs = [job for job in self._jobs.values() if job.peer == peer and not job.final]
+        for job in jobs:
+            job.doom(PeerLostError(f"{found.name} was disconnected"))
+        if not self._drained(jobs, time.monotonic() + _GRACE_SECONDS):
+            raise TransportError(
+                f"NIXL is still moving bytes to or from {found.name} after {_GRACE_SECONDS} s: its "
+                "transfers stay doomed; disconnect again, later"
+            )
+        self._part(found, jobs)
+        del self._peers[peer]
+
+    # Transfers.
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return self._start(peer, copies, notify, write=False)
+
+    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return self._start(peer, copies, notify, write=True)
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        self._guard()
+        jobs = [self._job(transfer) for transfer in transfers]
+        for job in jobs:
+            self._advance(job)
+        return [job.status for job in jobs]
+
+    def cancel(self, transfer: TransferId) -> None:
+        """As ``Transport.cancel``: has no effect, because NIXL does not say when it took one."""
+        self._guard()
+        self._job(transfer)
+
+    def forget(self, transfer: TransferId) -> None:
+        self._guard()
+        if not self._job(transfer).final:
+            raise TransportUsageError(
+                f"transfer {transfer} is not final: poll until it is, or disconnect its peer if it "
+                "is doomed; then forget it"
+            )
+        del self._jobs[transfer]
+
+    def telemetry(self, transfer: TransferId) -> list[Telemetry]:
+        """What NIXL measured of each part of a transfer: one for each pair of memory kinds.
+
+        Raises:
+            TransportUsageError: the id is unknown, the transfer is not DONE, or the option
+                ``telemetry`` was not set.
+        """
+        self._guard()
+        job = self._job(transfer)
+        if job.timed is None or job.status.state is not State.DONE:
+            why = "set driver_options: telemetry" if job.timed is None else "it is not done"
+            raise TransportUsageError(f"no telemetry of transfer {transfer}: {why}")
+        return list(job.timed)
+
+    # Notifications.
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        self._guard()
+        found = self._peer(peer)
+        self._check_payload(payload)
+        try:
+            self._agent.notify(found.name, payload)
+        except PeerLostError:
+            found.lost = True
+
+    def notifications(self) -> list[Notification]:
+        self._guard()
+        if not self._agent.notifies:
+            return []
+        return [
+            Notification(sender=sender, payload=payload)
+            for sender, payloads in self._agent.notifications().items()
+            for payload in payloads
+        ]
+
+    def close(self) -> None:
+        # A forked child has none of NIXL's threads; it must not even let go of the agent.
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        jobs = [job for job in self._jobs.values() if not job.final]
+        for job in jobs:
+            job.doom(PeerLostError(f"{self._name} was closed"))
+        quiet = self._drained(jobs, time.monotonic() + _GRACE_SECONDS)
+        failed: list[TransportError] = []
+        for peer in self._peers.values():
+            failed += self._part(peer, jobs)
+        failed += self._spans.clear()
+        self._peers.clear()
+        self._agent.close()
+        if not quiet:
+            raise TransportError(
+                f"closed, but NIXL was still moving bytes after {_GRACE_SECONDS} s: do not reuse "
+                "the memory of unfinished transfers"
+            )
+        if failed:
+            raise TransportError(f"closed, but not everything was given back: {failed[0]}")
+
+    # What is behind the interface.
+
+    def _guard(self) -> None:
+        if self._closed:
+            raise TransportUsageError(f"{self._name} is closed")
+        if os.getpid() != self._pid:
+            raise TransportUsageError(
+                f"{self._name} belongs to process {self._pid}, of which this one is a fork: make "
+                "transports after forking, or spawn"
+            )
+
+    def _peer(self, peer: PeerId) -> _Peer:
+        if peer not in self._peers:
+            raise TransportUsageError(f"no peer {peer}; connected: {list(self._peers)[:16]}")
+        return self._peers[peer]
+
+    def _job(self, transfer: TransferId) -> Job:
+        if transfer not in self._jobs:
+            raise TransportUsageError(f"no transfer {transfer}: never started, or forgotten")
+        return self._jobs[transfer]
+
+    def _in_use(self) -> set[Region]:
+        return {region for job in self._jobs.values() if not job.final for region in job.local}
+
+    def _met(self, theirs: Address, regions: frozenset[Region], keys: frozenset[int]) -> PeerId:
+        itself = theirs.name == self._name
+        if not itself:
+            self._load(theirs)
+        peer = PeerId(next(self._ids))
+        self._peers[peer] = _Peer(name=theirs.name, itself=itself, regions=regions, keys=keys)
+        return peer
+
+    def _refresh(self, peer: _Peer, theirs: Address, keys: frozenset[int]) -> None:
+        """Tell NIXL what a peer has registered meanwhile.
+
+        NIXL can add to what it knows of a peer, and take nothing away: where a span is gone, or the
+        connection, it must forget the peer first.
+        """
+        if peer.itself or (keys == peer.keys and not peer.lost):
+            return
+        if peer.lost or not peer.keys <= keys:
+            jobs = [job for job in self._jobs.values() if job.name == peer.name]
+            if not self._drained(jobs, time.monotonic() + _GRACE_SECONDS):
+                raise ConnectError(
+                    f"transfers with {peer.name} run for more than {_GRACE_SECONDS} s, and its "
+                    "memory has changed: disconnect first"
+                )
+            self._agent.remove(peer.name)
+        self._load(theirs)
+        peer.keys, peer.lost = keys, False
+
+    def _load(self, theirs: Address) -> None:
+        try:
+            name = self._agent.add(theirs.metadata)
+        except TransportError as exc:
+            raise ConnectError(f"NIXL does not connect to {theirs.name}: {exc}") from exc
+        if name != theirs.name:
+            self._agent.remove(name)
+            raise ConnectError(f"an address of {theirs.name} that holds NIXL's metadata of {name}")
+
+    def _start(
+        self, peer: PeerId, copies: Copies, notify: bytes | None, *, write: bool
+    ) -> TransferId:
+        self._guard()
+        found = self._peer(peer)
+        if notify is not None:
+            self._check_payload(notify)
+        job = Job(
+            id=TransferId(next(self._ids)),
+            peer=peer,
+            name=found.name,
+            local=self._checked(found, copies),
+            timed=[] if self._options.telemetry else None,
+        )
+        try:
+            handles = self._prepared(found, copies, write=write)
+        except PeerLostError as exc:
+            found.lost = True
+            job.status = Status(state=State.FAILED, error=exc)
+        else:
+            self._post(job, handles, notify)
+        self._jobs[job.id] = job
+        return job.id
+
+    def _post(self, job: Job, handles: list[Handle], notify: bytes | None) -> None:
+        # NIXL can bind a notification to one of its transfers, not to several.
+        bound = notify if len(handles) == 1 else None
+        if notify is not None and bound is None:
+            job.send = partial(self._agent.notify, job.name, notify)
+        job.post(self._agent, handles, bound or b"")
+        self._note_loss(job)
+
+    def _prepared(self, peer: _Peer, copies: Copies, *, write: bool) -> list[Handle]:
+        handles: list[Handle] = []
+        try:
+            for kinds, local, remote in self._table.parts(copies):
+                handles.append(
+                    self._agent.prepare(
+                        write=write, kinds=kinds, local=local, remote=remote, name=peer.name
+                    )
+                )
+        except TransportError:
+            for handle in handles:
+                self._agent.release(handle)
+            raise
+        return handles
+
+    def _checked(self, peer: _Peer, copies: Copies) -> frozenset[Region]:
+        """The local regions of a batch, all of whose regions are known."""
+        local = frozenset(segment.local for segment in copies.segments)
+        for region in local:
+            if region not in self._spans:
+                raise TransportUsageError(
+                    f"local {region} is not registered; {len(self._spans.regions)} regions are"
+                )
+        known = self._spans if peer.itself else peer.regions
+        for region in {segment.remote for segment in copies.segments}:
+            if region not in known:
+                raise TransportUsageError(
+                    f"remote {region} is not among the {len(peer.regions)} regions known of "
+                    f"{peer.name}: if it was registered after its address was made, connect again "
+                    "with a new one"
+                )
+        return local
+
+    def _check_payload(self, payload: object) -> None:
+        if not self._agent.notifies:
+            raise TransportUnsupportedError(
+                f"NIXL's backend {self._options.backend} carries no notifications"
+            )
+        if not isinstance(payload, bytes) or not 0 < len(payload) <= MAX_NOTIFICATION:
+            size = len(payload) if isinstance(payload, bytes) else type(payload).__name__
+            raise TransportUsageError(
+                f"a notification is 1 to {MAX_NOTIFICATION} bytes; this one: {size}"
+            )
+
+    def _advance(self, job: Job) -> None:
+        if job.running:
+            job.advance(self._agent)
+            self._note_loss(job)
+
+    def _note_loss(self, job: Job) -> None:
+        if isinstance(job.status.error, PeerLostError) and job.peer in self._peers:
+            self._peers[job.peer].lost = True
+
+    def _drained(self, jobs: Iterable[Job], deadline: float) -> bool:
+        """Wait until NIXL calls every part of some transfers ended; whether that was in time."""
+        left = list(jobs)
+        while True:
+            for job in left:
+                self._advance(job)
+            left = [job for job in left if job.running]
+            if not left or time.monotonic() > deadline:
+                return not left
+            time.sleep(_TURN_SECONDS)
+
+    def _part(self, peer: _Peer, jobs: Iterable[Job]) -> list[TransportError]:
+        """Close a connection, and let its unfinished transfers be FAILED; what went wrong."""
+        own = [job for job in jobs if job.name == peer.name]
+        broken = any(job.ended for job in own)
+        # In this order: a handle keeps its connection open.
+        failed = [error for job in own for error in job.settle(self._agent)]
+        if not peer.itself:
+            try:
+                self._agent.remove(peer.name)
+            except TransportError as exc:
+                failed.append(exc)
+        if broken:
+            time.sleep(_SETTLE_SECONDS)
+        return failed
