@@ -37,7 +37,7 @@ READINGS: dict[str, views.Reading] = {
     "B12X": views.unbound,
     "ROCM_ATTN": views.paged_attention,
     "CPU_ATTN/vec": views.columns,
-    "CPU_ATTN/amx": whole,
+    "OF_TOMORROW": whole,
     "TRITON_MLA": views.one_row,
     "FLASHMLA": views.one_row,
     "CPU_MLA": views.one_row,

@@ -115,5 +115,5 @@ def test_element_types(dtype: str) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_unknown_kernels(order: str, tp: int) -> None:
     """Pages whose inside is in no table move whole, between equals."""
-    layers = attention(2, backend="CPU_ATTN/amx")
+    layers = attention(2, backend="OF_TOMORROW")
     both_ways(layers, Shape(order=order, tp=tp), Shape(order=order, tp=tp), 16, 40)

@@ -127,14 +127,14 @@ def test_models_that_differ(theirs: list[Layer], ours: list[Layer], named: str) 
 )
 def test_packing_that_is_not_known(there: Shape, here: Shape) -> None:
     """Pages of kernels that are in no table move between equals, and only there."""
-    layers = attention(2, backend="CPU_ATTN/amx")
+    layers = attention(2, backend="OF_TOMORROW")
     with (
         engine("prefill", layers, there) as prefill,
         engine("decode", layers, here) as decode,
     ):
         for error in refused(prefill, decode):
             assert isinstance(error, PlanError)
-            assert "CPU_ATTN/amx" in str(error) or "tokens of a block" in str(error)
+            assert "OF_TOMORROW" in str(error) or "tokens of a block" in str(error)
 
 
 def test_hole_where_a_token_is_wanted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from hypothesis import HealthCheck, assume, given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.integrations.vllm.geometry import MARKS
 from tests.integrations.vllm.geometry.crossing import cross
-from tests.integrations.vllm.geometry.engine_of_ranks import Shape, engine, runs
+from tests.integrations.vllm.geometry.engine_of_ranks import LONGEST, Shape, engine, runs
 from tests.integrations.vllm.geometry.model import Attention, Latent, Layer, Recurrent
 
 pytestmark = MARKS
@@ -40,29 +41,18 @@ def models(draw: st.DrawFn) -> list[Layer]:
     """Two to six layers of up to three kinds."""
     heads, size = draw(st.sampled_from([1, 2, 4, 12])), draw(st.sampled_from([8, 16]))
     window = draw(st.integers(1, 90))
-    kinds: list[dict[str, object]] = draw(
-        st.lists(
-            st.sampled_from(
-                [
-                    {"make": Attention, "heads": heads, "size": size},
-                    {"make": Attention, "heads": heads, "size": size, "window": window},
-                    {"make": Attention, "heads": heads, "size": 24},
-                    {"make": Latent},
-                    {"make": Latent, "per_entry": 4},
-                    {"make": Recurrent, "groups": draw(st.sampled_from([1, STATE_HEADS]))},
-                    {"make": Recurrent, "groups": STATE_HEADS, "delta": True},
-                ]
-            ),
-            min_size=1,
-            max_size=2,
-            unique_by=str,
-        )
-    )
-    return [_layer(i, **kinds[i % len(kinds)]) for i in range(draw(st.integers(2, 6)))]
-
-
-def _layer(number: int, *, make: type[Layer], **options: object) -> Layer:
-    return make(name=f"model.layers.{number}.{make.__name__.lower()}", **options)
+    offered: list[Layer] = [
+        Attention(name="full", heads=heads, size=size),
+        Attention(name="window", heads=heads, size=size, window=window),
+        Attention(name="wide", heads=heads, size=24),
+        Latent(name="latent"),
+        Latent(name="compressed", per_entry=4),
+        Recurrent(name="mixer", groups=draw(st.sampled_from([1, STATE_HEADS]))),
+        Recurrent(name="delta", groups=STATE_HEADS, delta=True),
+    ]
+    kinds = draw(st.lists(st.sampled_from(offered), min_size=1, max_size=2, unique=True))
+    some = [kinds[i % len(kinds)] for i in range(draw(st.integers(2, 6)))]
+    return [replace(kind, name=f"model.layers.{i}.{kind.name}") for i, kind in enumerate(some)]
 
 
 @st.composite
@@ -89,7 +79,7 @@ def shapes(draw: st.DrawFn, model: list[Layer]) -> Shape:
         backend=backend,
         channels_first=draw(st.booleans()),
         mode="align" if align else "none",
-        **({"state_block": block} if align else {}),
+        state_block=block if align else LONGEST,
         scratch=draw(st.integers(0, 2)),
         blocks=72,
     )

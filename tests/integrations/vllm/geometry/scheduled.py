@@ -1,0 +1,360 @@
+"""Engines of ranks under vLLM's own scheduler and the whole connector, without a model.
+
+vLLM's scheduler admits, chunks, caches prefixes, preempts and frees; its connector half is ours,
+as are the workers'. What a model runner would do with a step is done by a reference: it checks
+that everything which kernels would read is what it must be, and writes what they would write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvferry.core.layout import HOLE
+from tests.integrations.vllm.geometry.engine_of_ranks import (
+    LONGEST,
+    Engine,
+    Extent,
+    Rank,
+    Shape,
+    engine,
+)
+from tests.integrations.vllm.geometry.model import Layer, Part
+
+STEPS = 5000
+"""After so many a request that has not ended never will."""
+
+
+class _Plain(SimpleNamespace):
+    """A configuration that has nothing but what is named."""
+
+    def __getattr__(self, name: str) -> bool:
+        return False
+
+
+@dataclass(kw_only=True)
+class Server:
+    """An engine that serves requests.
+
+    Attributes:
+        engine: its ranks.
+        scheduler: vLLM's.
+        hasher: gives requests the hashes of their blocks.
+        families: of its requests, which sequence of tokens each one's are the start of.
+        params: what ended requests left for another engine.
+        computed: how many tokens were computed here, by request.
+        reported: how often the ranks together reported a request sent or received.
+    """
+
+    engine: Engine
+    scheduler: Any
+    hasher: Any
+    families: dict[str, int] = field(default_factory=dict)
+    params: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    computed: Counter[str] = field(default_factory=Counter)
+    reported: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def add(self, family: int, length: int, params: dict[str, Any], most: int = 1) -> str:
+        """A request for the first tokens of a family; at most so many are to follow."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        name = f"{self.engine.name} {next(self.engine.numbers)}"
+        sampling = SamplingParams(max_tokens=most, extra_args={"kv_transfer_params": params})
+        sampling.update_from_generation_config({}, None)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=[token(family, i) for i in range(length)],
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        self.families[name] = family
+        self.scheduler.add_request(request)
+        return name
+
+    def run_dry(self) -> None:
+        """Step until the scheduler has forgotten every request, and every page is free."""
+        for _ in range(STEPS):
+            if not self.scheduler.requests:
+                break
+            self.step()
+        assert not self.scheduler.requests
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.free_block_queue.num_free_blocks == pool.num_gpu_blocks - 1
+        assert all(rank.words == 0 for rank in self.engine.ranks)
+        assert set(self.reported.values()) <= {1}
+
+    def step(self) -> None:
+        """One step of the engine."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        out = self.scheduler.schedule()
+        self._prepare(out)
+        for rank in self.engine.ranks:
+            rank.worker.apply(out.kv_connector_metadata)
+        sampled = [self._compute(name, count) for name, count in out.num_scheduled_tokens.items()]
+        names = list(out.num_scheduled_tokens)
+        done = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=self._reports(idle=not names),
+        )
+        for outputs in self.scheduler.update_from_output(out, done).values():
+            for each in outputs.outputs:
+                if each.finish_reason is not None:
+                    assert str(each.finish_reason) in ("length", "stop"), each
+                    self.params[each.request_id] = each.kv_transfer_params
+
+    def _reports(self, *, idle: bool) -> Any:
+        """What all ranks have reported, as ``KVOutputAggregator`` adds it up."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        ranks = self.engine.ranks
+        for rank in ranks:
+            if idle and rank.endpoint is not None and rank.endpoint.pending:
+                rank.endpoint.wait(0.02)
+            rank.poll()
+            for kind, reports in (("sent", rank.sent), ("received", rank.received)):
+                assert all(count == 1 for count in Counter(reports).values()), (kind, reports)
+        sent, received = (
+            {name for name in some[0] if all(name in each for each in some)}
+            - {name for each, name in self.reported if each == kind}
+            for kind, some in (
+                ("sent", [rank.sent for rank in ranks]),
+                ("received", [rank.received for rank in ranks]),
+            )
+        )
+        self.reported.update(("sent", name) for name in sent)
+        self.reported.update(("received", name) for name in received)
+        failed = {name for name in received if any(name in rank.failed for rank in ranks)}
+        return KVConnectorOutput(
+            finished_sending=sent, finished_recving=received, failed_recving=failed
+        )
+
+    def _prepare(self, out: Any) -> None:
+        """What a worker does with pages before a step: zero new ones, make copies."""
+        for rank in self.engine.ranks:
+            parts = [part for extent in rank.extents for part in extent.parts]
+            for page in out.new_block_ids_to_zero or ():
+                for part in parts:
+                    rank.memory[part.places[page]] = 0
+            for source, target in out.kv_cache_block_copies or ():
+                for part in parts:
+                    rank.memory[part.places[target]] = rank.memory[part.places[source]]
+
+    def _compute(self, name: str, count: int) -> list[int]:
+        """What kernels do with the next tokens of a request; the token that is sampled, if any."""
+        request = self.scheduler.requests[name]
+        stop = request.num_computed_tokens
+        start = stop - count
+        family = self.families[name]
+        self.computed[name] += count
+        lists = self.scheduler.kv_cache_manager.get_block_ids(name)
+        groups = {group.index: group for group in self.engine.groups}
+        for rank in self.engine.ranks:
+            for index, extent in enumerate(rank.extents):
+                first = groups[index].skipped(start) if index in groups else 0
+                step = _Pass(rank, extent, lists[index], str(family), first, start, stop)
+                step.run(state=groups[index].tokens if groups[index].is_state else 0)
+        return [token(family, stop)] if stop == request.num_tokens else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The kernels' work on tokens ``[start, stop)`` of a request in one group of one rank.
+
+    Tokens from ``first`` on are read. ``listed`` is the request's pages by position.
+    """
+
+    rank: Rank
+    extent: Extent
+    listed: Sequence[int]
+    family: str
+    first: int
+    start: int
+    stop: int
+
+    def run(self, state: int) -> None:
+        """Read and write; a state goes on in the next page after ``state`` tokens."""
+        for part in self.extent.parts:
+            if part.per_entry:
+                self._tokens(part)
+            else:
+                self._state(part, state)
+
+    def _tokens(self, part: Part) -> None:
+        pages = [(i, page) for i, page in enumerate(self.listed) if page != HOLE]
+        if not pages:
+            return
+        positions, ids = (np.array(some, dtype=np.int64) for some in zip(*pages, strict=True))
+        steps = self.extent.steps(part, positions)
+        tokens = steps * part.per_entry
+        values = part.values(steps.ravel(), self.family).reshape(*part.places[ids].shape)
+        found = self.rank.memory[part.places[ids]]
+        read = (tokens >= self.first) & (tokens < self.start)
+        assert np.count_nonzero(read) == self._shared(part), f"pages of {part.key} are missing"
+        assert np.array_equal(found[read], values[read]), (
+            f"{part.key} of rank {self.rank.seat.rank}: not what was computed for the tokens "
+            f"{np.unique(tokens[read][(found != values)[read].any(axis=(1, 2))]).tolist()}"
+        )
+        written = (tokens >= self.start) & (tokens < self.stop)
+        self.rank.memory[part.places[ids][written]] = values[written]
+
+    def _shared(self, part: Part) -> int:
+        """How many of the entries that are read this rank has."""
+        low, high = (-(-token // part.per_entry) for token in (self.first, self.start))
+        tokens = np.arange(low, high) * part.per_entry
+        turn = tokens // self.extent.interleave % self.extent.size
+        return int(np.count_nonzero(turn == self.extent.turn))
+
+    def _state(self, part: Part, size: int) -> None:
+        """``mamba_get_block_table_tensor``: the page of the last token, before and after."""
+        if self.start:
+            before = self.rank.memory[part.places[self.listed[(self.start - 1) // size]]]
+            values = part.values(np.array([self.start]), self.family)[0]
+            assert np.array_equal(before[0], values), (
+                f"{part.key} of rank {self.rank.seat.rank}: not the state after {self.start} tokens"
+            )
+        page = self.listed[(self.stop - 1) // size]
+        assert page != HOLE
+        values = part.values(np.array([self.stop]), self.family)
+        self.rank.memory[part.places[page]] = values
+
+
+def token(family: int, position: int) -> int:
+    """A family's tokens."""
+    return 1000 * (family + 1) + position
+
+
+@contextlib.contextmanager
+def serving(
+    name: str, layers: Sequence[Layer], shape: Shape, *, batch: int = 64, reserve: bool = True
+) -> Iterator[Server]:
+    """An engine that serves until the block ends, and caches prefixes if its states allow it.
+
+    Args:
+        batch: how many tokens it computes in a step.
+        reserve: admit only prompts for the whole of which there are pages.
+    """
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import (
+        get_request_block_hasher,
+        init_none_hash,
+        resolve_kv_cache_block_sizes,
+    )
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    with engine(name, layers, shape) as made:
+        config = _vllm_config(made, batch, reserve)
+        block, unit = resolve_kv_cache_block_sizes(made.config, config)
+        scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=made.config,
+            log_stats=False,
+            structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),
+            block_size=block,
+            hash_block_size=unit,
+        )
+        init_none_hash(sha256)
+        _shuffle(scheduler)
+        handshakes = {
+            (rank.seat.coordinates.pp, rank.seat.rank): rank.worker.handshake
+            for rank in made.workers
+        }
+        scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+        try:
+            hasher = get_request_block_hasher(unit, sha256)
+            yield Server(engine=made, scheduler=scheduler, hasher=hasher)
+        finally:
+            scheduler.shutdown()
+
+
+def _shuffle(scheduler: Any) -> None:
+    """Pages are not handed out in the order of their ids."""
+    pool = scheduler.kv_cache_manager.block_pool
+    blocks = pool.get_new_blocks(pool.get_num_free_blocks())
+    order = np.random.default_rng(0).permutation(len(blocks))
+    pool.free_blocks([blocks[i] for i in order])
+
+
+def _vllm_config(made: Engine, batch: int, reserve: bool) -> Any:
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVTransferConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+
+    shape = made.shape
+    caching = shape.mode == "align" or not any(group.is_state for group in made.groups)
+    config: Any = VllmConfig(
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=batch,
+            max_model_len=LONGEST,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+            scheduler_reserve_full_isl=reserve,
+        ),
+        cache_config=CacheConfig(block_size=shape.block, enable_prefix_caching=caching),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=shape.tp,
+            pipeline_parallel_size=shape.pp,
+            decode_context_parallel_size=shape.dcp,
+            cp_kv_cache_interleave_size=shape.interleave,
+            distributed_executor_backend="mp",
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVFerryConnector",
+            kv_connector_module_path="kvferry.integrations.vllm",
+            kv_role="kv_both",
+            engine_id=made.name,
+            kv_load_failure_policy="fail",
+            kv_connector_extra_config={"kv_lease_duration": 120.0},
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+    config.model_config = _Plain(max_model_len=LONGEST, runner_type="generate")
+    # Not supported by the model runner of a CPU.
+    config.parallel_config.prefill_context_parallel_size = shape.pcp
+    config.cache_config.num_gpu_blocks = shape.blocks
+    config.cache_config.mamba_cache_mode = shape.mode
+    config.cache_config.mamba_block_size = shape.state_block
+    return config
+
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def hand_over(prefill: Server, decode: Server, *prompts: tuple[int, int], follow: int = 3) -> None:
+    """Prefill there, decode here; every token that kernels read on the way is checked.
+
+    Args:
+        prompts: the family of each, and how many of its tokens; all at once.
+        follow: how many tokens are generated here.
+    """
+    waiting = {prefill.add(*prompt, dict(PREFILL)): prompt for prompt in prompts}
+    taken: list[str] = []
+    for _ in range(STEPS):
+        for name in [name for name in waiting if name in prefill.params]:
+            params = prefill.params[name]
+            assert params is not None, "no ticket was made"
+            taken.append(decode.add(*waiting.pop(name), params, follow))
+        if not waiting and set(taken) <= decode.params.keys():
+            break
+        prefill.step()
+        decode.step()
+    assert [decode.computed[name] for name in taken] == [follow] * len(prompts)
+    decode.run_dry()
+    prefill.run_dry()
