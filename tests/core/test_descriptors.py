@@ -131,6 +131,22 @@ def test_a_range_starts_with_the_sub_block_that_has_its_first_token() -> None:
     ]
 
 
+@pytest.mark.parametrize("wanted", [(0, 24), (5, 17), (13, 14)])
+@pytest.mark.parametrize("name", ["tokens", "shard"])
+def test_tiles_without_common_digits_move_right(name: str, wanted: tuple[int, int]) -> None:
+    def tiled(coarse: int, fine: int) -> Layout:
+        digits = axis((coarse, DIM), (fine, coarse * DIM))
+        if name == "tokens":
+            long = heads(order="NHD", block=12, shard=(0, 1), pages=30)
+            return layout(replace(long, tokens=digits), groups=[paged(12)])
+        wide = heads(order="NHD", block=1, shard=(0, 12), pages=30)
+        return layout(replace(wide, shard=digits), groups=[paged(1)])
+
+    listed = list(range(1, 3)) if name == "tokens" else list(range(1, 25))
+    asked = request(wanted, listed, listed[::-1])
+    check_rank(World(local=(tiled(3, 4),), remote=(tiled(4, 3),), request=asked), 0)
+
+
 def test_nothing_is_pulled_where_nothing_is_wanted() -> None:
     one = stacked(2)
     for asked in (request(None, [1], [2]), request((0, 0), [1], [2])):
