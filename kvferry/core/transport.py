@@ -15,6 +15,9 @@ returned. The arrays of ``Copies`` are the caller's too: a driver that needs the
 from ``poll``, never an exception. A driver maps its library's errors in one place, with
 ``raise ... from exc``. Every method but ``close`` raises ``TransportUsageError`` after ``close``.
 
+**Fork.** A transport belongs to the process that made it. In a forked child every method but
+``close`` raises ``TransportUsageError``, and ``close`` does nothing.
+
 **Quiescence.** ``DONE`` and ``FAILED`` are final, and final means quiet: the driver touches none of
 the transfer's buffers again, on either side. A transfer that is known to fail while its bytes may
 still land is ``DOOMED`` until it is quiet. ``DONE`` also means that the bytes are visible to device

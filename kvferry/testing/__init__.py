@@ -42,24 +42,31 @@ if TYPE_CHECKING:
         TransferTests,
         TransportContract,
     )
+    from kvferry.testing.faulty import Fault, FaultyTransport, Schedule
     from kvferry.testing.memory import Buffer
 
 __all__ = [
     "Buffer",
     "ContractSettings",
     "EndingTests",
+    "Fault",
+    "FaultyTransport",
     "FlightTests",
     "MachineTests",
     "NotificationTests",
     "PeerTests",
     "ProcessTests",
     "RefusalTests",
+    "Schedule",
     "TransferTests",
     "TransportContract",
 ]
 
 _HOMES = {
     "Buffer": "kvferry.testing.memory",
+    "Fault": "kvferry.testing.faulty",
+    "FaultyTransport": "kvferry.testing.faulty",
+    "Schedule": "kvferry.testing.faulty",
 }
 
 

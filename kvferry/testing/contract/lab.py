@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,7 +135,8 @@ class Lab:
         """Give everybody time: threads, and transports that have none of their own."""
         for transport in self._made:
             if not transport.capabilities.background_progress:
-                transport.poll([])
+                with contextlib.suppress(TransportUsageError):  # the test has closed it
+                    transport.poll([])
         time.sleep(_TURN_SECONDS)
 
     def until(self, holds: Callable[[], object], seconds: float | None = None) -> bool:

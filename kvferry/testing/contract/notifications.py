@@ -89,7 +89,7 @@ class NotificationTests(ContractSettings):
     ) -> None:
         peer = lab.transport.connect(remote.address())
         copies = batch(lab.mine.region, remote.region, [0], [0], [8])
-        if lab.refuses(op, peer, copies):
+        if lab.refuses(op, peer, copies) or _refuses(lab, peer, remote):
             return
         mine, theirs = lab.mine.get(), remote.get()
         for payload in (b"", bytes(lab.capabilities.max_notification + 1)):

@@ -183,7 +183,7 @@ class PeerTests(ContractSettings):
         assert lab.state(lasting).final
         if waiting is not None:
             lab.finish(waiting)
-        lab.works(neighbour)
+        lab.finish(lab.start(lab.an_op, other, whole))
 
     def test_a_limit_of_unfinished_transfers_is_kept(
         self, lab: Lab, shared_process: Process
