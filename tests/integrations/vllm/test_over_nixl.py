@@ -1,0 +1,116 @@
+"""The hand-over between real engines again, over the driver nixl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_llama import prompt
+from tests.integrations.vllm import probes
+from tests.integrations.vllm.conftest import StartEngine
+from tests.integrations.vllm.engines import Engine
+from tests.integrations.vllm.lasting import prolong_reads
+from tests.integrations.vllm.ranks import at_rest, come_to
+from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
+
+pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(600)]
+
+NIXL = {"driver": "nixl"}
+LENGTHS = (2, 5, 31, 32, 33, 64, 65, 255, 256, 300, 511)
+TP2 = {"tensor_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def source(start_engine: StartEngine) -> Engine:
+    """Prefills for others."""
+    return start_engine("nixl-prefill", "kv_producer", extra=NIXL)
+
+
+@pytest.fixture(scope="module")
+def target(start_engine: StartEngine) -> Engine:
+    """Decodes what others prefilled."""
+    return start_engine("nixl-decode", "kv_consumer", extra=NIXL)
+
+
+def test_one_at_a_time(reference: Engine, source: Engine, target: Engine) -> None:
+    rest = at_rest(source, target)
+    for length in LENGTHS:
+        got, counters = hand_over(source, target, prompt(length))
+        assert got == texts(reference, prompt(length))
+        assert pulled(counters) == length
+    come_to(rest, source, target)
+
+
+def test_all_at_once(reference: Engine, source: Engine, target: Engine) -> None:
+    prompts = [prompt(length, seed=1) for length in LENGTHS]
+    rest = at_rest(source, target)
+    got, counters = hand_over(source, target, *prompts)
+    assert got == texts(reference, *prompts)
+    assert pulled(counters) == counters["vllm:kvferry_tokens"] == sum(LENGTHS)
+    come_to(rest, source, target)
+
+
+def test_swapped_caches(reference: Engine, source: Engine, start_engine: StartEngine) -> None:
+    """The control: from Y's cache comes Y's text, so the bytes are those that NIXL moved."""
+    credulous = start_engine("nixl-credulous", "kv_consumer", extra=NIXL | {"verify_prompt": False})
+    x, y = prompt(200, seed=10), prompt(200, seed=11)
+    # What the decode engine computes itself, the last token, is the same in both.
+    y[-1] = x[-1]
+    [completion] = credulous.generate(x, params=source.prefill(y))
+    credulous.close()
+    assert completion.text == texts(reference, y)[0] != texts(reference, x)[0]
+
+
+@pytest.mark.parametrize(("prefill_rank_count", "decode_rank_count"), [(1, 2), (2, 1)])
+def test_ranks_of_another_number(
+    reference: Engine,
+    source: Engine,
+    target: Engine,
+    start_engine: StartEngine,
+    prefill_rank_count: int,
+    decode_rank_count: int,
+) -> None:
+    prompts = [prompt(length, seed=2) for length in LENGTHS]
+    if prefill_rank_count > decode_rank_count:
+        split = source = start_engine("nixl-prefill-tp2", "kv_producer", extra=NIXL, **TP2)
+    else:
+        split = target = start_engine("nixl-decode-tp2", "kv_consumer", extra=NIXL, **TP2)
+    rest = at_rest(source, target)
+    got, counters = hand_over(source, target, *prompts)
+    assert got == texts(reference, *prompts)
+    assert pulled(counters) == sum(LENGTHS)
+    come_to(rest, source, target)
+    split.close()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_producer_is_killed_in_the_middle_of_a_read(
+    reference: Engine, source: Engine, start_engine: StartEngine, tmp_path: Path, policy: str
+) -> None:
+    """Its request fails or is computed here, as configured; those of other producers go on."""
+    doomed = start_engine("nixl-doomed", "kv_producer", extra=NIXL)
+    decode = start_engine(
+        f"nixl-{policy}",
+        "kv_consumer",
+        extra=NIXL,
+        transfer={"kv_load_failure_policy": policy},
+    )
+    free = decode.run(probes.free_blocks)
+    assert hand_over(source, decode, prompt(60))[0] == texts(reference, prompt(60))
+    [ticket] = doomed.prefill(prompt(300))
+    reached = tmp_path / "reached"
+    decode.run(prolong_reads, str(reached))
+    [request] = decode.submit(prompt(300), params=ticket)
+    eventually(reached.exists)
+    assert decode.finished == []
+    doomed.kill()
+    [completion] = decode.results([request])
+    if policy == "fail":
+        assert completion.finish_reason == "error"
+    else:
+        assert completion.text == texts(reference, prompt(300))[0]
+    assert decode.run(probes.metrics)["vllm:kvferry_failed_loads"] == 1
+    eventually(lambda: decode.run(probes.free_blocks) == free)
+    assert hand_over(source, decode, prompt(60, seed=5))[0] == texts(reference, prompt(60, seed=5))
+    decode.close()
