@@ -269,6 +269,8 @@ OPAQUE = [
     ("CPU_ATTN/neon", full),
     ("CPU_ATTN/amx", lambda: full(head_size=40)),
     ("FLASHINFER", lambda: full(**quantized("NVFP4"), num_head_slots=6, state_content_bytes=36)),
+    ("FLASHINFER", lambda: full(**quantized("NVFP4"))),
+    ("FLASHMLA", lambda: mla(**quantized("NVFP4"))),
     ("FLASH_ATTN", lambda: planes("uint8", kv_quant_mode=1)),
     ("FLASH_ATTN", lambda: full(head_size_v=0, state_content_bytes=128)),
     ("CPU_ATTN/vec", lambda: full(head_size_v=32)),
