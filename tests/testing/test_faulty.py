@@ -1,0 +1,217 @@
+"""FaultyTransport: each fault does what it says, the same for the same seed, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.copies import Copies, copies_between
+from kvferry.core.errors import ConnectError, PeerLostError, TransportUsageError
+from kvferry.core.transport import PeerId, Quiescence, State, TransferId, Transport
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.testing import Buffer, Fault, FaultyTransport, Schedule
+from kvferry.testing.memory import allocate, pattern
+
+HALF = 1024
+
+
+@dataclass
+class Pair:
+    """A reader with faults, and a plain transport that it reads: two copies of HALF bytes."""
+
+    reader: FaultyTransport
+    source: Transport
+    target: Buffer
+    content: Buffer
+    peer: PeerId
+
+    @property
+    def copies(self) -> Copies:
+        near, far = self.target.region, self.content.region
+        pairs = [(near.address + at, far.address + at, HALF) for at in (0, HALF)]
+        return copies_between(pairs, local=near, remote=far)
+
+    def read(self, notify: bytes | None = b"done") -> TransferId:
+        return self.reader.read(self.peer, self.copies, notify)
+
+    def states(self, transfer: TransferId, polls: int) -> list[State]:
+        return [self.reader.poll([transfer])[0].state for _ in range(polls)]
+
+    def moved(self) -> list[bool]:
+        same = self.target.get() == self.content.get()
+        return [bool(same[:HALF].all()), bool(same[HALF:].all())]
+
+    def heard(self) -> list[bytes]:
+        return [one.payload for one in self.source.notifications()]
+
+
+def pair_of(schedule: Schedule, quiescence: Quiescence | None = None) -> Pair:
+    reader = FaultyTransport(LoopbackTransport(), schedule, quiescence=quiescence)
+    source = LoopbackTransport()
+    target, content = allocate("cpu", 2 * HALF), allocate("cpu", 2 * HALF)
+    content.put(pattern(2 * HALF, 1))
+    reader.register(target.region)
+    source.register(content.region)
+    return Pair(reader, source, target, content, reader.connect(source.address()))
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """With the fault that the test is parametrized with, in its first call."""
+    made = pair_of(Schedule(at={0: request.param}, polls=3))
+    yield made
+    made.reader.close()
+    made.source.close()
+
+
+def with_fault(fault: Fault) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("pair", [fault], indirect=True)
+
+
+P, D, DONE, FAILED = State.PENDING, State.DOOMED, State.DONE, State.FAILED
+
+
+@with_fault(Fault.DELAY)
+def test_a_delay_ends_as_it_would_have(pair: Pair) -> None:
+    transfer = pair.read()
+    with pytest.raises(TransportUsageError, match="not final"):
+        pair.reader.forget(transfer)
+    with pytest.raises(TransportUsageError, match="still uses"):
+        pair.reader.deregister(pair.target.region)
+    assert pair.states(transfer, 5) == [P, P, P, DONE, DONE]
+    assert pair.moved() == [True, True]
+    assert pair.heard() == [b"done"]
+    pair.reader.forget(transfer)
+    pair.reader.deregister(pair.target.region)
+
+
+@with_fault(Fault.FAIL)
+def test_a_failure_moves_nothing(pair: Pair) -> None:
+    assert pair.states(pair.read(), 2) == [FAILED, FAILED]
+    assert pair.moved() == [False, False]
+    assert pair.heard() == []
+    assert pair.states(pair.read(), 1) == [DONE]
+
+
+@with_fault(Fault.TRUNCATE)
+def test_truncated_means_half_of_the_copies_and_failed(pair: Pair) -> None:
+    (status,) = pair.reader.poll([pair.read()])
+    assert status.state is FAILED
+    assert str(status.error) == "injected: truncate"
+    assert pair.moved() == [True, False]
+    assert pair.heard() == []
+
+
+@with_fault(Fault.DOOM)
+def test_doomed_for_a_while_and_then_failed(pair: Pair) -> None:
+    transfer = pair.read()
+    assert pair.states(transfer, 5) == [D, D, D, FAILED, FAILED]
+    assert pair.heard() == []
+
+
+def test_doomed_until_the_peer_is_disconnected() -> None:
+    pair = pair_of(Schedule(at={0: Fault.DOOM}), Quiescence.AFTER_DISCONNECT)
+    assert pair.reader.capabilities.quiescence is Quiescence.AFTER_DISCONNECT
+    transfer = pair.read()
+    assert set(pair.states(transfer, 20)) == {D}
+    pair.reader.disconnect(pair.peer)
+    assert pair.states(transfer, 1) == [FAILED]
+    pair.reader.close()
+    pair.source.close()
+
+
+@with_fault(Fault.DROP)
+def test_a_dropped_notification_is_not_seen(pair: Pair) -> None:
+    assert pair.states(pair.read(), 1) == [DONE]
+    assert pair.moved() == [True, True]
+    pair.reader.notify(pair.peer, b"next")
+    assert pair.heard() == [b"next"]
+
+
+@with_fault(Fault.LIE)
+def test_a_lie_is_done_with_half_of_the_bytes(pair: Pair) -> None:
+    assert pair.states(pair.read(), 1) == [DONE]
+    assert pair.moved() == [True, False]
+    assert pair.heard() == [b"done"]
+
+
+@with_fault(Fault.DIE)
+def test_death_is_seen_from_both_sides(pair: Pair) -> None:
+    address = pair.reader.address()
+    transfer = pair.read()
+    (status,) = pair.reader.poll([transfer])
+    assert isinstance(status.error, PeerLostError)
+    pair.reader.notify(pair.peer, b"not sent")
+    assert pair.heard() == []
+    assert pair.reader.address() == address
+    for side, to in ((pair.reader, pair.source.address()), (pair.source, address)):
+        with pytest.raises(ConnectError):
+            side.connect(to)
+    pair.reader.disconnect(pair.peer)
+    pair.reader.forget(transfer)
+    pair.reader.close()
+    with pytest.raises(TransportUsageError, match="closed"):
+        pair.reader.address()
+
+
+def test_death_fails_what_was_unfinished_and_keeps_what_was_done() -> None:
+    pair = pair_of(Schedule(at={1: Fault.DELAY}))
+    done = pair.read()
+    assert pair.states(done, 1) == [DONE]
+    unfinished = pair.read()
+    pair.reader.die()
+    assert [one.state for one in pair.reader.poll([done, unfinished])] == [DONE, FAILED]
+    pair.reader.close()
+    pair.source.close()
+
+
+def test_mistakes_are_still_mistakes() -> None:
+    for fault in (Fault.DELAY, Fault.FAIL, Fault.DOOM, Fault.DROP):
+        pair = pair_of(Schedule(at={0: fault}))
+        with pytest.raises(TransportUsageError):
+            pair.read(notify=b"")
+        pair.reader.deregister(pair.target.region)
+        with pytest.raises(TransportUsageError):
+            pair.read()
+        pair.reader.close()
+        pair.source.close()
+
+
+@given(seed=st.integers(), rate=st.floats(0, 1))
+def test_one_seed_is_one_schedule(seed: int, rate: float) -> None:
+    one, other = Schedule(seed=seed, rate=rate), Schedule(seed=seed, rate=rate)
+    faults = [one.fault(call) for call in range(50)]
+    assert faults == [other.fault(call) for call in reversed(range(50))][::-1]
+    assert {fault for fault in faults if fault} <= set(one.faults)
+
+
+def test_the_rate_is_the_rate() -> None:
+    assert not any(Schedule(seed=1, rate=0.0).fault(call) for call in range(100))
+    assert all(Schedule(seed=1, rate=1.0).fault(call) for call in range(100))
+    hits = sum(Schedule(seed=1, rate=0.3).fault(call) is not None for call in range(1000))
+    assert 200 < hits < 400
+    named = Schedule(seed=1, rate=1.0, at={3: Fault.DIE}, faults=(Fault.DROP,))
+    assert [named.fault(call) for call in (2, 3)] == [Fault.DROP, Fault.DIE]
+
+
+def test_faults_by_seed_end_and_are_never_wrong() -> None:
+    """What is DONE has its bytes; what is not has failed, and is final in the end."""
+    pair = pair_of(Schedule(seed=5, rate=0.5))
+    outcomes = set()
+    for _ in range(60):
+        pair.target.put(np.zeros(2 * HALF, np.uint8))
+        transfer = pair.read(notify=None)
+        state = pair.states(transfer, 5)[-1]
+        assert state.final
+        outcomes.add(state)
+        if state is DONE:
+            assert pair.moved() == [True, True]
+        pair.reader.forget(transfer)
+    assert outcomes == {DONE, FAILED}
+    pair.reader.close()
+    pair.source.close()
