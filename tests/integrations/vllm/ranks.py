@@ -5,6 +5,7 @@ Functions that take an ``LLMEngine`` are for `engines.Engine.run`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,16 @@ def holds(engine: Any) -> list[int]:
     return on_each(engine, _held)
 
 
+def half_reported(engine: Any) -> list[int]:
+    """Of each load that some ranks have reported, how many have yet to."""
+    return list(_counts(engine)._recv_remaining_count.values())
+
+
+def pids(engine: Any) -> list[int]:
+    """The ranks' processes."""
+    return on_each(engine, _pid)
+
+
 def words(engine: Any, slot: int) -> list[int]:
     """Each rank's word of a slot."""
     return on_each(engine, _word, slot)
@@ -58,7 +69,7 @@ def on_each(engine: Any, function: Callable[..., Any], *arguments: Any) -> list[
 def _at_rest(engine: Any) -> dict[str, Any]:
     """vLLM counts how many ranks have yet to report a request; a rank that reports one twice, or
     that no other rank reports, leaves a number behind."""
-    counts = getattr(engine.model_executor, "kv_output_aggregator", None)
+    counts = _counts(engine)
     return {
         "free blocks": probes.free_blocks(engine),
         "requests": probes.statuses(engine),
@@ -66,6 +77,14 @@ def _at_rest(engine: Any) -> dict[str, Any]:
         "half reported sent": dict(counts._send_remaining_count) if counts else {},
         "half reported received": dict(counts._recv_remaining_count) if counts else {},
     }
+
+
+def _counts(engine: Any) -> Any:
+    return engine.model_executor.kv_output_aggregator
+
+
+def _pid(worker: Any) -> int:
+    return os.getpid()
 
 
 def _held(worker: Any) -> int:

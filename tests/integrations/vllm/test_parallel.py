@@ -34,33 +34,38 @@ CHECKPOINTS: dict[str, dict[str, int]] = {
 }
 
 TP2 = {"tensor_parallel_size": 2}
-TP3 = {"tensor_parallel_size": 3}
-TP4 = {"tensor_parallel_size": 4}
 PP2 = {"pipeline_parallel_size": 2}
-PP3 = {"pipeline_parallel_size": 3}
-WIDE = {"block_size": 64, "num_gpu_blocks_override": 256}
-WIDER = {"block_size": 96, "num_gpu_blocks_override": 180}
+CHUNKED = {"enable_prefix_caching": True, "max_num_batched_tokens": 96}
+AHEAD = CHUNKED | {"async_scheduling": True}
+"""Schedules a step before its ranks have reported the last one. A pipeline does so by itself, and
+vLLM's CPU build does not have the two together."""
 
-HUBS: list[tuple[str, dict[str, int], list[dict[str, int]]]] = [
-    ("2 KV heads", TP2, [{}, TP2, TP4]),
-    ("2 KV heads", PP2, [{}, PP2, PP3, TP2, TP2 | PP2]),
-    ("2 KV heads", TP2 | WIDE, [{}, WIDER, TP2]),
-    ("1 KV head", TP3, [{}, TP2]),
-    ("12 KV heads", TP2, [TP3, TP4]),
+ENGINES: dict[str, dict[str, int]] = {
+    "plain": {},
+    "tp2": TP2,
+    "tp3": {"tensor_parallel_size": 3},
+    "tp4": {"tensor_parallel_size": 4},
+    "pp2": PP2,
+    "pp3": {"pipeline_parallel_size": 3},
+    "tp2-pp2": TP2 | PP2,
+    "tp2-block64": TP2 | {"block_size": 64, "num_gpu_blocks_override": 256},
+    "block96": {"block_size": 96, "num_gpu_blocks_override": 180},
+    "tp2-ahead": TP2 | AHEAD,
+    "pp2-chunked": PP2 | CHUNKED,
+}
+
+HUBS = [
+    ("2 KV heads", "tp2", ["plain", "tp2", "tp4"]),
+    ("2 KV heads", "pp2", ["plain", "pp2", "pp3", "tp2", "tp2-pp2"]),
+    ("2 KV heads", "tp2-block64", ["plain", "block96", "tp2"]),
+    ("2 KV heads", "tp2-ahead", ["tp2-ahead", "pp2-chunked"]),
+    ("1 KV head", "tp3", ["plain", "tp2"]),
+    ("12 KV heads", "tp2", ["tp3", "tp4"]),
 ]
 """A checkpoint, an engine, and those that it exchanges prompts with in both directions."""
 
-
-def _name(value: object) -> str:
-    short = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "block_size": "block"}
-    if isinstance(value, str):
-        return value.replace(" ", "")
-    assert isinstance(value, dict)
-    return "-".join(f"{short[key]}{value[key]}" for key in short if key in value) or "plain"
-
-
 PAIRS = [
-    pytest.param((checkpoint, hub), other, id="/".join(map(_name, (checkpoint, hub, other))))
+    pytest.param((checkpoint, hub), other, id=f"{checkpoint.replace(' ', '')}-{hub}-{other}")
     for checkpoint, hub, others in HUBS
     for other in others
 ]
@@ -115,10 +120,8 @@ def hub(
     request: pytest.FixtureRequest, start_engine: StartEngine, checkpoints: Checkpoints
 ) -> Iterator[Engine]:
     """The first engine of a pair; the next pairs with the same one use it again."""
-    checkpoint, options = request.param
-    engine = start_engine(
-        f"hub-{_name(options)}", "kv_both", model=checkpoints(checkpoint), **options
-    )
+    checkpoint, name = request.param
+    engine = start_engine(name, "kv_both", model=checkpoints(checkpoint), **ENGINES[name])
     yield engine
     engine.close()
 
@@ -128,7 +131,7 @@ def other(
     request: pytest.FixtureRequest, start_engine: StartEngine, hub: Engine
 ) -> Iterator[Engine]:
     """The second."""
-    engine = start_engine(_name(request.param), "kv_both", model=hub.model, **request.param)
+    engine = start_engine(request.param, "kv_both", model=hub.model, **ENGINES[request.param])
     yield engine
     engine.close()
 
