@@ -43,7 +43,9 @@ def build(folder: Path, family: str) -> Path:
     model = FAMILIES[family]()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() >= 2 and "conv1d" not in name:
+            if "post_attention_layernorm" in name and model.config.tie_word_embeddings:
+                weight.fill_(4.0)
+            elif weight.dim() >= 2 and "conv1d" not in name:
                 weight.normal_(std=_spread(name) * (0.1 if _tied(model, name) else 1.0))
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -88,8 +90,10 @@ def _spread(name: str) -> float:
 
 
 def _tied(model: Any, name: str) -> bool:
-    """Whether a weight is that of embeddings which are scaled up and are the output's weights, too:
-    beside them nothing else would be heard."""
+    """Whether a weight is that of embeddings which are scaled up and are the output's weights, too.
+
+    Beside them nothing else would be heard, so they are made small, and attention loud.
+    """
     return "embed" in name and bool(model.config.tie_word_embeddings)
 
 
@@ -106,8 +110,8 @@ def _gemma3() -> Any:
 
     return Gemma3ForCausalLM(
         Gemma3TextConfig(
-            **COMMON
-            | {"num_hidden_layers": 6, "tie_word_embeddings": True, "query_pre_attn_scalar": 32},
+            **{**COMMON, "num_hidden_layers": 6, "tie_word_embeddings": True},
+            query_pre_attn_scalar=1,
             sliding_window=WINDOW,
             layer_types=[SLIDING, SLIDING, FULL] * 2,
         )
