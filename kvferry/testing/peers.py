@@ -52,7 +52,18 @@ class Peer(Protocol):
 
 
 class Process:
-    """A peer in a process of its own. Each method is one command to it, but the signals."""
+    """A peer in a process of its own. Each method is one command to it, but the signals.
+
+    Args:
+        factory: what makes its transport, and ``options``: its keyword arguments.
+        memory: of which kind its buffer is.
+        nbytes: how large that is.
+        seed: of its content, ``kvferry.testing.memory.pattern``.
+        server: the class that obeys there, for commands of one's own (by ``ask``).
+
+    Raises:
+        RuntimeError: the process ended at once; what it wrote to stderr says why.
+    """
 
     def __init__(
         self,
@@ -61,6 +72,8 @@ class Process:
         memory: str,
         nbytes: int,
         seed: int = 1,
+        *,
+        server: str = "kvferry.testing.server:Server",
     ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -71,7 +84,14 @@ class Process:
             )
         self._connection = Connection(ours.detach())
         self._connection.send(
-            Orders(factory=factory, options=dict(options), memory=memory, nbytes=nbytes, seed=seed)
+            Orders(
+                server=server,
+                factory=factory,
+                options=dict(options),
+                memory=memory,
+                nbytes=nbytes,
+                seed=seed,
+            )
         )
         self.content = pattern(nbytes, seed)
         self.name: str
@@ -113,24 +133,24 @@ class Process:
         self.process.send_signal(signal.SIGCONT)
 
     def address(self) -> bytes:
-        address: bytes = self._ask("address")
+        address: bytes = self.ask("address")
         return address
 
     def reset(self) -> None:
         """Write its first content again."""
-        self._ask("reset")
+        self.ask("reset")
 
     def get(self) -> Bytes:
-        return np.frombuffer(self._ask("get"), np.uint8)
+        return np.frombuffer(self.ask("get"), np.uint8)
 
     def put(self, data: Bytes) -> None:
-        self._ask("put", data)
+        self.ask("put", data)
 
     def register(self, region: Region) -> None:
-        self._ask("register", region)
+        self.ask("register", region)
 
     def deregister(self, region: Region) -> None:
-        self._ask("deregister", region)
+        self.ask("deregister", region)
 
     def notifications(self, count: int, seconds: float = 20.0) -> list[Seen]:
         self.expect(count, seconds)
@@ -147,12 +167,12 @@ class Process:
 
     def connect(self, address: bytes) -> PeerId:
         """Let it connect."""
-        peer: PeerId = self._ask("connect", address)
+        peer: PeerId = self.ask("connect", address)
         return peer
 
     def notify(self, peer: PeerId, payloads: Sequence[bytes]) -> None:
         """Let it send."""
-        self._ask("notify", peer, list(payloads))
+        self.ask("notify", peer, list(payloads))
 
     def begin(self, op: str, peer: PeerId, copies: Copies, seconds: float = 20.0) -> None:
         """Let it read or write; ``ended`` says what came of it."""
@@ -169,17 +189,22 @@ class Process:
 
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
         """Let it fork, and let the child use the transport; what went wrong there."""
-        wrong: list[str] = self._ask("fork", peer, copies)
+        wrong: list[str] = self.ask("fork", peer, copies)
         return wrong
 
     def close(self) -> None:
         """Let it close its transport; the process lives on."""
-        self._ask("close")
+        self.ask("close")
 
     # Answers are what the commands of ``Server`` return; each method says its type.
-    def _ask(self, command: str, *args: object) -> Any:  # noqa: ANN401
-        self._connection.send((command, args))
+    def ask(self, command: str, *args: object) -> Any:  # noqa: ANN401
+        """Let it obey a command: a method of its server."""
+        self.tell(command, *args)
         return self._answer(command, 60.0)
+
+    def tell(self, command: str, *args: object) -> None:
+        """Send a command that does not answer."""
+        self._connection.send((command, args))
 
     def _answer(self, command: str, seconds: float) -> Any:  # noqa: ANN401
         good, answer = False, None

@@ -30,6 +30,7 @@ _TURN_SECONDS = 0.002
 class Orders:
     """What a peer is made of; sent as the first message."""
 
+    server: str
     factory: str
     options: dict[str, object]
     memory: str
@@ -50,24 +51,24 @@ class Server:
     """Each public method is a command."""
 
     def __init__(self, orders: Orders) -> None:
-        self._buffer = allocate(orders.memory, orders.nbytes)
+        self.buffer = allocate(orders.memory, orders.nbytes)
         self._content = pattern(orders.nbytes, orders.seed)
         self.reset()
         self.transport: Transport = imported(orders.factory)(**orders.options)
-        self.transport.register(self._buffer.region)
-        self.region = self._buffer.region
+        self.transport.register(self.buffer.region)
+        self.region = self.buffer.region
 
     def address(self) -> bytes:
         return self.transport.address()
 
     def reset(self) -> None:
-        self._buffer.put(self._content)
+        self.buffer.put(self._content)
 
     def get(self) -> bytes:
-        return self._buffer.get().tobytes()
+        return self.buffer.get().tobytes()
 
     def put(self, data: Bytes) -> None:
-        self._buffer.put(data)
+        self.buffer.put(data)
 
     def register(self, region: Region) -> None:
         self.transport.register(region)
@@ -82,7 +83,7 @@ class Server:
         while len(found) < count and time.monotonic() < deadline:
             self.turn()
             arrived = self.transport.notifications()
-            first = int(self._buffer.get()[0]) if arrived else 0
+            first = int(self.buffer.get(0, 1)[0]) if arrived else 0
             found += [Seen(sender=n.sender, payload=n.payload, first=first) for n in arrived]
             time.sleep(0.0005)
         return found
@@ -166,7 +167,8 @@ def calls(
 
 def serve(connection: Connection) -> None:
     """Obey until the parent is gone. An error is an answer, too."""
-    server = Server(connection.recv())
+    orders: Orders = connection.recv()
+    server: Server = imported(orders.server)(orders)
     connection.send((True, (server.transport.name, server.region)))
     closed = False
     while True:

@@ -342,7 +342,7 @@ class Neighbour:
 
         def enough() -> bool:
             arrived = self.transport.notifications()
-            first = int(self.buffer.get()[0]) if arrived else 0
+            first = int(self.buffer.get(0, 1)[0]) if arrived else 0
             found.extend(Seen(sender=n.sender, payload=n.payload, first=first) for n in arrived)
             return len(found) >= count
 

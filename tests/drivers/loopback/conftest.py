@@ -67,7 +67,7 @@ def lasting_peer() -> Iterator[Peer]:
 @pytest.fixture
 def shared_peer(lasting_peer: Peer) -> Peer:
     """A process that all tests share which do no more than write to its memory."""
-    lasting_peer.ask("reset")
+    lasting_peer.reset()
     return lasting_peer
 
 
@@ -85,8 +85,8 @@ class Neighbour:
     def address(self) -> bytes:
         return self.transport.address()
 
-    def bytes_at(self, offset: int, nbytes: int) -> bytes:
-        return self.buffer[offset : offset + nbytes].tobytes()
+    def get(self) -> Bytes:
+        return self.buffer.copy()
 
 
 @pytest.fixture(params=["itself", "neighbour", "other process"])

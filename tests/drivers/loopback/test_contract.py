@@ -1,10 +1,24 @@
-"""The conformance suite on loopback: as it comes, and with everything on the driver's threads."""
+"""The conformance suite on loopback: as it comes, and with all work on threads, in small chunks."""
 
 from __future__ import annotations
 
-from kvferry.testing import TransportContract
+from kvferry.testing import (
+    FlightTests,
+    MachineTests,
+    NotificationTests,
+    TransferTests,
+    TransportContract,
+)
+
+LASTING = 200 << 30
 
 
 class TestLoopback(TransportContract):
     factory = "kvferry.drivers.loopback:LoopbackTransport"
-    lasting_bytes = 200 << 30
+    lasting_bytes = LASTING
+
+
+class TestOnThreads(TransferTests, NotificationTests, FlightTests, MachineTests):
+    factory = "kvferry.drivers.loopback:LoopbackTransport"
+    options = {"inline_bytes": 0, "chunk_bytes": 4096, "threads": 3}  # noqa: RUF012
+    lasting_bytes = LASTING

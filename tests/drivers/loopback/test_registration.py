@@ -49,20 +49,6 @@ def test_memory_that_is_not_there_is_not_registered(transport: LoopbackTransport
             transport.register(gone)
 
 
-def test_overlapping_regions_are_separate(
-    transport: LoopbackTransport, buffer: Bytes, shared_peer: Peer
-) -> None:
-    whole = region_of(buffer)
-    half = Region(address=whole.address, nbytes=MIB // 2)
-    transport.register(whole)
-    transport.register(half)
-    peer = transport.connect(shared_peer.address())
-    transport.deregister(whole)
-    with pytest.raises(TransportUsageError, match="is not registered"):
-        transport.read(peer, batch(whole, shared_peer.region, [0], [0], [8]))
-    assert done(transport, transport.read(peer, batch(half, shared_peer.region, [0], [0], [8])))
-
-
 def test_a_region_in_use_is_not_deregistered(
     transport: LoopbackTransport, local: Region, shared_peer: Peer
 ) -> None:
@@ -75,26 +61,12 @@ def test_a_region_in_use_is_not_deregistered(
     transport.deregister(local)
 
 
-def test_what_is_registered_later_is_known_after_connecting_again(
-    transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
-) -> None:
-    known = transport.connect(peer.address())
-    later = Region(address=peer.region.address + 100, nbytes=1000)
-    peer.ask("register", 100, 1000)
-    copies = batch(local, later, [0], [0], [1000])
-    with pytest.raises(TransportUsageError, match="connect again"):
-        transport.read(known, copies)
-    assert transport.connect(peer.address()) == known
-    assert done(transport, transport.read(known, copies))
-    np.testing.assert_array_equal(buffer[:1000], peer.content[100:1100])
-
-
 def test_what_a_peer_deregistered_is_refused_at_once(
     transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
 ) -> None:
     known = transport.connect(peer.address())
-    peer.ask("register", 0, 8)
-    peer.ask("deregister", 0, MIB)
+    peer.register(peer.part(0, 8))
+    peer.deregister(peer.region)
     for start in (transport.read, transport.write):
         for nbytes in (8, MIB):
             copies = batch(local, peer.region, [0], [0], [nbytes])
@@ -112,8 +84,8 @@ def test_a_region_that_came_back_has_another_key(
     transport: LoopbackTransport, buffer: Bytes, local: Region, peer: Peer
 ) -> None:
     known = transport.connect(peer.address())
-    peer.ask("deregister", 0, MIB)
-    peer.ask("register", 0, MIB)
+    peer.deregister(peer.region)
+    peer.register(peer.region)
     copies = batch(local, peer.region, [0], [0], [MIB])
     assert run(transport, transport.read(known, copies)).state is State.FAILED
     transport.connect(peer.address())
@@ -140,7 +112,7 @@ def test_deregistering_ends_the_transfers_of_another_process(
 ) -> None:
     known = transport.connect(peer.address())
     transfer = transport.read(known, endless(local, peer.region))
-    peer.ask("deregister", 0, MIB)
+    peer.deregister(peer.region)
     status = run(transport, transfer)
     assert status.state is State.FAILED
     assert "no longer has" in str(status.error)
@@ -167,7 +139,7 @@ def test_a_hole_in_the_peers_memory_is_a_failure(
             assert hex(peer.region.address + 8 * PAGE)[:-3] in str(status.error)
     before = batch(region_of(target), peer.region, [0], [0], [8 * PAGE])
     assert done(transport, transport.read(known, before, b"good"))
-    assert peer.notifications(1)[0][1] == b"good"
+    assert peer.notifications(1)[0].payload == b"good"
 
 
 def test_a_hole_in_ones_own_memory_is_a_failure(make: MakeTransport, shared_peer: Peer) -> None:
@@ -216,10 +188,6 @@ def test_says_what_it_can_do(transport: LoopbackTransport) -> None:
     assert can.quiescence is Quiescence.ALWAYS
     assert can == transport.capabilities
     assert LoopbackTransport.interface_version[0] == INTERFACE_VERSION[0]
-
-
-def test_names_are_unique(make: MakeTransport, shared_peer: Peer) -> None:
-    assert len({make().name, make().name, shared_peer.name}) == 3
 
 
 @pytest.mark.parametrize(
