@@ -245,24 +245,10 @@ def serving(
         reserve: admit only prompts for the whole of which there are pages.
     """
     from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import (
-        get_request_block_hasher,
-        init_none_hash,
-        resolve_kv_cache_block_sizes,
-    )
-    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
     with engine(name, layers, shape) as made:
-        config = _vllm_config(made, batch, reserve)
-        block, unit = resolve_kv_cache_block_sizes(made.config, config)
-        scheduler = Scheduler(
-            vllm_config=config,
-            kv_cache_config=made.config,
-            log_stats=False,
-            structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),
-            block_size=block,
-            hash_block_size=unit,
-        )
+        scheduler, unit = _scheduler(made, batch, reserve=reserve)
         init_none_hash(sha256)
         _shuffle(scheduler)
         handshakes = {
@@ -275,6 +261,34 @@ def serving(
             yield Server(engine=made, scheduler=scheduler, hasher=hasher)
         finally:
             scheduler.shutdown()
+
+
+def plannable(layers: Sequence[Layer], shape: Shape) -> bool:
+    """Whether vLLM's scheduler can keep the books of such an engine's groups."""
+    with engine("never", layers, shape) as made:
+        try:
+            _scheduler(made, 64, reserve=True)
+        except (AssertionError, ValueError):  # of blocks whose sizes do not divide
+            return False
+    return True
+
+
+def _scheduler(made: Engine, batch: int, *, reserve: bool) -> tuple[Any, int]:
+    """vLLM's scheduler with our connector, and how many tokens it hashes together."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    config = _vllm_config(made, batch, reserve)
+    block, unit = resolve_kv_cache_block_sizes(made.config, config)
+    scheduler = Scheduler(
+        vllm_config=config,
+        kv_cache_config=made.config,
+        log_stats=False,
+        structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True),
+        block_size=block,
+        hash_block_size=unit,
+    )
+    return scheduler, unit
 
 
 def _shuffle(scheduler: Any) -> None:
