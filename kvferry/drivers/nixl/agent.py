@@ -140,13 +140,10 @@ class Agent:
             there = agent.get_xfer_descs(remote, SEGMENTS[kinds[1]])
             return Handle(agent.initialize_xfer("WRITE" if write else "READ", here, there, name))
 
-    def post(self, handle: Handle, notify: bytes, name: str) -> bool:
-        """Start a transfer, which may take as long as all of it; whether it has ended already.
-
-        NIXL takes an empty notification for none.
-        """
+    def post(self, handle: Handle, name: str) -> bool:
+        """Start a transfer, which may take as long as all of it; whether it has ended already."""
         with self._mapped(f"a transfer with {name} failed", known=True):
-            return self._ended(self._agent.transfer(handle, notify), name)
+            return self._ended(self._agent.transfer(handle), name)
 
     def check(self, handle: Handle, name: str) -> bool:
         """Whether a transfer has ended. Drives it, too."""
@@ -172,7 +169,7 @@ class Agent:
     # Notifications.
 
     def notify(self, name: str, payload: bytes) -> None:
-        """Send a notification that is bound to nothing."""
+        """Send a notification. NIXL drops empty ones."""
         with self._mapped(f"cannot notify {name}", known=True):
             self._agent.send_notif(name, payload)
 

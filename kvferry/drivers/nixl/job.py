@@ -25,7 +25,9 @@ class Job:
     Attributes:
         name: the peer's agent.
         local: the local regions that it uses.
-        send: sends its notification, unless that is bound to its only part.
+        send: sends its notification. It is not bound to a transfer of NIXL's: that can have but
+            one, and sends it even if the peer has been disconnected meanwhile. That a part has
+            ended means, for NIXL, that its bytes are where they belong, on either side.
         running: the parts that NIXL has not called ended.
         ended: those that it has, of which the handles are still held.
         timed: what NIXL measured of the parts that ended well; ``None``: nobody asked.
@@ -46,12 +48,12 @@ class Job:
         """Whether its buffers are quiet."""
         return self.status.state.final
 
-    def post(self, agent: Agent, handles: list[Handle], notify: bytes) -> None:
+    def post(self, agent: Agent, handles: list[Handle]) -> None:
         """Start the parts; after one that fails at once, no other."""
         for index, handle in enumerate(handles):
             self.running.append(handle)
             try:
-                ended = agent.post(handle, notify, self.name)
+                ended = agent.post(handle, self.name)
             except TransportError as exc:
                 self._ended_badly(handle, exc)
                 _release(agent, handles[index + 1 :])

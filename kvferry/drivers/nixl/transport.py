@@ -348,6 +348,7 @@ class NixlTransport(Transport):
             peer=peer,
             name=found.name,
             local=self._checked(found, copies),
+            send=None if notify is None else partial(self._agent.notify, found.name, notify),
             timed=[] if self._options.telemetry else None,
         )
         try:
@@ -356,17 +357,10 @@ class NixlTransport(Transport):
             found.lost = True
             job.status = Status(state=State.FAILED, error=exc)
         else:
-            self._post(job, handles, notify)
+            job.post(self._agent, handles)
+            self._note_loss(job)
         self._jobs[job.id] = job
         return job.id
-
-    def _post(self, job: Job, handles: list[Handle], notify: bytes | None) -> None:
-        # NIXL can bind a notification to one of its transfers, not to several.
-        bound = notify if len(handles) == 1 else None
-        if notify is not None and bound is None:
-            job.send = partial(self._agent.notify, job.name, notify)
-        job.post(self._agent, handles, bound or b"")
-        self._note_loss(job)
 
     def _prepared(self, peer: _Peer, copies: Copies, *, write: bool) -> list[Handle]:
         handles: list[Handle] = []

@@ -19,10 +19,10 @@ class FakeAgent(Agent):
         registered: the ranges that are registered, by registration.
         refused: ranges that ``register`` refuses.
         answers: what ``post`` and then each ``check`` of a handle does: ended, or not, or an error.
-        posted: the handles, with their notifications.
+        posted: the handles.
         prepared: the kinds and rows of each handle.
         held: the handles that were not released.
-        sent: free notifications.
+        sent: notifications.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class FakeAgent(Agent):
         self.registered: dict[Registration, Region] = {}
         self.refused: set[Region] = set()
         self.answers: dict[Handle, list[bool | TransportError]] = defaultdict(list)
-        self.posted: list[tuple[Handle, bytes]] = []
+        self.posted: list[Handle] = []
         self.prepared: dict[Handle, tuple[tuple[str, str], Rows, Rows]] = {}
         self.held: set[Handle] = set()
         self.sent: list[tuple[str, bytes]] = []
@@ -61,8 +61,8 @@ class FakeAgent(Agent):
         self.prepared[made] = (kinds, np.array(local), np.array(remote))
         return made
 
-    def post(self, handle: Handle, notify: bytes, name: str) -> bool:
-        self.posted.append((handle, notify))
+    def post(self, handle: Handle, name: str) -> bool:
+        self.posted.append(handle)
         return self._answer(handle)
 
     def check(self, handle: Handle, name: str) -> bool:

@@ -27,7 +27,7 @@ def test_done_when_all_parts_are_and_notified_then_only() -> None:
     agent = FakeAgent()
     job, handles = make(agent, 3, b"all of it")
     agent.answers = {handles[0]: [True], handles[1]: [False, False, True], handles[2]: [False]}
-    job.post(agent, handles, b"")
+    job.post(agent, handles)
     assert job.status.state is State.PENDING
     job.advance(agent)
     assert (job.status.state, agent.sent) == (State.PENDING, [])
@@ -40,7 +40,7 @@ def test_a_failed_part_dooms_until_it_is_settled() -> None:
     agent = FakeAgent()
     job, handles = make(agent, 2, b"never")
     agent.answers = {handles[0]: [False, PeerLostError("gone")], handles[1]: [False, False, True]}
-    job.post(agent, handles, b"")
+    job.post(agent, handles)
     job.advance(agent)
     assert (job.status.state, str(job.status.error)) == (State.DOOMED, "gone")
     job.advance(agent)
@@ -56,8 +56,8 @@ def test_after_a_part_that_fails_at_once_no_other_is_posted() -> None:
     agent = FakeAgent()
     job, handles = make(agent, 3)
     agent.answers = {handles[0]: [False, True], handles[1]: [TransportError("refused")]}
-    job.post(agent, handles, b"")
-    assert [handle for handle, _ in agent.posted] == handles[:2]
+    job.post(agent, handles)
+    assert agent.posted == handles[:2]
     assert job.status.state is State.DOOMED
     assert handles[2] not in agent.held
     job.settle(agent)
@@ -72,7 +72,7 @@ def test_all_bytes_there_and_no_notification_is_a_failure_that_is_quiet() -> Non
         raise PeerLostError("gone")
 
     job.send = lost
-    job.post(agent, handles, b"")
+    job.post(agent, handles)
     assert job.status.state is State.FAILED
     assert not agent.held
 
@@ -80,7 +80,7 @@ def test_all_bytes_there_and_no_notification_is_a_failure_that_is_quiet() -> Non
 def test_of_no_parts_it_is_done_at_once() -> None:
     agent = FakeAgent()
     job, handles = make(agent, 0, b"still said")
-    job.post(agent, handles, b"")
+    job.post(agent, handles)
     assert (job.status.state, agent.sent) == (State.DONE, [("peer", b"still said")])
 
 
@@ -88,7 +88,7 @@ def test_a_disconnect_in_flight_is_not_undone_by_a_good_end() -> None:
     agent = FakeAgent()
     job, handles = make(agent, 1, b"too late")
     agent.answers = {handles[0]: [False, True]}
-    job.post(agent, handles, b"")
+    job.post(agent, handles)
     job.doom(PeerLostError("disconnected"))
     job.advance(agent)
     job.settle(agent)
