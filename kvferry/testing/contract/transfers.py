@@ -143,7 +143,7 @@ class TransferTests(ContractSettings):
         kinds = [lab.settings.memory, *sorted(filter(available, others)), lab.settings.memory]
         other = lab.make()
         here = [_held(lab.transport, kind, 10 + i) for i, kind in enumerate(kinds)]
-        there = [_held(other, kind, 20 + i) for i, kind in enumerate(reversed(kinds))]
+        there = [_held(other, kind, 20 + i) for i, kind in enumerate([*kinds[1:], kinds[0]])]
         pairs = list(zip(here, there, strict=True))
         copies = joined([batch(one.region, far.region, [0], [0], [MIB]) for one, far in pairs])
         peer = lab.transport.connect(other.address())

@@ -1,0 +1,63 @@
+"""What installing kvferry does to everybody's pytest: a marker, and nothing that takes time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvferry.testing
+
+LIGHT = """
+import sys
+import pytest
+import kvferry.testing.plugin
+heavy = {"hypothesis", "numpy", "kvferry.core.transport"} & set(sys.modules)
+sys.exit(f"imports {heavy}" if heavy else 0)
+"""
+
+# A driver that moves nothing: what the suite says of it must show the values.
+MODULE = """
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.testing import TransferTests
+
+class Idle(LoopbackTransport):
+    def read(self, peer, copies, notify=None):
+        return super().read(peer, type(copies)(
+            local=copies.local[:0], remote=copies.remote[:0], nbytes=copies.nbytes[:0], segments=()
+        ), notify)
+
+class TestIdle(TransferTests):
+    factory = "test_idle:Idle"
+"""
+
+
+def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_the_plugin_imports_nothing_heavy() -> None:
+    result = run("-c", LIGHT)
+    assert result.returncode == 0, result.stderr
+
+
+def test_everything_that_is_named_is_there() -> None:
+    for name in kvferry.testing.__all__:
+        assert getattr(kvferry.testing, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        _ = kvferry.testing.nothing_of_this_name
+
+
+def test_it_works_in_a_folder_of_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "test_idle.py").write_text(MODULE)
+    options = ["-q", "-p", "no:asyncio", "-p", "no:cacheprovider", "--strict-markers"]
+    tests = "test_idle.py::TestIdle"
+    result = run("-m", "pytest", *options, f"{tests}::test_one_byte", cwd=tmp_path)
+    assert "3 failed, 3 passed" in result.stdout, result.stdout
+    assert "this side's memory" in result.stdout
+    listed = run("-m", "pytest", *options, "--collect-only", "-m", "slow", tests, cwd=tmp_path)
+    assert "test_1_gib[read]" in listed.stdout
