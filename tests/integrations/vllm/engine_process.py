@@ -93,7 +93,8 @@ class Server:
 def main(connection: Connection, log: str, arguments: dict[str, Any]) -> None:
     """Start the engine, say how that went, and serve until told to close."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    _log_to(log)
+    log_to(log)
+    os.environ.update(arguments.pop("environment", {}))
     frugal.adapt(async_scheduling=arguments.get("async_scheduling", False))
     if isinstance(transfer := arguments.get("kv_transfer_config"), dict):
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -109,7 +110,8 @@ def main(connection: Connection, log: str, arguments: dict[str, Any]) -> None:
     engine.engine_core.shutdown()
 
 
-def _log_to(path: str) -> None:
+def log_to(path: str) -> None:
+    """Let this process, and what it forks, write to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -105,7 +105,7 @@ def _qwen3() -> Any:
 
 
 def _gemma3() -> Any:
-    """Six sliding layers and two full ones, which vLLM deals into three groups."""
+    """Four sliding layers and two full ones, which vLLM deals into three groups."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     return Gemma3ForCausalLM(

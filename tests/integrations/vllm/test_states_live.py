@@ -12,7 +12,7 @@ import pytest
 from examples.tiny_llama import prompt
 from tests.integrations.vllm import contents, probes
 from tests.integrations.vllm.engines import PREFILL, Engine
-from tests.integrations.vllm.fleet import Fleet, fleet
+from tests.integrations.vllm.fleet import fleet
 from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -43,15 +43,15 @@ class Hybrid:
         ordinary: what the others must agree with.
         chunked: prefills for others, in chunks, and has few blocks.
         drafting: drafts, and so has room for more columns; prefills and decodes.
-        decode: decodes, and believes any ticket.
-        fleet: to start others.
+        decode: decodes, and believes any ticket; prefills.
+        columns: keeps convolutions by columns, where the others keep them by channels; does both.
     """
 
     ordinary: Engine
     chunked: Engine
     drafting: Engine
     decode: Engine
-    fleet: Fleet
+    columns: Engine
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,9 @@ def hybrid(
             chunked=engines.launch("chunked", "kv_producer", **TIGHT),
             drafting=engines.launch("drafting", "kv_both", **N_GRAM),
             decode=engines.launch("decode", "kv_both", extra={"verify_prompt": False}),
-            fleet=engines,
+            columns=engines.launch(
+                "columns", "kv_both", environment={"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}
+            ),
         )
         engines.wait_started()
         yield started
@@ -144,3 +146,14 @@ def test_states_of_engines_that_draft_and_do_not(hybrid: Hybrid) -> None:
         ):
             [ticket] = source.prefill(tokens)
             assert contents.unequal(*contents.of_both(source, target, tokens, ticket)) == []
+
+
+def test_convolutions_by_columns_and_by_channels(hybrid: Hybrid) -> None:
+    """The layout of a convolution is each engine's own affair."""
+    prompts = [prompt(length, seed=39) for length in (1, 2, 3, 33, 96, 300)]
+    expected = texts(hybrid.ordinary, *prompts)
+    for prefill, decode in ((hybrid.decode, hybrid.columns), (hybrid.columns, hybrid.decode)):
+        got, counters = hand_over(prefill, decode, *prompts)
+        assert got == expected
+        assert pulled(counters) == sum(map(len, prompts)) - len(prompts)
+    assert "state layout to SD" in hybrid.columns.log()
