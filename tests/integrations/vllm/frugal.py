@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed import parallel_state
@@ -18,6 +19,9 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.engine import coordinator
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
@@ -45,21 +49,28 @@ def _keep_async_scheduling() -> None:
 
 
 def _fork_workers() -> None:
-    """Workers are forked from here, and end with this process, however it ends.
+    """Workers and engine cores are forked from here, and end with this process, however it ends.
 
     vLLM's CPU platform spawns them, and each one then imports for ten seconds.
     """
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     context = multiprocessing.get_context("fork")
-    multiproc_executor.get_mp_context = lambda: context
-    work, parent = WorkerProc.worker_main, os.getpid()
+    for module in (multiproc_executor, engine_utils, coordinator):
+        module.get_mp_context = lambda: context
+    WorkerProc.worker_main = staticmethod(_mortal(WorkerProc.worker_main))
+    EngineCoreProc.run_engine_core = staticmethod(_mortal(EngineCoreProc.run_engine_core))
 
-    def main(*args: Any, **kwargs: Any) -> None:
+
+def _mortal(main: Callable[..., None]) -> Callable[..., None]:
+    """``main``, in a process that ends with its parent."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:
-            work(*args, **kwargs)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() == parent.pid:
+            main(*args, **kwargs)
 
-    WorkerProc.worker_main = staticmethod(main)
+    return run
 
 
 def _wait_asleep() -> None:

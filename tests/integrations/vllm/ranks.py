@@ -32,7 +32,7 @@ def come_to(rest: list[dict[str, Any]], *engines: Engine) -> None:
 
 def holds(engine: Any) -> list[int]:
     """How many requests each rank holds for other engines."""
-    return on_each(engine, _held)
+    return on_each(engine, held)
 
 
 def half_reported(engine: Any) -> list[int]:
@@ -87,7 +87,8 @@ def _pid(worker: Any) -> int:
     return os.getpid()
 
 
-def _held(worker: Any) -> int:
+def held(worker: Any) -> int:
+    """How many requests this rank holds for other engines."""
     return _endpoint().held
 
 
