@@ -102,10 +102,12 @@ class FlightTests(ContractSettings):
             if was_running and status.state is State.FAILED:
                 assert isinstance(status.error, PeerLostError), repr(status.error)
         if any(running):
-            assert lab.poll(transfers)[-1].state is State.FAILED
+            # Who cannot end a transfer early may let it run to its end first.
+            last = lab.poll(transfers)[-1]
+            assert last.state is State.FAILED or not lab.capabilities.cancel, last
             done = [one for one in lab.poll(transfers) if one.state is State.DONE]
             told = remote.notifications(len(done) + 1, 0.05) if lab.notifies else done
-            assert len(told) == len(done), "notifications of transfers that failed"
+            assert len(told) <= len(done), "notifications of transfers that failed"
         refused(lab.start, op, peer, copies)
         refused(lab.transport.disconnect, peer)
         for transfer in transfers:
