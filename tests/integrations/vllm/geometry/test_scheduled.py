@@ -41,8 +41,12 @@ def recurrent(*, window: int = 0, **options: int) -> list[Layer]:
     return layers
 
 
-def grow(layers: list[Layer], there: Shape, here: Shape) -> None:
-    """All prompts, one after the other, and then several at once."""
+def grow(layers: list[Layer], there: Shape, here: Shape) -> int:
+    """All prompts, one after the other, and then several at once.
+
+    Returns:
+        How many pages of prefix caches were copied before they were written.
+    """
     with (
         serving("prefill", layers, there) as prefill,
         serving("decode", layers, here, batch=48) as decode,
@@ -50,6 +54,8 @@ def grow(layers: list[Layer], there: Shape, here: Shape) -> None:
         for prompt in GROWING:
             hand_over(prefill, decode, prompt)
         hand_over(prefill, decode, (3, 70), (0, 180), (4, 20), (1, 101))
+        assert len(decode.pulled) > len(GROWING) // 2
+        return prefill.copied + decode.copied
 
 
 @pytest.mark.parametrize(
@@ -117,6 +123,17 @@ ALIGN = {"mode": "align", "blocks": 96}
 def test_states_and_prefix_caches(there: Shape, here: Shape, window: int) -> None:
     """A state's list has holes, and a hit of attention is one of states too, or none."""
     grow(recurrent(window=window), there, here)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("large", [48, 64])
+def test_hits_that_end_inside_a_page(large: int, window: int) -> None:
+    """A state's page is larger than what is hashed, so that hits may end in it: it is copied."""
+    fine = Shape(tp=2, state_block=16, **ALIGN)  # type: ignore[arg-type]
+    coarse = Shape(state_block=large, scratch=1, **ALIGN)  # type: ignore[arg-type]
+    layers = recurrent(window=window)
+    assert grow(layers, fine, coarse) > 0
+    assert grow(layers, coarse, fine) > 0
 
 
 @pytest.mark.parametrize(
