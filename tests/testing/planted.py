@@ -450,6 +450,19 @@ class TakesAnyRegion(Altered):
         return peer, replace(copies, segments=segments), notify
 
 
+@caught_by("test_each_copy_must_lie_in_its_own_segments_regions")
+class KnowsRegionsByTheirAddress(Altered):
+    """Of two local regions that begin at one address, the larger one's bounds hold for both."""
+
+    def copies(self, copies: Copies) -> Copies:
+        segments = tuple(replace(one, local=self._largest(one.local)) for one in copies.segments)
+        return replace(copies, segments=segments)
+
+    def _largest(self, region: Region) -> Region:
+        same = [one for one in self._registered if one.address == region.address]
+        return max(same, key=lambda one: one.nbytes, default=region)
+
+
 @caught_by("test_segments_that_do_not_cover_the_copies_are_refused")
 class IgnoresCopiesWithoutASegment(Altered):
     """Copies that no segment covers are left out."""
@@ -777,6 +790,17 @@ class ExpectsToBeHeard(LoopbackTransport):
         super().notify(peer, payload)
         if self._peers[peer].channel.lost:
             raise TransportError("nobody hears this")
+
+
+@caught_by("test_killed_before_a_transfer")
+class WillNotNotifyTheDead(LoopbackTransport):
+    """A free notification is refused once it is known that the peer is gone."""
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        jobs = [job for owner, job in self._jobs.values() if owner == peer]
+        if any(job.status.state is State.FAILED for job in jobs):
+            raise TransportError("the peer is gone")
+        super().notify(peer, payload)
 
 
 @caught_by("test_killed_before_a_transfer")

@@ -48,6 +48,8 @@ class ProcessTests(ContractSettings):
             transfers.append(lab.start(op, peer, copies, b"x" if lab.notifies else None))
         for transfer in transfers:
             _known_in_time(lab, transfer, time.monotonic())
+        if lab.notifies:
+            lab.transport.notify(peer, b"nor this, now that it is known")
         for transfer in transfers:
             assert lab.settled_or_gone(transfer, peer).state is State.FAILED
         assert not lab.mine.get().any()

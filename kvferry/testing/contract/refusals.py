@@ -201,23 +201,27 @@ class RefusalTests(ContractSettings):
             )
         _refused_whole(lab, remote, op, copies)
 
+    @pytest.mark.parametrize("start", [0, 4096])
     @pytest.mark.parametrize("side", ["local", "remote"])
     def test_each_copy_must_lie_in_its_own_segments_regions(
-        self, lab: Lab, process: Process, op: str, side: str
+        self, lab: Lab, shared_process: Process, op: str, side: str, start: int
     ) -> None:
-        """Being in some other region that is registered, too, does not help."""
-        here, there = lab.mine.part(4096, 4096), _moved(process.region, 4096, 4096)
+        """Being in some other region, which may begin at the same address, does not help."""
+        here, there = lab.mine.part(start, 4096), _moved(shared_process.region, start, 4096)
         lab.transport.register(here)
-        process.register(there)
+        shared_process.register(there)
         inside = batch(here, there, [0], [0], [4096])
         beside = batch(
             here if side == "local" else lab.mine.region,
-            there if side == "remote" else process.region,
+            there if side == "remote" else shared_process.region,
             [4096],
             [4096],
             [8],
         )
-        _refused_whole(lab, process, op, joined([inside, beside]))
+        try:
+            _refused_whole(lab, shared_process, op, joined([inside, beside]))
+        finally:
+            shared_process.deregister(there)
 
     # Form.
 
