@@ -10,11 +10,13 @@ import numpy as np
 from kvferry.core.endpoint import Load
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.digest import digest
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.topology import plan
 from kvferry.integrations.vllm.groups import CacheGroup
-from tests.integrations.vllm.geometry.engine_of_ranks import Engine, Extent, Rank, request_id
+from tests.integrations.vllm.geometry.engine_of_ranks import Engine
 from tests.integrations.vllm.geometry.model import Bytes, Layer, Part
+from tests.integrations.vllm.geometry.rank import Extent, Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +92,11 @@ def _contents(
 
 def offer(engine: Engine, request: str, tokens: int, pages: Sequence[Listed]) -> Ticket:
     """Take a request on, compute it, and make its ticket."""
-    request_ = request_id(request)
-    if engine.ledger.take_on(request_) is None:
+    if engine.ledger.take_on(RequestId(request)) is None:
         raise AssertionError("no hold")
     engine.hear(orders=engine.ledger.drain())
     fill(engine, request, tokens, pages)
-    hold = engine.ledger.ticket(request_, 120.0)
+    hold = engine.ledger.ticket(RequestId(request), 120.0)
     if hold is None:
         raise AssertionError("no ticket")
     engine.hear(orders=engine.ledger.drain())
@@ -120,7 +121,7 @@ def load(engine: Engine, request: str, ticket: Ticket, pages: Sequence[Listed]) 
     """What a consumer's scheduler half orders."""
     wanted = [group.wanted(_blocks(pages[group.index]), ticket.tokens) for group in engine.groups]
     return Load(
-        request=request_id(request),
+        request=RequestId(request),
         ticket=ticket,
         ranges=tuple(tokens for tokens, _ in wanted),
         local=tuple(ids for _, ids in wanted),
@@ -192,7 +193,7 @@ def released(producer: Engine, request: str) -> None:
     """Every rank of the producer says once that the request is sent, and holds nothing more."""
     for rank in producer.ranks:
         rank.await_sent(request)
-    producer.ledger.sent(request_id(request))
+    producer.ledger.sent(RequestId(request))
     for rank in producer.ranks:
         rank.poll()
         assert rank.sent.count(request) == 1

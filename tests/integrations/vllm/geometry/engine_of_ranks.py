@@ -7,9 +7,7 @@ its formulas say where each rank stands. Nothing is computed: a test writes what
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -21,7 +19,7 @@ import numpy as np
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import HOLE
-from kvferry.core.lifecycle.holds import Incarnation, RequestId, random_incarnation
+from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.wire import encode
 from kvferry.drivers.loopback import LoopbackTransport
@@ -29,7 +27,8 @@ from kvferry.integrations.vllm.caches import describe
 from kvferry.integrations.vllm.groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.pages import Place
 from kvferry.integrations.vllm.places import Seat, seat_of
-from tests.integrations.vllm.geometry.model import Bytes, Layer, Part, Setting, Steps, stage
+from tests.integrations.vllm.geometry.model import Bytes, Layer, Part, Setting, stage
+from tests.integrations.vllm.geometry.rank import Extent, Rank
 
 if TYPE_CHECKING:
     from kvferry.integrations.vllm.replica import ReplicaWorker
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
 POISON = 255
 """A byte that makes NaN of every element type."""
-SECONDS = 60.0
-"""Until something that must happen counts as not happening."""
 LONGEST = 1 << 12
 """The engines' ``max_model_len``."""
 
@@ -87,91 +84,6 @@ class Shape:
             channels_first=self.channels_first,
             backend=self.backend,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """The caches of a vLLM group on one rank: its tensors, and which tokens they are of.
-
-    Attributes:
-        parts: where the tensors lie.
-        size, turn, interleave: of context parallelism; ``turn`` is this rank's.
-    """
-
-    parts: tuple[Part, ...]
-    size: int = 1
-    turn: int = 0
-    interleave: int = 1
-
-    def steps(self, part: Part, positions: Steps) -> Steps:
-        """(positions, entries): which entries of a request pages at these positions hold."""
-        entries = part.places.shape[1]
-        local = np.add.outer(positions * entries, np.arange(entries)) * part.per_entry
-        rounds, within = np.divmod(local, self.interleave)
-        token = (rounds * self.size + self.turn) * self.interleave + within
-        found: Steps = token // part.per_entry
-        return found
-
-
-@dataclass(kw_only=True)
-class Rank:
-    """One worker process's caches and its half of the connector.
-
-    Attributes:
-        seat: where it stands.
-        memory: every byte of its caches.
-        extents: by vLLM's groups.
-        endpoint: None where another rank publishes the same caches.
-        sent: every report of a request sent, in order.
-        received, failed: every report of a request received, and of one that failed.
-    """
-
-    seat: Seat
-    memory: Bytes
-    extents: tuple[Extent, ...]
-    worker: FerryWorker | ReplicaWorker
-    endpoint: Endpoint | None
-    sent: list[str] = field(default_factory=list)
-    received: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-
-    def hear(self, **said: Any) -> None:
-        """What the scheduler half says in a step; see ``metadata.Step``."""
-        from kvferry.integrations.vllm.metadata import Step
-
-        self.worker.apply(Step(**said))
-
-    def poll(self) -> None:
-        """Take what is over."""
-        results = self.worker.results()
-        self.sent += results.finished_sending
-        self.received += results.finished_recving
-        self.failed += results.failed_recving
-
-    def await_received(self, request: str) -> None:
-        """Poll until a load is reported."""
-        self._await(self.received, request)
-
-    def await_sent(self, request: str) -> None:
-        """Poll until a request is reported sent."""
-        self._await(self.sent, request)
-
-    def _await(self, reports: list[str], request: str) -> None:
-        deadline = time.monotonic() + SECONDS
-        while request not in reports:
-            assert time.monotonic() < deadline, f"{request} is not reported"
-            if self.endpoint is not None:
-                self.endpoint.wait(0.02)
-            self.poll()
-
-    @property
-    def words(self) -> int:
-        """How many words of the slot table are not zero."""
-        if self.endpoint is None:
-            return 0
-        slots = self.endpoint.payload.slots
-        table = (ctypes.c_uint64 * (slots.nbytes // 8)).from_address(slots.address)
-        return sum(word != 0 for word in table)
 
 
 @dataclass(kw_only=True)
@@ -434,8 +346,3 @@ def _extents(
             )
         else:
             yield Extent(parts=flat)
-
-
-def request_id(name: str) -> RequestId:
-    """Of core's type."""
-    return RequestId(name)

@@ -17,15 +17,9 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.layout import HOLE
-from tests.integrations.vllm.geometry.engine_of_ranks import (
-    LONGEST,
-    Engine,
-    Extent,
-    Rank,
-    Shape,
-    engine,
-)
+from tests.integrations.vllm.geometry.engine_of_ranks import LONGEST, Engine, Shape, engine
 from tests.integrations.vllm.geometry.model import Layer, Part
+from tests.integrations.vllm.geometry.rank import Extent, Rank
 
 STEPS = 5000
 """After so many a request that has not ended never will."""
