@@ -7,7 +7,8 @@ takes the way of any other, and the worker reports it as failed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from kvferry.core.endpoint import Load
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.integrations.vllm import figures
 from kvferry.integrations.vllm import ticket as tickets
 from kvferry.integrations.vllm.groups import NOTHING, CacheGroup
 from kvferry.integrations.vllm.prompts import digest_of, handed_over
@@ -63,12 +65,12 @@ class Consumer:
         self._verify_prompt = verify_prompt
         self._backoff = backoff
         self._waiting: dict[str, Ticket | TicketError] = {}
-        self._loading: set[str] = set()
+        self._loading: dict[str, int | None] = {}
         self._prepare: list[Ticket] = []
         self._loads: list[Load] = []
         self._refused: list[tuple[str, str]] = []
         self._aborted: list[str] = []
-        self._refusals = 0
+        self._figures = Counter[str]()
 
     def on_new_request(self, request: Request) -> None:
         """Check the ticket of a request that was prefilled elsewhere."""
@@ -83,7 +85,7 @@ class Consumer:
         except TicketError as error:
             logger.warning("request %s: ticket refused: %s", request.request_id, error)
             self._waiting[request.request_id] = error
-            self._refusals += 1
+            self._figures[figures.REFUSED] += 1
         else:
             self._waiting[request.request_id] = ticket
             self._prepare.append(ticket)
@@ -99,7 +101,8 @@ class Consumer:
         if entry is None:
             return
         if external:
-            self._loading.add(request.request_id)
+            refused = isinstance(entry, TicketError)
+            self._loading[request.request_id] = None if refused else external
         if isinstance(entry, Ticket):
             load = self._load(request, entry, blocks) if external else None
             self._loads.append(load or self._nothing_to_load(request.request_id, entry))
@@ -114,9 +117,16 @@ class Consumer:
         elif request.request_id in self._loading:
             self._aborted.append(request.request_id)
 
-    def received(self, request_ids: Iterable[str]) -> None:
-        """All workers have reported the loads of these requests, good or bad."""
-        self._loading.difference_update(request_ids)
+    def received(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
+        """All workers have reported the loads of these requests, some of them ``failed``."""
+        for request_id in request_ids:
+            tokens = self._loading.pop(request_id, None)
+            if tokens is None:
+                continue
+            if request_id in failed:
+                self._figures[figures.FAILED] += 1
+            else:
+                self._figures.update({figures.LOADS: 1, figures.TOKENS: tokens})
 
     def drain(self) -> Arrivals:
         """What the workers must hear in this step."""
@@ -130,10 +140,10 @@ class Consumer:
             pending.clear()
         return arrivals
 
-    def take_refusals(self) -> int:
-        """How many tickets were refused since the last call, before their engine was asked."""
-        count, self._refusals = self._refusals, 0
-        return count
+    def take_figures(self) -> dict[str, int]:
+        """What happened since the last call, by the names in ``figures``."""
+        counted, self._figures = self._figures, Counter()
+        return dict(counted)
 
     @property
     def pending(self) -> bool:

@@ -16,7 +16,7 @@ from kvferry.integrations.vllm.places import sizes_of
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import backoff
 from kvferry.integrations.vllm.serving import Serving, serve
-from kvferry.integrations.vllm.stats import REFUSED, FerryStats
+from kvferry.integrations.vllm.stats import FerryStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -129,12 +129,12 @@ class FerryScheduler:
     def heard(self, output: KVConnectorOutput) -> None:
         """What all workers have reported."""
         self._producer.sent(output.finished_sending or ())
-        self._consumer.received(output.finished_recving or ())
+        self._consumer.received(output.finished_recving or (), output.failed_recving or ())
 
     def take_stats(self) -> FerryStats | None:
-        """Tickets refused since the last call."""
-        refused = self._consumer.take_refusals()
-        return FerryStats(data={REFUSED: refused}) if refused else None
+        """What became of tickets since the last call: loads of all ranks together are one."""
+        figures = self._consumer.take_figures()
+        return FerryStats(data=figures) if figures else None
 
     @property
     def pending(self) -> bool:

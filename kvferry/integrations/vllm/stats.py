@@ -12,46 +12,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvferry.core.stats import LoadRecord
+from kvferry.integrations.vllm.figures import BYTES, COUNTERS, IGNORED, SECONDS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-LOADS = "loads"
-FAILED = "failed_loads"
-REFUSED = "refused_tickets"
-IGNORED = "ignored_releases"
-TOKENS = "tokens"
-BYTES = "bytes"
-SECONDS = "load_seconds"
-
-COUNTERS = {
-    LOADS: "Loads of KV cache from another engine that succeeded.",
-    FAILED: "Loads of KV cache from another engine that failed.",
-    REFUSED: "Tickets that were refused before their engine was asked.",
-    IGNORED: "Messages that end holds, about holds that did not stand (any more).",
-    TOKENS: "Tokens whose KV cache was pulled from another engine.",
-    BYTES: "Bytes of KV cache that were pulled from another engine.",
-}
-"""The figures that are sums. The metric of each is called ``vllm:kvferry_`` and its name."""
 
 SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class FerryStats(KVConnectorStats):
     """An interval's figures: ``data`` has a sum for each of ``COUNTERS``, without those that are 0,
-    and under ``SECONDS`` the list of how long each successful load took."""
+    and under ``SECONDS`` the list of how long each rank took for each successful load.
+
+    The scheduler counts loads and their tokens, since a load is one, and fails as one, however many
+    ranks take part; the ranks count what each of them has done."""
 
     @classmethod
     def of(cls, records: Iterable[LoadRecord], ignored: int = 0) -> FerryStats:
-        """The figures of some loads, and of ignored messages; a load that pulls nothing is none."""
+        """One rank's, of its part in some loads; one that pulls nothing, or fails, is none."""
         stats = cls()
         stats._add({IGNORED: ignored})
         for record in records:
-            if record.reads and record.error is not None:
-                stats._add({FAILED: 1})
-            elif record.reads:
-                stats._add({LOADS: 1, TOKENS: record.tokens, BYTES: record.nbytes})
-                stats._add({SECONDS: [record.seconds]})
+            if record.reads and record.error is None:
+                stats._add({BYTES: record.nbytes, SECONDS: [record.seconds]})
         return stats
 
     def reset(self) -> None:
@@ -98,7 +81,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         self._seconds = self._per_engine(
             self._histogram_cls,
             SECONDS,
-            "Time from the start of a load of KV cache to its end.",
+            "Time from the start of a load of KV cache to its end, on each rank.",
             buckets=SECONDS_BUCKETS,
         )
 

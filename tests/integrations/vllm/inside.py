@@ -78,7 +78,8 @@ def added_figures(engine: Any) -> dict[str, float]:
     """Two ranks' figures and the scheduler's, added and sent to the process that logs."""
     from kvferry.core.stats import LoadRecord
     from kvferry.integrations.vllm import KVFerryConnector
-    from kvferry.integrations.vllm.stats import REFUSED, FerryStats
+    from kvferry.integrations.vllm.figures import LOADS, REFUSED
+    from kvferry.integrations.vllm.stats import FerryStats
 
     def record(tokens: int, seconds: float, error: str | None = None) -> LoadRecord:
         return LoadRecord(
@@ -97,7 +98,7 @@ def added_figures(engine: Any) -> dict[str, float]:
 
     first = FerryStats.of([record(10, 0.001), record(0, 0.5)])
     second = FerryStats.of([record(20, 0.003), record(7, 9.0, "stale")])
-    total = first.aggregate(second).aggregate(FerryStats(data={REFUSED: 4}))
+    total = first.aggregate(second).aggregate(FerryStats(data={REFUSED: 4, LOADS: 1}))
     rebuilt = KVFerryConnector.build_kv_connector_stats(total.to_dict())
     assert FerryStats.of([]).is_empty()
     assert not rebuilt.is_empty()

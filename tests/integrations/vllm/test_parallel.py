@@ -145,6 +145,7 @@ def test_pair(hub: Engine, other: Engine, references: References) -> None:
         rest = at_rest(source, target)
         got, counters = hand_over(source, target, *given)
         assert got == texts(reference, *given)
-        assert pulled(counters) == sum(LENGTHS)
+        assert pulled(counters) == counters["vllm:kvferry_tokens"] == sum(LENGTHS)
+        assert counters["vllm:kvferry_loads"] == len(LENGTHS)
         assert not counters.get("vllm:kvferry_ignored_releases")
         come_to(rest, source, target)

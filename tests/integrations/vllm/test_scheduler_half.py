@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.integrations.vllm.consumer import Consumer
+from kvferry.integrations.vllm.figures import FAILED, LOADS, REFUSED, TOKENS
 from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.serving import Serving
@@ -184,6 +185,18 @@ class TestConsumer:
         assert made.drain().loads == ()
         assert made.matched(each, 0) == 0
 
+    def test_loads_are_counted_once(self) -> None:
+        """However many ranks take part, and whatever else was received."""
+        made = consumer()
+        for name in ("good", "bad"):
+            each = request(40, ticket())
+            each.request_id = name
+            made.on_new_request(each)
+            made.allocated(each, blocks(21, 22, 23), 40)
+        made.received(["good", "bad", "another connector's"], failed={"bad"})
+        assert made.take_figures() == {LOADS: 1, TOKENS: 40, FAILED: 1}
+        assert made.take_figures() == {}
+
     def test_full_local_hit_only_tells_the_producer(self) -> None:
         made = consumer()
         each = request(48, ticket(48))
@@ -223,7 +236,8 @@ class TestConsumer:
         [(name, reason)] = arrivals.refused
         assert name == "r"
         assert "version" in reason
-        assert made.take_refusals() == 1
+        made.received(["r"], failed=["r"])
+        assert made.take_figures() == {REFUSED: 1}
 
     def test_refused_ticket_where_nothing_is_pulled(self) -> None:
         made = consumer()
