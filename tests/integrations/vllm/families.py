@@ -53,10 +53,16 @@ def build(folder: Path, family: str) -> Path:
 
 
 def build_all(folder: Path, llama: Path) -> None:
-    """Every family, each in a folder of its name, and a drafter for the Llama in ``llama``."""
+    """Every family, each in a folder of its name, and those that draft.
+
+    Args:
+        folder: of all.
+        llama: a Llama, for which there will be a ``drafter``.
+    """
     for family in FAMILIES:
         build(folder / family, family)
     build_drafter(folder / "drafter", llama)
+    build_predictor(folder / "predictor")
 
 
 def build_drafter(folder: Path, llama: Path) -> Path:
@@ -82,6 +88,28 @@ def build_drafter(folder: Path, llama: Path) -> Path:
     return folder
 
 
+def build_predictor(folder: Path) -> Path:
+    """Write a model of four layers that predicts the token after next with one more (MTP)."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    build(folder, "qwen2")
+    module, hidden = "model.mtp_layers.0.", int(COMMON["hidden_size"])
+    weights = {
+        name.replace("model.layers.4.", module): weight
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"{module}{norm}.weight"] = torch.ones(hidden)
+    weights[f"{module}input_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.2
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    config |= {"num_hidden_layers": 4, "layer_types": config["layer_types"][:4]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def _spread(name: str) -> float:
     """See `examples.tiny_llama`; experts and latents have other names for the same."""
     if any(part in name for part in ("o_proj", "out_proj")):
@@ -95,6 +123,14 @@ def _tied(model: Any, name: str) -> bool:
     Beside them nothing else would be heard, so they are made small, and attention loud.
     """
     return "embed" in name and bool(model.config.tie_word_embeddings)
+
+
+def _qwen2() -> Any:
+    """Attention in all layers; what `build_predictor` starts from."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {key: value for key, value in COMMON.items() if key != "head_dim"}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes | {"num_hidden_layers": 5}))
 
 
 def _qwen3() -> Any:
@@ -216,6 +252,7 @@ def _deepseek() -> Any:
 
 
 FAMILIES: Mapping[str, Callable[[], Any]] = {
+    "qwen2": _qwen2,
     "qwen3": _qwen3,
     "gemma3": _gemma3,
     "mistral": _mistral,

@@ -23,38 +23,41 @@ LENGTHS = (1, 2, 5, 31, 32, 33, 97, 200, 300)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafters:
-    """Engines of one Llama.
+    """Engines of one model.
 
     Attributes:
+        ordinary: what the others must agree with.
         plain: prefills, and decodes, without drafts.
         n_gram: decodes, and drafts from the prompt.
-        prefill, decode: draft with a model that has a cache.
+        prefill, decode: draft with layers that have a cache.
     """
 
+    ordinary: Engine
     plain: Engine
     n_gram: Engine
     prefill: Engine
     decode: Engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["eagle", "mtp"])
 def drafters(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Drafters]:
-    eagle: dict[str, Any] = {
-        "speculative_config": {
-            "method": "eagle",
-            "model": str(checkpoints["drafter"]),
-            "num_speculative_tokens": 2,
-            "max_model_len": 1024,
-        }
-    }
-    with fleet(checkpoints["llama"], tmp_path_factory.mktemp("drafters")) as engines:
+    """A model and another one that drafts for it, or one that drafts by itself."""
+    speculation: dict[str, Any] = {"method": request.param, "num_speculative_tokens": 1}
+    if request.param == "eagle":
+        speculation |= {"model": str(checkpoints["drafter"]), "max_model_len": 1024}
+    model = checkpoints["llama" if request.param == "eagle" else "predictor"]
+    drafting: dict[str, Any] = {"speculative_config": speculation}
+    with fleet(model, tmp_path_factory.mktemp(request.param)) as engines:
         started = Drafters(
+            ordinary=engines.launch("ordinary"),
             plain=engines.launch("plain", "kv_both"),
             n_gram=engines.launch("n-gram", "kv_consumer", **N_GRAM),
-            prefill=engines.launch("drafting-prefill", "kv_producer", **eagle),
-            decode=engines.launch("drafting-decode", "kv_consumer", block_size=64, **eagle),
+            prefill=engines.launch("drafting-prefill", "kv_producer", **drafting),
+            decode=engines.launch("drafting-decode", "kv_consumer", block_size=64, **drafting),
         )
         engines.wait_started()
         yield started
@@ -64,13 +67,13 @@ def drafters(
     ("source", "target"),
     [("plain", "n_gram"), ("plain", "decode"), ("prefill", "decode"), ("prefill", "plain")],
 )
-def test_texts(reference: Engine, drafters: Drafters, source: str, target: str) -> None:
+def test_texts(drafters: Drafters, source: str, target: str) -> None:
     """Whoever drafts, the text is that of an engine that does not."""
     engines = prefill, decode = getattr(drafters, source), getattr(drafters, target)
     free = [engine.run(probes.free_blocks) for engine in engines]
     prompts = [*(prompt(length, seed=40) for length in LENGTHS), prompt(7, seed=41) * 30]
     got, counters = hand_over(prefill, decode, *prompts)
-    assert got == texts(reference, *prompts)
+    assert got == texts(drafters.ordinary, *prompts)
     assert pulled(counters) == sum(map(len, prompts)) - 1
     eventually(lambda: [engine.run(probes.free_blocks) for engine in engines] == free)
 

@@ -31,8 +31,10 @@ TIGHT: dict[str, Any] = {
     "num_gpu_blocks_override": 22,
     "max_num_batched_tokens": 64,
     "scheduler_reserve_full_isl": False,
+    "async_scheduling": True,
 }
-"""Room for two prompts of 400 tokens and the beginning of a third, 64 tokens at a time."""
+"""Room for two prompts of 400 tokens and the beginning of a third, 64 tokens at a time; and steps
+are scheduled before the last one has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,10 @@ def hybrid(
             drafting=engines.launch("drafting", "kv_both", **N_GRAM),
             decode=engines.launch("decode", "kv_both", extra={"verify_prompt": False}),
             columns=engines.launch(
-                "columns", "kv_both", environment={"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}
+                "columns",
+                "kv_both",
+                environment={"VLLM_SSM_CONV_STATE_LAYOUT": "SD"},
+                async_scheduling=True,
             ),
         )
         engines.wait_started()
