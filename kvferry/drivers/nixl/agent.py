@@ -64,6 +64,7 @@ class Agent:
 
     def __init__(self, library: Library, name: str, options: Options) -> None:
         self.name = name
+        self.library = str(library)
         self._library = library
         self._backend = options.backend
         api = library.api

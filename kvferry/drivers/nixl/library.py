@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import logging
 import os
@@ -15,6 +17,11 @@ PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
 """In this order: ``nixl`` takes the one of the others that fits the CUDA that is installed."""
 
 _LOG_LEVEL = "NIXL_LOG_LEVEL"
+
+_SYSTEMS_OWN = "libnl-route-3.so.200"
+"""UCX loads the system's RDMA libraries, where there are any, beside the copies in NIXL's wheel.
+The system's copy of this one, loaded second, would bind to functions of the wheel's, which is of
+another version, and crash when the process ends. Loaded first, it binds to its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +72,8 @@ def load() -> Library:
 
 
 def _loaded(package: str) -> Library:
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(_SYSTEMS_OWN, os.RTLD_NOW | os.RTLD_LOCAL)
     # Its logging configuration turns off, for all of Python, that handlers say what they lack.
     raising = logging.raiseExceptions
     try:

@@ -114,6 +114,10 @@ class NixlTransport(Transport):
             quiescence=Quiescence.AFTER_DISCONNECT,
         )
 
+    @property
+    def library(self) -> str:
+        return f"{self._agent.library}, {self._options.backend}"
+
     # Memory.
 
     def register(self, region: Region) -> None:
