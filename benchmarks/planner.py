@@ -203,7 +203,7 @@ def _requests(options: argparse.Namespace) -> Iterator[Computed]:
         for scattered in (True, False):
             asked = _request(options, near, far, scattered=scattered)
             workspace = Workspace()
-            count = len(copies(found, found.sources[0], asked, workspace))
+            count = len(copies(found.sources[0], asked, workspace))
             spent = _best(options.rounds, copies, found, found.sources[0], asked, workspace)
             limit = _best(options.rounds, _write, *_arrays(count))
             yield Computed(

@@ -155,17 +155,14 @@ class _Part:
         return len(self.batch.local) * len(self.local)
 
 
-def copies(
-    plan: Plan, source: Source, request: ReadRequest, workspace: Workspace | None = None
-) -> Copies:
+def copies(source: Source, request: ReadRequest, workspace: Workspace | None = None) -> Copies:
     """The copies that pull one request's pages from one source.
 
     A range's ends are rounded outwards to what both sides hold in one piece, so that a partial
     first or last page is still one copy. Neighbours on both sides are one copy, also across pages.
 
     Args:
-        plan: the plan of this rank.
-        source: one of ``plan.sources``.
+        source: one of the plan's ``sources``.
         request: what to pull. Its remote pages are untrusted.
         workspace: where the arrays come from; the result is valid until its next use.
 

@@ -128,7 +128,7 @@ def _at_once(prefill: Engine, decode: Engine, tokens: int, source: int) -> list[
         remote=_pages(prefill, tokens),
     )
     [mine] = [one for one in made.sources if one.remote == source]
-    sizes: list[int] = copies(made, mine, request).nbytes.tolist()
+    sizes: list[int] = copies(mine, request).nbytes.tolist()
     return sizes
 
 

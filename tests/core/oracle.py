@@ -181,7 +181,7 @@ def check_rank(world: World, rank: int, workspace: Workspace | None = None) -> N
     total = [np.zeros_like(region) for region in memory]
     for source in ours.sources:
         far = world.remote[source.remote]
-        found = copies(ours, source, world.request, workspace)
+        found = copies(source, world.request, workspace)
         theirs = remote_memory(world, source.remote, keys)
         for counts, more in zip(total, run(found, layout, memory, far, theirs), strict=True):
             counts += more

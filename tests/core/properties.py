@@ -278,7 +278,7 @@ def _reads(world: World, found: Plan, remote: int, group: int) -> bool:
         match.remote_group == group and match.local_group == near
         for match in source.matches
         for near, wanted in enumerate(world.request.ranges)
-        if wanted is not None and len(copies(found, source, _only(world.request, near)))
+        if wanted is not None and len(copies(source, _only(world.request, near)))
     )
 
 
@@ -324,7 +324,7 @@ def check_equal_layouts_move_whole(world: World, rng: Random) -> None:
     [*sources] = plan(local, remote, rank).sources
     if [source.remote for source in sources] != [rank]:
         return  # a replica is as good
-    found = copies(plan(local, remote, rank), sources[0], request)
+    found = copies(sources[0], request)
     pieces = sum(_pieces(local[rank], request, group) for group in range(len(local[rank].groups)))
     assert len(found) == pieces
 

@@ -49,7 +49,7 @@ def request(
 def pull(local: Layout, remote: Layout, asked: ReadRequest) -> Copies:
     """The copies of a request between two engines of one rank each."""
     found = plan([local], [remote], 0)
-    return copies(found, found.sources[0], asked)
+    return copies(found.sources[0], asked)
 
 
 def left(local: Layout, remote: Layout, asked: ReadRequest) -> Spans:
@@ -107,7 +107,7 @@ def test_a_share_of_a_context_moves_whole_pages_between_equal_layouts() -> None:
     for rank in (0, 1):
         found = plan(two, two, rank)
         assert [source.remote for source in found.sources] == [rank]
-        assert copies(found, found.sources[0], asked).nbytes.tolist() == [PAGE] * 3
+        assert copies(found.sources[0], asked).nbytes.tolist() == [PAGE] * 3
 
 
 @pytest.mark.parametrize("wanted", [(0, 33), (15, 48), (1, 34)])
@@ -159,9 +159,9 @@ def test_a_result_lasts_until_its_workspace_is_used_again() -> None:
     one = stacked(2)
     found = plan([one], [one], 0)
     workspace = Workspace()
-    first = copies(found, found.sources[0], request((0, 32), [1, 5], [2, 7]), workspace)
+    first = copies(found.sources[0], request((0, 32), [1, 5], [2, 7]), workspace)
     kept = first.local.copy()
-    second = copies(found, found.sources[0], request((0, 32), [9, 5], [2, 7]), workspace)
+    second = copies(found.sources[0], request((0, 32), [9, 5], [2, 7]), workspace)
     assert np.shares_memory(first.local, second.local)
     assert first.local.tolist() != kept.tolist()
 
@@ -203,7 +203,7 @@ def test_groups_pair_by_their_fields() -> None:
         local=(pages([3]), pages([4])),
         remote=(pages([5]), pages([6])),
     )
-    pulled = copies(found, found.sources[0], asked)
+    pulled = copies(found.sources[0], asked)
     assert sorted(zip(pulled.local - (1 << 32), pulled.remote - (1 << 40), strict=True)) == [
         (3 * PAGE, 64 * 20 + 6 * PAGE),
         (PAGE * 100 + 4 * 64, 5 * 64),
@@ -409,7 +409,7 @@ def test_groups_whose_fields_are_on_other_ranks_cost_nothing() -> None:
             remote=(pages([5]), pages([6])),
         )
         [source] = found.sources
-        assert copies(found, source, asked).nbytes.tolist() == [PAGE]
+        assert copies(source, asked).nbytes.tolist() == [PAGE]
         assert len(unwritten(stages[0], found, asked)) == 0
 
 

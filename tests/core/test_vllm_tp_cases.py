@@ -113,7 +113,7 @@ def test_a_page_is_split_evenly_between_the_ranks_that_have_its_heads(remote_tp:
     page = 8 * 16 * 8
     assert sources(found) == tuple(range(remote_tp))
     for source in found.sources:
-        assert copies(found, source, asked).nbytes.tolist() == [page // remote_tp] * 8
+        assert copies(source, asked).nbytes.tolist() == [page // remote_tp] * 8
 
 
 def hybrid(
@@ -142,7 +142,7 @@ def hybrid(
 
 def moved(found: Plan, number: int, asked: ReadRequest, here: Layout) -> list[tuple[int, int]]:
     """(local offset, length) of every copy from one source."""
-    made = copies(found, found.sources[number], asked)
+    made = copies(found.sources[number], asked)
     return sorted(
         (int(start) - here.regions[0].address, int(size))
         for start, size in zip(made.local, made.nbytes, strict=True)
@@ -376,7 +376,7 @@ def test_layers_of_a_stage_are_found_in_rows_of_another_make(
     )
     asked = replace(asked, ranges=(None, *asked.ranges[1:]))
     found = plan([whole, whole], [early, late], rank)
-    made = copies(found, found.sources[1], asked)
+    made = copies(found.sources[1], asked)
     base = 1 << 32
     assert sorted(zip(made.local - base, made.remote - base, made.nbytes, strict=True)) == [
         (1 * 256, 2 * 192, 64),

@@ -178,7 +178,7 @@ def _counted(
             ranges: list[tuple[int, int] | None] = [None] * len(local)
             ranges[group] = start, stop
             request = ReadRequest(ranges=tuple(ranges), local=local, remote=remote)
-            made = copies(planned, source, request, workspace).nbytes
+            made = copies(source, request, workspace).nbytes
             nbytes, counts = np.unique(made.astype(np.int64), return_counts=True)
             found.append(Sizes(nbytes=nbytes, counts=counts * times))
     return together(found)

@@ -239,7 +239,7 @@ class Puller:
 
         def build() -> Copies:
             peer = _peer(context)
-            return copies(peer.plan, peer.sources[rank], context.request, self._workspace)
+            return copies(peer.sources[rank], context.request, self._workspace)
 
         def finished(outcome: Outcome) -> None:
             context.copies += outcome.copies

@@ -38,7 +38,7 @@ def _batches(
         local=(Pages(ids=np.array(ids, dtype=np.int64)),),
         remote=(Pages(ids=np.array(theirs, dtype=np.int64)),),
     )
-    return [copies(made, source, request) for source in made.sources]
+    return [copies(source, request) for source in made.sources]
 
 
 @pytest.mark.parametrize(

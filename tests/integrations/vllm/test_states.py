@@ -45,7 +45,7 @@ def _pull(local: Sequence[Layout], remote: Sequence[Layout]) -> int:
     for rank in range(len(local)):
         ours = plan(local, remote, rank)
         for source in ours.sources:
-            batch = copies(ours, source, request)
+            batch = copies(source, request)
             total += len(batch.nbytes)
             for near, far, nbytes in zip(batch.local, batch.remote, batch.nbytes, strict=True):
                 ctypes.memmove(int(near), int(far), int(nbytes))

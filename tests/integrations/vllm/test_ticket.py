@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.integrations.vllm.ticket import KEY, Offer, read
+from kvferry.integrations.vllm.ticket import KEY, Offer, Sizes, read
 
 OFFER = Offer(
     engine="engine-1",
@@ -27,7 +27,7 @@ OFFER = Offer(
     tokens=96,
     digest=bytes(range(16)),
     computed=True,
-    tp_size=1,
+    sizes=Sizes(),
 )
 
 NIXL_KEYS = {
