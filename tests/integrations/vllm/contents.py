@@ -23,13 +23,13 @@ def of_both(
     prefill: Engine, decode: Engine, tokens: list[int], ticket: dict[str, Any]
 ) -> tuple[list[Contents], list[Contents]]:
     """By rank, what both engines have of a prompt when the ticket's tokens have been loaded, and
-    before the next one is computed. Nothing else may be in the engines."""
+    before the next one is computed. Nothing else may be loading meanwhile."""
     covered = ticket["kvferry"]["tokens"]
-    there = prefill.run(of_only_request, covered)
+    there = prefill.run(of_request, ticket["remote_request_id"], covered)
     with decode.paused():
         requests = decode.submit(tokens, params=ticket, max_tokens=1)
-        decode.run(step_until_loaded)
-        here = decode.run(of_only_request, covered)
+        loaded = decode.run(step_until_loaded)
+        here = decode.run(of_request, loaded, covered)
     [completion] = decode.results(requests)
     assert completion.finish_reason == "length"
     return there, here
@@ -52,24 +52,27 @@ def _equal(key: str, one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -
     return np.array_equal(one[..., :width], other[..., :width])
 
 
-def of_only_request(engine: Any, tokens: int) -> list[Contents]:
-    """By rank, what the pages of the one request that the engine knows hold after ``tokens``.
+def of_request(engine: Any, request: str, tokens: int) -> list[Contents]:
+    """By rank, what the pages of a request hold after ``tokens``.
 
     For a layer with a window, what the next token attends to; for a state, all of it.
     """
     scheduler = engine.engine_core.engine_core.scheduler
-    [request] = scheduler.requests
     blocks = scheduler.kv_cache_manager.get_block_ids(request)
     ranks: list[Contents] = engine.collective_rpc(_of_rank, args=(blocks, tokens))
     return ranks
 
 
-def step_until_loaded(engine: Any) -> None:
-    """Step a paused engine until a load has been reported and nothing has been computed since."""
+def step_until_loaded(engine: Any) -> str:
+    """Step a paused engine until a load has been reported and nothing has been computed since.
+
+    Returns whose load that was.
+    """
     scheduler = engine.engine_core.engine_core.scheduler
     for _ in range(STEPS):
         if scheduler.finished_recving_kv_req_ids:
-            return
+            [request] = scheduler.finished_recving_kv_req_ids
+            return str(request)
         engine.step()
         time.sleep(STEP_SECONDS)
     raise RuntimeError("nothing was loaded")
