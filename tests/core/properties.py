@@ -265,7 +265,7 @@ def check_strange_ids(world: World, rng: Random) -> None:
                 first_index=remote[number].first_index,
             )
             request = replace(world.request, remote=tuple(remote))
-            refusal = refused(PageError, copies, found, source, request)
+            refusal = refused(PageError, copies, source, request)
             wanted = _reads(world, found, source.remote, number)
             assert wanted == (refusal is not None)
             assert refusal is None or f"{strange}; ids lie in 1 to" in refusal
