@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import TransportUnsupportedError, TransportUsageError
-from kvferry.core.transport import PeerId, State
+from kvferry.core.transport import Notification, PeerId, State
 from kvferry.testing.contract.lab import MIB, Lab, Neighbour, batch, joined, refused
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.memory import pattern
@@ -187,7 +187,16 @@ class NotificationTests(ContractSettings):
             return
         transfer = lab.start(op, peer, copies, b"every one")
         targets, seed = (here, 20) if op == "read" else (there, 10)
-        (note,) = lab.receive(other, 1)
+        notes: list[Notification] = []
+
+        def arrived() -> bool:
+            # In this order: what there is by now must be there after all bytes. That a transfer
+            # has ended may take a poll to be noticed.
+            notes.extend(other.notifications())
+            return bool(notes) or lab.poll([transfer]) == []
+
+        assert lab.until(arrived)
+        (note,) = notes
         for index, target in enumerate(targets):
             np.testing.assert_array_equal(target.get(), pattern(MIB, seed + index))
         assert note.payload == b"every one"
