@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from kvferry.core.endpoint import Identity
 from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import Incarnation
+from kvferry.integrations.vllm.caches.encodings import cache_format
 from kvferry.integrations.vllm.config import Config
-from kvferry.integrations.vllm.encodings import cache_format
 from kvferry.integrations.vllm.places import Seat
 
 if TYPE_CHECKING:

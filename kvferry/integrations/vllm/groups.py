@@ -16,7 +16,7 @@ import numpy as np
 
 from kvferry.core.descriptors import Pages
 from kvferry.core.layout import HOLE
-from kvferry.integrations.vllm.caches import is_state
+from kvferry.integrations.vllm.caches.describe import is_state
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.wire import Coordinates
-from kvferry.integrations.vllm.pages import Place
+from kvferry.integrations.vllm.caches.pages import Place
 from kvferry.integrations.vllm.ticket import Sizes
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from kvferry.integrations.vllm.caches.specs import refusals
 from kvferry.integrations.vllm.config import ConfigError
-from kvferry.integrations.vllm.specs import refusals
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig

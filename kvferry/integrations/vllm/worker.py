@@ -16,8 +16,8 @@ from kvferry.core.stats import LoadRecord
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support
 from kvferry.integrations.vllm.agreement import identity_of, judgements
-from kvferry.integrations.vllm.caches import describe
-from kvferry.integrations.vllm.facts import layer_facts
+from kvferry.integrations.vllm.caches.describe import describe
+from kvferry.integrations.vllm.caches.facts import layer_facts
 from kvferry.integrations.vllm.metadata import Handshake, Step
 from kvferry.integrations.vllm.places import Seat, seat_of, shared_incarnation
 from kvferry.integrations.vllm.replica import ReplicaWorker

@@ -37,7 +37,7 @@ class Fleet:
                 "kv_connector_extra_config": dict(extra or {}),
             }
         name = f"{self._model.name}-{name}"
-        engine = Engine(name, self._model, self._folder, **self._options | options)
+        engine = Engine(name, self._model, self._folder, **{**self._options, **options})
         self._engines.append(engine)
         return engine
 

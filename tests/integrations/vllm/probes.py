@@ -127,7 +127,7 @@ def cache_written_by_kernel(
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
-    from tests.integrations.vllm import views
+    from tests.integrations.vllm.caches import views
 
     heads, pages, tokens = 2, 4, 2 * block
     element = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(cache_dtype)

@@ -23,9 +23,9 @@ from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.wire import encode
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.integrations.vllm.caches import describe
+from kvferry.integrations.vllm.caches.describe import describe
+from kvferry.integrations.vllm.caches.pages import Place
 from kvferry.integrations.vllm.groups import CacheGroup, cache_groups
-from kvferry.integrations.vllm.pages import Place
 from kvferry.integrations.vllm.places import Seat, seat_of
 from tests.integrations.vllm.geometry.model import Bytes, Layer, Part, Setting, stage
 from tests.integrations.vllm.geometry.rank import Extent, Rank

@@ -17,8 +17,8 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.integrations.vllm.pages import LayerFacts, Place
-from tests.integrations.vllm import views
+from kvferry.integrations.vllm.caches.pages import LayerFacts, Place
+from tests.integrations.vllm.caches import views
 
 Bytes = npt.NDArray[np.uint8]
 Steps = npt.NDArray[np.int64]

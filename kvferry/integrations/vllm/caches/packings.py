@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field, GroupKind
-from kvferry.integrations.vllm import insides
-from kvferry.integrations.vllm.pages import Page
+from kvferry.integrations.vllm.caches import insides
+from kvferry.integrations.vllm.caches.pages import Page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

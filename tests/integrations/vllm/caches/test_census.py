@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from kvferry.core.layout import GroupKind
-from kvferry.integrations.vllm.packings import PACKINGS
-from kvferry.integrations.vllm.specs import SPECS, Handling, refusals
-from kvferry.integrations.vllm.states import STATES
-from tests.integrations.vllm import census, coverage_page
-from tests.integrations.vllm.views import Rank, group
+from kvferry.integrations.vllm.caches.packings import PACKINGS
+from kvferry.integrations.vllm.caches.specs import SPECS, Handling, refusals
+from kvferry.integrations.vllm.caches.states import STATES
+from tests.integrations.vllm.caches import census, coverage_page
+from tests.integrations.vllm.caches.views import Rank, group
 
 pytestmark = [
     pytest.mark.vllm,

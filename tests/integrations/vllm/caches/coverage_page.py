@@ -1,7 +1,7 @@
 """What is described, opaque or refused, as a page for people: ``docs/coverage.md``.
 
-Written by ``python -m tests.integrations.vllm.coverage_page`` from the tables that an engine uses
-and from the source of the vLLM that is installed.
+Written by ``python -m tests.integrations.vllm.caches.coverage_page`` from the tables that an
+engine uses and from the source of the vLLM that is installed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvferry.integrations.vllm.insides import unknown
-from kvferry.integrations.vllm.packings import PACKINGS
-from kvferry.integrations.vllm.specs import SPECS
-from kvferry.integrations.vllm.states import STATES
-from tests.integrations.vllm import census
+from kvferry.integrations.vllm.caches.insides import unknown
+from kvferry.integrations.vllm.caches.packings import PACKINGS
+from kvferry.integrations.vllm.caches.specs import SPECS
+from kvferry.integrations.vllm.caches.states import STATES
+from tests.integrations.vllm.caches import census
 
-PAGE = Path(__file__).parents[3] / "docs" / "coverage.md"
-COMMAND = "python -m tests.integrations.vllm.coverage_page"
+PAGE = Path(__file__).parents[4] / "docs" / "coverage.md"
+COMMAND = "python -m tests.integrations.vllm.caches.coverage_page"
 
 INTRODUCTION = """\
 # What of vLLM is covered
@@ -41,14 +41,14 @@ were asked on CPUs only.
 KINDS = """\
 ## Kinds of cache
 
-vLLM's `KVCacheSpec` classes: `kvferry/integrations/vllm/specs.py`.
+vLLM's `KVCacheSpec` classes: `kvferry/integrations/vllm/caches/specs.py`.
 """
 
 BACKENDS = """\
 ## Attention backends
 
-By the name that vLLM gives them: `kvferry/integrations/vllm/packings.py`. The orders are those of
-`VLLM_KV_CACHE_LAYOUT` that vLLM offers with a backend; names beside `any` are what is left on some
+By the name that vLLM gives them: `kvferry/integrations/vllm/caches/packings.py`. The orders are
+those of `VLLM_KV_CACHE_LAYOUT` that vLLM offers with a backend; names beside `any` are what is left on some
 processors or with some settings. Between equal engines an order that leads with B costs one copy
 per block; one that leads with L, one per page of each layer, and where H stands before B, one per
 head of it.
@@ -57,8 +57,8 @@ head of it.
 RECURRENT = """\
 ## States
 
-`kvferry/integrations/vllm/states.py`. What cannot be taken apart moves as a whole between engines
-that split it alike.
+`kvferry/integrations/vllm/caches/states.py`. What cannot be taken apart moves as a whole between
+engines that split it alike.
 """
 
 

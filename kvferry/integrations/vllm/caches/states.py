@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field
-from kvferry.integrations.vllm.pages import Page, Pairs, Place
+from kvferry.integrations.vllm.caches.pages import Page, Pairs, Place
 
 State = Callable[[Page], tuple[Field, ...]]
 

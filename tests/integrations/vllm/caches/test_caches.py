@@ -9,11 +9,11 @@ import pytest
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import GroupKind, axis
-from kvferry.integrations.vllm.caches import describe
-from kvferry.integrations.vllm.pages import LayerFacts, Place, share
+from kvferry.integrations.vllm.caches.describe import describe
+from kvferry.integrations.vllm.caches.pages import LayerFacts, Place, share
 from tests.integrations.vllm import probes
+from tests.integrations.vllm.caches.views import Rank, group
 from tests.integrations.vllm.engines import Engine
-from tests.integrations.vllm.views import Rank, group
 
 pytestmark = [
     pytest.mark.vllm,

@@ -8,11 +8,20 @@ import pytest
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import GroupKind
-from kvferry.integrations.vllm.packings import PACKINGS
-from kvferry.integrations.vllm.pages import Place
-from tests.integrations.vllm import census, views
-from tests.integrations.vllm.layers import ORDERS, TWO, full, mla, planes, quantized, raw, uniform
-from tests.integrations.vllm.views import Rank, Reading, group
+from kvferry.integrations.vllm.caches.packings import PACKINGS
+from kvferry.integrations.vllm.caches.pages import Place
+from tests.integrations.vllm.caches import census, views
+from tests.integrations.vllm.caches.layers import (
+    ORDERS,
+    TWO,
+    full,
+    mla,
+    planes,
+    quantized,
+    raw,
+    uniform,
+)
+from tests.integrations.vllm.caches.views import Rank, Reading, group
 
 pytestmark = [
     pytest.mark.vllm,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
-from kvferry.integrations.vllm.encodings import encoded
-from kvferry.integrations.vllm.pages import LayerFacts, Place, share
+from kvferry.integrations.vllm.caches.encodings import encoded
+from kvferry.integrations.vllm.caches.pages import LayerFacts, Place, share
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -8,7 +8,7 @@ Backends that hold the same tensors give the same keys, whatever order they keep
 from __future__ import annotations
 
 from kvferry.core.layout import Field
-from kvferry.integrations.vllm.pages import Page, Pairs
+from kvferry.integrations.vllm.caches.pages import Page, Pairs
 
 Fields = tuple[Field, ...] | None
 """The fields of a page, or ``None`` where its inside is not known."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Context, Field, Group, GroupKind, Layout
 from kvferry.core.memory import Region, region_of
-from kvferry.integrations.vllm.packings import pack
-from kvferry.integrations.vllm.pages import ALONE, LayerFacts, Page, Place
-from kvferry.integrations.vllm.states import STATES, whole
+from kvferry.integrations.vllm.caches.packings import pack
+from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, Page, Place
+from kvferry.integrations.vllm.caches.states import STATES, whole
 
 if TYPE_CHECKING:
     import torch

@@ -13,9 +13,9 @@ import pytest
 from kvferry.core.copies import Copies
 from kvferry.core.descriptors import Pages, ReadRequest, copies
 from kvferry.core.topology import plan
-from tests.integrations.vllm import views
-from tests.integrations.vllm.layers import ORDERS, TWO, full, mla, planes
-from tests.integrations.vllm.views import Rank, group, read
+from tests.integrations.vllm.caches import views
+from tests.integrations.vllm.caches.layers import ORDERS, TWO, full, mla, planes
+from tests.integrations.vllm.caches.views import Rank, group, read
 
 pytestmark = [
     pytest.mark.vllm,

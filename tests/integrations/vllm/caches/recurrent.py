@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from kvferry.core.layout import Layout
-from kvferry.integrations.vllm.caches import describe
-from kvferry.integrations.vllm.facts import layer_facts
-from kvferry.integrations.vllm.pages import LayerFacts, Place
+from kvferry.integrations.vllm.caches.describe import describe
+from kvferry.integrations.vllm.caches.facts import layer_facts
+from kvferry.integrations.vllm.caches.pages import LayerFacts, Place
 
 if TYPE_CHECKING:
     import torch

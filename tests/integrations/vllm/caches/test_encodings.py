@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.integrations.vllm.encodings import Scales, cache_format, encoded
-from kvferry.integrations.vllm.pages import ALONE, LayerFacts, Place
+from kvferry.integrations.vllm.caches.encodings import Scales, cache_format, encoded
+from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, Place
 
 torch = pytest.importorskip("torch")
 pytestmark = [

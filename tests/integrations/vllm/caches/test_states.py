@@ -16,9 +16,9 @@ from kvferry.core.descriptors import Pages, ReadRequest, copies
 from kvferry.core.errors import LayoutError, PlanError
 from kvferry.core.layout import GroupKind, Layout
 from kvferry.core.topology import plan
-from kvferry.integrations.vllm.pages import Place
-from kvferry.integrations.vllm.states import STATES
-from tests.integrations.vllm.recurrent import KINDS, Model, Rank, Setup, Truth
+from kvferry.integrations.vllm.caches.pages import Place
+from kvferry.integrations.vllm.caches.states import STATES
+from tests.integrations.vllm.caches.recurrent import KINDS, Model, Rank, Setup, Truth
 
 pytestmark = [
     pytest.mark.vllm,

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.layout import Axis, Field, Layout
-from kvferry.integrations.vllm.caches import describe
-from kvferry.integrations.vllm.pages import ALONE, LayerFacts, Place
+from kvferry.integrations.vllm.caches.describe import describe
+from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, Place
 
 Places = npt.NDArray[np.int64]
 """(pages, token entries, shard indices, bytes of an entry), each a byte's offset in its region."""

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvferry.integrations.vllm.pages import LayerFacts, Place, share
+from kvferry.integrations.vllm.caches.pages import LayerFacts, Place, share
 
 Scales = tuple[tuple[float, ...], tuple[float, ...]]
 """Of K and of V: one number, or one per KV head that this rank holds."""
