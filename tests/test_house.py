@@ -42,7 +42,8 @@ def modules() -> list[str]:
     package = ROOT / "kvferry"
     paths = (path.relative_to(ROOT).with_suffix("") for path in package.rglob("*.py"))
     names = (".".join(path.parts).removesuffix(".__init__") for path in paths)
-    needs_more = ("kvferry.integrations.vllm", "kvferry.testing", "kvferry.cli.plan.picture")
+    pictures = ("kvferry.cli.bench.picture", "kvferry.cli.plan.picture")
+    needs_more = ("kvferry.integrations.vllm", "kvferry.testing", *pictures)
     return sorted(n for n in names if not n.startswith(needs_more) and not n.endswith("__main__"))
 
 

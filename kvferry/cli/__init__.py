@@ -6,9 +6,11 @@ so that ``kvferry --help`` costs no more than typer.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -31,8 +33,30 @@ def main() -> None:
     try:
         app()
     except KVFerryError as exc:
-        typer.echo(f"kvferry: {exc}", err=True)
-        sys.exit(1)
+        sys.exit(_refused(exc))
+
+
+def _refused(error: KVFerryError) -> int:
+    typer.echo(f"kvferry: {error}", err=True)
+    return 1
+
+
+def _leave_after(run: Callable[[], int | None]) -> NoReturn:
+    """Run what loads drivers, and end the process with the exit status that it returns.
+
+    Some transport libraries crash in their own exit handlers, long after all work, and the exit
+    status would be theirs.
+    """
+    try:
+        status = run() or 0
+    except KVFerryError as exc:
+        status = _refused(exc)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # nobody reads it any more
+        status = status or 1
+    os._exit(status)
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,7 +84,7 @@ def drivers(
     """List the installed drivers, and what each can do here."""
     from kvferry.cli.drivers import run
 
-    run(as_json=as_json)
+    _leave_after(lambda: run(as_json=as_json))
 
 
 @app.command()
@@ -97,7 +121,95 @@ def demo(
     """
     from kvferry.cli.demo import run
 
-    raise typer.Exit(run(megabytes=megabytes, driver=driver, prefill=prefill, decode=decode))
+    _leave_after(lambda: run(megabytes=megabytes, driver=driver, prefill=prefill, decode=decode))
+
+
+@app.command()
+def doctor(
+    host: Annotated[
+        str | None,
+        typer.Option(help="Also ask the side channel of a running engine.", show_default=False),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Its port.", show_default=False)
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Which engine should answer there.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what this machine can do for a hand-over, and what to change.
+
+    Tries what can be tried: loads every driver, lets one process read another's memory, binds a
+    side channel and reaches it. Looks up the rest: limits, NICs, GPUs, what UCX found. With --host
+    and --port it asks a running engine whether it is there, from here.
+
+    Exit status 0 unless something is bad; what is only worth knowing does not change it.
+    """
+    from kvferry.cli.doctor import run
+
+    _leave_after(lambda: run(host=host, port=port, engine=engine, as_json=as_json))
+
+
+@app.command()
+def bench(
+    driver: Annotated[
+        str, typer.Argument(help="Which driver; 'kvferry drivers' lists them.", show_default=False)
+    ],
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="One of its driver_options, the value as JSON or text. Again for another.",
+            show_default=False,
+        ),
+    ] = None,
+    size: Annotated[
+        str, typer.Option(metavar="SIZES", help="Bytes that a transfer moves.")
+    ] = "1M,16M,64M",
+    block: Annotated[
+        str, typer.Option(metavar="SIZES", help="Bytes of each of its copies.")
+    ] = "4K,64K,1M",
+    write: Annotated[bool, typer.Option("--write", help="Measure writes, too.")] = False,
+    memory: Annotated[
+        str, typer.Option(help="Kind of both buffers: cpu, cuda, cuda:INDEX.")
+    ] = "cpu",
+    seconds: Annotated[
+        float, typer.Option(min=0, help="About how long to measure, all in all.")
+    ] = 20.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a picture, .svg or .png (needs kvferry[plot])."),
+    ] = None,
+) -> None:
+    """Measure a driver between two processes, beside memcpy.
+
+    Every size in blocks of every size, scattered and in a row: GB/s, microseconds per copy, and
+    the speed as a part of a memcpy's of the same run. Every byte is compared before a case is
+    timed. Needs about six times as much memory as the largest size.
+
+    \b
+    Examples:
+      kvferry bench loopback --option threads=4
+      kvferry bench nixl --size 8,1M --block 8,512,64K --write --plot nixl.svg
+    """
+    from kvferry.cli.bench import run
+
+    _leave_after(
+        lambda: run(
+            driver=driver,
+            options=option or (),
+            sizes=size,
+            blocks=block,
+            write=write,
+            memory=memory,
+            seconds=seconds,
+            as_json=as_json,
+            plot=plot,
+        )
+    )
 
 
 @app.command()

@@ -27,6 +27,7 @@ def _record(report: DriverReport) -> dict[str, object]:
         "distribution": info.distribution,
         "version": info.version,
         "entry_point": info.entry_point,
+        "library": report.library,
         "works": can is not None,
         "reason": report.reason,
         "capabilities": None if can is None else _capabilities(can),
@@ -57,13 +58,19 @@ def _print_table(reports: list[DriverReport]) -> None:
         console.print("No driver is installed. kvferry brings one, loopback: reinstall kvferry.")
         return
     table = Table()
-    for heading in ("driver", "distribution", "memory", "ops", "more, or why it does not work"):
+    for heading in (
+        "driver",
+        "distribution, library",
+        "memory",
+        "ops",
+        "more, or why it does not work",
+    ):
         table.add_column(heading, overflow="fold")
     for report in reports:
         info, can = report.info, report.capabilities
         table.add_row(
             info.name,
-            f"{info.distribution} {info.version}",
+            "\n".join(filter(None, (f"{info.distribution} {info.version}", report.library))),
             ", ".join(sorted(can.memory)) if can else "",
             ", ".join(sorted(can.ops)) if can else "",
             _more(can) if can else f"[red]does not work here:[/] {_plain(report.reason)}",

@@ -24,7 +24,11 @@ class WireError(KVFerryError, ValueError):
 
 
 class HandshakeError(KVFerryError):
-    """A peer could not be reached, or answered that it cannot serve us."""
+    """A peer could not be reached, or its answer is none."""
+
+
+class RefusedError(HandshakeError):
+    """A side channel answered that it cannot serve us: it is another engine's, say."""
 
 
 class IncompatibleError(HandshakeError):

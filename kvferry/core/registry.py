@@ -37,10 +37,18 @@ class DriverInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverReport:
-    """What came of loading a driver: its capabilities here, or why it does not work here."""
+    """What came of loading a driver: its capabilities here, or why it does not work here.
+
+    Attributes:
+        info: which driver.
+        capabilities: None if it does not work here.
+        library: what it found to stand on; see ``Transport.library``.
+        reason: why it does not work here.
+    """
 
     info: DriverInfo
     capabilities: Capabilities | None = None
+    library: str = ""
     reason: str | None = None
 
 
@@ -93,7 +101,9 @@ def describe(info: DriverInfo) -> DriverReport:
     try:
         transport = create(info.name)
         try:
-            return DriverReport(info=info, capabilities=transport.capabilities)
+            return DriverReport(
+                info=info, capabilities=transport.capabilities, library=transport.library
+            )
         finally:
             transport.close()
     except DriverError as exc:

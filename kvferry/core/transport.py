@@ -90,7 +90,8 @@ class Capabilities:
         memory: the memory kinds that can be registered.
         max_notification: longest payload of a notification, in bytes.
         cancel: whether ``cancel`` can end a transfer early.
-        background_progress: whether transfers go on, and peers are served, without calls.
+        background_progress: whether transfers go on, and peers are served, without calls. That one
+            has ended may take a ``poll`` to be noticed, and its notification to be sent.
         quiescence: when a failed transfer becomes FAILED.
         max_outstanding: how many transfers may be unfinished at once; ``None``: no limit.
     """
@@ -218,6 +219,13 @@ class Transport(ABC):
 
         An error means that grace failed, not that closing failed.
         """
+
+    # What a driver may add.
+
+    @property
+    def library(self) -> str:
+        """The library that moves the bytes and its version, for people; empty if it needs none."""
+        return ""
 
     # What the capabilities may deny; the defaults refuse.
 

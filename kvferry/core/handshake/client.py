@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 import zmq
 
-from kvferry.core.errors import HandshakeError, IncompatibleError, WireError
+from kvferry.core.errors import HandshakeError, IncompatibleError, RefusedError, WireError
 from kvferry.core.handshake.agree import EngineInfo, engine_info
 from kvferry.core.handshake.sockets import (
     Context,
@@ -65,7 +65,8 @@ def fetch(
 
     Raises:
         IncompatibleError: the two builds have no protocol version in common.
-        HandshakeError: there was no answer, a refusal, or an answer that is none; says where, why
+        RefusedError: whoever listens there is of kvferry, and refuses; says why.
+        HandshakeError: there was no answer, or an answer that is none; says where, why
             and what to do.
     """
     where = f"engine {engine!r} at {place(host, port)}"
@@ -73,7 +74,7 @@ def fetch(
     with _explained(where, host, port):
         reply = _exchange(ask, host, port, timeout, context)
         if not isinstance(reply, Payloads):
-            raise HandshakeError(_unexpected(reply))
+            raise _unexpected(reply)
         info = engine_info(reply.ranks)
         if info.engine != engine:
             raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
@@ -87,7 +88,7 @@ def ping(
     with _explained(f"engine {engine!r} at {place(host, port)}", host, port):
         reply = _exchange(Ping(engine=engine), host, port, timeout, context)
         if not isinstance(reply, Pong):
-            raise HandshakeError(_unexpected(reply))
+            raise _unexpected(reply)
         return Incarnation(reply.incarnation)
 
 
@@ -99,7 +100,7 @@ def _explained(where: str, host: str, port: int) -> Iterator[None]:
     except IncompatibleError as exc:
         raise IncompatibleError(f"{where}: {exc}") from exc
     except HandshakeError as exc:
-        raise HandshakeError(f"{where}: {exc}{_loopback_hint(host, port)}") from exc
+        raise type(exc)(f"{where}: {exc}{_loopback_hint(host, port)}") from exc
 
 
 def _loopback_hint(host: str, port: int) -> str:
@@ -116,10 +117,10 @@ def _loopback_hint(host: str, port: int) -> str:
     )
 
 
-def _unexpected(reply: Reply) -> str:
+def _unexpected(reply: Reply) -> HandshakeError:
     if isinstance(reply, Refusal):
-        return f"refused: {reply.reason}"
-    return f"answered with a {type(reply).__name__}, which was not asked for"
+        return RefusedError(f"refused: {reply.reason}")
+    return HandshakeError(f"answered with a {type(reply).__name__}, which was not asked for")
 
 
 def _exchange(

@@ -1,0 +1,107 @@
+"""``kvferry bench``: how fast a driver is here, beside a memcpy of the same run.
+
+Two processes with a buffer each: this one reads, or writes, the other's, in blocks of several
+sizes, in a row and scattered. Before a case is timed, every byte that it moved is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from kvferry.cli.bench import report
+from kvferry.cli.bench.grid import BLOCKS, SIZES, BenchError, Case, cases, options_of, sizes_of
+from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
+from kvferry.core.registry import create
+from kvferry.core.transport import Transport
+
+INTERRUPTED = 130
+
+
+def run(
+    *,
+    driver: str,
+    options: Sequence[str] = (),
+    sizes: str = SIZES,
+    blocks: str = BLOCKS,
+    write: bool = False,
+    memory: str = "cpu",
+    seconds: float = 20.0,
+    as_json: bool = False,
+    plot: Path | None = None,
+) -> int:
+    """Measure, and print what came of it.
+
+    Args:
+        driver: the name of an installed driver.
+        options: its ``driver_options``, each ``KEY=VALUE``.
+        sizes: bytes of the transfers, and ``blocks``: of their copies; such as ``4K,1M``.
+        write: whether to measure writes, too.
+        memory: kind of both buffers, as ``kvferry.testing.memory.allocate`` takes it.
+        seconds: about how long to measure, all in all.
+        as_json: print JSON instead of a table.
+        plot: where to draw a picture.
+
+    Returns:
+        The exit status: 0, or 130 after Ctrl-C.
+
+    Raises:
+        KVFerryError: it could not be measured, or a byte was wrong; says why. Nothing is left
+            behind.
+    """
+    grid = cases(
+        sizes_of(sizes, "--size"), sizes_of(blocks, "--block"), ("read", "write")[: 1 + write]
+    )
+    if plot is not None:
+        report.check_plot(plot)
+    try:
+        setup, results = _measured(driver, options_of(options), grid, memory, seconds)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted: both processes have been ended.")
+        return INTERRUPTED
+    if plot is not None:
+        report.draw(plot, setup, results)
+    report.show(setup, results, as_json=as_json)
+    return 0
+
+
+def _measured(
+    driver: str, options: dict[str, object], grid: Sequence[Case], memory: str, seconds: float
+) -> tuple[report.Setup, list[Result]]:
+    nbytes = max(case.size for case in grid)
+    with ExitStack() as stack:
+        transport = create(driver, options)  # before all else: most mistakes end here
+        stack.callback(transport.close)
+        _check_capabilities(driver, transport, grid, memory)
+        setup = report.setup(driver, options, memory, transport)
+        near, memcpy = near_buffer(memory, nbytes), memcpy_of(memory, nbytes)
+        far = stack.enter_context(far_process(driver, options, memory, nbytes))
+        bench = Bench(transport, far, near, memcpy)
+        # Transports go first: of both, each may still touch the other's buffer.
+        stack.callback(transport.close)
+        with report.progress(len(grid)) as show:
+            return setup, [_one(bench, case, seconds / len(grid), show) for case in grid]
+
+
+def _one(bench: Bench, case: Case, seconds: float, show: report.Show) -> Result:
+    show(str(case))
+    return bench.measure(case, seconds)
+
+
+def _check_capabilities(
+    driver: str, transport: Transport, grid: Sequence[Case], memory: str
+) -> None:
+    can, kind = transport.capabilities, memory.partition(":")[0]
+    lacking = sorted({case.op for case in grid} - can.ops)
+    # Memory that a function of the user's makes is of a kind that only its region tells.
+    unknown = kind in ("cpu", "cuda") and kind not in can.memory
+    if lacking or unknown:
+        raise BenchError(
+            f"driver {driver!r} can {', '.join(sorted(can.ops)) or 'do nothing'} with memory of "
+            f"kind {', '.join(sorted(can.memory)) or 'none'} here, and asked for is "
+            f"{', '.join(lacking) or 'moving'} with {kind}: choose another driver (kvferry drivers "
+            "lists them), --memory, or leave --write out"
+        )

@@ -1,0 +1,255 @@
+"""Two processes, and what a transfer between them takes."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvferry.cli.bench.grid import BenchError, Case
+from kvferry.core.copies import Copies
+from kvferry.core.transport import State, Status, Transport
+from kvferry.testing.memory import Buffer, Bytes, allocate, pattern
+from kvferry.testing.peers import Process
+
+ROUNDS = (3, 1000)
+"""The fewest and the most that a case is measured."""
+DEADLINE_SECONDS = 120.0
+"""No transfer may take longer."""
+BUSY_SECONDS = 0.001
+"""For so long a transfer is polled without pause."""
+
+FAR, NEAR = 1, 2
+"""Seeds of what the two buffers hold."""
+
+Memcpy = Callable[[int], None]
+"""Copies so many bytes within this process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a case took.
+
+    Attributes:
+        case: what was measured.
+        rounds: how many times.
+        seconds: from the call until ``poll`` says done, the median of all rounds.
+        memcpy_seconds: the median of the same bytes copied in one piece, in turns with those.
+    """
+
+    case: Case
+    rounds: int
+    seconds: float
+    memcpy_seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes per second."""
+        return self.case.size / self.seconds / 1e9
+
+    @property
+    def memcpy_gb_per_s(self) -> float:
+        """Likewise."""
+        return self.case.size / self.memcpy_seconds / 1e9
+
+    @property
+    def us_per_copy(self) -> float:
+        """Microseconds."""
+        return self.seconds / self.case.copies * 1e6
+
+    @property
+    def ratio(self) -> float:
+        """The speed as a part of memcpy's."""
+        return self.memcpy_seconds / self.seconds
+
+
+class Bench:
+    """This process's side, connected to the other one.
+
+    Args:
+        transport: of this process; who made it closes it.
+        far: the other process, with a buffer of the same size.
+        near: the buffer of this process.
+        memcpy: what to compare with.
+    """
+
+    def __init__(self, transport: Transport, far: Process, near: Buffer, memcpy: Memcpy) -> None:
+        self._transport, self._far, self._near, self._memcpy = transport, far, near, memcpy
+        transport.register(near.region)
+        with _blamed("start"):
+            self._peer = transport.connect(far.address())
+
+    def measure(self, case: Case, seconds: float) -> Result:
+        """Move a case's bytes, compare every one of them, and then take the time.
+
+        Args:
+            case: what to move.
+            seconds: for about how long to repeat it.
+
+        Raises:
+            BenchError: a transfer failed, or a byte is wrong.
+        """
+        copies = case.batch(self._near.region, self._far.region)
+        self._check(case, copies)
+        taken: list[tuple[float, float]] = []
+        deadline = time.perf_counter() + seconds
+        while len(taken) < ROUNDS[0] or (len(taken) < ROUNDS[1] and time.perf_counter() < deadline):
+            moved = _seconds(lambda: self._move(case, copies))
+            taken.append((moved, _seconds(lambda: self._memcpy(case.size))))
+        return Result(
+            case=case,
+            rounds=len(taken),
+            seconds=statistics.median(moved for moved, _ in taken),
+            memcpy_seconds=statistics.median(copied for _, copied in taken),
+        )
+
+    def _check(self, case: Case, copies: Copies) -> None:
+        local, remote = case.places()
+        if case.op == "read":
+            self._near.put(np.zeros(case.size, np.uint8))
+            self._move(case, copies)
+            found, source = self._near.get(0, case.size), self._far.content
+            expected = _moved(source, case, remote, local)
+        else:
+            source = pattern(case.size, NEAR)
+            self._near.put(source)
+            with _blamed(str(case)):
+                self._far.reset()
+                self._move(case, copies)
+                found = self._far.get()[: case.size]
+            expected = _moved(source, case, local, remote)
+        if wrong := int(np.count_nonzero(found != expected)):
+            raise BenchError(
+                f"{wrong:,} of {case.size:,} bytes are wrong after a {case}: the driver says that "
+                "it is done, and it is not; do not use it"
+            )
+
+    def _move(self, case: Case, copies: Copies) -> None:
+        transport = self._transport
+        start = transport.read if case.op == "read" else transport.write
+        transfer = start(self._peer, copies)
+        begun = time.perf_counter()
+        while not (status := transport.poll([transfer])[0]).state.final:
+            _refuse(case, status, time.perf_counter() - begun)
+            _pause(time.perf_counter() - begun)
+        transport.forget(transfer)
+        if status.state is not State.DONE:
+            raise BenchError(f"a {case} failed: {status.error}")
+
+
+def _refuse(case: Case, status: Status, elapsed: float) -> None:
+    """Of a transfer that is not final."""
+    if status.state is State.DOOMED:
+        raise BenchError(f"a {case} failed: {status.error}")
+    if elapsed > DEADLINE_SECONDS:
+        raise BenchError(f"a {case} has not ended after {elapsed:.0f} s")
+
+
+def _pause(elapsed: float) -> None:
+    """Leave the processor to whom moves the bytes, and miss the end by two percent at most."""
+    time.sleep(0 if elapsed < BUSY_SECONDS else elapsed / 50)
+
+
+def _moved(source: Bytes, case: Case, taken: Any, put: Any) -> Bytes:  # noqa: ANN401 - indices
+    """What the target must hold: blocks taken from one place, and put into another."""
+    target = np.empty((case.copies, case.block), np.uint8)
+    target[put] = source[: case.size].reshape(target.shape)[taken]
+    flat: Bytes = target.reshape(-1)
+    return flat
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+@contextmanager
+def far_process(
+    driver: str, options: Mapping[str, object], memory: str, nbytes: int
+) -> Iterator[Process]:
+    """A second process with a transport and a buffer; ended when the block is left.
+
+    Ctrl-C is this process's to handle: the other never gets to know of it, and ends when this one
+    does, however that happens.
+
+    Raises:
+        BenchError: it does not start.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with _blamed("start"):
+            process = Process(
+                "kvferry.core.registry:create",
+                {"name": driver, "options": dict(options)},
+                memory,
+                nbytes,
+                FAR,
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    with process:
+        yield process
+
+
+@contextmanager
+def _blamed(what: str) -> Iterator[None]:
+    """What the other process cannot do is this one's error."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as exc:
+        raise BenchError(f"the second process failed ({what}): {exc}") from exc
+
+
+def near_buffer(memory: str, nbytes: int) -> Buffer:
+    """This process's buffer.
+
+    Raises:
+        BenchError: there is no such memory here.
+    """
+    try:
+        return allocate(memory, nbytes)
+    except (ImportError, RuntimeError, OSError, ValueError) as exc:
+        raise BenchError(
+            f"--memory {memory}: no buffer of {nbytes:,} bytes ({type(exc).__name__}: {exc}); cuda "
+            "needs torch and a GPU"
+        ) from exc
+
+
+def memcpy_of(memory: str, nbytes: int) -> Memcpy:
+    """A memcpy within memory of this kind; of CPU memory, for kinds that only the user knows."""
+    if memory.partition(":")[0] == "cuda":
+        return _cuda_memcpy(memory, nbytes)
+    source, target = (_pages(nbytes) for _ in range(2))
+
+    def copy(count: int) -> None:
+        np.copyto(target[:count], source[:count])
+
+    return copy
+
+
+def _pages(nbytes: int) -> Bytes:
+    """Memory with pages like those that are read: numpy would ask for huge ones. Touched."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found: Bytes = np.frombuffer(memory, np.uint8)
+    found[:] = 1
+    return found
+
+
+def _cuda_memcpy(memory: str, nbytes: int) -> Memcpy:
+    torch: Any = importlib.import_module("torch")
+    source, target = (torch.ones(nbytes, dtype=torch.uint8, device=memory) for _ in range(2))
+
+    def copy(count: int) -> None:
+        target[:count].copy_(source[:count])
+        torch.cuda.synchronize(target.device)
+
+    return copy

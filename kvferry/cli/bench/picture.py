@@ -1,0 +1,59 @@
+"""The picture that ``kvferry bench --plot`` draws: speed by block size, beside memcpy's.
+
+It needs matplotlib, and draws without pyplot, which would look for a display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvferry.cli.bench.grid import BenchError
+from kvferry.cli.bench.measure import Result
+from kvferry.cli.plan.words import size
+
+WIDTH, HEIGHT = 5.2, 4.0
+"""Inches of a panel."""
+
+
+def draw(path: Path, title: str, results: Sequence[Result]) -> None:
+    """Write the picture, a panel for each operation and order.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+    ops = sorted({result.case.op for result in results})
+    orders = sorted({result.case.scattered for result in results}, reverse=True)
+    figure = Figure(figsize=(WIDTH * len(orders), HEIGHT * len(ops)), layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(len(ops), len(orders), sharex=True, sharey=True, squeeze=False)
+    for axes, (op, scattered) in zip(panels.flat, product(ops, orders), strict=True):
+        found = [r for r in results if (r.case.op, r.case.scattered) == (op, scattered)]
+        _panel(axes, f"{op}, {'scattered' if scattered else 'in a row'}", found)
+    try:
+        with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text
+            figure.savefig(path, dpi=150)
+    except OSError as exc:
+        raise BenchError(f"{path} cannot be written: {exc.strerror}") from exc
+
+
+def _panel(axes: Axes, title: str, results: Sequence[Result]) -> None:
+    sizes = sorted({result.case.size for result in results})
+    for number, total in enumerate(sizes):
+        rows = sorted((r for r in results if r.case.size == total), key=lambda r: r.case.block)
+        blocks = [r.case.block for r in rows]
+        colour = mpl.colormaps["viridis"](0.8 * number / max(1, len(sizes) - 1))
+        axes.plot(blocks, [r.gb_per_s for r in rows], "o-", color=colour, label=size(total))
+        axes.plot(blocks, [r.memcpy_gb_per_s for r in rows], ":", color=colour)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    blocks = sorted({result.case.block for result in results})
+    axes.set_xticks(blocks, [size(block) for block in blocks], minor=False)
+    axes.set(title=title, xlabel="block", ylabel="GB/s (dotted: memcpy)")
+    axes.grid(alpha=0.3)
+    axes.legend(title="size")

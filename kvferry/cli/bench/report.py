@@ -1,0 +1,184 @@
+"""What ``kvferry bench`` prints, and what it draws."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from kvferry.cli.bench.grid import BenchError
+from kvferry.cli.bench.measure import Result
+from kvferry.cli.plan.words import size
+from kvferry.core.registry import installed
+from kvferry.core.transport import Transport
+
+Show = Callable[[str], None]
+"""Says what is measured next."""
+
+FORMATS = (".svg", ".png", ".pdf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What was measured, on which machine; ``load`` is that of the minute before."""
+
+    driver: str
+    distribution: str
+    library: str
+    options: Mapping[str, object]
+    memory: str
+    cores: int
+    load: float
+    kernel: str
+    machine: str
+    python: str
+    numpy: str
+
+
+def setup(driver: str, options: Mapping[str, object], memory: str, transport: Transport) -> Setup:
+    """The conditions, as they are now."""
+    info = next(info for info in installed() if info.name == driver)
+    return Setup(
+        driver=driver,
+        distribution=f"{info.distribution} {info.version}",
+        library=transport.library,
+        options=options,
+        memory=memory,
+        cores=os.cpu_count() or 0,
+        load=round(os.getloadavg()[0], 1),
+        kernel=platform.release(),
+        machine=platform.machine(),
+        python=platform.python_version(),
+        numpy=np.__version__,
+    )
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Show]:
+    """A bar on stderr, where that is a terminal. Each call of what it gives is a step."""
+    console = Console(stderr=True)
+    with Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        refresh_per_second=2,  # what it draws with is what moves the bytes
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=total)
+        begun = iter(range(total))
+
+        def show(what: str) -> None:
+            bar.update(task, description=what, completed=next(begun))
+
+        yield show
+
+
+def show(made: Setup, results: Sequence[Result], *, as_json: bool) -> None:
+    """Print JSON, or a table and the conditions."""
+    if as_json:
+        Console().print_json(json.dumps(_record(made, results)))
+        return
+    console = Console(highlight=False)
+    console.print(_table(results))
+    console.print()
+    console.print(
+        "GB/s: 10^9 bytes a second, from the call until done, the median of all rounds. memcpy: "
+        "the same bytes in one piece within one process, in turns with it. of it: the speed as a "
+        "part of memcpy's."
+    )
+    for name, value in asdict(made).items():
+        console.print(f"{name}: {escape(str(value))}", style="dim")
+
+
+def _record(made: Setup, results: Sequence[Result]) -> dict[str, object]:
+    return {"conditions": asdict(made), "results": [_figures(result) for result in results]}
+
+
+def _figures(result: Result) -> dict[str, object]:
+    return {
+        **asdict(result.case),
+        "copies": result.case.copies,
+        "rounds": result.rounds,
+        "seconds": result.seconds,
+        "gb_per_s": _digits(result.gb_per_s),
+        "us_per_copy": _digits(result.us_per_copy),
+        "memcpy_gb_per_s": _digits(result.memcpy_gb_per_s),
+        "ratio": _digits(result.ratio),
+    }
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _table(results: Sequence[Result]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("op", "order"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("size", "block", "copies", "GB/s", "µs a copy", "memcpy", "of it"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    last = None
+    for one in results:
+        case = one.case
+        if last not in (None, (case.op, case.size)):
+            table.add_row()
+        last = (case.op, case.size)
+        table.add_row(
+            case.op,
+            case.order,
+            size(case.size),
+            size(case.block),
+            f"{case.copies:,}",
+            f"[bold]{_short(one.gb_per_s)}[/]",
+            _short(one.us_per_copy),
+            _short(one.memcpy_gb_per_s),
+            _short(one.ratio),
+        )
+    return table
+
+
+def _short(value: float) -> str:
+    """Two digits after the point, or more where these would be zeros."""
+    return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def check_plot(path: Path) -> None:
+    """Before anything is measured: whether a picture can be drawn there.
+
+    Raises:
+        BenchError: it cannot; says why.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise BenchError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
+    if not os.access(path.parent, os.W_OK):
+        raise BenchError(f"--plot {path}: {path.parent} is no folder that can be written to")
+    try:
+        import matplotlib  # noqa: F401 - only to see that it is there
+    except ModuleNotFoundError as exc:
+        raise BenchError(
+            "--plot draws with matplotlib, which is not installed: pip install 'kvferry[plot]'"
+        ) from exc
+
+
+def draw(path: Path, made: Setup, results: Sequence[Result]) -> None:
+    """Draw the figures.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+    from kvferry.cli.bench.picture import draw as drawn
+
+    title = f"{made.driver} ({made.distribution}), {made.memory} memory, two processes"
+    drawn(path, title, results)

@@ -1,0 +1,134 @@
+"""``kvferry doctor``: what this machine can do for a hand-over, and what to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvferry.cli.doctor import channel, devices, kernel, software
+from kvferry.cli.doctor.finding import Finding, Verdict
+from kvferry.cli.doctor.probe import probe
+from kvferry.core.errors import KVFerryError
+
+MARKS = {
+    Verdict.OK: "[green]✓[/]",
+    Verdict.WARN: "[yellow]![/]",
+    Verdict.BAD: "[red]✗[/]",
+}
+INTERRUPTED = 130
+
+
+class DoctorError(KVFerryError):
+    """What to look at was not said in full."""
+
+
+def run(
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    engine: str | None = None,
+    as_json: bool = False,
+) -> int:
+    """Look at everything, and print what was found.
+
+    Args:
+        host, port: the side channel of a running engine, to be asked, too.
+        engine: which engine should answer there; None for any.
+        as_json: print JSON instead of a table.
+
+    Returns:
+        The exit status: 1 if something is bad, 130 after Ctrl-C, otherwise 0.
+
+    Raises:
+        DoctorError: of host and port only one is given, or an engine without them.
+    """
+    if (host is None) != (port is None) or (engine is not None and host is None):
+        raise DoctorError("a running engine is asked at --host HOST --port PORT; give both")
+    try:
+        findings = list(_findings(host, port, engine))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if as_json:
+        Console().print_json(json.dumps(_record(findings)))
+    else:
+        _print(findings)
+    return int(worst(findings) is Verdict.BAD)
+
+
+def worst(findings: Sequence[Finding]) -> Verdict:
+    """The verdict on all of them."""
+    order = list(Verdict)
+    return max((finding.verdict for finding in findings), key=order.index, default=Verdict.OK)
+
+
+def _findings(host: str | None, port: int | None, engine: str | None) -> Iterator[Finding]:
+    with _step("loading the drivers"):
+        probed = probe()
+    yield software.python()
+    yield software.package()
+    yield software.vllm()
+    yield from software.drivers(probed)
+    yield kernel.reading()
+    yield kernel.ptrace_scope()
+    yield from _hardware()
+    yield kernel.shared_memory()
+    yield from channel.channels()
+    if host is not None and port is not None:
+        yield channel.running(host, port, engine)
+
+
+def _hardware() -> Iterator[Finding]:
+    gpus, nics = devices.gpus(), devices.nics()
+    yield devices.gpu(gpus)
+    yield devices.rdma()
+    if gpus and nics:
+        yield devices.direct()
+    yield kernel.locked_memory(rdma=bool(nics))
+
+
+@contextmanager
+def _step(title: str) -> Iterator[None]:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(title):
+        yield
+
+
+def _record(findings: Sequence[Finding]) -> dict[str, object]:
+    return {
+        "verdict": worst(findings).value,
+        "findings": [
+            {
+                "name": finding.name,
+                "verdict": finding.verdict.value,
+                "found": finding.found,
+                "remedy": finding.remedy,
+            }
+            for finding in findings
+        ],
+    }
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold", max_width=32)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        table.add_row(MARKS[finding.verdict], escape(finding.name), escape(finding.found))
+        if finding.remedy:
+            table.add_row("", "", f"[bold]→ {escape(finding.remedy)}[/]")
+    console.print(table)
+    counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
+    console.print(
+        f"\n{counts[Verdict.BAD]} bad, {counts[Verdict.WARN]} worth knowing, "
+        f"{counts[Verdict.OK]} fine"
+    )

@@ -1,0 +1,117 @@
+"""Side channels: whether one can be bound and reached, and whether a running engine's answers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+from kvferry.cli.doctor.finding import Finding, bad, ok, warn
+from kvferry.core.errors import HandshakeError, RefusedError
+from kvferry.core.handshake import HandshakeServer, ping
+from kvferry.core.layout import Group, GroupKind, Layout
+from kvferry.core.lifecycle.holds import random_incarnation
+from kvferry.core.memory import Region
+from kvferry.core.wire import (
+    NEWEST_PROTOCOL,
+    OLDEST_PROTOCOL,
+    Coordinates,
+    RankPayload,
+    encode,
+)
+
+LOOPBACK = "127.0.0.1"
+ELSEWHERE = "192.0.2.1"
+"""An address of nobody (RFC 5737), for asking the kernel by which of ours it would go there."""
+SECONDS = 5.0
+ENGINE = "kvferry-doctor"
+
+
+def channels() -> Iterator[Finding]:
+    """A side channel on the loopback address, and on the one that other hosts see."""
+    yield _served(LOOPBACK)
+    address = own_address()
+    if address is None:
+        yield warn(
+            "side channel",
+            "this host has no route but to itself: engines of other hosts cannot reach it",
+            "connect it to a network, unless both engines run here",
+        )
+    elif address != LOOPBACK:
+        yield _served(address)
+
+
+def own_address() -> str | None:
+    """The address by which this host would go elsewhere. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ELSEWHERE, 9))
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def _served(host: str) -> Finding:
+    name = f"side channel at {host}"
+    payload = _payload()
+    try:
+        with HandshakeServer(
+            [encode(payload)], engine=ENGINE, incarnation=payload.incarnation, host=host
+        ) as server:
+            answered = ping(host, server.port, ENGINE, timeout=SECONDS)
+    except HandshakeError as exc:
+        return bad(
+            name,
+            _why(exc),
+            "let this host reach its own ports by TCP at that address, or set side_channel_host to "
+            "another",
+        )
+    if answered != payload.incarnation:
+        return bad(name, "another process answered", "find out what redirects connections here")
+    return ok(name, "bound, and reached from here")
+
+
+def running(host: str, port: int, engine: str | None) -> Finding:
+    """The side channel of a running engine.
+
+    Args:
+        host, port: where its tickets say that it listens.
+        engine: its id; if that is None, whoever answers is fine.
+    """
+    name = f"engine at {host} port {port}"
+    try:
+        incarnation = ping(host, port, engine or ENGINE, timeout=SECONDS)
+    except RefusedError as exc:
+        if engine is None:
+            return ok(name, f"a side channel of kvferry answers; it {_why(exc)}")
+        return bad(name, f"it {_why(exc)}", "correct --engine, or --port: it is of another engine")
+    except HandshakeError as exc:
+        return bad(
+            name,
+            _why(exc),
+            "start the engine, or correct --host and --port: they are its side_channel_host, an "
+            "address that is reached from here, and its side_channel_port",
+        )
+    return ok(name, f"engine {engine} answers, incarnation {incarnation}")
+
+
+def _why(error: HandshakeError) -> str:
+    """Without where: the finding's name says that."""
+    return str(error.__cause__ or error)
+
+
+def _payload() -> RankPayload:
+    """What a rank without any cache would publish."""
+    return RankPayload(
+        oldest=OLDEST_PROTOCOL,
+        newest=NEWEST_PROTOCOL,
+        engine=ENGINE,
+        incarnation=random_incarnation(),
+        rank=0,
+        coordinates=Coordinates(),
+        agreement={},
+        layout=Layout(regions=(), groups=(Group(kind=GroupKind.PAGED, block_tokens=1),), fields=()),
+        driver="none",
+        address=b"",
+        slots=Region(address=8, nbytes=8),
+    )

@@ -1,0 +1,129 @@
+"""NICs with RDMA, and GPUs, as the kernel shows them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvferry.cli.doctor.finding import Finding, ok, warn
+
+RDMA, GPU, DIRECT = "RDMA", "GPU", "GPU memory over RDMA"
+SMI_SECONDS = 10.0
+SMI_QUERY = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
+VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+
+
+def nics(root: Path = Path("/")) -> list[str]:
+    """The names of the NICs with RDMA."""
+    return sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
+
+
+def rdma(root: Path = Path("/")) -> Finding:
+    """NICs, whether a port of theirs is up, and whether this process may use them."""
+    found = nics(root)
+    if not found:
+        return ok(RDMA, "no NIC with RDMA: between hosts bytes go by TCP")
+    ports = [port for nic in found for port in _ports(root, nic)]
+    said = "; ".join(ports) or ", ".join(found)
+    if not any("ACTIVE" in port for port in ports):
+        return warn(RDMA, said, "no port is active: check the cable and the switch")
+    verbs = sorted((root / "dev/infiniband").glob("uverbs*"))
+    if not any(os.access(path, os.R_OK | os.W_OK) for path in verbs):
+        return warn(
+            RDMA,
+            f"{said}; but this process may not use /dev/infiniband/uverbs*",
+            "give it the devices (--device=/dev/infiniband for a container), and the right to open "
+            "them",
+        )
+    return ok(RDMA, said)
+
+
+def _ports(root: Path, nic: str) -> Iterator[str]:
+    for port in sorted((root / "sys/class/infiniband" / nic / "ports").glob("*")):
+        facts = (_text(port / name) for name in ("link_layer", "rate", "state"))
+        yield f"{nic}:{port.name} {', '.join(fact for fact in facts if fact)}"
+
+
+def gpus(root: Path = Path("/")) -> list[str]:
+    """The GPUs, in words; with less detail where their driver is not installed."""
+    return _from_smi() or _from_proc(root) or _from_bus(root)
+
+
+def gpu(found: list[str], *, library: str = "libcuda.so.1") -> Finding:
+    """What there is, and whether CUDA's driver can be loaded."""
+    if not found:
+        return ok(GPU, "none")
+    said = "; ".join(found)
+    if "AMD" in said or _loads(library):
+        return ok(GPU, said)
+    return warn(
+        GPU,
+        f"{said}; but {library} does not load, so that no driver can offer cuda memory",
+        "install NVIDIA's driver, or give the container the GPU (--gpus all)",
+    )
+
+
+def direct(root: Path = Path("/")) -> Finding:
+    """Whether a NIC can read GPU memory; asked where there are both."""
+    loaded = [name for name in PEER_MODULES if (root / "sys/module" / name).exists()]
+    if loaded:
+        return ok(DIRECT, f"kernel module {loaded[0]} is loaded")
+    return warn(
+        DIRECT,
+        f"none of the kernel modules {', '.join(PEER_MODULES)} is loaded",
+        "modprobe nvidia_peermem, unless UCX and the kernel use dmabuf",
+    )
+
+
+def _from_smi() -> list[str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        run = subprocess.run(
+            [program, *SMI_QUERY],
+            capture_output=True,
+            text=True,
+            timeout=SMI_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = [line.strip() for line in run.stdout.splitlines() if line.strip()]
+    return [f"{line} (driver)" for line in lines] if run.returncode == 0 else []
+
+
+def _from_proc(root: Path) -> list[str]:
+    found = []
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        lines = _text(path).splitlines()
+        model = next((line for line in lines if line.startswith("Model:")), "Model: NVIDIA GPU")
+        found.append(model.partition(":")[2].strip())
+    return found
+
+
+def _from_bus(root: Path) -> list[str]:
+    cards = sorted((root / "sys/class/drm").glob("card[0-9]*/device/vendor"))
+    vendors = {str(path.parent.resolve()): VENDORS.get(_text(path)) for path in cards}
+    return [f"{vendor} GPU at {Path(at).name}" for at, vendor in vendors.items() if vendor]
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

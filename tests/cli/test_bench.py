@@ -1,0 +1,303 @@
+"""``kvferry bench`` as a user runs it, and what it is made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.cli.bench import run
+from kvferry.cli.bench.grid import Case, options_of, sizes_of
+from kvferry.cli.bench.measure import Result
+from kvferry.core.errors import KVFerryError
+from kvferry.core.memory import Region
+from tests.cli.installing import install
+
+COMMAND = [sys.executable, "-W", "error", "-c", "from kvferry.cli import main; main()", "bench"]
+SMALL = ("--size", "8K,64K", "--block", "4K,64K", "--seconds", "0.1")
+
+DRIVERS = """
+import os
+import sys
+from ctypes import memmove
+from dataclasses import replace
+
+from kvferry.core.errors import TransportError
+from kvferry.core.transport import State, Status
+from kvferry.drivers.loopback import LoopbackTransport
+
+
+class Flipping(LoopbackTransport):
+    '''Gets the first byte of what it reads wrong.'''
+
+    def read(self, peer, copies, notify=None):
+        transfer = super().read(peer, copies, notify)
+        memmove(int(copies.local[0]), b"\\x00", 1)
+        return transfer
+
+
+class Swapping(LoopbackTransport):
+    '''Writes what belongs elsewhere.'''
+
+    def write(self, peer, copies, notify=None):
+        return super().write(peer, replace(copies, remote=copies.remote[::-1].copy()), notify)
+
+
+class Telling(LoopbackTransport):
+    '''Says on stderr who it is, and when it is first asked to move bytes; and never ends.'''
+
+    def __init__(self):
+        super().__init__()
+        print(os.getpid(), file=sys.stderr, flush=True)
+
+    def read(self, peer, copies, notify=None):
+        print("reading", file=sys.stderr, flush=True)
+        return super().read(peer, copies, notify)
+
+    def poll(self, transfers):
+        return [Status(state=State.PENDING) for _ in transfers]
+
+
+class Failing(LoopbackTransport):
+    '''Fails every transfer.'''
+
+    def poll(self, transfers):
+        return [Status(state=State.FAILED, error=TransportError("no luck")) for _ in transfers]
+
+
+class Reading(LoopbackTransport):
+    '''Cannot write.'''
+
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, ops=frozenset({"read"}))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    names = ("Flipping", "Swapping", "Telling", "Failing", "Reading")
+    return install(tmp_path, DRIVERS, **{name.lower(): name for name in names})
+
+
+def bench(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def test_measures_every_case_and_draws_it(environment: dict[str, str], tmp_path: Path) -> None:
+    picture = tmp_path / "speed.svg"
+    plot = ("--plot", str(picture)) if _has_matplotlib() else ()
+    ran = bench(environment, "loopback", *SMALL, "--write", "--json", *plot)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    record = json.loads(ran.stdout)
+    assert record["conditions"]["driver"] == "loopback"
+    rows: list[dict[str, Any]] = record["results"]
+    found = [(r["op"], r["size"], r["block"], r["scattered"]) for r in rows]
+    assert found == [
+        (op, size << 10, block << 10, scattered)
+        for op in ("read", "write")
+        for size, block, scattered in (
+            (8, 4, True),
+            (8, 4, False),
+            (64, 4, True),
+            (64, 4, False),
+            (64, 64, False),
+        )
+    ]
+    for row in rows:
+        assert row["copies"] * row["block"] == row["size"]
+        assert row["gb_per_s"] == pytest.approx(row["size"] / row["seconds"] / 1e9, rel=1e-3)
+        assert row["ratio"] == pytest.approx(row["gb_per_s"] / row["memcpy_gb_per_s"], rel=1e-2)
+        assert row["us_per_copy"] == pytest.approx(row["seconds"] / row["copies"] * 1e6, rel=1e-3)
+    if plot:
+        texts = {text.strip() for text in ET.parse(picture).getroot().itertext() if text.strip()}
+        assert {"read, scattered", "write, in a row", "8 KiB", "64 KiB"} <= texts
+
+
+def test_prints_a_table_within_80_columns(environment: dict[str, str]) -> None:
+    narrow = environment | {"COLUMNS": "80"}
+    ran = bench(narrow, "loopback", *SMALL, "--option", "threads=1")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    lines = ran.stdout.splitlines()
+    assert lines[0].split()[:5] == ["op", "order", "size", "block", "copies"]
+    assert lines[1].split()[:8] == [
+        "read",
+        "scattered",
+        "8",
+        "KiB",
+        "4",
+        "KiB",
+        "2",
+        lines[1].split()[7],
+    ]
+    assert max(map(len, lines)) <= 80
+    assert "options: {'threads': 1}" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("driver", "arguments", "words"),
+    [
+        ("flipping", (), "bytes are wrong after a read"),
+        ("swapping", ("--write",), "bytes are wrong after a write"),
+        ("failing", (), "failed: no luck"),
+    ],
+)
+def test_a_driver_that_is_wrong_is_found_out(
+    environment: dict[str, str], driver: str, arguments: tuple[str, ...], words: str
+) -> None:
+    ran = bench(environment, driver, *SMALL, *arguments)
+    assert ran.returncode == 1
+    assert words in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_what_a_driver_cannot_do_is_refused(environment: dict[str, str]) -> None:
+    ran = bench(environment, "reading", *SMALL, "--write")
+    assert ran.returncode == 1
+    assert "asked for is write" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"driver": "nonsense"}, "no driver 'nonsense' is installed"),
+        ({"options": ["nonsense=1"]}, "nonsense"),
+        ({"options": ["threads"]}, "write KEY=VALUE"),
+        ({"sizes": "4Q"}, "--size: '4Q' is no size"),
+        ({"sizes": "0"}, "no size"),
+        ({"blocks": "1T"}, "--block: '1T'"),
+        ({"sizes": "4K", "blocks": "64K"}, "no size is as large as a block"),
+        ({"sizes": "64G", "blocks": "8"}, "at most"),
+        ({"memory": "cuda"}, "asked for is moving with cuda"),
+        ({"plot": Path("picture.jpeg2")}, "must end in .svg"),
+        ({"plot": Path("no/such/folder/picture.svg")}, "is no folder"),
+    ],
+)
+def test_mistakes_end_before_anything_is_started(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(KVFerryError, match=words):
+        run(**{"driver": "loopback"} | arguments)
+
+
+def test_ctrl_c_leaves_nothing_behind(environment: dict[str, str]) -> None:
+    with telling(environment) as (process, far):
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to both processes
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "Traceback" not in said
+        assert "both processes have been ended" in said
+        assert gone(far)
+
+
+def test_killing_it_leaves_nothing_behind(environment: dict[str, str]) -> None:
+    with telling(environment) as (process, far):
+        process.kill()
+        process.wait()
+        assert gone(far)
+
+
+@contextmanager
+def telling(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A run that will not end; its process, and a descriptor of the other one."""
+    process = subprocess.Popen(
+        [*COMMAND, "telling", *SMALL],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    pids = {int(process.stderr.readline()) for _ in range(2)}
+    (other,) = pids - {process.pid}
+    far = os.pidfd_open(other)
+    try:
+        assert process.stderr.readline() == "reading\n"
+        yield process, far
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+        os.close(far)
+
+
+def gone(process: int) -> bool:
+    """Whether the process of a descriptor ends, if it has not yet."""
+    ready, _, _ = select.select([process], [], [], 60)
+    return bool(ready)
+
+
+def test_sizes_are_binary() -> None:
+    assert sizes_of("64K, 4096,1MiB,2g,4k", "--size") == [4096, 1 << 16, 1 << 20, 2 << 30]
+
+
+def test_option_values_are_json_or_text() -> None:
+    said = ["threads=4", "backend=UCX", 'backend_options={"num_threads": 2}', "telemetry=true"]
+    assert options_of(said) == {
+        "threads": 4,
+        "backend": "UCX",
+        "backend_options": {"num_threads": 2},
+        "telemetry": True,
+    }
+
+
+@settings(max_examples=30)
+@given(
+    block=st.integers(1, 300),
+    count=st.integers(1, 100),
+    rest=st.integers(0),
+    scattered=st.booleans(),
+)
+def test_a_case_moves_every_block_once(block: int, count: int, rest: int, scattered: bool) -> None:
+    total = block * count + rest % block
+    case = Case(op="read", size=total // block * block, block=block, scattered=scattered)
+    local, remote = (Region(address=base, nbytes=total) for base in (4096, 1 << 20))
+    batch = case.batch(local, remote)
+    assert batch.total == case.size
+    for starts, region in ((batch.local, local), (batch.remote, remote)):
+        assert np.array_equal(np.sort(starts), region.address + np.arange(count) * block)
+
+
+def test_figures() -> None:
+    case = Case(op="read", size=10**6, block=1000, scattered=True)
+    result = Result(case=case, rounds=3, seconds=1e-3, memcpy_seconds=2.5e-4)
+    assert result.gb_per_s == pytest.approx(1.0)
+    assert result.us_per_copy == pytest.approx(1.0)
+    assert result.memcpy_gb_per_s == pytest.approx(4.0)
+    assert result.ratio == pytest.approx(0.25)
+
+
+@pytest.mark.nixl
+def test_over_nixl(environment: dict[str, str]) -> None:
+    threads = ("--option", 'backend_options={"num_threads": 1}')
+    ran = bench(environment, "nixl", *SMALL, "--write", "--json", *threads)
+    assert ran.returncode == 0, ran.stderr
+    record = json.loads(ran.stdout)
+    assert "UCX" in record["conditions"]["library"]
+    assert len(record["results"]) == 10
+
+
+def _has_matplotlib() -> bool:
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True

@@ -1,0 +1,329 @@
+"""``kvferry doctor`` as a user runs it, and what it makes of machines unlike this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.cli.doctor import DoctorError, channel, devices, kernel, run, software, worst
+from kvferry.cli.doctor.finding import Finding, Verdict, bad, ok, warn
+from kvferry.cli.doctor.probe import Driver, Probed, Ucx
+from kvferry.core import wire
+from kvferry.core.handshake import HandshakeServer
+from tests.cli.installing import install
+from tests.core.messages import payload
+
+COMMAND = [sys.executable, "-W", "error", "-c", "from kvferry.cli import main; main()"]
+
+NOISY = """
+import a_library_that_is_missing
+"""
+CRASHING = """
+import ctypes
+
+from kvferry.drivers.loopback import LoopbackTransport
+
+
+class Driver(LoopbackTransport):
+    '''Of a library that prints, and crashes in its exit handlers.'''
+
+    library = "libcrash 7"
+
+    def __init__(self):
+        super().__init__()
+        print("INFO: here I am", flush=True)
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc.abort, None)
+"""
+DYING = """
+import os
+import sys
+
+print("segmentation fault, say", file=sys.stderr, flush=True)
+os._exit(3)
+"""
+
+
+def kvferry(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def by_name(ran: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    return {finding["name"]: finding for finding in json.loads(ran.stdout)["findings"]}
+
+
+def write(root: Path, **files: str) -> Path:
+    """Files below a folder; two underscores stand for a slash."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+# The command.
+
+
+def test_says_what_works_and_what_does_not(tmp_path: Path) -> None:
+    ran = kvferry(install(tmp_path, NOISY, needy="Driver"), "doctor", "--json")
+    found = by_name(ran)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert json.loads(ran.stdout)["verdict"] == "warn"
+    for name in ("driver loopback", "reading processes", "side channel at 127.0.0.1"):
+        assert found[name]["verdict"] == "ok"
+    needy = found["driver needy"]
+    assert needy["verdict"] == "warn"
+    assert "a_library_that_is_missing" in needy["found"]
+    assert needy["remedy"]
+    assert all(f["remedy"] for f in found.values() if f["verdict"] != "ok")
+    assert {"python", "kvferry", "vllm", "GPU", "RDMA", "locked memory"} <= set(found)
+
+
+def test_a_driver_that_prints_and_crashes_at_exit_does_not_matter(tmp_path: Path) -> None:
+    environment = install(tmp_path, CRASHING, odd="Driver")
+    ran = kvferry(environment, "doctor")
+    assert ran.returncode == 0
+    words = " ".join(ran.stdout.split())
+    assert "driver odd kvferry-fake 1.2 (libcrash 7): read, write of cpu memory" in words
+    assert "0 bad" in words
+    listed = kvferry(environment, "drivers", "--json")
+    assert listed.returncode == 0
+    assert '"library": "libcrash 7"' in listed.stdout
+
+
+def test_a_driver_that_kills_the_process_is_bad_and_the_rest_is_told(tmp_path: Path) -> None:
+    ran = kvferry(install(tmp_path, DYING, deadly="Driver"), "doctor", "--json")
+    found = by_name(ran)
+    assert ran.returncode == 1
+    assert "status 3: segmentation fault, say" in found["drivers"]["found"]
+    assert found["reading processes"]["verdict"] == "ok"
+
+
+def test_an_engine_that_is_not_there_is_bad(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    ran = kvferry(install(tmp_path, ""), "doctor", "--host", "127.0.0.1", "--port", str(port))
+    assert ran.returncode == 1
+    assert "nobody listens there" in " ".join(ran.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [{"host": "here"}, {"port": 1}, {"engine": "prefill"}])
+def test_an_engine_needs_host_and_port(arguments: dict[str, Any]) -> None:
+    with pytest.raises(DoctorError, match="--host HOST --port PORT"):
+        run(**arguments)
+
+
+@pytest.mark.nixl
+def test_ucx_says_what_it_found(tmp_path: Path) -> None:
+    environment = install(tmp_path, "")
+    ran = kvferry(environment, "doctor", "--json")
+    found = by_name(ran)
+    assert ran.returncode == 0
+    assert re.match(r"1\.\d+\.\d+: .*tcp \(.*lo", found["UCX"]["found"])
+    assert "nixl_cu12 " in found["driver nixl"]["found"]
+    assert kvferry(environment, "drivers").returncode == 0
+
+
+# What it is made of.
+
+
+def test_the_worst_finding_decides() -> None:
+    fine, known, wrong = ok("a", "fine"), warn("b", "old", "renew"), bad("c", "broken", "mend")
+    assert worst([]) is Verdict.OK
+    assert worst([fine]) is Verdict.OK
+    assert worst([known, fine]) is Verdict.WARN
+    assert worst([known, wrong, fine]) is Verdict.BAD
+
+
+def test_no_driver_that_works_is_bad() -> None:
+    lame = Driver(
+        name="lame", distribution="lame 1", library="", ops=[], memory=[], reason="it is lame"
+    )
+    found = list(software.drivers(Probed(drivers=[lame])))
+    assert [f.verdict for f in found] == [Verdict.WARN, Verdict.BAD]
+
+
+def test_ucx_without_a_network_is_worth_knowing() -> None:
+    def verdict(*transports: str) -> Verdict:
+        ucx = Ucx(path="libucp.so", version="1.23", transports={key: ["x"] for key in transports})
+        (finding,) = software.drivers(Probed(ucx=ucx))
+        return finding.verdict
+
+    assert verdict("self", "posix", "tcp") is Verdict.OK
+    assert verdict("rc_mlx5") is Verdict.OK
+    assert verdict("self", "posix") is Verdict.WARN
+    assert verdict() is Verdict.WARN
+
+
+def test_the_tested_vllm_is_the_extras() -> None:
+    extra = next(r for r in distribution("kvferry").requires or [] if r.startswith("vllm"))
+    assert ".".join(map(str, software.VLLM)) in re.findall(r">=([\d.]+)", extra)
+
+
+@pytest.mark.parametrize(
+    ("installed", "verdict"),
+    [("0.32.1", Verdict.OK), ("0.32.0+cpu", Verdict.OK), ("0.3.2", Verdict.WARN)],
+)
+def test_another_vllm_is_worth_knowing(
+    monkeypatch: pytest.MonkeyPatch, installed: str, verdict: Verdict
+) -> None:
+    monkeypatch.setattr(software, "version", lambda name: installed)
+    assert software.vllm().verdict is verdict
+
+
+@pytest.mark.parametrize(("scope", "verdict"), [("1\n", Verdict.OK), ("2\n", Verdict.WARN)])
+def test_yama(tmp_path: Path, scope: str, verdict: Verdict) -> None:
+    root = write(tmp_path, sys__kernel__yama__ptrace_scope=scope)
+    assert kernel.ptrace_scope(root).verdict is verdict
+
+
+def test_no_yama(tmp_path: Path) -> None:
+    assert kernel.ptrace_scope(tmp_path).verdict is Verdict.OK
+
+
+def test_a_kernel_that_forbids_reading_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "the kernel forbids reading the memory of process 7: set kernel.x to 0"
+    answer = subprocess.CompletedProcess(args=[], returncode=0, stdout=said, stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: answer)
+    finding = kernel.reading()
+    assert finding.verdict is Verdict.BAD
+    assert finding.found == "the kernel forbids reading the memory of process 7"
+    assert finding.remedy == "set kernel.x to 0"
+
+
+@pytest.mark.parametrize(
+    ("rdma", "limit", "verdict"),
+    [
+        (True, resource.RLIM_INFINITY, Verdict.OK),
+        (True, 1 << 23, Verdict.WARN),
+        (False, 1 << 16, Verdict.OK),
+    ],
+)
+def test_locked_memory(rdma: bool, limit: int, verdict: Verdict) -> None:
+    assert kernel.locked_memory(rdma=rdma, limit=limit).verdict is verdict
+
+
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernel, "SHARED_ENOUGH", 0)
+    assert kernel.shared_memory(tmp_path).verdict is Verdict.OK
+    monkeypatch.setattr(kernel, "SHARED_ENOUGH", 1 << 62)
+    assert kernel.shared_memory(tmp_path).verdict is Verdict.WARN
+    assert kernel.shared_memory(tmp_path / "missing").verdict is Verdict.WARN
+
+
+PORT = "sys__class__infiniband__mlx5_0__ports__1__"
+
+
+def nic(root: Path, state: str, *, usable: bool = True) -> Finding:
+    facts = {"state": state, "rate": "400 Gb/sec (4X NDR)\n", "link_layer": "InfiniBand\n"}
+    write(root, **{PORT + name: text for name, text in facts.items()})
+    if usable:
+        write(root, dev__infiniband__uverbs0="")
+    return devices.rdma(root)
+
+
+def test_a_nic_that_is_up(tmp_path: Path) -> None:
+    finding = nic(tmp_path, "4: ACTIVE\n")
+    assert finding.verdict is Verdict.OK
+    assert finding.found == "mlx5_0:1 InfiniBand, 400 Gb/sec (4X NDR), 4: ACTIVE"
+
+
+def test_a_nic_that_is_down(tmp_path: Path) -> None:
+    assert nic(tmp_path, "1: DOWN\n").verdict is Verdict.WARN
+
+
+def test_a_nic_that_a_container_was_not_given(tmp_path: Path) -> None:
+    finding = nic(tmp_path, "4: ACTIVE\n", usable=False)
+    assert finding.verdict is Verdict.WARN
+    assert "--device=/dev/infiniband" in finding.remedy
+
+
+def test_no_nic(tmp_path: Path) -> None:
+    assert devices.rdma(tmp_path).verdict is Verdict.OK
+    assert devices.nics(tmp_path) == []
+
+
+def test_gpus_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (found,) = devices.gpus(tmp_path)
+    assert found.startswith("NVIDIA H200, 143771 MiB, 570.1")
+
+
+def test_gpus_by_their_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    root = write(tmp_path, proc__driver__nvidia__gpus__0__information="Model: \t NVIDIA A100\n")
+    assert devices.gpus(root) == ["NVIDIA A100"]
+
+
+def test_gpus_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    root = write(tmp_path, sys__class__drm__card0__device__vendor="0x10de\n")
+    (found,) = devices.gpus(root)
+    assert found.startswith("NVIDIA GPU")
+    finding = devices.gpu([found], library="libno_such_thing.so.1")
+    assert finding.verdict is Verdict.WARN
+    assert "does not load" in finding.found
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert devices.gpus(tmp_path) == []
+    assert devices.gpu([]).verdict is Verdict.OK
+
+
+def test_gpu_memory_over_rdma(tmp_path: Path) -> None:
+    assert devices.direct(tmp_path).verdict is Verdict.WARN
+    write(tmp_path, sys__module__nvidia_peermem__version="1")
+    assert devices.direct(tmp_path).verdict is Verdict.OK
+
+
+def test_asks_a_running_engine() -> None:
+    ranks = [wire.encode(payload())]
+    with HandshakeServer(ranks, engine="prefill", incarnation=7) as server:
+        right = channel.running("127.0.0.1", server.port, "prefill")
+        anybody = channel.running("127.0.0.1", server.port, None)
+        another = channel.running("127.0.0.1", server.port, "other")
+    nobody = channel.running("127.0.0.1", server.port, None)
+    assert (right.verdict, "incarnation 7" in right.found) == (Verdict.OK, True)
+    assert (anybody.verdict, "this is engine 'prefill'" in anybody.found) == (Verdict.OK, True)
+    assert (another.verdict, "this is engine 'prefill'" in another.found) == (Verdict.BAD, True)
+    assert (nobody.verdict, "nobody listens there" in nobody.found) == (Verdict.BAD, True)
+
+
+def test_a_stranger_is_no_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        finding = channel.running("127.0.0.1", stranger.getsockname()[1], None)
+    assert finding.verdict is Verdict.BAD
+
+
+def test_a_host_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "own_address", lambda: None)
+    assert [f.verdict for f in channel.channels()] == [Verdict.OK, Verdict.WARN]
+
+
+def test_an_address_that_is_not_ours_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "own_address", lambda: "203.0.113.7")
+    found = list(channel.channels())
+    assert [f.verdict for f in found] == [Verdict.OK, Verdict.BAD]
+    assert "side_channel_host" in found[1].remedy
