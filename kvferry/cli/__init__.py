@@ -176,7 +176,7 @@ def bench(
         str, typer.Option(help="Kind of both buffers: cpu, cuda, cuda:INDEX.")
     ] = "cpu",
     seconds: Annotated[
-        float, typer.Option(min=0, help="About how long to measure, all in all.")
+        float, typer.Option(min=0, help="About how long to time, all in all; checks come on top.")
     ] = 20.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plot: Annotated[

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cli.bench import run
-from kvferry.cli.bench.grid import Case, options_of, sizes_of
+from kvferry.cli.bench.grid import BenchError, Case, options_of, sizes_of
 from kvferry.cli.bench.measure import Result
 from kvferry.core.errors import KVFerryError
 from kvferry.core.memory import Region
@@ -196,6 +196,12 @@ def test_what_a_driver_cannot_do_is_refused(environment: dict[str, str]) -> None
 def test_mistakes_end_before_anything_is_started(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(KVFerryError, match=words):
         run(**{"driver": "loopback"} | arguments)
+
+
+def test_without_matplotlib_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(BenchError, match=r"pip install 'kvferry\[plot\]'"):
+        run(driver="loopback", plot=Path("picture.svg"))
 
 
 def test_ctrl_c_leaves_nothing_behind(environment: dict[str, str]) -> None:

@@ -72,7 +72,7 @@ class Result:
 
 
 class Bench:
-    """This process's side, connected to the other one.
+    """This process's side, connected to the other one. Holds about five times the buffer's bytes.
 
     Args:
         transport: of this process; who made it closes it.
@@ -83,6 +83,7 @@ class Bench:
 
     def __init__(self, transport: Transport, far: Process, near: Buffer, memcpy: Memcpy) -> None:
         self._transport, self._far, self._near, self._memcpy = transport, far, near, memcpy
+        self._content = pattern(near.region.nbytes, NEAR)
         transport.register(near.region)
         with _blamed("start"):
             self._peer = transport.connect(far.address())
@@ -119,8 +120,8 @@ class Bench:
             found, source = self._near.get(0, case.size), self._far.content
             expected = _moved(source, case, remote, local)
         else:
-            source = pattern(case.size, NEAR)
-            self._near.put(source)
+            source = self._content
+            self._near.put(source[: case.size])
             with _blamed(str(case)):
                 self._far.reset()
                 self._move(case, copies)

@@ -35,6 +35,9 @@ def draw(path: Path, title: str, results: Sequence[Result]) -> None:
     for axes, (op, scattered) in zip(panels.flat, product(ops, orders), strict=True):
         found = [r for r in results if (r.case.op, r.case.scattered) == (op, scattered)]
         _panel(axes, f"{op}, {'scattered' if scattered else 'in a row'}", found)
+    figure.legend(
+        *panels[0, -1].get_legend_handles_labels(), loc="outside right upper", title="size"
+    )
     try:
         with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text
             figure.savefig(path, dpi=150)
@@ -53,7 +56,6 @@ def _panel(axes: Axes, title: str, results: Sequence[Result]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     blocks = sorted({result.case.block for result in results})
-    axes.set_xticks(blocks, [size(block) for block in blocks], minor=False)
+    axes.set_xticks(blocks, [size(block) for block in blocks])
     axes.set(title=title, xlabel="block", ylabel="GB/s (dotted: memcpy)")
     axes.grid(alpha=0.3)
-    axes.legend(title="size")
