@@ -55,6 +55,8 @@ def _panel(axes: Axes, title: str, results: Sequence[Result]) -> None:
         axes.plot(blocks, [r.memcpy_gb_per_s for r in rows], ":", color=colour)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     blocks = sorted({result.case.block for result in results})
     axes.set_xticks(blocks, [size(block) for block in blocks])
     axes.set(title=title, xlabel="block", ylabel="GB/s (dotted: memcpy)")
