@@ -14,6 +14,9 @@ TORCH_VERSION := 2.13.0+cpu
 # without a GPU.
 NIXL_VERSION := 1.5.1
 
+# What mooncake's library links to, by Debian's names.
+MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
+
 VLLM_STAMP := $(VENV)/.installed-vllm-$(VLLM_VERSION)
 STAMP := $(VENV)/.installed-kvferry
 
@@ -21,15 +24,15 @@ STAMP := $(VENV)/.installed-kvferry
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit nixl vllm venv clean
+.PHONY: help demo test lint types unit nixl mooncake vllm venv clean
 
 help: ## Show this text
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove it
 	$(BIN)/python examples/vllm_disaggregated.py
 
-test: lint types unit nixl vllm ## Everything that has to pass before a change goes in
+test: lint types unit nixl mooncake vllm ## Everything that has to pass before a change goes in
 
 lint: $(STAMP) ## Code style, formatting and the direction of imports
 	$(BIN)/ruff check .
@@ -44,6 +47,17 @@ unit: $(STAMP) ## The tests that need neither vLLM nor NIXL
 
 nixl: $(STAMP) ## The driver nixl, against the conformance suite
 	$(BIN)/pytest -m 'nixl and not vllm and not slow'
+
+# The guide's commands as they stand there, in an empty folder and an environment of its own. Where
+# the libraries are missing and cannot be installed, its tests are skipped and say so.
+mooncake: ## The guide to writing a driver, and the example it leads to, likewise
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get && ! dpkg -s $(MOONCAKE_LIBRARIES); then \
+		apt-get install -y $(MOONCAKE_LIBRARIES) || \
+		{ apt-get update && apt-get install -y $(MOONCAKE_LIBRARIES); } || true; \
+	fi >/dev/null 2>&1
+	rm -rf .cache/guide && mkdir -p .cache/guide
+	awk '/^```/ { on = /^```sh$$/; next } on' docs/writing-a-driver.md > .cache/guide/commands
+	cd .cache/guide && KVFERRY='$(CURDIR)' PYTHON='$(PYTHON)' bash -eux commands
 
 vllm: $(STAMP) ## The tests with real vLLM engines
 	$(BIN)/pytest -m vllm

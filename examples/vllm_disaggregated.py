@@ -1,11 +1,11 @@
 """Prefill on one vLLM engine, decode on another: kvferry carries the KV cache between them.
 
-    python examples/vllm_disaggregated.py
+    python examples/vllm_disaggregated.py [DRIVER]
 
 Everything is real and nothing needs a GPU or a download: vLLM's CPU build, a tiny Llama made on the
-spot, one process per engine, and the loopback driver. It ends with status 0 only if every text is
-the one that a single ordinary engine gives, every prompt token came through the transfer, and a
-ticket that belongs to another prompt is refused.
+spot, one process per engine, and the loopback driver unless another is named. It ends with status 0
+only if every text is the one that a single ordinary engine gives, every prompt token came through
+the transfer, and a ticket that belongs to another prompt is refused.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ ENGINE = {
 
 # This is all that an engine needs to take part. "kv_load_failure_policy" is how this demo knows
 # that nothing was quietly computed again: what cannot be loaded is an error.
+DRIVER = sys.argv[1] if len(sys.argv) > 1 else "loopback"
 TRANSFER = {
     "kv_connector": "KVFerryConnector",
     "kv_connector_module_path": "kvferry.integrations.vllm",
-    "kv_connector_extra_config": {"driver": "loopback"},
+    "kv_connector_extra_config": {"driver": DRIVER},
     "kv_load_failure_policy": "fail",
 }
 PREFILL = TRANSFER | {"kv_role": "kv_producer"}
 DECODE = TRANSFER | {"kv_role": "kv_consumer"}
 # Never in production: this decode engine believes a ticket without comparing its prompt.
-CREDULOUS = DECODE | {"kv_connector_extra_config": {"driver": "loopback", "verify_prompt": False}}
+CREDULOUS = DECODE | {"kv_connector_extra_config": {"driver": DRIVER, "verify_prompt": False}}
 
 # What a router sends along with a request that another engine will decode ...
 FOR_ANOTHER_ENGINE = {

@@ -1,0 +1,124 @@
+"""The engine, one per process: the only file that knows mooncake.
+
+Transports share it, because an engine takes half a second to end, and because engines of one
+process would each hold threads and sockets for the same memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+from kvferry.core.errors import DriverError, TransportError
+from kvferry.core.memory import Region
+
+_NO_BATCH = (0, -1, (1 << 64) - 1)
+"""What the engine answers instead of a batch when it refuses; asking after one of them crashes."""
+
+
+class Engine:
+    """Mooncake's ``TransferEngine`` over tcp, and what is registered with it.
+
+    The engine refuses memory that overlaps what it has. So overlapping regions are registered as
+    one span, from the first to the last byte of them.
+    """
+
+    def __init__(self, host: str) -> None:
+        # Its log goes to stderr, a line for every connection, unless its user wants it.
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as exc:
+            raise DriverError(
+                f"mooncake does not load: {exc}. On Debian: apt-get install "
+                "libibverbs1 librdmacm1 libnuma1; elsewhere the libraries of these names"
+            ) from exc
+        self._engine = TransferEngine()
+        code = self._engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
+        if code:
+            raise DriverError(
+                f"mooncake does not start on {host!r}, its code is {code}: set "
+                "driver_options: host to an address of this machine"
+            )
+        self.segment = f"{host}:{self._engine.get_rpc_port()}"
+        self._users: Counter[Region] = Counter()
+        self._spans: set[Region] = set()
+
+    def register(self, region: Region) -> None:
+        """Make a region reachable. Counts: as many ``deregister`` take it back.
+
+        Where it overlaps others without lying within one, they are out of reach for a moment.
+
+        Raises:
+            TransportError: the engine refuses.
+        """
+        if not self._users[region] and not any(span.contains(region) for span in self._spans):
+            touched = {span for span in self._spans if _overlap(span, region)}
+            for span in touched:
+                self._remove(span)
+            self._add(_hull([region, *touched]))
+        self._users[region] += 1
+
+    def deregister(self, region: Region) -> None:
+        """Take a region back; its span goes with the last region in it."""
+        self._users[region] -= 1
+        if self._users[region]:
+            return
+        del self._users[region]
+        for span in [span for span in self._spans if span.contains(region)]:
+            if not any(span.contains(user) for user in self._users):
+                self._remove(span)
+
+    def meet(self, segment: str) -> bool:
+        """Ask another engine what it is; whether it answers. Waits for that, and so ``read`` of its
+        memory need not, which would be in the middle of ``poll``."""
+        return self._engine.batch_transfer_async_read(segment, [], [], []) not in _NO_BATCH
+
+    def read(self, segment: str, local: int, remote: int, nbytes: int) -> int | None:
+        """Begin to read a piece; ``None``: the engine refuses, because nobody is there, say."""
+        batch = self._engine.batch_transfer_async_read(segment, [local], [remote], [nbytes])
+        return None if batch in _NO_BATCH else int(batch)
+
+    def ended(self, batch: int) -> bool | None:
+        """Whether a piece has ended well; ``None``: it has not ended. Not again once it has.
+
+        There is one piece in a batch, because this is the only question that the engine answers
+        without waiting, and it asks after the first piece only.
+        """
+        code = self._engine.transfer_check_status(batch)
+        return None if code in (0, -2) else code == 1
+
+    def _add(self, span: Region) -> None:
+        code = self._engine.register_memory(span.address, span.nbytes)
+        if code:
+            raise TransportError(f"mooncake does not register {span}, its code is {code}")
+        self._spans.add(span)
+
+    def _remove(self, span: Region) -> None:
+        self._engine.unregister_memory(span.address)
+        self._spans.discard(span)
+
+
+_engines: dict[tuple[int, str], Engine] = {}
+
+
+def shared(host: str) -> Engine:
+    """The engine of this process on a host address, which must be one of this machine's.
+
+    Raises:
+        DriverError: mooncake is not installed, or does not start there.
+    """
+    # A forked child has none of the parent's threads.
+    key = (os.getpid(), host)
+    if key not in _engines:
+        _engines[key] = Engine(host)
+    return _engines[key]
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    return one.address < other.end and other.address < one.end
+
+
+def _hull(regions: list[Region]) -> Region:
+    first = min(region.address for region in regions)
+    return Region(address=first, nbytes=max(region.end for region in regions) - first)

@@ -1,0 +1,67 @@
+"""From a batch of copies to the pieces that the engine is given."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvferry.core.bounds import check_bounds, checked_length
+from kvferry.core.copies import Copies
+
+PIECE_BYTES = 1 << 18
+"""The longest piece: what is under way has to end before a transfer can be final."""
+
+Piece = tuple[int, int, int]
+"""Local address, remote address, length."""
+
+
+def pieces_of(copies: Copies) -> list[Piece]:
+    """What to read for a batch: neighbours joined, long copies cut, empty ones left out.
+
+    Joining matters here: the engine sends a request for every piece.
+
+    Raises:
+        TransportUsageError: the batch is malformed, or a copy leaves its regions.
+    """
+    n = checked_length(copies)
+    if n == 0:
+        return []
+    ends = np.empty(n, np.uint64)
+    check_bounds(copies, "local", ends)
+    check_bounds(copies, "remote", ends)
+    lengths = [segment.stop - segment.start for segment in copies.segments]
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    full = copies.nbytes != 0
+    local, remote, nbytes = copies.local[full], copies.remote[full], copies.nbytes[full]
+    local, remote, nbytes = _joined(local, remote, nbytes, owner[full])
+    local, remote, nbytes = _cut(local, remote, nbytes)
+    return list(zip(local.tolist(), remote.tolist(), nbytes.tolist(), strict=True))
+
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _joined(local: np.ndarray, remote: np.ndarray, nbytes: np.ndarray, owner: np.ndarray) -> Arrays:
+    if not len(local):
+        return local, remote, nbytes
+    new = np.ones(len(local), bool)
+    new[1:] = (
+        (local[1:] != local[:-1] + nbytes[:-1])
+        | (remote[1:] != remote[:-1] + nbytes[:-1])
+        # Regions that touch need not be registered as one.
+        | (owner[1:] != owner[:-1])
+    )
+    first = np.flatnonzero(new)
+    return local[first], remote[first], np.add.reduceat(nbytes, first)
+
+
+def _cut(local: np.ndarray, remote: np.ndarray, nbytes: np.ndarray) -> Arrays:
+    longest = np.uint64(PIECE_BYTES)
+    count = ((nbytes + longest - np.uint64(1)) // longest).astype(np.int64)
+    source = np.repeat(np.arange(len(count)), count)
+    index = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
+    offset = index.astype(np.uint64) * longest
+    return (
+        local[source] + offset,
+        remote[source] + offset,
+        np.minimum(longest, nbytes[source] - offset),
+    )
