@@ -48,10 +48,10 @@ BACKENDS = """\
 ## Attention backends
 
 By the name that vLLM gives them: `kvferry/integrations/vllm/caches/packings.py`. The orders are
-those of `VLLM_KV_CACHE_LAYOUT` that vLLM offers with a backend; names beside `any` are what is left on some
-processors or with some settings. Between equal engines an order that leads with B costs one copy
-per block; one that leads with L, one per page of each layer, and where H stands before B, one per
-head of it.
+those of `VLLM_KV_CACHE_LAYOUT` that vLLM offers with a backend; names beside `any` are what is left
+on some processors or with some settings. Between equal engines an order that leads with B costs one
+copy per block; one that leads with L, one per page of each layer, and where H stands before B, one
+per head of it.
 """
 
 RECURRENT = """\
