@@ -186,8 +186,9 @@ class Consumer:
         total = handed_over(request, self._backoff)
         if isinstance(entry, Ticket):
             total = min(total, entry.tokens)
-        # Its last token is computed here, from the states and windows before it.
-        return min(total, request.num_prompt_tokens - 1) if self._bounded else total
+        # The last token is computed here, from what is before it; of a prompt too short to leave
+        # that out, the states are past it.
+        return 0 if self._bounded and total >= request.num_prompt_tokens else total
 
     def _load(self, request: Request, ticket: Ticket, blocks: KVCacheBlocks) -> Load:
         last = self._total(request, ticket)

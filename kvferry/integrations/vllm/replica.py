@@ -14,6 +14,7 @@ class ReplicaWorker:
 
     vLLM gives pages back when every rank has reported a request sent. Nobody reads from this one,
     so it reports as soon as there is a ticket; the rank that is read reports when that is over.
+    A request whose ticket was refused has failed on every rank, so this one says so too.
     """
 
     handshake = None
@@ -22,10 +23,12 @@ class ReplicaWorker:
     def __init__(self) -> None:
         self._held: dict[Hold, RequestId] = {}
         self._sent: set[str] = set()
+        self._refused: set[str] = set()
 
     def apply(self, step: Step) -> None:
         """What the scheduler half says in this step."""
         self._apply(step.orders)
+        self._refused.update(request for request, _ in step.refused)
 
     def _apply(self, orders: Orders) -> None:
         for hold in orders.drops:
@@ -38,8 +41,9 @@ class ReplicaWorker:
     def results(self) -> KVConnectorTransferResults:
         """What is over since the last call, each request once."""
         sent, self._sent = self._sent, set()
+        refused, self._refused = self._refused, set()
         return KVConnectorTransferResults(
-            finished_sending=sent, finished_recving=set(), failed_recving=set()
+            finished_sending=sent, finished_recving=refused, failed_recving=set(refused)
         )
 
     def take_stats(self) -> None:

@@ -147,7 +147,7 @@ def read(params: Mapping[str, Any]) -> Ticket:
 def _convert(value: object, struct: type[S], where: str) -> S:
     try:
         return msgspec.convert(value, struct)
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, UnicodeError) as exc:  # the latter of text that is none
         raise TicketError(f"{where}: {exc}") from exc
 
 

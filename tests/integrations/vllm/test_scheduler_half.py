@@ -174,6 +174,24 @@ class TestConsumer:
         assert (load.local[0].ids.tolist(), load.local[0].first_index) == ([22, 23], 1)
         assert load.report
 
+    def test_state_past_the_last_token_is_not_loaded(self) -> None:
+        """Prefill leaves two tokens out, and of a prompt of two it cannot."""
+        state = (CacheGroup(index=0, tokens=1 << 20, is_state=True),)
+        each = request(2, dict(PREFILL))
+        there = producer(tail=2, groups=state)
+        there.on_new_request(each)
+        there.take_on(each)
+        params = there.finished(each, [[7]], SERVING)
+        assert params is not None
+        assert params["remote_num_tokens"] == 2
+        made = consumer(state, backoff=2)
+        each = request(2, params)
+        made.on_new_request(each)
+        assert made.matched(each, 0) == 0
+        made.allocated(each, blocks(21), 0)
+        [load] = made.drain().loads
+        assert (load.reads, load.report) == (False, False)
+
     def test_second_allocation_loads_nothing(self) -> None:
         made = consumer()
         each = request(40, ticket())

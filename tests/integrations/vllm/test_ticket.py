@@ -101,6 +101,13 @@ def test_engine_that_serves_no_handshake() -> None:
         read(params)
 
 
+@pytest.mark.parametrize("key", ["remote_port", "remote_block_ids", KEY])
+def test_text_that_cannot_be_encoded(key: str) -> None:
+    """JSON can name half a surrogate pair, and Python reads it."""
+    with pytest.raises(TicketError, match="kv_transfer_params"):
+        read(OFFER.params() | {key: json.loads('"\\ud800"')})
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=8), each),

@@ -82,3 +82,13 @@ def test_prefill_context_ranks_that_replicate(tp: int) -> None:
         assert len(prefill.workers) == tp
         for tokens in PROMPTS:
             cross(prefill, decode, tokens)
+
+
+def test_prefill_context_ranks_that_replicate_report_refusals() -> None:
+    """vLLM waits for all ranks before it ends a request whose ticket was refused."""
+    with engine("prefill", attention(2, size=8), Shape(pcp=2)) as prefill:
+        for rank in prefill.ranks:
+            rank.hear(refused=(("r", "it may not load"),))
+            rank.poll()
+            rank.poll()
+            assert (rank.received, rank.failed) == (["r"], ["r"])
