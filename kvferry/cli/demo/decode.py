@@ -79,10 +79,6 @@ class Decode:
         )
         self.endpoint.join([self.endpoint.payload])
 
-    @property
-    def cache_bytes(self) -> int:
-        return self._cache.nbytes
-
     def pull(self, tickets: dict[Request, Ticket], advance: Advance) -> Pulled:
         """Load all requests at once.
 
