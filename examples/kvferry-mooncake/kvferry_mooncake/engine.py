@@ -15,6 +15,9 @@ from kvferry.core.memory import Region
 _NO_BATCH = (0, -1, (1 << 64) - 1)
 """What the engine answers instead of a batch when it refuses; asking after one of them crashes."""
 
+_MOST = 512
+"""Pieces under way with one peer: the engine queues 1024 by itself, and refuses the rest."""
+
 
 class Engine:
     """Mooncake's ``TransferEngine`` over tcp, and what is registered with it.
@@ -41,6 +44,8 @@ class Engine:
                 "driver_options: host to an address of this machine"
             )
         self.segment = f"{host}:{self._engine.get_rpc_port()}"
+        self._flying: dict[int, str] = {}
+        self._load: Counter[str] = Counter()
         self._users: Counter[Region] = Counter()
         self._spans: set[Region] = set()
 
@@ -54,9 +59,7 @@ class Engine:
         """
         if not self._users[region] and not any(span.contains(region) for span in self._spans):
             touched = {span for span in self._spans if _overlap(span, region)}
-            for span in touched:
-                self._remove(span)
-            self._add(_hull([region, *touched]))
+            self._replace(touched, _hull([region, *touched]))
         self._users[region] += 1
 
     def deregister(self, region: Region) -> None:
@@ -74,10 +77,18 @@ class Engine:
         memory need not, which would be in the middle of ``poll``."""
         return self._engine.batch_transfer_async_read(segment, [], [], []) not in _NO_BATCH
 
+    def has_room(self, segment: str) -> bool:
+        """Whether one more piece may be begun with another engine."""
+        return self._load[segment] < _MOST
+
     def read(self, segment: str, local: int, remote: int, nbytes: int) -> int | None:
         """Begin to read a piece; ``None``: the engine refuses, because nobody is there, say."""
         batch = self._engine.batch_transfer_async_read(segment, [local], [remote], [nbytes])
-        return None if batch in _NO_BATCH else int(batch)
+        if batch in _NO_BATCH:
+            return None
+        self._flying[batch] = segment
+        self._load[segment] += 1
+        return int(batch)
 
     def ended(self, batch: int) -> bool | None:
         """Whether a piece has ended well; ``None``: it has not ended. Not again once it has.
@@ -86,13 +97,26 @@ class Engine:
         without waiting, and it asks after the first piece only.
         """
         code = self._engine.transfer_check_status(batch)
-        return None if code in (0, -2) else code == 1
+        if code in (0, -2):
+            return None
+        self._load[self._flying.pop(batch)] -= 1
+        return bool(code == 1)
 
     def _add(self, span: Region) -> None:
         code = self._engine.register_memory(span.address, span.nbytes)
         if code:
             raise TransportError(f"mooncake does not register {span}, its code is {code}")
         self._spans.add(span)
+
+    def _replace(self, old: set[Region], new: Region) -> None:
+        for span in old:
+            self._remove(span)
+        try:
+            self._add(new)
+        except TransportError:
+            for span in old:
+                self._add(span)
+            raise
 
     def _remove(self, span: Region) -> None:
         self._engine.unregister_memory(span.address)

@@ -13,7 +13,7 @@ from kvferry_mooncake.mail import Channel
 from kvferry_mooncake.pieces import Piece
 
 WINDOW = 32
-"""Pieces of one transfer that are under way at once. The engine's queue holds 1024 for a peer."""
+"""Pieces of one transfer that are under way at once: what a cancelled one still has to wait for."""
 
 
 _PENDING = Status(state=State.PENDING)
@@ -56,7 +56,8 @@ class Job:
         self._flying = [batch for batch in self._flying if not self._has_ended(engine, batch)]
         while len(self._flying) < WINDOW and self._begun(engine):
             pass
-        if not self._flying:
+        over = self.status.state is State.DOOMED or self._next == len(self.pieces)
+        if over and not self._flying:
             self._conclude()
 
     def _has_ended(self, engine: Engine, batch: int) -> bool:
@@ -67,6 +68,8 @@ class Job:
 
     def _begun(self, engine: Engine) -> bool:
         if self.status.state is not State.PENDING or self._next == len(self.pieces):
+            return False
+        if not engine.has_room(self.segment):
             return False
         batch = engine.read(self.segment, *self.pieces[self._next])
         self._next += 1

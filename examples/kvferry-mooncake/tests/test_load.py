@@ -1,0 +1,48 @@
+"""More at once than the engine's own queue takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kvferry_mooncake import MooncakeTransport
+
+from kvferry.core.copies import Copies, Segment
+from kvferry.core.errors import DriverError
+from kvferry.core.memory import region_of
+from kvferry.core.transport import State
+
+TRANSFERS, COPIES, SIZE = 100, 50, 8
+
+
+def _made() -> MooncakeTransport:
+    try:
+        return MooncakeTransport()
+    except DriverError as exc:
+        pytest.skip(str(exc))
+
+
+def test_a_hundred_transfers_of_scattered_copies_end_well() -> None:
+    here, there = _made(), _made()
+    data = np.arange(TRANSFERS * COPIES * SIZE, dtype=np.uint32).astype(np.uint8)
+    into = np.zeros_like(data)
+    here.register(region_of(into))
+    there.register(region_of(data))
+    peer = here.connect(there.address())
+    offsets = np.arange(TRANSFERS * COPIES, dtype=np.uint64) * np.uint64(SIZE)
+    transfers = []
+    for part in np.random.default_rng(0).permutation(offsets).reshape(TRANSFERS, COPIES):
+        copies = Copies(
+            local=part + np.uint64(into.ctypes.data),
+            remote=part + np.uint64(data.ctypes.data),
+            nbytes=np.full(COPIES, SIZE, np.uint64),
+            segments=(
+                Segment(start=0, stop=COPIES, local=region_of(into), remote=region_of(data)),
+            ),
+        )
+        transfers.append(here.read(peer, copies))
+    while any(not status.state.final for status in here.poll(transfers)):
+        pass
+    assert {status.state for status in here.poll(transfers)} == {State.DONE}
+    np.testing.assert_array_equal(into, data)
+    here.close()
+    there.close()
