@@ -23,6 +23,7 @@ from kvferry.integrations.vllm.places import Seat, seat_of, shared_incarnation
 from kvferry.integrations.vllm.replica import ReplicaWorker
 from kvferry.integrations.vllm.stats import FerryStats
 from kvferry.integrations.vllm.transports import make_transport
+from kvferry.integrations.vllm.zeroing import zero_of
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,7 @@ class FerryWorker:
             layout=layout,
             slots=kv_cache_config.num_blocks,
             options=EndpointOptions(lease=config.kv_lease_duration, judgements=judgements(config)),
+            zero=zero_of(caches.values()),
         )
         return cls(endpoint, _work_of(device))
 
