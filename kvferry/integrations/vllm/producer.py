@@ -64,7 +64,8 @@ class Producer:
         if request.num_prompt_tokens <= self._backoff or request.skip_reading_prefix_cache:
             return
         shorten(request, self._backoff)
-        params[TRUNCATED] = True
+        # Of a copy: requests for several samples of one prompt may have one dictionary together.
+        request.kv_transfer_params = {**params, TRUNCATED: True}
 
     def take_on(self, request: Request) -> None:
         """The request is first computed in the coming step, or again after a preemption."""

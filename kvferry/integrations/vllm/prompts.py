@@ -61,9 +61,7 @@ def backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> int:
 
 def shorten(request: Request, tail: int) -> None:
     """Take the last ``tail`` tokens off a prompt, and ask for one token after the rest."""
-    if request.prompt_token_ids is not None:
-        del request.prompt_token_ids[-tail:]
-    for name in ("prompt_embeds", "prompt_is_token_ids"):
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
         if (rows := getattr(request, name)) is not None:
             setattr(request, name, rows[:-tail])
     del request._all_token_ids[-tail:]

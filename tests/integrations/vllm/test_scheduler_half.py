@@ -156,6 +156,17 @@ class TestProducer:
         assert (each.num_prompt_tokens, len(each.prompt_token_ids), each.max_tokens) == (39, 39, 1)
         assert len(each._all_token_ids) == 39
 
+    def test_requests_with_one_prompt_and_params_together(self) -> None:
+        """As vLLM makes them for several samples, in an engine without a process of its own."""
+        made, params, ids = producer(tail=1), dict(PREFILL), list(range(40))
+        for name in ("0_r", "1_r"):
+            each = request(40, params, name=name)
+            each.prompt_token_ids = ids
+            made.on_new_request(each)
+            assert (each.num_prompt_tokens, len(each.prompt_token_ids)) == (39, 39)
+        assert params == PREFILL
+        assert len(ids) == 40
+
     def test_prompt_of_one_token_is_not_shortened(self) -> None:
         each = request(1, dict(PREFILL))
         producer(tail=1).on_new_request(each)
