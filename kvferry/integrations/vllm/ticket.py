@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import MAX_TEXT, Ticket
+from kvferry.core.untrusted import MALFORMED
 
 VERSION = 1
 KEY = "kvferry"
@@ -147,7 +148,7 @@ def read(params: Mapping[str, Any]) -> Ticket:
 def _convert(value: object, struct: type[S], where: str) -> S:
     try:
         return msgspec.convert(value, struct)
-    except (msgspec.ValidationError, UnicodeError) as exc:  # the latter of text that is none
+    except MALFORMED as exc:
         raise TicketError(f"{where}: {exc}") from exc
 
 
