@@ -18,7 +18,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.handshake import Judgements, agree, fetch
 from kvferry.core.lifecycle.loads import Party
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.ticket import Ticket, page_limits
 from kvferry.core.topology import Plan, Source, plan
 from kvferry.core.transport import PeerId, Transport
 from kvferry.core.wire import RankPayload
@@ -61,6 +61,7 @@ class Peer:
     ids: dict[int, PeerId]
     """Producer rank to connection, for the ranks that concern this rank."""
     sources: dict[int, Source] = field(init=False)
+    page_limits: tuple[int, ...] = field(init=False)
     loads: int = 0
     """Loads from it that are not over."""
     suspect: bool = False
@@ -68,6 +69,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.sources = {source.remote: source for source in self.plan.sources}
+        self.page_limits = page_limits(self.payloads)
 
     @property
     def incarnation(self) -> int:

@@ -224,7 +224,7 @@ class Puller:
         peer.loads += 1
         self._maybe_over.add(load_id)
         try:
-            check_against(context.load.ticket, peer.payloads)
+            check_against(context.load.ticket, peer.payloads, peer.page_limits)
             if context.load.reads and self._loads.wanted(load_id):
                 self._zero(unwritten(self._own.layout, peer.plan, context.request))
         except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own

@@ -102,18 +102,37 @@ def _page_problems(ticket: Ticket) -> Iterator[str]:
             yield f"group {group} names block {twice} more than once"
 
 
-def check_against(ticket: Ticket, payloads: Sequence[RankPayload]) -> None:
+def page_limits(payloads: Sequence[RankPayload]) -> tuple[int, ...]:
+    """Per group of an engine, what its page ids are below; 0 where no rank has a field of it.
+
+    It looks at every field of every rank: once per handshake, not once per ticket.
+    """
+    layouts = [payload.layout for payload in payloads]
+    return tuple(
+        min((pages for layout in layouts if (pages := layout.pages(group))), default=0)
+        for group in range(len(layouts[0].groups))
+    )
+
+
+def check_against(ticket: Ticket, payloads: Sequence[RankPayload], limits: Sequence[int]) -> None:
     """Check a ticket against what its producer said in the handshake.
+
+    Args:
+        ticket: from a client.
+        payloads: of all ranks of the producer.
+        limits: their ``page_limits``.
 
     Raises:
         TicketError: another incarnation, another number of groups or tensor-parallel ranks, or a
             block past the end of the producer's cache.
     """
-    for problem in _handshake_problems(ticket, payloads):
+    for problem in _handshake_problems(ticket, payloads, limits):
         raise TicketError(problem)
 
 
-def _handshake_problems(ticket: Ticket, payloads: Sequence[RankPayload]) -> Iterator[str]:
+def _handshake_problems(
+    ticket: Ticket, payloads: Sequence[RankPayload], limits: Sequence[int]
+) -> Iterator[str]:
     for now in {p.incarnation for p in payloads} - {ticket.incarnation}:
         yield (
             f"the ticket is from another life of engine {ticket.engine!r} (incarnation "
@@ -125,12 +144,12 @@ def _handshake_problems(ticket: Ticket, payloads: Sequence[RankPayload]) -> Iter
     slots = min(payload.slots.nbytes // 8 for payload in payloads)
     if ticket.hold.slot >= slots:
         yield f"the ticket names slot {ticket.hold.slot}; the producer has {slots}"
-    groups = len(payloads[0].layout.groups)
-    if len(ticket.pages) != groups:
-        yield f"the ticket lists blocks of {len(ticket.pages)} groups; the producer has {groups}"
+    if len(ticket.pages) != len(limits):
+        yield (
+            f"the ticket lists blocks of {len(ticket.pages)} groups; the producer has {len(limits)}"
+        )
         return
-    for group, ids in enumerate(ticket.pages):
-        limit = min((n for p in payloads if (n := p.layout.pages(group))), default=0)
+    for group, (ids, limit) in enumerate(zip(ticket.pages, limits, strict=True)):
         highest = max(ids, default=HOLE)
         if highest >= limit > 0:  # a group without a field on any rank is read by nobody
             yield f"group {group} names block {highest}; the producer has {limit}"

@@ -66,8 +66,10 @@ class FerryWorker:
         """Describe a rank's caches and make them readable by others; see ``start_worker``."""
         config = configuration.of_engine(vllm_config)
         support.check_groups(kv_cache_config)
-        device = next(iter(caches.values())).device.type
-        support.check_buffer_device(vllm_config.kv_transfer_config.kv_buffer_device, device)
+        configured = vllm_config.kv_transfer_config.kv_buffer_device
+        # A pipeline stage may have no layer with a cache.
+        device = next((cache.device.type for cache in caches.values()), configured)
+        support.check_buffer_device(configured, device)
         facts = layer_facts(vllm_config, kv_cache_config, seat.place)
         layout = describe(caches, kv_cache_config, facts=facts, place=seat.place)
         endpoint = Endpoint(

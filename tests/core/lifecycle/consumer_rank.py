@@ -12,7 +12,7 @@ from functools import partial
 
 from kvferry.core.errors import KVFerryError, PeerLostError, StaleError, TicketError, TransportError
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op, Party
-from kvferry.core.lifecycle.ticket import check_against
+from kvferry.core.lifecycle.ticket import check_against, page_limits
 from kvferry.core.transport import State
 from kvferry.core.wire import RankPayload, Release, encode
 from tests.core.lifecycle.decodes import LATE, STALE, Decode, Meta, Pull
@@ -139,7 +139,7 @@ class ConsumerRank:
     def _shaken(self, load_id: LoadId) -> None:
         pull = self.pulls[load_id]
         try:
-            check_against(pull.request.issue.ticket, self._payloads)
+            check_against(pull.request.issue.ticket, self._payloads, page_limits(self._payloads))
         except TicketError as exc:
             self._unshaken(load_id, exc)
             return

@@ -12,7 +12,7 @@ from kvferry.core.errors import TicketError
 from kvferry.core.layout import Digit, Field, Group, GroupKind, Layout
 from kvferry.core.lifecycle import ticket as module
 from kvferry.core.lifecycle.holds import GENERATION_LIMIT, Hold
-from kvferry.core.lifecycle.ticket import Ticket, check_against
+from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
 from kvferry.core.memory import Region
 from kvferry.core.wire import Coordinates, RankPayload
 
@@ -134,9 +134,13 @@ def payloads(ranks: int = 1, pages: tuple[int, int] = (8, 2), slots: int = 4) ->
     ]
 
 
+def check(ticket: Ticket, ranks: list[RankPayload]) -> None:
+    check_against(ticket, ranks, page_limits(ranks))
+
+
 def test_the_handshake_may_confirm_all_of_it() -> None:
-    check_against(GOOD, payloads())
-    check_against(replace(GOOD, tp_size=3), payloads(ranks=3))
+    check(GOOD, payloads())
+    check(replace(GOOD, tp_size=3), payloads(ranks=3))
 
 
 @pytest.mark.parametrize(
@@ -154,25 +158,25 @@ def test_what_the_handshake_denies_is_refused(
     changes: dict[str, Any], shape: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(TicketError, match=named):
-        check_against(replace(GOOD, **changes), payloads(**shape))
+        check(replace(GOOD, **changes), payloads(**shape))
 
 
 def test_one_rank_of_another_life_is_enough_to_refuse() -> None:
     ranks = payloads(ranks=2)
     ranks[1] = msgspec.structs.replace(ranks[1], incarnation=98)
     with pytest.raises(TicketError, match="now 98"):
-        check_against(replace(GOOD, tp_size=2), ranks)
+        check(replace(GOOD, tp_size=2), ranks)
 
 
 def test_the_smallest_rank_bounds_the_pages_and_one_without_the_group_does_not() -> None:
     small, large = payloads(pages=(7, 2))[0], payloads(pages=(8, 2))[0]
     with pytest.raises(TicketError, match="names block 7"):
-        check_against(GOOD, [large, small])
+        check(GOOD, [large, small])
     elsewhere = replace(large.layout, fields=large.layout.fields[1:])
-    check_against(GOOD, [large, msgspec.structs.replace(large, layout=elsewhere)])
+    check(GOOD, [large, msgspec.structs.replace(large, layout=elsewhere)])
 
 
 def test_blocks_of_a_group_that_no_rank_has_a_field_of_are_nobody_s_concern() -> None:
     one = payloads()[0]
     without = replace(one.layout, fields=one.layout.fields[:1])
-    check_against(GOOD, [msgspec.structs.replace(one, layout=without)])
+    check(GOOD, [msgspec.structs.replace(one, layout=without)])
