@@ -24,7 +24,7 @@ STAMP := $(VENV)/.installed-kvferry
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit nixl mooncake vllm venv clean
+.PHONY: help demo test drivers lint types unit nixl mooncake vllm venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,9 @@ help: ## Show this text
 demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove it
 	$(BIN)/python examples/vllm_disaggregated.py
 
-test: lint types unit nixl mooncake vllm ## Everything that has to pass before a change goes in
+test: lint types unit vllm ## Everything that has to pass before a change goes in
+
+drivers: nixl mooncake ## What takes longer, before a driver or the suite is changed
 
 lint: $(STAMP) ## Code style, formatting and the direction of imports
 	$(BIN)/ruff check .
@@ -45,8 +47,8 @@ types: $(STAMP) ## Static types
 unit: $(STAMP) ## The tests that need neither vLLM nor NIXL
 	$(BIN)/pytest
 
-nixl: $(STAMP) ## The driver nixl, against the conformance suite
-	$(BIN)/pytest -m 'nixl and not vllm and not slow'
+nixl: $(STAMP) ## The driver nixl: the conformance suite on it, and vLLM over it
+	$(BIN)/pytest -m 'nixl and not slow'
 
 # The guide's commands as they stand there, in an empty folder and an environment of its own. Where
 # the libraries are missing and cannot be installed, its tests are skipped and say so.
@@ -60,7 +62,7 @@ mooncake: ## The guide to writing a driver, and the example it leads to, likewis
 	cd .cache/guide && KVFERRY='$(CURDIR)' PYTHON='$(PYTHON)' bash -eux commands
 
 vllm: $(STAMP) ## The tests with real vLLM engines
-	$(BIN)/pytest -m vllm
+	$(BIN)/pytest -m 'vllm and not nixl'
 
 venv: $(STAMP) ## Only install what the other targets need
 
