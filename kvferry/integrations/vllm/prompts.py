@@ -35,16 +35,12 @@ def _embeddings(request: Request, tokens: int) -> bytes | None:
     """What stands for a prompt's first embeddings; ``None`` if it is of token ids alone."""
     if request.prompt_embeds is None:
         return None
-    rows = request.prompt_embeds[:tokens].contiguous().cpu()
-    state = hashlib.blake2b(f"{rows.dtype} {tuple(rows.shape)}".encode(), digest_size=DIGEST_BYTES)
-    state.update(rows.flatten().view(dtype=_bytes()).numpy())
-    return state.digest()
-
-
-def _bytes() -> object:
     import torch
 
-    return torch.uint8
+    rows = request.prompt_embeds[:tokens].contiguous().cpu()
+    state = hashlib.blake2b(f"{rows.dtype} {tuple(rows.shape)}".encode(), digest_size=DIGEST_BYTES)
+    state.update(rows.flatten().view(dtype=torch.uint8).numpy())
+    return state.digest()
 
 
 def backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> int:

@@ -15,7 +15,7 @@ from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Context, Field, Group, GroupKind, Layout
 from kvferry.core.memory import Region, region_of
 from kvferry.integrations.vllm.caches.packings import pack
-from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, Page, Place
+from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, Page, Place, spec_of
 from kvferry.integrations.vllm.caches.states import STATES, whole
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class _Rank:
 
     def group(self, index: int, group: KVCacheGroupSpec) -> tuple[Group, tuple[Field, ...]]:
         pages = [
-            self._page(layer, tensor, _spec_of(layer, group), index)
+            self._page(layer, tensor, spec_of(layer, group), index)
             for layer, tensor in _distinct(self.caches, group)
         ]
         if is_state(group.kv_cache_spec):
@@ -112,12 +112,6 @@ def is_state(spec: KVCacheSpec) -> bool:
     from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
     return any(isinstance(one, MambaSpec) for one in iter_layer_specs(spec))
-
-
-def _spec_of(layer: str, group: KVCacheGroupSpec) -> KVCacheSpec:
-    """A group's layers may differ in all but their blocks; then each has a spec of its own."""
-    own: Mapping[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-    return own.get(layer, group.kv_cache_spec)
 
 
 def _distinct(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
 from kvferry.integrations.vllm.caches.encodings import encoded
-from kvferry.integrations.vllm.caches.pages import LayerFacts, Place, share
+from kvferry.integrations.vllm.caches.pages import LayerFacts, Place, share, spec_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -30,9 +29,8 @@ def layer_facts(
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     facts = {}
     for group in kv_cache_config.transfer_groups:
-        own: Mapping[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         for name in group.layer_names:
-            spec = own.get(name, group.kv_cache_spec)
+            spec = spec_of(name, group)
             draft = is_draft(name, vllm_config)
             if isinstance(spec, MambaSpec):
                 facts[name] = _state_facts(layers[name], draft, place)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.layout import Field, axis
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 Pairs = tuple[tuple[int, int], ...]
 """Digits of an axis, coarse to fine: (count, stride in bytes)."""
@@ -181,3 +182,9 @@ def share(total: int, place: Place) -> tuple[int, int]:
         first = place.tp * total // place.tp_size
         return first, first + 1
     return place.tp * total // place.tp_size, (place.tp + 1) * total // place.tp_size
+
+
+def spec_of(layer: str, group: KVCacheGroupSpec) -> KVCacheSpec:
+    """A group's layers may differ in all but their blocks; then each has a spec of its own."""
+    own: Mapping[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    return own.get(layer, group.kv_cache_spec)
