@@ -705,10 +705,10 @@ class CloseDoesNotWait(LoopbackTransport):
     """``close`` leaves work running. (The second one ends it, or memory would go under it.)"""
 
     def close(self) -> None:
-        if self._closed:
-            self._closed = False
+        if self._owner.closed:
+            self._owner.closed = False
             super().close()
-        self._closed = True
+        self._owner.closed = True
 
 
 # The end.
@@ -728,7 +728,7 @@ class AnswersAfterClose(LoopbackTransport):
     """After ``close`` there are no notifications, which is said without an error."""
 
     def notifications(self) -> list[Notification]:
-        return [] if self._closed else super().notifications()
+        return [] if self._owner.closed else super().notifications()
 
 
 @caught_by("test_closing_one_leaves_others_alone")
@@ -751,7 +751,7 @@ class DoesNotNoticeAFork(LoopbackTransport):
     """A forked child goes on as if it were its parent."""
 
     def _guard(self) -> None:
-        if self._closed:
+        if self._owner.closed:
             raise TransportUsageError("closed")
 
 

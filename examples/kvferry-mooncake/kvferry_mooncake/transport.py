@@ -19,7 +19,17 @@ from kvferry.core.errors import (
     TransferCancelledError,
     TransportError,
     TransportUnsupportedError,
-    TransportUsageError,
+)
+from kvferry.core.guards import (
+    Owner,
+    check_final,
+    check_payload,
+    check_registered,
+    check_unused,
+    find_peer,
+    find_transfer,
+    local_regions,
+    remote_regions,
 )
 from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
@@ -83,8 +93,8 @@ class MooncakeTransport(Transport):
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
 
     def __init__(self, *, host: str = "127.0.0.1") -> None:
-        self._pid = os.getpid()
-        self._name = f"mooncake-{self._pid}-{secrets.token_hex(8)}"
+        self._name = f"mooncake-{os.getpid()}-{secrets.token_hex(8)}"
+        self._owner = Owner(self._name)
         self._secret = secrets.token_bytes(16)
         self._host = host
         self._engine = shared(host)
@@ -94,7 +104,6 @@ class MooncakeTransport(Transport):
             raise DriverError(
                 f"driver_options: host={host!r} cannot be listened at: {exc}"
             ) from exc
-        self._closed = False
         self._regions: set[Region] = set()
         self._peers: dict[PeerId, _Peer] = {}
         self._jobs: dict[TransferId, Job] = {}
@@ -131,12 +140,10 @@ class MooncakeTransport(Transport):
 
     def deregister(self, region: Region) -> None:
         self._guard()
-        if region not in self._regions:
-            raise TransportUsageError(f"{region} is not registered")
-        if any(region in job.local for job in self._jobs.values() if not job.final):
-            raise TransportUsageError(
-                f"an unfinished transfer uses {region}: poll until it is final"
-            )
+        check_registered(region, self._regions)
+        for job in self._jobs.values():
+            if not job.final:
+                check_unused(region, job.local)
         self._regions.remove(region)
         self._engine.deregister(region)
 
@@ -189,13 +196,14 @@ class MooncakeTransport(Transport):
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         self._guard()
         found = self._peer(peer)
+        remote_regions(copies, found.regions, found.name)
         if notify is not None:
-            _check_payload(notify)
+            check_payload(notify, MAX_NOTIFICATION)
         job = Job(
             peer=peer,
             segment=found.segment,
             channel=found.channel,
-            local=self._checked(found, copies),
+            local=local_regions(copies, self._regions),
             pieces=pieces_of(copies),
             notify=notify,
         )
@@ -216,8 +224,7 @@ class MooncakeTransport(Transport):
 
     def forget(self, transfer: TransferId) -> None:
         self._guard()
-        if not self._job(transfer).final:
-            raise TransportUsageError(f"transfer {transfer} is not final: poll until it is")
+        check_final(transfer, self._job(transfer).status)
         del self._jobs[transfer]
 
     # Notifications.
@@ -225,7 +232,7 @@ class MooncakeTransport(Transport):
     def notify(self, peer: PeerId, payload: bytes) -> None:
         self._guard()
         found = self._peer(peer)
-        _check_payload(payload)
+        check_payload(payload, MAX_NOTIFICATION)
         found.channel.send(payload)
 
     def notifications(self) -> list[Notification]:
@@ -233,9 +240,8 @@ class MooncakeTransport(Transport):
         return self._mailbox.take()
 
     def close(self) -> None:
-        if self._closed or os.getpid() != self._pid:
+        if not self._owner.end():
             return
-        self._closed = True
         quiet = self._ended(self._jobs.values(), PeerLostError(f"{self._name} was closed"))
         for peer in self._peers.values():
             peer.channel.close()
@@ -252,36 +258,13 @@ class MooncakeTransport(Transport):
     # What is behind the interface.
 
     def _guard(self) -> None:
-        if self._closed:
-            raise TransportUsageError(f"{self._name} is closed")
-        if os.getpid() != self._pid:
-            raise TransportUsageError(
-                f"{self._name} belongs to process {self._pid}, of which this one is a fork: make "
-                "transports after forking, or spawn"
-            )
+        self._owner.check()
 
     def _peer(self, peer: PeerId) -> _Peer:
-        if peer not in self._peers:
-            raise TransportUsageError(f"no peer {peer}; connected: {list(self._peers)[:16]}")
-        return self._peers[peer]
+        return find_peer(self._peers, peer)
 
     def _job(self, transfer: TransferId) -> Job:
-        if transfer not in self._jobs:
-            raise TransportUsageError(f"no transfer {transfer}: never started, or forgotten")
-        return self._jobs[transfer]
-
-    def _checked(self, peer: _Peer, copies: Copies) -> frozenset[Region]:
-        """The local regions of a batch, all of whose regions are known."""
-        local = frozenset(segment.local for segment in copies.segments)
-        remote = frozenset(segment.remote for segment in copies.segments)
-        if not local <= self._regions:
-            raise TransportUsageError(f"local {min(local - self._regions)} is not registered")
-        if not remote <= peer.regions:
-            raise TransportUsageError(
-                f"remote {min(remote - peer.regions)} is not known of {peer.name}: if it was "
-                "registered after its address was made, connect again with a new one"
-            )
-        return local
+        return find_transfer(self._jobs, transfer)
 
     def _turn(self) -> None:
         self._mailbox.turn()
@@ -304,8 +287,3 @@ class MooncakeTransport(Transport):
                 break
             time.sleep(_TURN_SECONDS)
         return not left
-
-
-def _check_payload(payload: object) -> None:
-    if not isinstance(payload, bytes) or not 0 < len(payload) <= MAX_NOTIFICATION:
-        raise TransportUsageError(f"a notification is 1 to {MAX_NOTIFICATION} bytes")

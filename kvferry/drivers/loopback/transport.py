@@ -14,12 +14,23 @@ import msgspec
 
 from kvferry.core.copies import Copies
 from kvferry.core.errors import (
-    DriverError,
     PeerLostError,
     TransferCancelledError,
     TransportError,
     TransportUnsupportedError,
     TransportUsageError,
+)
+from kvferry.core.guards import (
+    Owner,
+    check_final,
+    check_payload,
+    check_registered,
+    check_unused,
+    find_peer,
+    find_transfer,
+    local_regions,
+    parse_options,
+    remote_regions,
 )
 from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
@@ -34,7 +45,7 @@ from kvferry.core.transport import (
 from kvferry.drivers.loopback import address as wire
 from kvferry.drivers.loopback import process
 from kvferry.drivers.loopback.address import Address, RegisteredRegion
-from kvferry.drivers.loopback.board import Board, Claims, Entry, claims_of
+from kvferry.drivers.loopback.board import Board, Entry, claims_of
 from kvferry.drivers.loopback.copying import RunsPool
 from kvferry.drivers.loopback.mail import MAX_NOTIFICATION, Channel, Mailbox
 from kvferry.drivers.loopback.reach import Reach, reach
@@ -88,12 +99,11 @@ class LoopbackTransport(Transport):
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
 
     def __init__(self, **options: object) -> None:
-        self._options = _parsed(options)
+        self._options = parse_options("loopback", Options, options)
         process.allow_readers()
-        self._pid = os.getpid()
-        self._name = f"loopback-{self._pid}-{secrets.token_hex(8)}"
-        self._start_time = process.start_time(self._pid) or 0
-        self._closed = False
+        self._name = f"loopback-{os.getpid()}-{secrets.token_hex(8)}"
+        self._owner = Owner(self._name)
+        self._start_time = process.start_time(self._owner.pid) or 0
         self._board = Board()
         self._mail = Mailbox(self._board.instance, self._name)
         self._workers = Workers(self._name, self._options.threads)
@@ -138,14 +148,10 @@ class LoopbackTransport(Transport):
 
     def deregister(self, region: Region) -> None:
         self._guard()
-        if region not in self._registered:
-            raise TransportUsageError(f"{region} is not registered")
-        for transfer, (_, job) in self._jobs.items():
-            if not job.final and region in job.local:
-                raise TransportUsageError(
-                    f"transfer {transfer} still uses {region}: cancel it, and poll until it is "
-                    "final"
-                )
+        check_registered(region, self._registered)
+        for _, job in self._jobs.values():
+            if not job.final:
+                check_unused(region, job.local)
         self._board.erase(self._registered.pop(region))
 
     # Peers.
@@ -157,7 +163,7 @@ class LoopbackTransport(Transport):
                 name=self._name,
                 boot=process.boot_id(),
                 pid_namespace=process.pid_namespace(),
-                pid=self._pid,
+                pid=self._owner.pid,
                 start_time=self._start_time,
                 instance=self._board.instance,
                 socket=self._mail.socket_name,
@@ -227,10 +233,7 @@ class LoopbackTransport(Transport):
 
     def forget(self, transfer: TransferId) -> None:
         self._guard()
-        if not self._job(transfer).final:
-            raise TransportUsageError(
-                f"transfer {transfer} is not final: poll until it is, then forget it"
-            )
+        check_final(transfer, self._job(transfer).status)
         del self._jobs[transfer]
 
     # Notifications.
@@ -243,7 +246,7 @@ class LoopbackTransport(Transport):
         """
         self._guard()
         channel = self._peer(peer).channel
-        _check_payload(payload)
+        check_payload(payload, MAX_NOTIFICATION)
         try:
             channel.send(payload)
         except PeerLostError:
@@ -254,10 +257,8 @@ class LoopbackTransport(Transport):
         return self._mail.take()
 
     def close(self) -> None:
-        # A forked child has none of the threads, and the sockets are its parent's.
-        if self._closed or os.getpid() != self._pid:
+        if not self._owner.end():
             return
-        self._closed = True
         deadline = time.monotonic() + _GRACE_SECONDS
         jobs = [job for _, job in self._jobs.values()]
         for job in jobs:
@@ -275,23 +276,13 @@ class LoopbackTransport(Transport):
             )
 
     def _guard(self) -> None:
-        if self._closed:
-            raise TransportUsageError(f"{self._name} is closed")
-        if os.getpid() != self._pid:
-            raise TransportUsageError(
-                f"{self._name} belongs to process {self._pid}, of which this one is a fork: make "
-                "transports after forking, or spawn"
-            )
+        self._owner.check()
 
     def _peer(self, peer: PeerId) -> _Peer:
-        if peer not in self._peers:
-            raise TransportUsageError(f"no peer {peer}; connected: {list(self._peers)[:16]}")
-        return self._peers[peer]
+        return find_peer(self._peers, peer)
 
     def _job(self, transfer: TransferId) -> Job:
-        if transfer not in self._jobs:
-            raise TransportUsageError(f"no transfer {transfer}: never started, or forgotten")
-        return self._jobs[transfer][1]
+        return find_transfer(self._jobs, transfer)[1]
 
     def _start(
         self, peer: PeerId, copies: Copies, notify: bytes | None, *, write: bool
@@ -307,9 +298,9 @@ class LoopbackTransport(Transport):
 
     def _make_job(self, peer: _Peer, copies: Copies, notify: bytes | None, *, write: bool) -> Job:
         if notify is not None:
-            _check_payload(notify)
-        local = self._local_regions(copies)
-        claims = _claims(peer, copies)
+            check_payload(notify, MAX_NOTIFICATION)
+        local = local_regions(copies, self._registered)
+        remote = remote_regions(copies, peer.regions, peer.name)
         runs = self._pool.take(len(copies))
         try:
             runs.fill(copies, write=write)
@@ -322,50 +313,9 @@ class LoopbackTransport(Transport):
             reach=peer.reach,
             write=write,
             runs=runs,
-            claims=claims,
+            claims=claims_of((region, peer.regions[region]) for region in remote),
             local=local,
             send=None if notify is None else lambda: channel.send(notify),
             release=self._pool.give,
             limit=self._options.chunk_bytes,
         )
-
-    def _local_regions(self, copies: Copies) -> frozenset[Region]:
-        regions = frozenset(segment.local for segment in copies.segments)
-        for region in regions:
-            if region not in self._registered:
-                raise TransportUsageError(
-                    f"local {region} is not registered; {len(self._registered)} regions are"
-                )
-        return regions
-
-
-def _claims(peer: _Peer, copies: Copies) -> Claims:
-    regions = dict.fromkeys(segment.remote for segment in copies.segments)
-    for region in regions:
-        if region not in peer.regions:
-            raise TransportUsageError(
-                f"remote {region} is not among the {len(peer.regions)} regions known of "
-                f"{peer.name}: if it was registered after its address was made, connect again "
-                "with a new one"
-            )
-    return claims_of((region, peer.regions[region]) for region in regions)
-
-
-def _check_payload(payload: object) -> None:
-    if not isinstance(payload, bytes) or not 0 < len(payload) <= MAX_NOTIFICATION:
-        size = len(payload) if isinstance(payload, bytes) else type(payload).__name__
-        raise TransportUsageError(
-            f"a notification is 1 to {MAX_NOTIFICATION} bytes; this one: {size}"
-        )
-
-
-def _parsed(options: dict[str, object]) -> Options:
-    try:
-        return msgspec.convert(options, Options)
-    except msgspec.ValidationError as exc:
-        known = ", ".join(
-            f"{name} ({getattr(Options(), name)})" for name in Options.__struct_fields__
-        )
-        raise DriverError(
-            f"driver_options of loopback: {exc}; it has, with their defaults: {known}"
-        ) from exc

@@ -54,21 +54,6 @@ class Plugins(Protocol):
         """The parameters of one with their defaults, and its memory kinds."""
 
 
-def parsed(options: Mapping[str, object]) -> Options:
-    """The options, whatever their types.
-
-    Raises:
-        DriverError: one is unknown or of a wrong type.
-    """
-    try:
-        return msgspec.convert(options, Options)
-    except msgspec.ValidationError as exc:
-        raise DriverError(
-            f"driver_options of nixl: {exc}; it has backend (UCX), backend_options "
-            "(parameters of that backend) and telemetry (false)"
-        ) from exc
-
-
 def parameters(options: Options, library: Library, native: Plugins) -> dict[str, str]:
     """What the backend is started with.
 

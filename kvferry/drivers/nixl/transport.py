@@ -16,8 +16,19 @@ from kvferry.core.errors import (
     ConnectError,
     PeerLostError,
     TransportError,
-    TransportUnsupportedError,
     TransportUsageError,
+)
+from kvferry.core.guards import (
+    Owner,
+    check_final,
+    check_payload,
+    check_registered,
+    check_unused,
+    find_peer,
+    find_transfer,
+    local_regions,
+    parse_options,
+    remote_regions,
 )
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
@@ -35,7 +46,7 @@ from kvferry.drivers.nixl import library
 from kvferry.drivers.nixl.address import Address
 from kvferry.drivers.nixl.agent import Agent, Handle, Telemetry, unsupported
 from kvferry.drivers.nixl.job import Job
-from kvferry.drivers.nixl.options import parsed
+from kvferry.drivers.nixl.options import Options
 from kvferry.drivers.nixl.rows import Table
 from kvferry.drivers.nixl.spans import Spans
 
@@ -88,11 +99,10 @@ class NixlTransport(Transport):
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
 
     def __init__(self, **options: object) -> None:
-        self._options = parsed(options)
-        self._pid = os.getpid()
-        self._name = f"nixl-{self._pid}-{secrets.token_hex(8)}"
+        self._options = parse_options("nixl", Options, options)
+        self._name = f"nixl-{os.getpid()}-{secrets.token_hex(8)}"
+        self._owner = Owner(self._name)
         self._agent = Agent(library.load(), self._name, self._options)
-        self._closed = False
         self._spans = Spans(self._agent)
         self._table = Table()
         self._peers: dict[PeerId, _Peer] = {}
@@ -104,11 +114,15 @@ class NixlTransport(Transport):
         return self._name
 
     @property
+    def _max_notification(self) -> int:
+        return MAX_NOTIFICATION if self._agent.notifies else 0
+
+    @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
             ops=frozenset({"read", "write"}),
             memory=self._agent.memory,
-            max_notification=MAX_NOTIFICATION if self._agent.notifies else 0,
+            max_notification=self._max_notification,
             cancel=False,
             background_progress=True,
             quiescence=Quiescence.AFTER_DISCONNECT,
@@ -142,12 +156,8 @@ class NixlTransport(Transport):
 
     def deregister(self, region: Region) -> None:
         self._guard()
-        if region not in self._spans:
-            raise TransportUsageError(f"{region} is not registered")
-        if region in self._in_use():
-            raise TransportUsageError(
-                f"an unfinished transfer uses {region}: poll until it is final"
-            )
+        check_registered(region, self._spans.regions)
+        check_unused(region, self._in_use())
         self._spans.remove(region)
 
     # Peers.
@@ -215,11 +225,7 @@ class NixlTransport(Transport):
 
     def forget(self, transfer: TransferId) -> None:
         self._guard()
-        if not self._job(transfer).final:
-            raise TransportUsageError(
-                f"transfer {transfer} is not final: poll until it is, or disconnect its peer if it "
-                "is doomed; then forget it"
-            )
+        check_final(transfer, self._job(transfer).status)
         del self._jobs[transfer]
 
     def telemetry(self, transfer: TransferId) -> list[Telemetry]:
@@ -241,7 +247,7 @@ class NixlTransport(Transport):
     def notify(self, peer: PeerId, payload: bytes) -> None:
         self._guard()
         found = self._peer(peer)
-        self._check_payload(payload)
+        check_payload(payload, self._max_notification)
         try:
             self._agent.notify(found.name, payload)
         except PeerLostError:
@@ -258,10 +264,8 @@ class NixlTransport(Transport):
         ]
 
     def close(self) -> None:
-        # A forked child has none of NIXL's threads; it must not even let go of the agent.
-        if self._closed or os.getpid() != self._pid:
+        if not self._owner.end():
             return
-        self._closed = True
         jobs = [job for job in self._jobs.values() if not job.final]
         for job in jobs:
             job.doom(PeerLostError(f"{self._name} was closed"))
@@ -283,23 +287,13 @@ class NixlTransport(Transport):
     # What is behind the interface.
 
     def _guard(self) -> None:
-        if self._closed:
-            raise TransportUsageError(f"{self._name} is closed")
-        if os.getpid() != self._pid:
-            raise TransportUsageError(
-                f"{self._name} belongs to process {self._pid}, of which this one is a fork: make "
-                "transports after forking, or spawn"
-            )
+        self._owner.check()
 
     def _peer(self, peer: PeerId) -> _Peer:
-        if peer not in self._peers:
-            raise TransportUsageError(f"no peer {peer}; connected: {list(self._peers)[:16]}")
-        return self._peers[peer]
+        return find_peer(self._peers, peer)
 
     def _job(self, transfer: TransferId) -> Job:
-        if transfer not in self._jobs:
-            raise TransportUsageError(f"no transfer {transfer}: never started, or forgotten")
-        return self._jobs[transfer]
+        return find_transfer(self._jobs, transfer)
 
     def _in_use(self) -> set[Region]:
         return {region for job in self._jobs.values() if not job.final for region in job.local}
@@ -346,7 +340,7 @@ class NixlTransport(Transport):
         self._guard()
         found = self._peer(peer)
         if notify is not None:
-            self._check_payload(notify)
+            check_payload(notify, self._max_notification)
         job = Job(
             id=TransferId(next(self._ids)),
             peer=peer,
@@ -383,32 +377,10 @@ class NixlTransport(Transport):
 
     def _checked(self, peer: _Peer, copies: Copies) -> frozenset[Region]:
         """The local regions of a batch, all of whose regions are known."""
-        local = frozenset(segment.local for segment in copies.segments)
-        for region in local:
-            if region not in self._spans:
-                raise TransportUsageError(
-                    f"local {region} is not registered; {len(self._spans.regions)} regions are"
-                )
-        known = self._spans if peer.itself else peer.regions
-        for region in {segment.remote for segment in copies.segments}:
-            if region not in known:
-                raise TransportUsageError(
-                    f"remote {region} is not among the {len(peer.regions)} regions known of "
-                    f"{peer.name}: if it was registered after its address was made, connect again "
-                    "with a new one"
-                )
+        local = local_regions(copies, self._spans.regions)
+        known = self._spans.regions if peer.itself else peer.regions
+        remote_regions(copies, known, peer.name)
         return local
-
-    def _check_payload(self, payload: object) -> None:
-        if not self._agent.notifies:
-            raise TransportUnsupportedError(
-                f"NIXL's backend {self._options.backend} carries no notifications"
-            )
-        if not isinstance(payload, bytes) or not 0 < len(payload) <= MAX_NOTIFICATION:
-            size = len(payload) if isinstance(payload, bytes) else type(payload).__name__
-            raise TransportUsageError(
-                f"a notification is 1 to {MAX_NOTIFICATION} bytes; this one: {size}"
-            )
 
     def _advance(self, job: Job) -> None:
         if job.running:

@@ -54,7 +54,7 @@ def test_a_region_in_use_is_not_deregistered(
 ) -> None:
     peer = transport.connect(shared_peer.address())
     transfer = transport.read(peer, endless(local, shared_peer.region))
-    with pytest.raises(TransportUsageError, match=f"transfer {transfer} still uses"):
+    with pytest.raises(TransportUsageError, match="an unfinished transfer uses"):
         transport.deregister(local)
     transport.cancel(transfer)
     run(transport, transfer)

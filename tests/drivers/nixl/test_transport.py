@@ -55,7 +55,7 @@ def test_the_registry_finds_it() -> None:
             {"backend_options": {"ucx_error_handling_mode": "perhaps"}},
             "backend UCX of .* does not start with",
         ),
-        ({"threads": 2}, "unknown field `threads`; it has backend"),
+        ({"threads": 2}, "unknown field `threads`; it has, with their defaults: backend"),
     ],
 )
 def test_options_that_it_does_not_have_are_refused_with_those_that_it_has(
