@@ -111,7 +111,7 @@ def test_regions_of_a_batch_must_be_known_on_both_sides() -> None:
     copies = copies_between([(0, 0, 8)], local=HERE, remote=THERE)
     assert local_regions(copies, {HERE}) == {HERE}
     assert remote_regions(copies, {THERE}, "peer") == {THERE}
-    with pytest.raises(TransportUsageError, match="local .* is not registered; 1 regions are"):
+    with pytest.raises(TransportUsageError, match=r"local .* is not registered; 1 regions are"):
         local_regions(copies, {THERE})
     with pytest.raises(TransportUsageError, match=r"among the 1 regions known of peer: .*again"):
         remote_regions(copies, {HERE}, "peer")
