@@ -1,0 +1,1 @@
+"""UCX: one-sided transfers of whichever libucp is there, without NIXL."""

@@ -1,0 +1,217 @@
+"""Which libucp: the one that was named, else the system's, else the wheel's."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from kvferry.core.errors import DriverError
+from kvferry.drivers.ucx import opening
+
+logger = logging.getLogger(__name__)
+
+Version = tuple[int, int, int]
+Source = Literal["option", "system", "wheel"]
+
+LOWEST: Version = (1, 21, 0)
+"""The oldest UCX that was tested. Another major version may lay out its structures otherwise."""
+
+SYSTEMS_OWN = "libucp.so.0"
+WHEEL = "libucx"
+"""What the distributions libucx-cu12 and libucx-cu13 install."""
+
+BUILT_IN = ("self", "posix", "sysv", "tcp")
+"""Transports that need no module."""
+
+SECONDS = 60.0
+"""How long a library may take to be opened."""
+
+REMEDY = (
+    "install UCX (libucx0 of Debian and Ubuntu, ucx of Fedora), or pip install 'kvferry[ucx]', or "
+    "name one: driver_options: library"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """A libucp that was found. Nothing of it has been loaded into this process.
+
+    Attributes:
+        path: of its file.
+        version: major, minor, patch.
+        source: what led to it: the option ``library``, the system's linker, or the wheel.
+        rdma: whether it has a module for RDMA, and all that this needs. Whether there is a NIC is
+            another question.
+        transports: those that are built in, and the modules beside it, which need not load here.
+        advice: which other one can do RDMA where this one cannot; empty where none is there.
+    """
+
+    path: str
+    version: Version
+    source: Source
+    rdma: bool
+    transports: tuple[str, ...]
+    advice: str = ""
+
+    def __str__(self) -> str:
+        rdma = "with RDMA" if self.rdma else "without RDMA"
+        return f"UCX {dotted(self.version)}, {rdma} ({_SOURCES[self.source]}: {self.path})"
+
+
+_SOURCES: dict[Source, str] = {
+    "option": "option library",
+    "system": "the system's",
+    "wheel": "the wheel libucx",
+}
+
+
+def find(explicit: str | None = None) -> Library:
+    """The libucp to take. Logs a warning if it cannot do RDMA and another one here could.
+
+    Starts a process that opens what has to be opened to be known.
+
+    Args:
+        explicit: its path, or a name for the dynamic linker; ``None`` to look for one.
+
+    Raises:
+        DriverError: there is none that can be used, or not the one that was named; says which was
+            found, what is the matter with it, and what to do.
+    """
+    named = [] if explicit is None else [_named(explicit)]
+    if named and named[0].rdma:
+        return named[0]
+    found, reasons = _there()
+    fit = [library for library in (*named, *found) if not _unfit(library)]
+    if not fit:
+        reasons += map(_unfit, found)
+        raise DriverError(f"no UCX that can be used: {'; '.join(reasons)}: {REMEDY}")
+    return _advised(fit[0], found)
+
+
+def load(library: Library) -> ctypes.CDLL:
+    """Load it into this process, with the UCX libraries that lie beside it. It stays there.
+
+    Raises:
+        DriverError: it does not load, or another UCX is here already, of whose parts it would get
+            some.
+    """
+    path = Path(library.path)
+    other = opening.loaded_elsewhere(path.parent)
+    if other is not None:
+        raise DriverError(
+            f"this process has loaded another UCX already ({other}), and {path} would get parts "
+            f"of it: let both be the same (driver_options: library)"
+        )
+    try:
+        return opening.opened(library.path)
+    except OSError as exc:
+        raise DriverError(f"{path} does not load: {exc}; {REMEDY}") from exc
+
+
+def dotted(version: Version) -> str:
+    """As people write it."""
+    return ".".join(map(str, version))
+
+
+def _named(path: str) -> Library:
+    try:
+        library = _asked(path, "option")
+    except DriverError as exc:
+        raise DriverError(f"driver_options of ucx: library: {exc}") from exc
+    reason = _unfit(library)
+    if reason:
+        raise DriverError(f"driver_options of ucx: library: {reason}")
+    return library
+
+
+def _there() -> tuple[list[Library], list[str]]:
+    """What there is besides what was named, in the order in which it is taken; and why no more."""
+    found, reasons = [], []
+    for look in (_systems, _wheels):
+        try:
+            found.append(look())
+        except DriverError as exc:
+            reasons.append(str(exc))
+    return found, reasons
+
+
+def _systems() -> Library:
+    return _asked(SYSTEMS_OWN, "system")
+
+
+def _wheels() -> Library:
+    """The wheel's, which says its version in a file."""
+    spec = find_spec(WHEEL)
+    if spec is None or spec.origin is None:
+        raise DriverError("the wheel libucx is not installed")
+    folder = Path(spec.origin).parent
+    path = folder / "lib" / SYSTEMS_OWN
+    try:
+        text = (folder / "UCX_WHEEL_VERSION.txt").read_text(encoding="utf-8")
+        major, minor, patch = (int(number) for number in text.strip().split(".")[:3])
+    except (OSError, ValueError):
+        return _asked(str(path), "wheel")
+    if not path.exists() or any(map(opening.for_rdma, opening.modules(path))):
+        return _asked(str(path), "wheel")
+    return _library(path, (major, minor, patch), "wheel", rdma=False)
+
+
+def _asked(name: str, source: Source) -> Library:
+    """What a process finds that opens it."""
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-I", "-S", opening.__file__, name],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired) as exc:
+        raise DriverError(f"{name} could not be tried: {exc}") from exc
+    if not ran.stdout:
+        raise DriverError(f"the process that opened {name} ended with status {ran.returncode}")
+    told = json.loads(ran.stdout)
+    if "problem" in told:
+        problem = str(told["problem"])
+        raise DriverError(problem if problem.startswith(name) else f"{name}: {problem}")
+    major, minor, patch = told["version"]
+    return _library(Path(told["path"]), (major, minor, patch), source, rdma=told["rdma"])
+
+
+def _library(path: Path, version: Version, source: Source, *, rdma: bool) -> Library:
+    modules = (file.name.partition(".so")[0] for file in opening.modules(path))
+    return Library(
+        path=str(path),
+        version=version,
+        source=source,
+        rdma=rdma,
+        transports=(*BUILT_IN, *(module.removeprefix("libuct_") for module in modules)),
+    )
+
+
+def _unfit(library: Library) -> str:
+    """Why it cannot be used; empty if it can."""
+    if library.version[0] != LOWEST[0]:
+        return f"{library} is of another major version than {LOWEST[0]}, the only one known"
+    if library.version < LOWEST:
+        return f"{library} is older than {dotted(LOWEST)}, the lowest that was tested"
+    return ""
+
+
+def _advised(taken: Library, others: list[Library]) -> Library:
+    able = next((other for other in others if other.rdma), None)
+    if taken.rdma or able is None:
+        return taken
+    remedy = f"driver_options: library: {able.path}"
+    if _unfit(able):
+        remedy = f"UCX {dotted(LOWEST)} or later in its place"
+    advice = f"{taken} is taken, and {able} is there: to use RDMA, {remedy}"
+    logger.warning(advice)
+    return replace(taken, advice=advice)
