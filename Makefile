@@ -24,7 +24,7 @@ STAMP := $(VENV)/.installed-kvferry
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test drivers lint types unit nixl mooncake vllm venv clean
+.PHONY: help demo test drivers lint types unit nixl ucx mooncake vllm venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,7 +34,7 @@ demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove
 
 test: lint types unit vllm ## Everything that has to pass before a change goes in
 
-drivers: nixl mooncake ## What takes longer, before a driver or the suite is changed
+drivers: nixl ucx mooncake ## What takes longer, before a driver or the suite is changed
 
 lint: $(STAMP) ## Code style, formatting and the direction of imports
 	$(BIN)/ruff check .
@@ -44,11 +44,14 @@ lint: $(STAMP) ## Code style, formatting and the direction of imports
 types: $(STAMP) ## Static types
 	$(BIN)/mypy
 
-unit: $(STAMP) ## The tests that need neither vLLM nor NIXL
+unit: $(STAMP) ## The tests that need neither vLLM nor NIXL nor UCX
 	$(BIN)/pytest
 
 nixl: $(STAMP) ## The driver nixl: the conformance suite on it, and vLLM over it
 	$(BIN)/pytest -m 'nixl and not slow'
+
+ucx: $(STAMP) ## The driver ucx: likewise; and between two networks, whose link is cut
+	$(BIN)/pytest -m 'ucx and not slow'
 
 # The guide's commands as they stand there, in an empty folder and an environment of its own. Where
 # the libraries are missing and cannot be installed, its tests are skipped and say so.
@@ -62,7 +65,7 @@ mooncake: ## The guide to writing a driver, and the example it leads to, likewis
 	cd .cache/guide && KVFERRY='$(CURDIR)' PYTHON='$(PYTHON)' bash -eux commands
 
 vllm: $(STAMP) ## The tests with real vLLM engines
-	$(BIN)/pytest -m 'vllm and not nixl'
+	$(BIN)/pytest -m 'vllm and not nixl and not ucx'
 
 venv: $(STAMP) ## Only install what the other targets need
 
@@ -111,5 +114,5 @@ $(VLLM_STAMP):
 # fetch the CUDA build for it.
 $(STAMP): pyproject.toml $(VLLM_STAMP)
 	@printf '\n== 3 of 3: kvferry and the tools that check it\n'
-	@$(BIN)/pip install --editable '.[dev]' 'nixl-cu12==$(NIXL_VERSION)' 'torch==$(TORCH_VERSION)'
+	@$(BIN)/pip install --editable '.[dev,ucx]' 'nixl-cu12==$(NIXL_VERSION)' 'torch==$(TORCH_VERSION)'
 	@touch $@
