@@ -39,8 +39,16 @@ class TicketError(KVFerryError, ValueError):
     """A ticket is refused before anything is read."""
 
 
+class SecretError(KVFerryError, ValueError):
+    """A key, a secret or a list of who may is missing or none; never shows a secret."""
+
+
 class StaleError(KVFerryError):
     """The hold did not stand when the read ended, so what was read is not to be used."""
+
+
+class DeadlineError(KVFerryError):
+    """A load was not over in time; names the stage that it was in."""
 
 
 class EndpointClosedError(KVFerryError):

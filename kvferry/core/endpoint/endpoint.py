@@ -26,6 +26,7 @@ from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ledger import Orders
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.security import OPEN, Access
 from kvferry.core.stats import LoadRecord
 from kvferry.core.transport import Transport
 from kvferry.core.wire import NEWEST_PROTOCOL, OLDEST_PROTOCOL, Coordinates, RankPayload
@@ -72,11 +73,13 @@ class EndpointOptions:
         handshake_timeout: until a producer must have answered.
         lease: a load that is not over after this fails as stale.
         judgements: which differences from a producer are not refused for certain.
+        access: this engine's keys, and to whom it may connect.
     """
 
     handshake_timeout: float = 10.0
     lease: float = 30.0
     judgements: Judgements = Judgements()  # noqa: RUF009 - frozen
+    access: Access = OPEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +140,9 @@ class Endpoint:
         self._wake = threading.Event()
         self._server = Server(self._table, identity.incarnation, clock)
         self._transfers = Transfers(transport)
-        self._peers = Peers(transport, self._post, options.handshake_timeout, options.judgements)
+        self._peers = Peers(
+            transport, self._post, options.handshake_timeout, options.judgements, options.access
+        )
         self._puller = Puller(
             own=self.payload,
             transport=transport,

@@ -19,6 +19,7 @@ from kvferry.core.errors import (
 from kvferry.core.handshake import Judgements, agree, fetch
 from kvferry.core.lifecycle.loads import Party
 from kvferry.core.lifecycle.ticket import Ticket, page_limits
+from kvferry.core.security import OPEN, Access
 from kvferry.core.topology import Plan, Source, plan
 from kvferry.core.transport import PeerId, Transport
 from kvferry.core.wire import RankPayload
@@ -36,6 +37,8 @@ class PeerKey(NamedTuple):
     engine: str
     host: str
     port: int
+    key: bytes = b""
+    """Public, of the side channel: a forged ticket must not make a genuine one wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,7 @@ class Peers:
         post: runs a callable on the endpoint's thread, soon.
         timeout: seconds that a handshake may take.
         judgements: which differences from a producer are not refused for certain.
+        access: this engine's keys, and to whom it may connect.
     """
 
     def __init__(
@@ -108,11 +112,13 @@ class Peers:
         post: Callable[[Callable[[], None]], None],
         timeout: float,
         judgements: Judgements,
+        access: Access = OPEN,
     ) -> None:
         self._transport = transport
         self._post = post
         self._timeout = timeout
         self._judgements = judgements
+        self._access = access
         self._warned: set[tuple[str, int]] = set()
         self._own: tuple[RankPayload, ...] = ()
         self._rank = 0
@@ -144,7 +150,7 @@ class Peers:
         if known is not None:
             ready(known)
             return
-        key = PeerKey(ticket.engine, ticket.host, ticket.port)
+        key = PeerKey(ticket.engine, ticket.host, ticket.port, ticket.key)
         waiting = self._waiting.setdefault(key, [])
         waiting.append((ready, failed))
         if len(waiting) == 1:
@@ -202,7 +208,15 @@ class Peers:
     def _handshake(self, key: PeerKey) -> Handshake:
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
-        payloads = tuple(fetch(key.host, key.port, key.engine, timeout=self._timeout).ranks)
+        info = fetch(
+            key.host,
+            key.port,
+            key.engine,
+            timeout=self._timeout,
+            access=self._access,
+            key=key.key,
+        )
+        payloads = info.ranks
         mine = self._own[self._rank]
         agreed = [agree(mine, theirs, self._judgements) for theirs in payloads]
         layouts = [payload.layout for payload in self._own]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+import queue
 import socket
+import threading
+from contextlib import suppress
 from typing import Any
 
 import zmq
+from zmq.utils import z85
 
 from kvferry.core.errors import HandshakeError
+from kvferry.core.security import KeyPair
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
@@ -16,14 +21,22 @@ Context = zmq.Context[Socket]
 MAX_FRAMES = 3
 """Routing id, the empty frame of a REQ client, and the message."""
 
+MAX_RESOLVERS = 64
+"""How many names are looked up at once. A resolver that hangs cannot be ended, and clients choose
+what it looks up."""
+
 
 def bare(host: str) -> str:
     """A host without the brackets that an IPv6 address has in a URL."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
-def numeric_hosts(host: str, port: int) -> list[str]:
+def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[str]:
     """The numeric addresses that a host name stands for, best first; a numeric one is kept.
+
+    Args:
+        host, port: of a side channel.
+        timeout: seconds that looking a name up may take; ``None`` for as long as it takes.
 
     Raises:
         HandshakeError: it stands for none, or for every address at once, or ``port`` is none.
@@ -31,8 +44,7 @@ def numeric_hosts(host: str, port: int) -> list[str]:
     if not 0 <= port <= 65535:
         raise HandshakeError(f"port {port} is not in 0 to 65535: correct side_channel_port")
     try:
-        found = socket.getaddrinfo(bare(host) or None, port, type=socket.SOCK_STREAM)
-        numeric = [socket.getnameinfo(entry[4], _NUMERIC)[0] for entry in found]
+        numeric = _resolved(bare(host) or None, port, timeout)
     except (OSError, ValueError) as exc:  # ValueError: a name that is not even encodable
         raise HandshakeError(
             f"host {host!r} does not resolve ({exc}): set side_channel_host to an IP address of "
@@ -46,6 +58,42 @@ def numeric_hosts(host: str, port: int) -> list[str]:
             "an address of the engine's host"
         )
     return list(dict.fromkeys(numeric))
+
+
+def _resolved(host: str | None, port: int, timeout: float | None) -> list[str]:
+    """Numeric addresses need no resolver. Raises ``OSError`` or ``ValueError``."""
+    with suppress(OSError, ValueError):
+        return _looked_up(host, port, socket.AI_NUMERICHOST)
+    return _looked_up(host, port) if timeout is None else _within(host, port, timeout)
+
+
+def _looked_up(host: str | None, port: int, flags: int = 0) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return [socket.getnameinfo(entry[4], _NUMERIC)[0] for entry in found]
+
+
+def _within(host: str | None, port: int, timeout: float) -> list[str]:
+    """Look up on a thread of its own: the C library's resolver takes no deadline."""
+    if not _resolvers.acquire(blocking=False):
+        raise TimeoutError(f"{MAX_RESOLVERS} names are being looked up already")
+    answer: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            answer.put(_looked_up(host, port))
+        except (OSError, ValueError) as exc:
+            answer.put(exc)
+        finally:
+            _resolvers.release()
+
+    threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
+    try:
+        found = answer.get(timeout=max(timeout, 0))
+    except queue.Empty:
+        raise TimeoutError(f"no answer from the resolver within {timeout:g} s") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def is_loopback(numeric: str) -> bool:
@@ -75,6 +123,12 @@ def make_socket(context: Context, kind: int, numeric: str, **options: int) -> So
     return made
 
 
+def encrypt(made: Socket, own: KeyPair) -> None:
+    """Give a socket an engine's own keys; which end it is comes on top."""
+    made.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(own.public))
+    made.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(own.secret))
+
+
 def receive(source: Socket, flags: int = 0) -> list[bytes]:
     """One message, of which the frames beyond ``MAX_FRAMES + 1`` are dropped as they come."""
     frames: list[bytes] = []
@@ -88,3 +142,4 @@ def receive(source: Socket, flags: int = 0) -> list[bytes]:
 
 
 _NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+_resolvers = threading.BoundedSemaphore(MAX_RESOLVERS)

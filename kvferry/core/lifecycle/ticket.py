@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 from kvferry.core.errors import TicketError
-from kvferry.core.layout import HOLE
+from kvferry.core.layout import HOLE, MAX_GROUPS
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
 from kvferry.core.lifecycle.holds import GENERATION_LIMIT, Hold
+from kvferry.core.security import KEY_BYTES
 from kvferry.core.wire import RankPayload
 
 MAX_TICKET_PAGES = 1 << 22
@@ -39,7 +40,7 @@ class Ticket:
         computed: nothing writes the pages any more after the ticket was made, so that the read
             needs no check before it.
         tp_size: the producer's tensor parallelism, which the handshake must confirm.
-        signature: reserved for the signature over all of this.
+        key: the public key of the side channel, 32 bytes; empty if that is not encrypted.
 
     Raises:
         TicketError: a value is out of bounds, or a page stands twice in a list.
@@ -57,7 +58,7 @@ class Ticket:
     digest: bytes
     computed: bool
     tp_size: int = 1
-    signature: bytes = field(default=b"", repr=False)
+    key: bytes = b""
 
     def __post_init__(self) -> None:
         for problem in chain(_identity_problems(self), _page_problems(self)):
@@ -79,11 +80,13 @@ def _identity_problems(ticket: Ticket) -> Iterator[str]:
         yield f"a digest of {len(ticket.digest)} bytes; it has {DIGEST_BYTES}"
     if not 1 <= ticket.tp_size <= 1 << 16:
         yield f"tp_size {ticket.tp_size} is not in 1 to {1 << 16}"
-    if len(ticket.signature) > MAX_TEXT:
-        yield f"a signature of {len(ticket.signature)} bytes; {MAX_TEXT} are allowed"
+    if len(ticket.key) not in (0, KEY_BYTES):
+        yield f"a key of {len(ticket.key)} bytes; it has {KEY_BYTES}"
 
 
 def _page_problems(ticket: Ticket) -> Iterator[str]:
+    if len(ticket.pages) > MAX_GROUPS:
+        yield f"blocks of {len(ticket.pages)} groups; {MAX_GROUPS} are allowed"
     if len(ticket.first_index) != len(ticket.pages):
         yield f"{len(ticket.first_index)} first indices for {len(ticket.pages)} groups"
     for index in ticket.first_index:

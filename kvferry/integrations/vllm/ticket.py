@@ -37,6 +37,7 @@ class _Own(Struct, frozen=True, kw_only=True):
     tokens: Integer
     computed: bool
     first_index: list[Integer]
+    key: Hex = ""
     signature: Hex = ""
 
 
@@ -141,7 +142,7 @@ def read(params: Mapping[str, Any]) -> Ticket:
         digest=bytes.fromhex(own.digest),
         computed=own.computed,
         tp_size=known.tp_size,
-        signature=bytes.fromhex(own.signature),
+        key=bytes.fromhex(own.key),
     )
 
 

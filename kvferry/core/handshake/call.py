@@ -1,0 +1,190 @@
+"""One question to one side channel: reach it, ask, and say what is wrong if no answer comes."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+
+from kvferry.core.errors import HandshakeError, WireError
+from kvferry.core.handshake.sockets import (
+    Context,
+    Socket,
+    encrypt,
+    endpoint,
+    make_socket,
+    numeric_hosts,
+    receive,
+)
+from kvferry.core.security import Access
+from kvferry.core.wire import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
+
+STRANGER = "what listens there is no side channel of kvferry, or the engine has just ended"
+ENDINGS = {
+    zmq.EVENT_CLOSED: "the connection could not be made again: the engine has just ended",
+    zmq.EVENT_DISCONNECTED: f"the connection was closed without an answer: {STRANGER}",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: STRANGER,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: STRANGER,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: (
+        "it refuses this host: add the address by which this host reaches it to allowed_peers there"
+    ),
+}
+"""What ZMQ's monitor says when no answer can come any more, for people."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One question to one side channel.
+
+    Attributes:
+        host, port: where it is.
+        timeout: seconds for everything.
+        context: to make the socket in; ``None`` for the one that is shared.
+        access: this engine's keys, and whom it may ask.
+        key: the public key that the side channel should have; empty for none.
+        numeric: the addresses that ``host`` stands for, once they are known.
+    """
+
+    host: str
+    port: int
+    timeout: float
+    context: Context | None
+    access: Access
+    key: bytes
+    numeric: list[str] = field(default_factory=list)
+
+    def exchange(self, request: Request) -> Reply:
+        """Ask, and wait for the answer.
+
+        Raises:
+            HandshakeError: there is none; says why, but not where.
+        """
+        deadline = time.monotonic() + self.timeout
+        self.access.check_server(self.key)
+        self.numeric = numeric_hosts(self.host, self.port, self.timeout)
+        numeric = self._listening(deadline)
+        channel = self._socket(numeric)
+        monitor: Socket = channel.get_monitor_socket(sum(ENDINGS))
+        try:
+            channel.connect(endpoint(numeric, self.port))
+            with suppress(zmq.Again):  # the connection has ended already: the monitor says how
+                channel.send_multipart([b"", encode(request)], zmq.DONTWAIT)
+            self._await_reply(channel, monitor, deadline)
+            return decode_reply(receive(channel, zmq.DONTWAIT)[-1])
+        except WireError as exc:
+            raise HandshakeError(f"its answer is {exc}") from exc
+        finally:
+            channel.disable_monitor()
+            monitor.close(0)
+            channel.close(0)
+
+    def _socket(self, numeric: str) -> Socket:
+        made = make_socket(
+            self.context or _shared_context(),
+            zmq.DEALER,
+            numeric,
+            MAXMSGSIZE=MAX_REPLY_BYTES,
+            RCVHWM=1,
+            RECONNECT_IVL=-1,
+        )
+        if self.access.own is not None:
+            encrypt(made, self.access.own)
+            made.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(self.key))
+        return made
+
+    def _listening(self, deadline: float) -> str:
+        """The numeric address of the host at which somebody accepts connections.
+
+        ZMQ would try for ever and not say why it fails, and it takes the first of several addresses
+        that a name stands for (``localhost`` is ``::1`` for it, whatever listens there). It is
+        given the address that was checked here, so that a name cannot mean another one by then.
+        """
+        reasons: dict[str, None] = {}
+        for numeric in self._allowed():
+            left = deadline - time.monotonic()
+            try:
+                with socket.create_connection((numeric, self.port), max(left, 1e-3)):
+                    return numeric
+            except OSError as exc:
+                reasons[_why_unreachable(exc, self.timeout)] = None
+        raise HandshakeError(" and ".join(reasons))
+
+    def _allowed(self) -> list[str]:
+        allowed = [numeric for numeric in self.numeric if self.access.allows(numeric)]
+        if not allowed:
+            raise HandshakeError(
+                f"it was not connected to, since {' and '.join(self.numeric)} is in none of the "
+                f"networks of allowed_peers ({self.access.networks}): add one, if an engine of "
+                "yours is there"
+            )
+        return allowed
+
+    def _await_reply(self, channel: Socket, monitor: Socket, deadline: float) -> None:
+        poller = zmq.Poller()
+        poller.register(channel, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        while True:
+            left = deadline - time.monotonic()
+            ready = dict(poller.poll(max(math.ceil(left * 1e3), 0)))
+            if channel in ready:
+                return
+            if monitor in ready:
+                event, value = struct.unpack("=hi", monitor.recv_multipart()[0])
+                if channel.poll(0):  # the answer came, and then the end
+                    return
+                raise HandshakeError(self._why_ended(event, value))
+            if left <= 0:
+                raise HandshakeError(
+                    f"it took the connection, but did not answer within {self.timeout:g} s: its "
+                    "process is stopped or overloaded"
+                )
+
+    def _why_ended(self, event: int, value: int) -> str:
+        own = self.access.own
+        if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            if own is None:
+                return "its side channel is encrypted: set curve_secret_key and curve_peers here"
+            return "its side channel is open: set curve_secret_key and curve_peers on that engine"
+        if own is not None and event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return (
+                f"it refuses this engine's key, {own.public.hex()}, or this host's address: add "
+                "them to curve_peers and allowed_peers there; its log says which"
+            )
+        if own is not None and event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            return (
+                "whoever listens there does not have the secret key of the public key "
+                f"{self.key.hex()}, by which it is known here; or {STRANGER}"
+            )
+        return ENDINGS.get(event, STRANGER)
+
+
+def _why_unreachable(exc: OSError, timeout: float) -> str:
+    if isinstance(exc, ConnectionRefusedError):
+        return (
+            "nobody listens there: the engine has ended, or it listens at another address "
+            "(side_channel_host and side_channel_port on that engine)"
+        )
+    if isinstance(exc, TimeoutError):
+        return f"no connection within {timeout:g} s: its host is down, or a firewall is between"
+    return f"cannot be reached ({exc.strerror or exc}): is side_channel_host right there?"
+
+
+_context: tuple[int, Context] | None = None
+_context_lock = threading.Lock()
+
+
+def _shared_context() -> Context:
+    """One for the process, made when first needed; a forked child needs one of its own."""
+    global _context
+    with _context_lock:
+        if _context is None or _context[0] != os.getpid():
+            _context = (os.getpid(), zmq.Context())
+        return _context[1]

@@ -1,0 +1,24 @@
+"""Who may: secrets that sign tickets, keys that admit peers, and the addresses they may have.
+
+Pure values and checks; the sockets are in ``kvferry.core.handshake``. Stdlib only, but for making
+key pairs, which asks ZMQ.
+"""
+
+from kvferry.core.security.access import OPEN, Access
+from kvferry.core.security.keys import KEY_BYTES, KeyPair, generate, public_keys
+from kvferry.core.security.networks import Networks
+from kvferry.core.security.signing import TicketSecrets
+from kvferry.core.security.vault import Secret, read_secret
+
+__all__ = [
+    "KEY_BYTES",
+    "OPEN",
+    "Access",
+    "KeyPair",
+    "Networks",
+    "Secret",
+    "TicketSecrets",
+    "generate",
+    "public_keys",
+    "read_secret",
+]

@@ -1,0 +1,96 @@
+"""CURVE keys as text: 32 bytes in hexadecimal, one a line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvferry.core.errors import SecretError
+
+KEY_BYTES = 32
+MAX_KEYS = 1 << 12
+"""How many peers one engine can list."""
+
+_HEX = re.compile(f"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyPair:
+    """An engine's own keys, 32 bytes each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, text: str, place: str) -> KeyPair:
+        """From a secret key as text; its public key follows from it.
+
+        Raises:
+            SecretError: it is none; shows ``place`` only.
+        """
+        if not _HEX.fullmatch(text):
+            raise SecretError(
+                f"{place} holds {len(text)} characters, and a secret key is {2 * KEY_BYTES} "
+                "hexadecimal digits: let 'kvferry keygen' make one"
+            )
+        secret = bytes.fromhex(text)
+        return cls(public=_public(secret), secret=secret)
+
+
+def generate() -> KeyPair:
+    """New keys.
+
+    Raises:
+        SecretError: this ZMQ was built without CURVE.
+    """
+    import zmq
+
+    try:
+        _, secret = zmq.curve_keypair()
+    except zmq.ZMQError as exc:
+        raise _without_curve() from exc
+    raw = _raw(secret)
+    return KeyPair(public=_public(raw), secret=raw)
+
+
+def public_keys(texts: Iterable[str], place: str) -> frozenset[bytes]:
+    """Public keys as text; empty lines and those that start with ``#`` say nothing.
+
+    Raises:
+        SecretError: a line is none, or there are too many; names the line and ``place``.
+    """
+    found: set[bytes] = set()
+    for number, text in enumerate(texts, 1):
+        line = text.strip()
+        if not line or line.startswith("#"):
+            continue
+        if not _HEX.fullmatch(line):
+            raise SecretError(
+                f"line {number} of {place} is no public key: it has {len(line)} characters, and "
+                f"a key is {2 * KEY_BYTES} hexadecimal digits, as 'kvferry keygen' prints them"
+            )
+        found.add(bytes.fromhex(line))
+    if len(found) > MAX_KEYS:
+        raise SecretError(f"{place} lists {len(found)} keys; {MAX_KEYS} are allowed")
+    return frozenset(found)
+
+
+def _public(secret: bytes) -> bytes:
+    import zmq
+    from zmq.utils import z85
+
+    try:
+        return _raw(zmq.curve_public(z85.encode(secret)))
+    except zmq.ZMQError as exc:
+        raise _without_curve() from exc
+
+
+def _raw(encoded: bytes) -> bytes:
+    from zmq.utils import z85
+
+    return bytes(z85.decode(encoded))
+
+
+def _without_curve() -> SecretError:
+    return SecretError("this libzmq was built without CURVE: install pyzmq's own wheel")

@@ -1,0 +1,85 @@
+"""Where secrets come from: files and the environment, never the configuration itself.
+
+An engine's configuration is logged, shown by ``ps`` and passed between processes. So it says where
+a secret is, and nothing here ever puts one into a message.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvferry.core.errors import SecretError
+
+FILE = "file:"
+ENVIRONMENT = "env:"
+HOW = f"write {FILE}PATH or {ENVIRONMENT}NAME; 'kvferry keygen' makes files"
+MAX_FILE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secret:
+    """What was read.
+
+    Attributes:
+        text: without the white space around it.
+        place: where it came from; may be shown.
+        exposed: why others may know it; empty if nothing says so.
+    """
+
+    text: str = field(repr=False)
+    place: str
+    exposed: str = ""
+
+
+def is_place(text: str) -> bool:
+    """Whether this says where something is, rather than what it is."""
+    return text.startswith((FILE, ENVIRONMENT))
+
+
+def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secret:
+    """Read what a place holds.
+
+    Args:
+        place: ``file:PATH`` or ``env:NAME``.
+        environment: of this process.
+
+    Raises:
+        SecretError: it is no place, or there is nothing to be read; never shows what is not a
+            place, since that may be the secret.
+    """
+    if place.startswith(FILE):
+        return _from_file(place, Path(place.removeprefix(FILE)).expanduser())
+    if place.startswith(ENVIRONMENT):
+        name = place.removeprefix(ENVIRONMENT)
+        return _filled(place, environment.get(name, ""), "set the variable for this process")
+    raise SecretError(
+        f"a text of {len(place)} characters says what a secret is, or nothing at all, and not "
+        f"where it is: {HOW}"
+    )
+
+
+def _from_file(place: str, path: Path) -> Secret:
+    try:
+        with path.open("rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            data = opened.read(MAX_FILE_BYTES + 1)
+        text = data.decode("ascii")
+    except (OSError, ValueError) as exc:  # ValueError: a path or a content that is no text
+        why = exc.strerror if isinstance(exc, OSError) else "it is no ASCII text"
+        raise SecretError(f"{place} cannot be read ({why}): {HOW}") from exc
+    if len(data) > MAX_FILE_BYTES:
+        raise SecretError(f"{place} has more than {MAX_FILE_BYTES} bytes: {HOW}")
+    exposed = ""
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        exposed = f"{place} is open to others than its owner: chmod 600 it"
+    return _filled(place, text, "'kvferry keygen' makes such files", exposed)
+
+
+def _filled(place: str, text: str, remedy: str, exposed: str = "") -> Secret:
+    if not text.strip():
+        raise SecretError(f"{place} is empty or not set: {remedy}")
+    return Secret(text=text.strip(), place=place, exposed=exposed)
