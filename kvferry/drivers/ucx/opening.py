@@ -95,20 +95,31 @@ def _loads(module: Path) -> bool:
     return True
 
 
+class _DlInfo(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _path_of(library: ctypes.CDLL) -> Path:
+    """Of its file, as the dynamic linker found it."""
+    info = _DlInfo()
+    if not ctypes.CDLL(None).dladdr(library.ucp_get_version, ctypes.byref(info)):
+        raise OSError("the dynamic linker does not know its file")
+    return Path(os.fsdecode(info.file)).absolute()
+
+
 def _told(name: str) -> dict[str, object]:
     try:
         library = opened(name)
-        path = Path(name) if os.path.sep in name else _path_of(name)
-        version = _version(library)
+        version, path = _version(library), _path_of(library)
     except (OSError, AttributeError) as exc:
         return {"problem": str(exc)}
     rdma = any(_loads(module) for module in modules(path) if for_rdma(module))
     return {"path": str(path), "version": version, "rdma": rdma}
-
-
-def _path_of(name: str) -> Path:
-    stem = name.partition(".so")[0]
-    return next(path for path in _mapped() if path.name.startswith(stem))
 
 
 if __name__ == "__main__":
