@@ -28,7 +28,7 @@ from kvferry.core.security import Access
 from kvferry.core.wire import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
 
 STRANGER = "what listens there is no side channel of kvferry, or the engine has just ended"
-ENDINGS = {
+ENDINGS: dict[int, str] = {
     zmq.EVENT_CLOSED: "the connection could not be made again: the engine has just ended",
     zmq.EVENT_DISCONNECTED: f"the connection was closed without an answer: {STRANGER}",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: STRANGER,
@@ -38,6 +38,13 @@ ENDINGS = {
     ),
 }
 """What ZMQ's monitor says when no answer can come any more, for people."""
+UNCLEAR = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+
+HALF_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
+"""ZMTP's signature and version: enough for the other side to tell its mechanism."""
+GREETING_BYTES = 64
+MECHANISM = slice(12, 32)
+"""Where a greeting names it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +67,7 @@ class Call:
     access: Access
     key: bytes
     numeric: list[str] = field(default_factory=list)
+    _found: str = field(default="", init=False)
 
     def exchange(self, request: Request) -> Reply:
         """Ask, and wait for the answer.
@@ -70,8 +78,8 @@ class Call:
         deadline = time.monotonic() + self.timeout
         self.access.check_server(self.key)
         self.numeric = numeric_hosts(self.host, self.port, self.timeout)
-        numeric = self._listening(deadline)
-        channel = self._socket(numeric)
+        numeric = self.listening(deadline)
+        channel = self.channel(numeric)
         monitor: Socket = channel.get_monitor_socket(sum(ENDINGS))
         try:
             channel.connect(endpoint(numeric, self.port))
@@ -86,7 +94,8 @@ class Call:
             monitor.close(0)
             channel.close(0)
 
-    def _socket(self, numeric: str) -> Socket:
+    def channel(self, numeric: str) -> Socket:
+        """An unconnected socket for a numeric address, with this engine's keys."""
         made = make_socket(
             self.context or _shared_context(),
             zmq.DEALER,
@@ -100,7 +109,7 @@ class Call:
             made.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(self.key))
         return made
 
-    def _listening(self, deadline: float) -> str:
+    def listening(self, deadline: float) -> str:
         """The numeric address of the host at which somebody accepts connections.
 
         ZMQ would try for ever and not say why it fails, and it takes the first of several addresses
@@ -112,6 +121,7 @@ class Call:
             left = deadline - time.monotonic()
             try:
                 with socket.create_connection((numeric, self.port), max(left, 1e-3)):
+                    self._found = numeric
                     return numeric
             except OSError as exc:
                 reasons[_why_unreachable(exc, self.timeout)] = None
@@ -140,30 +150,49 @@ class Call:
                 event, value = struct.unpack("=hi", monitor.recv_multipart()[0])
                 if channel.poll(0):  # the answer came, and then the end
                     return
-                raise HandshakeError(self._why_ended(event, value))
+                raise HandshakeError(self.why_ended(event, value))
             if left <= 0:
                 raise HandshakeError(
                     f"it took the connection, but did not answer within {self.timeout:g} s: its "
                     "process is stopped or overloaded"
                 )
 
-    def _why_ended(self, event: int, value: int) -> str:
+    def why_ended(self, event: int, value: int) -> str:
+        """What an event of ZMQ's monitor, one of ``ENDINGS``, says, for people."""
         own = self.access.own
-        if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            if own is None:
-                return "its side channel is encrypted: set curve_secret_key and curve_peers here"
-            return "its side channel is open: set curve_secret_key and curve_peers on that engine"
         if own is not None and event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return (
                 f"it refuses this engine's key, {own.public.hex()}, or this host's address: add "
                 "them to curve_peers and allowed_peers there; its log says which"
             )
-        if own is not None and event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        if event not in UNCLEAR:
+            return ENDINGS.get(event, STRANGER)
+        # Whichever of the two noticed first, the other only sees the connection end.
+        mechanism = _mechanism(self._found, self.port, self.timeout)
+        if mechanism == b"CURVE" and own is None:
+            return "its side channel is encrypted: set curve_secret_key and curve_peers here"
+        if mechanism == b"NULL" and own is not None:
+            return "its side channel is open: set curve_secret_key and curve_peers on that engine"
+        if mechanism == b"CURVE" and value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             return (
                 "whoever listens there does not have the secret key of the public key "
-                f"{self.key.hex()}, by which it is known here; or {STRANGER}"
+                f"{self.key.hex()}, by which it is known here"
             )
-        return ENDINGS.get(event, STRANGER)
+        return STRANGER
+
+
+def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
+    """How a ZMQ socket wants to be talked with, by its greeting; empty if it is none."""
+    heard, deadline = b"", time.monotonic() + timeout
+    try:
+        with socket.create_connection((numeric, port), timeout) as asking:
+            asking.sendall(HALF_GREETING)
+            while len(heard) < GREETING_BYTES and (data := asking.recv(GREETING_BYTES)):
+                heard += data
+                asking.settimeout(max(deadline - time.monotonic(), 1e-3))
+    except OSError:
+        return b""
+    return heard[MECHANISM].rstrip(b"\0") if heard[:1] == HALF_GREETING[:1] else b""
 
 
 def _why_unreachable(exc: OSError, timeout: float) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import zmq
 
 from kvferry.core.errors import HandshakeError, WireError
 from kvferry.core.handshake.agree import engine_info, unspoken
+from kvferry.core.handshake.gate import Gate
 from kvferry.core.handshake.sockets import (
     Context,
     Socket,
@@ -19,8 +20,10 @@ from kvferry.core.handshake.sockets import (
     make_socket,
     numeric_hosts,
     place,
-    receive,
+    receive_from,
 )
+from kvferry.core.handshake.watch import Watch
+from kvferry.core.security import OPEN, Access
 from kvferry.core.wire import (
     MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
@@ -42,6 +45,8 @@ QUEUED_REQUESTS = 64
 QUEUED_REPLIES = 4
 """Per client. What a client that does not read has asked for beyond this is dropped."""
 BACKLOG = 256
+RECEIVE_BUFFER = 1 << 16
+"""Of the kernel, per client: what it holds is still delivered from a connection that is closed."""
 SILENT_MS = 30_000
 """A client that does not even answer heartbeats for so long is disconnected."""
 PAUSE_SECONDS = 0.1
@@ -56,6 +61,7 @@ class HandshakeServer:
         incarnation: of this start of it.
         host: the address to bind, and to put into tickets; peers must be able to reach it.
         port: 0 takes a free one.
+        access: the engine's keys, and who is admitted.
 
     Raises:
         HandshakeError: the payloads are not those of this engine, or the address cannot be bound;
@@ -70,6 +76,7 @@ class HandshakeServer:
         incarnation: int,
         host: str = "127.0.0.1",
         port: int = 0,
+        access: Access = OPEN,
     ) -> None:
         self._engine = engine
         self._payloads = _checked(payloads, engine, incarnation)
@@ -79,10 +86,11 @@ class HandshakeServer:
         self._stopped = threading.Event()
         self._context: Context = zmq.Context()
         try:
-            self._socket, self._port = _bind(self._context, self._host, port)
+            self._gate, self._watch, self._socket = _bind(self._context, self._host, port, access)
         except HandshakeError:
-            self._context.term()
+            self._context.destroy(0)
             raise
+        self._port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._thread = threading.Thread(target=self._serve, name="kvferry-handshake", daemon=True)
         self._thread.start()
 
@@ -110,9 +118,12 @@ class HandshakeServer:
         self.close()
 
     def _serve(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._socket, self._gate.socket, self._watch.socket):
+            poller.register(each, zmq.POLLIN)
         while not self._stopped.is_set():
             try:
-                self._answer(receive(self._socket))
+                self._turn(dict(poller.poll(self._watch.pause)))
             except zmq.ContextTerminated:
                 break
             except Exception:
@@ -120,7 +131,19 @@ class HandshakeServer:
                 # consumer can read from the engine any more.
                 logger.exception("engine %s: a handshake request failed", self._engine)
                 self._stopped.wait(PAUSE_SECONDS)
-        self._socket.close()
+        self._socket.close(0)
+        self._gate.socket.close(0)
+        self._watch.close()
+
+    def _turn(self, ready: Mapping[Socket, int]) -> None:
+        self._watch.hear()
+        self._watch.look()
+        if self._gate.socket in ready:
+            self._gate.answer()
+        if self._socket in ready:
+            connection, frames = receive_from(self._socket, zmq.DONTWAIT)
+            self._watch.heard(connection)
+            self._answer(frames)
 
     def _answer(self, frames: list[bytes]) -> None:
         routing_id, *rest = frames
@@ -181,7 +204,8 @@ def _refusal(reason: str) -> zmq.Frame:
     return _frame(Refusal(reason=reason[:MAX_REASON]))
 
 
-def _bind(context: Context, host: str, port: int) -> tuple[Socket, int]:
+def _bind(context: Context, host: str, port: int, access: Access) -> tuple[Gate, Watch, Socket]:
+    """The side channel's socket, guarded and watched from its first connection on."""
     numeric = numeric_hosts(host, port)[0]
     made = make_socket(
         context,
@@ -190,16 +214,20 @@ def _bind(context: Context, host: str, port: int) -> tuple[Socket, int]:
         MAXMSGSIZE=MAX_REQUEST_BYTES,
         RCVHWM=QUEUED_REQUESTS,
         SNDHWM=QUEUED_REPLIES,
+        RCVBUF=RECEIVE_BUFFER,
         BACKLOG=BACKLOG,
         HEARTBEAT_IVL=SILENT_MS // 3,
         HEARTBEAT_TIMEOUT=SILENT_MS,
     )
+    gate = Gate(context, access)
+    gate.guard(made)
+    watch = Watch(context, made, gate.tell)
     try:
         made.bind(endpoint(numeric, port))
     except zmq.ZMQError as exc:
-        made.close()
+        watch.close()
         raise HandshakeError(_why_not_bound(host, port, exc)) from exc
-    return made, int(made.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+    return gate, watch, made
 
 
 def _why_not_bound(host: str, port: int, exc: zmq.ZMQError) -> str:

@@ -131,14 +131,21 @@ def encrypt(made: Socket, own: KeyPair) -> None:
 
 def receive(source: Socket, flags: int = 0) -> list[bytes]:
     """One message, of which the frames beyond ``MAX_FRAMES + 1`` are dropped as they come."""
+    return receive_from(source, flags)[1]
+
+
+def receive_from(source: Socket, flags: int = 0) -> tuple[int, list[bytes]]:
+    """As ``receive``; and the descriptor of the connection that the message came by."""
     frames: list[bytes] = []
-    more = True
+    descriptor, more = -1, True
     while more:
         frame: Any = source.recv(flags, copy=False)
         more = frame.more
         if len(frames) <= MAX_FRAMES:
             frames.append(frame.bytes)
-    return frames
+        if not more:
+            descriptor = frame.get(zmq.SRCFD)
+    return descriptor, frames
 
 
 _NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV

@@ -1,0 +1,111 @@
+"""To which addresses an engine connects: a client chooses what a ticket says."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvferry.core.errors import HandshakeError
+from kvferry.core.handshake import HandshakeServer, fetch, ping
+from kvferry.core.handshake import sockets as module
+from kvferry.core.security import Access, Networks
+from tests.core.messages import encoded, payload
+
+LONG = 60.0
+HERE = Access(networks=Networks.of(["127.0.0.0/8"]))
+ELSEWHERE = Access(networks=Networks.of(["192.0.2.0/24"]))
+
+
+@pytest.fixture
+def server() -> Iterator[HandshakeServer]:
+    with HandshakeServer(encoded(payload()), engine="prefill", incarnation=7) as running:
+        yield running
+
+
+def names(monkeypatch: pytest.MonkeyPatch, answers: Iterator[list[str]]) -> None:
+    """Have ``prefill.test`` stand for other addresses each time that it is asked for."""
+    resolve = socket.getaddrinfo
+
+    def look_up(host: str | None, *args: Any, **options: Any) -> list[Any]:
+        if host != "prefill.test":
+            return resolve(host, *args, **options)
+        if options.get("flags"):
+            raise socket.gaierror("a name is no number")
+        return [entry for each in next(answers) for entry in resolve(each, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "2130706433", "0x7f000001", "localhost"])
+def test_an_address_that_is_not_allowed_is_never_connected_to(host: str) -> None:
+    """However it is written; a connection would be waiting in the listener's queue."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        with pytest.raises(HandshakeError) as refused:
+            fetch(host, listener.getsockname()[1], "prefill", timeout=LONG, access=ELSEWHERE)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert "in none of the networks of allowed_peers (192.0.2.0/24)" in str(refused.value)
+
+
+def test_a_name_is_resolved_once_and_what_was_checked_is_connected_to(
+    server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that means another address the second time (DNS rebinding) gains nothing."""
+    names(monkeypatch, iter([["127.0.0.1"]]))  # a second question would raise
+    assert ping("prefill.test", server.port, "prefill", timeout=LONG, access=HERE) == 7
+
+
+def test_of_several_addresses_only_the_allowed_are_tried(
+    server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.2", server.port)) as forbidden:
+        forbidden.setblocking(False)
+        names(monkeypatch, iter([["127.0.0.2", "127.0.0.1"]]))
+        only = Access(networks=Networks.of(["127.0.0.1"]))
+        assert ping("prefill.test", server.port, "prefill", timeout=LONG, access=only) == 7
+        with pytest.raises(BlockingIOError):
+            forbidden.accept()
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A resolver that does not answer until the event is set."""
+    release, resolve = threading.Event(), socket.getaddrinfo
+
+    def look_up(host: str | None, *args: Any, **options: Any) -> list[Any]:
+        if host != "slow.test":
+            return resolve(host, *args, **options)
+        if options.get("flags"):
+            raise socket.gaierror("a name is no number")
+        release.wait()
+        raise socket.gaierror("nobody knows")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    before = set(threading.enumerate())
+    yield release
+    release.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+
+
+def test_a_resolver_that_hangs_ends_at_the_deadline(stuck: threading.Event) -> None:
+    with pytest.raises(HandshakeError, match=r"no answer from the resolver within 0\.05 s"):
+        fetch("slow.test", 4242, "prefill", timeout=0.05)
+
+
+def test_resolvers_that_hang_are_bounded(
+    stuck: threading.Event, server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are refused then, at once; numeric addresses need no resolver."""
+    monkeypatch.setattr(module, "_resolvers", threading.BoundedSemaphore(2))
+    for _ in range(2):
+        with pytest.raises(HandshakeError, match="no answer"):
+            fetch("slow.test", 4242, "prefill", timeout=0.01)
+    with pytest.raises(HandshakeError, match="names are being looked up already"):
+        fetch("slow.test", 4242, "prefill", timeout=LONG)
+    assert ping("127.0.0.1", server.port, "prefill", timeout=LONG) == 7

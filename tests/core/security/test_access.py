@@ -1,0 +1,100 @@
+"""Keys, networks, and whom they admit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvferry.core.errors import HandshakeError, SecretError
+from kvferry.core.security import OPEN, Access, KeyPair, Networks, generate, public_keys
+
+OWN, PEER, OTHER = generate(), generate(), generate()
+
+
+def keyed() -> Access:
+    return Access(own=OWN, peers=frozenset({PEER.public}))
+
+
+def test_a_public_key_follows_from_the_secret_one() -> None:
+    assert KeyPair.of(OWN.secret.hex(), "here") == OWN
+    assert len({OWN.public, OWN.secret, PEER.public, PEER.secret}) == 4
+    assert {len(OWN.public), len(OWN.secret)} == {32}
+
+
+def test_a_secret_key_is_never_shown() -> None:
+    assert repr(OWN.secret)[2:-1] not in repr(OWN)
+    with pytest.raises(SecretError, match="here holds 63 characters") as refused:
+        KeyPair.of(OWN.secret.hex()[1:], "here")
+    assert OWN.secret.hex()[1:] not in str(refused.value)
+
+
+def test_lists_of_public_keys_have_comments() -> None:
+    lines = ["# ours", "", PEER.public.hex(), f" {OTHER.public.hex().upper()} "]
+    assert public_keys(lines, "here") == {PEER.public, OTHER.public}
+
+
+@pytest.mark.parametrize("line", ["nonsense", "0" * 63, "0" * 65, "g" * 64])
+def test_a_line_that_is_no_key_is_named(line: str) -> None:
+    with pytest.raises(SecretError, match=f"line 2 of here is no public key: it has {len(line)}"):
+        public_keys(["# two:", line], "here")
+
+
+def test_too_many_keys_are_refused() -> None:
+    with pytest.raises(SecretError, match="4097 keys; 4096 are allowed"):
+        public_keys((f"{n:064x}" for n in range(4097)), "here")
+
+
+@pytest.mark.parametrize(
+    ("networks", "inside", "outside"),
+    [
+        (["10.0.0.0/8"], ["10.1.2.3", "::ffff:10.1.2.3"], ["11.0.0.1", "::1", "::10.1.2.3"]),
+        (["192.168.1.7"], ["192.168.1.7"], ["192.168.1.8"]),
+        (["fd00::/8", "127.0.0.0/8"], ["fd12::1", "127.0.0.9"], ["fe80::1%lo", "128.0.0.1"]),
+        (["fe80::/10"], ["fe80::1", "fe80::1%lo"], ["fec0::1"]),
+        (["0.0.0.0/0"], ["8.8.8.8"], ["::1", "no address", ""]),
+    ],
+)
+def test_networks(networks: list[str], inside: list[str], outside: list[str]) -> None:
+    allowed = Networks.of(networks)
+    assert [address for address in inside if address not in allowed] == []
+    assert [address for address in outside if address in allowed] == []
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1/8", "prefill", "", "10.0.0.0/33", "300.0.0.0/8"])
+def test_what_is_no_network_is_named(text: str) -> None:
+    with pytest.raises(
+        SecretError, match=f"{re.escape(repr(text))} in allowed_peers is no network"
+    ):
+        Networks.of(["10.0.0.0/8", text])
+
+
+def test_an_empty_list_of_networks_is_a_mistake() -> None:
+    with pytest.raises(SecretError, match="allowed_peers is empty"):
+        Networks.of([])
+
+
+def test_keys_and_peers_come_together() -> None:
+    with pytest.raises(SecretError, match="curve_peers without curve_secret_key"):
+        Access(peers=frozenset({PEER.public}))
+    with pytest.raises(SecretError, match="curve_secret_key without curve_peers admits nobody"):
+        Access(own=OWN)
+
+
+@pytest.mark.parametrize(
+    ("access", "key", "words"),
+    [
+        (OPEN, PEER.public, "encrypted, and this engine has no keys: set curve_secret_key"),
+        (keyed(), b"", "its tickets name no key, and this engine has keys"),
+        (keyed(), OTHER.public, f"its key is {OTHER.public.hex()}, which is not listed here"),
+    ],
+)
+def test_who_may_not_be_asked(access: Access, key: bytes, words: str) -> None:
+    with pytest.raises(HandshakeError, match=words):
+        access.check_server(key)
+
+
+def test_who_may_be_asked() -> None:
+    OPEN.check_server(b"")
+    keyed().check_server(PEER.public)
+    assert (OPEN.public, keyed().public) == (b"", OWN.public)

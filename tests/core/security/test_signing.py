@@ -1,0 +1,116 @@
+"""Signatures of tickets: what fits, what does not, and how secrets are replaced."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import SecretError, TicketError
+from kvferry.core.security import TicketSecrets
+
+OLD, NEW = "old secret of many bytes", "new secret of many bytes"
+SAID: dict[str, Any] = {
+    "remote_block_ids": [[1, 2, 3], []],
+    "kvferry": {"slot": 3, "computed": True, "digest": "00ff"},
+}
+
+
+def secrets(*texts: str) -> TicketSecrets:
+    return TicketSecrets.of(texts)
+
+
+def test_what_was_signed_fits_also_after_a_trip_as_json() -> None:
+    signature = secrets(NEW).sign(SAID)
+    assert len(signature) == 32
+    secrets(NEW).check(json.loads(json.dumps(SAID, sort_keys=True)), signature)
+
+
+def test_a_secret_is_replaced_without_a_refusal() -> None:
+    """Old; old with new; new with old; new: each understands the one before and after it."""
+    steps = [secrets(OLD), secrets(OLD, NEW), secrets(NEW, OLD), secrets(NEW)]
+    for one, next_one in itertools.pairwise(steps):
+        next_one.check(SAID, one.sign(SAID))
+        one.check(SAID, next_one.sign(SAID))
+    with pytest.raises(TicketError):
+        steps[3].check(SAID, steps[0].sign(SAID))
+
+
+def test_another_secret_does_not_fit() -> None:
+    with pytest.raises(TicketError, match="signs with none of the 1 ticket_secrets of this one"):
+        secrets(NEW).check(SAID, secrets(OLD).sign(SAID))
+
+
+def test_no_signature_is_refused_with_the_remedy() -> None:
+    with pytest.raises(TicketError, match="not signed, and this engine has ticket_secrets"):
+        secrets(NEW).check(SAID, b"")
+
+
+values = st.recursive(
+    st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+contents = st.dictionaries(st.text(), values, max_size=4)
+
+
+@given(one=contents, other=contents)
+def test_only_what_is_equal_has_an_equal_signature(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    mine = secrets(NEW)
+    same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    assert (mine.sign(one) == mine.sign(other)) is same
+
+
+@given(data=st.data())
+def test_a_single_change_anywhere_is_refused(data: st.DataObject) -> None:
+    signature = secrets(NEW).sign(SAID)
+    changed = copy.deepcopy(SAID)
+    where: Any = data.draw(st.sampled_from([changed, changed["kvferry"]]))
+    key = data.draw(st.sampled_from([*where, "added"]))
+    where[key] = data.draw(values)
+    if json.dumps(changed) == json.dumps(SAID):
+        return
+    with pytest.raises(TicketError, match="altered or made up"):
+        secrets(NEW).check(changed, signature)
+
+
+@given(signature=st.binary(min_size=1, max_size=80))
+def test_no_made_up_signature_fits(signature: bytes) -> None:
+    with pytest.raises(TicketError, match="altered or made up"):
+        secrets(NEW, OLD).check(SAID, signature)
+
+
+@pytest.mark.parametrize("said", [{"x": {1, 2}}, {"x": b"y"}, {1: 2, "x": 3}])
+def test_what_json_has_no_word_for_is_a_ticket_error(said: Any) -> None:
+    with pytest.raises(TicketError, match="cannot be signed"):
+        secrets(NEW).check(said, b"x")
+
+
+def test_text_that_cannot_be_encoded_can_be_signed() -> None:
+    """Users choose what requests are called; making a ticket must not raise."""
+    assert secrets(NEW).sign({"request": "\ud800"})
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ([], "0 ticket secrets; 1 to 8"),
+        ([f"{n} is a secret of bytes" for n in range(9)], "9 ticket secrets"),
+        ([NEW, "short"], "ticket secret 2 has 5 bytes; 16 is the least"),
+        ([NEW, OLD, NEW], "stands twice"),
+    ],
+)
+def test_secrets_that_are_none(texts: list[str], words: str) -> None:
+    with pytest.raises(SecretError, match=words):
+        secrets(*texts)
+
+
+def test_secrets_are_not_shown() -> None:
+    assert NEW not in repr(secrets(NEW))

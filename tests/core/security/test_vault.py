@@ -1,0 +1,70 @@
+"""Where secrets come from, and that no message shows one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.errors import SecretError
+from kvferry.core.security import Secret, read_secret
+
+HIDDEN = "correct horse battery staple"
+
+
+def test_a_file_holds_a_secret(tmp_path: Path) -> None:
+    path = tmp_path / "ticket.secret"
+    path.write_text(f"  {HIDDEN}\n")
+    path.chmod(0o600)
+    assert read_secret(f"file:{path}") == Secret(text=HIDDEN, place=f"file:{path}")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
+def test_a_file_that_others_can_read_is_told(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "ticket.secret"
+    path.write_text(HIDDEN)
+    path.chmod(mode)
+    assert read_secret(f"file:{path}").exposed == (
+        f"file:{path} is open to others than its owner: chmod 600 it"
+    )
+
+
+def test_the_environment_holds_a_secret() -> None:
+    got = read_secret("env:KVFERRY_TEST", {"KVFERRY_TEST": f"{HIDDEN}\n"})
+    assert got == Secret(text=HIDDEN, place="env:KVFERRY_TEST")
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("env:KVFERRY_TEST", "env:KVFERRY_TEST is empty or not set"),
+        ("file:nowhere/at/all", "cannot be read (No such file or directory)"),
+        ("file:a\0b", "cannot be read"),
+        ("file:", "cannot be read"),
+        ("env:", "env: is empty or not set"),
+        ("", "a text of 0 characters"),
+    ],
+)
+def test_a_place_that_holds_nothing_is_named(place: str, words: str) -> None:
+    with pytest.raises(SecretError) as refused:
+        read_secret(place, {})
+    assert words in str(refused.value)
+
+
+def test_a_secret_instead_of_a_place_is_not_shown() -> None:
+    with pytest.raises(SecretError, match="a text of 28 characters") as refused:
+        read_secret(HIDDEN)
+    assert HIDDEN not in str(refused.value)
+    assert "kvferry keygen" in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"\xff\xfe" * 20, b"a" * (1 << 17)])
+def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "ticket.secret"
+    path.write_bytes(content)
+    with pytest.raises(SecretError, match=r"ticket\.secret"):
+        read_secret(f"file:{path}")
+
+
+def test_a_secret_is_not_shown() -> None:
+    assert HIDDEN not in repr(Secret(text=HIDDEN, place="env:X"))
