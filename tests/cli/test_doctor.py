@@ -20,6 +20,7 @@ from kvferry.cli.doctor.finding import Finding, Verdict, bad, ok, warn
 from kvferry.cli.doctor.probe import Driver, Probed, Ucx
 from kvferry.core import wire
 from kvferry.core.handshake import HandshakeServer
+from kvferry.drivers.ucx import library
 from tests.cli.installing import install
 from tests.core.messages import payload
 
@@ -131,14 +132,31 @@ def test_an_engine_needs_host_and_port(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.nixl
-def test_ucx_says_what_it_found(tmp_path: Path) -> None:
+def test_nixls_ucx_says_what_it_found(tmp_path: Path) -> None:
     environment = install(tmp_path, "")
     ran = kvferry(environment, "doctor", "--json")
     found = by_name(ran)
     assert ran.returncode == 0
-    assert re.match(r"1\.\d+\.\d+: .*tcp \(.*lo", found["UCX"]["found"])
+    assert re.match(r"1\.\d+\.\d+, .* \(.*nixl.*\): .*tcp \(.*lo", found["UCX of nixl"]["found"])
     assert "nixl_cu12 " in found["driver nixl"]["found"]
     assert kvferry(environment, "drivers").returncode == 0
+
+
+@pytest.mark.ucx
+def test_ucx_says_what_it_is_and_what_it_found(tmp_path: Path) -> None:
+    """Whichever is there: the two commands agree with what the driver takes."""
+    taken = library.find()
+    environment = install(tmp_path, "")
+    found = by_name(kvferry(environment, "doctor", "--json"))
+    assert str(taken) in found["driver ucx"]["found"]
+    rdma = "with RDMA" if taken.rdma else "without RDMA"
+    version = library.dotted(taken.version)
+    assert f"{version}, {rdma} (" in found["UCX of ucx"]["found"]
+    assert "tcp (" in found["UCX of ucx"]["found"]
+    listed = json.loads(kvferry(environment, "drivers", "--json").stdout)
+    (said,) = (driver["library"] for driver in listed if driver["name"] == "ucx")
+    assert said.startswith(str(taken))
+    assert "tcp (" in said
 
 
 # What it is made of.
@@ -160,16 +178,42 @@ def test_no_driver_that_works_is_bad() -> None:
     assert [f.verdict for f in found] == [Verdict.WARN, Verdict.BAD]
 
 
+def ucx_of(*transports: str, rdma: bool = False, advice: str = "") -> Probed:
+    found = Ucx(
+        driver="ucx",
+        path="/lib/libucp.so.0",
+        version="1.23.0",
+        rdma=rdma,
+        transports={key: ["memory"] for key in transports},
+        advice=advice,
+    )
+    return Probed(ucx=[found])
+
+
 def test_ucx_without_a_network_is_worth_knowing() -> None:
     def verdict(*transports: str) -> Verdict:
-        ucx = Ucx(path="libucp.so", version="1.23", transports={key: ["x"] for key in transports})
-        (finding,) = software.drivers(Probed(ucx=ucx))
+        (finding,) = software.drivers(ucx_of(*transports))
         return finding.verdict
 
     assert verdict("self", "posix", "tcp") is Verdict.OK
     assert verdict("rc_mlx5") is Verdict.OK
     assert verdict("self", "posix") is Verdict.WARN
     assert verdict() is Verdict.WARN
+
+
+def test_ucx_without_rdma_is_worth_knowing_where_there_is_a_nic() -> None:
+    (none,) = software.drivers(ucx_of("tcp"))
+    (unused,) = software.drivers(ucx_of("tcp"), rdma=True)
+    (used,) = software.drivers(ucx_of("tcp", "rc_mlx5", rdma=True), rdma=True)
+    assert (none.verdict, unused.verdict, used.verdict) == (Verdict.OK, Verdict.WARN, Verdict.OK)
+    assert none.found == "1.23.0, without RDMA (/lib/libucp.so.0): tcp"
+    assert "which it cannot use" in unused.found
+    assert "library" in unused.remedy
+
+
+def test_a_better_ucx_is_worth_knowing() -> None:
+    (finding,) = software.drivers(ucx_of("tcp", advice="take the other one"))
+    assert (finding.verdict, finding.remedy) == (Verdict.WARN, "take the other one")
 
 
 def test_the_tested_vllm_is_the_extras() -> None:

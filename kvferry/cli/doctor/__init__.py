@@ -72,7 +72,7 @@ def _findings(host: str | None, port: int | None, engine: str | None) -> Iterato
     yield software.python()
     yield software.package()
     yield software.vllm()
-    yield from software.drivers(probed)
+    yield from software.drivers(probed, rdma=bool(devices.nics()))
     yield kernel.reading()
     yield kernel.ptrace_scope()
     yield from _hardware()

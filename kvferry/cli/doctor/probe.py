@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,13 +17,17 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from kvferry.core.errors import DriverError
 from kvferry.core.registry import DriverReport, describe, installed
+from kvferry.drivers.ucx import opening
+from kvferry.drivers.ucx.devices import Devices, devices
+from kvferry.drivers.ucx.library import find
 
 SECONDS = 60.0
 """How long all drivers may take to start."""
 
-_RESOURCE = re.compile(r"^#\s+resource \d+\s.*--\s+(\S+?)/(\S+)\s*$", re.MULTILINE)
 _RMA = 1 << 1
+"""Of UCX's features."""
 
 
 class Driver(Struct, frozen=True, kw_only=True):
@@ -39,18 +42,29 @@ class Driver(Struct, frozen=True, kw_only=True):
 
 
 class Ucx(Struct, frozen=True, kw_only=True):
-    """The UCX that drivers have loaded: which, and the devices of each transport."""
+    """A UCX that a driver has loaded: which, and the devices of each transport.
 
+    Attributes:
+        driver: whose it is.
+        path: of its libucp, and ``version``: its own word.
+        rdma: whether it has a module for RDMA, which loads.
+        transports: those that find a device here, and which.
+        advice: which other one would be better; empty where none is there.
+    """
+
+    driver: str
     path: str
     version: str
+    rdma: bool
     transports: dict[str, list[str]]
+    advice: str = ""
 
 
 class Probed(Struct, frozen=True, kw_only=True):
     """All that the process found; ``trouble`` is why it found less."""
 
     drivers: list[Driver] = []
-    ucx: Ucx | None = None
+    ucx: list[Ucx] = []
     trouble: str = ""
 
 
@@ -83,10 +97,15 @@ def main() -> None:
     sys.stdout.flush()
     answer = os.dup(1)
     os.dup2(2, 1)  # whatever libraries print is no answer
-    drivers = [_driver(describe(info)) for info in installed()]
+    drivers: list[Driver] = []
+    owners: dict[str, str] = {}
+    for info in installed():
+        drivers.append(_driver(describe(info)))
+        owners = dict.fromkeys(_loaded("libucp"), info.name) | owners
+    found: list[Ucx] = []
     _say(answer, Probed(drivers=drivers))
-    found = ucx()
-    if found is not None:
+    for path, driver in owners.items():
+        found.append(ucx(path, driver))
         _say(answer, Probed(drivers=drivers, ucx=found))
     os._exit(0)
 
@@ -107,17 +126,31 @@ def _driver(report: DriverReport) -> Driver:
     )
 
 
-def ucx() -> Ucx | None:
-    """What the UCX that is loaded into this process finds here; ``None`` if there is none."""
-    path = next(_loaded("libucp"), None)
-    if path is None:
-        return None
+def ucx(path: str, driver: str) -> Ucx:
+    """What a UCX that is loaded into this process finds here.
+
+    Args:
+        path: of its libucp.
+        driver: who has loaded it.
+    """
     library = ctypes.CDLL(path)
     library.ucp_get_version_string.restype = ctypes.c_char_p
-    found: dict[str, list[str]] = {}
-    for transport, device in _RESOURCE.findall(_context_info(library)):
-        found.setdefault(transport, []).append(device)
-    return Ucx(path=path, version=library.ucp_get_version_string().decode(), transports=found)
+    modules = filter(opening.for_rdma, opening.modules(Path(path)))
+    return Ucx(
+        driver=driver,
+        path=path,
+        version=library.ucp_get_version_string().decode(),
+        rdma=any(map(opening.loads, modules)),
+        transports=_transports(library),
+        advice=_advice() if driver == "ucx" else "",
+    )
+
+
+def _advice() -> str:
+    try:
+        return find().advice
+    except DriverError:  # the driver says so itself
+        return ""
 
 
 def _loaded(name: str) -> Iterator[str]:
@@ -127,29 +160,18 @@ def _loaded(name: str) -> Iterator[str]:
             yield f"/{path}"
 
 
-def _context_info(library: Any) -> str:  # noqa: ANN401 - a C library
-    """What UCX prints of a context that does one-sided transfers; empty if it makes none."""
+def _transports(library: Any) -> Devices:  # noqa: ANN401 - a C library
+    """What a context that does one-sided transfers can use; nothing if none can be made."""
     major, minor, release = (ctypes.c_uint() for _ in range(3))
     library.ucp_get_version(*map(ctypes.byref, (major, minor, release)))
     params = (ctypes.c_uint64 * 64)(1, _RMA)  # of ucp_params_t, the mask and the features
     config, context = ctypes.c_void_p(), ctypes.c_void_p()
     if library.ucp_config_read(None, None, ctypes.byref(config)):
-        return ""
+        return {}
     made = ctypes.byref(params), config, ctypes.byref(context)
     if library.ucp_init_version(major, minor, *made):
-        return ""
-    return _printed(library.ucp_context_print_info, context)
-
-
-def _printed(function: Any, context: ctypes.c_void_p) -> str:  # noqa: ANN401 - of a C library
-    """What a C function prints to the file that is its second argument."""
-    libc = ctypes.CDLL(None)
-    libc.open_memstream.restype = ctypes.c_void_p
-    text, length = ctypes.c_char_p(), ctypes.c_size_t()
-    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(length)))
-    function(context, stream)
-    libc.fclose(stream)
-    return (text.value or b"").decode(errors="replace")
+        return {}
+    return devices(library, context.value or 0)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from kvferry.cli.doctor.finding import Finding, bad, ok, warn
 from kvferry.cli.doctor.probe import Driver, Probed, Ucx
 from kvferry.core.transport import INTERFACE_VERSION
 from kvferry.core.wire import SPOKEN
+from kvferry.drivers.ucx.devices import listed
 
 PYTHONS = ((3, 11), (3, 13))
 """The first and the last that kvferry is for."""
@@ -24,6 +25,11 @@ LEAVE = "do what it says, or leave it: engines with another driver do not need i
 
 NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "tcp", "srd"})
 """UCX's transports that lead to another host."""
+
+OWN_UCX = (
+    "install the UCX that the NIC's vendor brings, or the system's (libucx0), and name its "
+    "libucp.so.0: driver_options of ucx: library"
+)
 
 
 def python() -> Finding:
@@ -63,8 +69,13 @@ def vllm() -> Finding:
     return ok("vllm", f"not installed; the connector is for vLLM {wanted}")
 
 
-def drivers(probed: Probed) -> Iterator[Finding]:
-    """Every installed driver, and the UCX that they have loaded."""
+def drivers(probed: Probed, *, rdma: bool = False) -> Iterator[Finding]:
+    """Every installed driver, and the UCX that each of them has loaded.
+
+    Args:
+        probed: what they say.
+        rdma: whether there is a NIC with RDMA.
+    """
     if probed.trouble:
         yield bad(
             "drivers",
@@ -76,8 +87,8 @@ def drivers(probed: Probed) -> Iterator[Finding]:
         yield _driver(driver)
     if probed.drivers and not works:
         yield bad("drivers", "none of them works here", "follow one of the remedies above")
-    if probed.ucx is not None:
-        yield _ucx(probed.ucx)
+    for ucx in probed.ucx:
+        yield _ucx(ucx, rdma=rdma)
 
 
 def _driver(driver: Driver) -> Finding:
@@ -89,15 +100,18 @@ def _driver(driver: Driver) -> Finding:
     return ok(name, f"{driver.distribution}{library}: {can}")
 
 
-def _ucx(ucx: Ucx) -> Finding:
-    found = "; ".join(
-        f"{transport} ({', '.join(devices)})" for transport, devices in ucx.transports.items()
-    )
-    said = f"{ucx.version}: {found or 'no transport'}"
+def _ucx(ucx: Ucx, *, rdma: bool) -> Finding:
+    name = f"UCX of {ucx.driver}"
+    able = "with RDMA" if ucx.rdma else "without RDMA"
+    said = f"{ucx.version}, {able} ({ucx.path}): {listed(ucx.transports) or 'no transport'}"
     if NETWORK.isdisjoint(ucx.transports):
         return warn(
-            "UCX",
+            name,
             f"{said}; none of them leads to another host",
             "see UCX_TLS and UCX_NET_DEVICES, if they are set; UCX_LOG_LEVEL=info says more",
         )
-    return ok("UCX", said)
+    if ucx.advice:
+        return warn(name, said, ucx.advice)
+    if rdma and not ucx.rdma:
+        return warn(name, f"{said}; there is a NIC with RDMA, which it cannot use", OWN_UCX)
+    return ok(name, said)

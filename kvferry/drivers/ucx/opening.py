@@ -87,7 +87,8 @@ def _version(library: ctypes.CDLL) -> tuple[int, ...]:
     return tuple(number.value for number in numbers)
 
 
-def _loads(module: Path) -> bool:
+def loads(module: Path) -> bool:
+    """Whether everything is there that a module needs. Its UCX has been loaded."""
     try:
         ctypes.CDLL(str(module), os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError:
@@ -118,7 +119,7 @@ def _told(name: str) -> dict[str, object]:
         version, path = _version(library), _path_of(library)
     except (OSError, AttributeError) as exc:
         return {"problem": str(exc)}
-    rdma = any(_loads(module) for module in modules(path) if for_rdma(module))
+    rdma = any(loads(module) for module in modules(path) if for_rdma(module))
     return {"path": str(path), "version": version, "rdma": rdma}
 
 
