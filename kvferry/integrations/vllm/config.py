@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 HIGHEST_PORT = 65535
 
+Place = Annotated[str, Meta(min_length=1, max_length=4096)]
+
 NIXL_KEYS = {
     "backends": "pass them to a driver that has them, in driver_options",
     "num_threads": "pass it to a driver that has it, in driver_options",
@@ -58,6 +60,13 @@ class Config:
             Off, such differences are warned of; others are refused all the same.
         verify_prompt: refuse a ticket that was made for another prompt. Off only in tests that
             swap caches on purpose.
+        ticket_secrets: where the secrets are that sign tickets (the first) and check them (all);
+            ``file:PATH`` or ``env:NAME`` each. None: tickets are not signed.
+        curve_secret_key: where this engine's secret key is, likewise; with it, its side channel is
+            encrypted.
+        curve_peers: public keys of the engines that may ask there, and that may be asked; or where
+            they are.
+        allowed_peers: networks in CIDR notation that peers must be in; ``None`` for anywhere.
     """
 
     driver: Annotated[str, Meta(min_length=1)] = "loopback"
@@ -67,6 +76,10 @@ class Config:
     kv_lease_duration: Annotated[float, Meta(ge=0.001, le=86400)] = 30.0
     enforce_handshake_compat: bool = True
     verify_prompt: bool = True
+    ticket_secrets: Annotated[tuple[Place, ...], Meta(max_length=8)] = ()
+    curve_secret_key: Annotated[str, Meta(max_length=4096)] = ""
+    curve_peers: Annotated[tuple[Place, ...], Meta(max_length=4096)] = ()
+    allowed_peers: Annotated[tuple[Place, ...], Meta(max_length=4096)] | None = None
 
 
 KEYS = tuple(f.name for f in fields(Config))

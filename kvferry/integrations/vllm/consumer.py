@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint import Load
-from kvferry.core.errors import TicketError
+from kvferry.core.errors import HandshakeError, TicketError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.integrations.vllm import figures
 from kvferry.integrations.vllm import ticket as tickets
+from kvferry.integrations.vllm.admission import Admission
 from kvferry.integrations.vllm.groups import NOTHING, CacheGroup
 from kvferry.integrations.vllm.prompts import digest_of, handed_over
 
@@ -47,6 +48,7 @@ class Consumer:
         may_load: whether vLLM orders this engine's frees for a loader (its role is a consumer's).
         verify_prompt: refuse tickets that were made for another prompt.
         backoff: prompt tokens that a producer leaves to this engine.
+        admission: whose tickets are accepted.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Consumer:
         may_load: bool,
         verify_prompt: bool,
         backoff: int,
+        admission: Admission = Admission(),  # noqa: B008 - frozen
     ) -> None:
         self._groups = groups
         self._bounded = any(group.bounded for group in groups)
@@ -64,6 +67,7 @@ class Consumer:
         self._may_load = may_load
         self._verify_prompt = verify_prompt
         self._backoff = backoff
+        self._admission = admission
         self._waiting: dict[str, Ticket | TicketError] = {}
         self._loading: dict[str, int | None] = {}
         self._prepare: list[Ticket] = []
@@ -157,7 +161,8 @@ class Consumer:
                 'this engine\'s kv_role is "kv_producer", so it may not load: set "kv_consumer" or '
                 '"kv_both"'
             )
-        ticket = tickets.read(request.kv_transfer_params)
+        ticket = tickets.read(request.kv_transfer_params, self._admission.secrets)
+        self._check_server(ticket)
         if ticket.engine == self._engine:
             raise TicketError(f"it was made by this very engine, {self._engine!r}")
         if self._verify_prompt and digest_of(request, ticket.tokens) != ticket.digest:
@@ -167,6 +172,13 @@ class Consumer:
             )
         self._check_tokens(request, ticket.tokens)
         return ticket
+
+    def _check_server(self, ticket: Ticket) -> None:
+        """Raises ``TicketError`` if this engine would not ask its side channel in any case."""
+        try:
+            self._admission.access.check_server(ticket.key)
+        except HandshakeError as exc:
+            raise TicketError(f"engine {ticket.engine!r}: {exc}") from exc
 
     def _check_tokens(self, request: Request, tokens: int) -> None:
         """A state, or the pages of a window, are those after exactly so many tokens.

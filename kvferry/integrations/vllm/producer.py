@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
+from kvferry.core.security import TicketSecrets
 from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.prompts import digest_of, shorten
 from kvferry.integrations.vllm.ticket import Offer, Sizes
@@ -36,6 +37,7 @@ class Producer:
         backoff: prompt tokens that are left to the consumer.
         computed: whether nothing writes pages after a request's last token was sampled.
         sizes: the engine's parallelism.
+        secrets: sign the tickets; ``None`` leaves them unsigned.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Producer:
         backoff: int,
         computed: bool,
         sizes: Sizes,
+        secrets: TicketSecrets | None = None,
     ) -> None:
         self._groups = groups
         self._bounded = any(group.bounded for group in groups)
@@ -55,6 +58,7 @@ class Producer:
         self._backoff = backoff
         self._computed = computed
         self._sizes = sizes
+        self._secrets = secrets
 
     def on_new_request(self, request: Request) -> None:
         """Shorten the prompt of a request that is prefilled for another engine, once."""
@@ -103,7 +107,8 @@ class Producer:
             digest=digest_of(request, tokens),
             computed=self._computed,
             sizes=self._sizes,
-        ).params()
+            key=serving.key,
+        ).params(self._secrets)
 
     def _handed_over(self, request: Request) -> int:
         """How many tokens a ticket of this request covers; 0 if it gets none.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
+from kvferry.integrations.vllm import admission
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.groups import cache_groups
@@ -41,6 +42,7 @@ class FerryScheduler:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = configuration.of_engine(vllm_config)
+        self._admission = admission.admission_of(self._config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
         tail = backoff(vllm_config, groups)
@@ -51,6 +53,7 @@ class FerryScheduler:
             backoff=tail,
             computed=vllm_config.speculative_config is None,
             sizes=sizes_of(parallel),
+            secrets=self._admission.secrets,
         )
         self._consumer = Consumer(
             groups,
@@ -58,12 +61,15 @@ class FerryScheduler:
             may_load=transfer.is_kv_consumer,
             verify_prompt=self._config.verify_prompt,
             backoff=tail,
+            admission=self._admission,
         )
         self._serving = Serving(
             engine=transfer.engine_id,
             incarnation=random_incarnation(),
             host=self._config.side_channel_host,
+            key=self._admission.access.public,
         )
+        admission.warn(self._admission, self._config.side_channel_host)
         self._server: HandshakeServer | None = None
         self._untold_ranks: tuple[bytes, ...] = ()
 
@@ -87,7 +93,9 @@ class FerryScheduler:
             return
         self._close_server()
         self._untold_ranks = tuple(handshake.payload for handshake in ours)
-        self._serving, self._server = serve(self._untold_ranks, self._config)
+        self._serving, self._server = serve(
+            self._untold_ranks, self._config, self._admission.access
+        )
 
     def on_new_request(self, request: Request) -> None:
         """vLLM's hook of the same name."""

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from kvferry.core.handshake import EngineInfo, HandshakeServer, engine_info
+from kvferry.core.security import OPEN, Access
 from kvferry.integrations.vllm.config import Config
 
 logger = logging.getLogger(__name__)
@@ -19,20 +20,25 @@ class Serving:
         engine: its id.
         incarnation: of this start of it.
         host, port: where its side channel listens; port 0 while there is none.
+        key: the public key of the side channel; empty if that is not encrypted.
     """
 
     engine: str
     incarnation: int
     host: str
     port: int = 0
+    key: bytes = b""
 
 
-def serve(ranks: tuple[bytes, ...], config: Config) -> tuple[Serving, HandshakeServer]:
+def serve(
+    ranks: tuple[bytes, ...], config: Config, access: Access = OPEN
+) -> tuple[Serving, HandshakeServer]:
     """Serve what this engine's ranks publish.
 
     Args:
         ranks: the encoded payloads of all of them, in rank order.
         config: says where.
+        access: says to whom.
 
     Returns:
         What to tell others, and the server, which the caller closes.
@@ -47,6 +53,7 @@ def serve(ranks: tuple[bytes, ...], config: Config) -> tuple[Serving, HandshakeS
         incarnation=info.incarnation,
         host=config.side_channel_host,
         port=config.side_channel_port,
+        access=access,
     )
     logger.info("KVFerryConnector serves engine %s: %s", info.engine, _summary(info, server))
     serving = Serving(
@@ -54,6 +61,7 @@ def serve(ranks: tuple[bytes, ...], config: Config) -> tuple[Serving, HandshakeS
         incarnation=info.incarnation,
         host=server.host,
         port=server.port,
+        key=access.public,
     )
     return serving, server
 

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import MAX_TEXT, Ticket
+from kvferry.core.security import TicketSecrets
 from kvferry.core.untrusted import MALFORMED
 
 VERSION = 1
@@ -52,6 +53,8 @@ class _Params(Struct, frozen=True, kw_only=True):
     tp_size: Integer
 
 
+SIGNATURE = "signature"
+
 S = TypeVar("S", bound=Struct)
 
 
@@ -84,9 +87,20 @@ class Offer:
     digest: bytes
     computed: bool
     sizes: Sizes
+    key: bytes = b""
 
-    def params(self) -> dict[str, Any]:
-        """The ``kv_transfer_params`` with which a router asks another engine to decode."""
+    def params(self, secrets: TicketSecrets | None = None) -> dict[str, Any]:
+        """The ``kv_transfer_params`` with which a router asks another engine to decode.
+
+        Args:
+            secrets: to sign them with.
+        """
+        params = self._unsigned()
+        if secrets is not None:
+            params[KEY][SIGNATURE] = secrets.sign(_said(params)).hex()
+        return params
+
+    def _unsigned(self) -> dict[str, Any]:
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -110,15 +124,21 @@ class Offer:
                 "tokens": self.tokens,
                 "computed": self.computed,
                 "first_index": list(self.first_index),
+                **({"key": self.key.hex()} if self.key else {}),
             },
         }
 
 
-def read(params: Mapping[str, Any]) -> Ticket:
+def read(params: Mapping[str, Any], secrets: TicketSecrets | None = None) -> Ticket:
     """The ticket in a decode request's ``kv_transfer_params``.
 
+    Args:
+        params: from a client.
+        secrets: one of which it must be signed with; ``None`` if none here are signed.
+
     Raises:
-        TicketError: it is another connector's, of another version, or malformed.
+        TicketError: it is another connector's, of another version, or malformed; or it is signed
+            and should not be, or is not signed as it should be.
     """
     if KEY not in params:
         raise TicketError(
@@ -129,6 +149,7 @@ def read(params: Mapping[str, Any]) -> Ticket:
     if own.version != VERSION:
         raise TicketError(f"the ticket has version {own.version}; this engine reads {VERSION}")
     known = _convert(dict(params), _Params, "kv_transfer_params")
+    _check_signature(params, bytes.fromhex(own.signature), secrets)
     return Ticket(
         engine=known.remote_engine_id,
         incarnation=_number(own.incarnation),
@@ -144,6 +165,26 @@ def read(params: Mapping[str, Any]) -> Ticket:
         tp_size=known.tp_size,
         key=bytes.fromhex(own.key),
     )
+
+
+def _check_signature(
+    params: Mapping[str, Any], signature: bytes, secrets: TicketSecrets | None
+) -> None:
+    if secrets is not None:
+        secrets.check(_said(params), signature)
+    elif signature:
+        raise TicketError(
+            "the ticket is signed, and this engine has no ticket_secrets to check it with: give it "
+            "those of the ticket's engine"
+        )
+
+
+def _said(params: Mapping[str, Any]) -> dict[str, Any]:
+    """What is signed: all that is read, and all under our own key, also what only newer versions
+    know. What routers may change (``do_remote_prefill``, say) is not read."""
+    said = {name: params[name] for name in _Params.__struct_fields__}
+    own = {name: value for name, value in params[KEY].items() if name != SIGNATURE}
+    return {**said, KEY: own}
 
 
 def _convert(value: object, struct: type[S], where: str) -> S:

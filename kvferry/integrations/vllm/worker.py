@@ -15,6 +15,7 @@ from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.stats import LoadRecord
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support
+from kvferry.integrations.vllm.admission import admission_of
 from kvferry.integrations.vllm.agreement import identity_of, judgements
 from kvferry.integrations.vllm.caches.describe import describe
 from kvferry.integrations.vllm.caches.facts import layer_facts
@@ -78,7 +79,11 @@ class FerryWorker:
             transport=make_transport(config, {region.kind for region in layout.regions}),
             layout=layout,
             slots=kv_cache_config.num_blocks,
-            options=EndpointOptions(lease=config.kv_lease_duration, judgements=judgements(config)),
+            options=EndpointOptions(
+                lease=config.kv_lease_duration,
+                judgements=judgements(config),
+                access=admission_of(config).access,
+            ),
             zero=zero_of(caches.values()),
         )
         return cls(endpoint, _work_of(device))

@@ -31,6 +31,10 @@ def test_everything_set() -> None:
         "kv_lease_duration": 5,
         "enforce_handshake_compat": False,
         "verify_prompt": False,
+        "ticket_secrets": ("file:a", "env:B"),
+        "curve_secret_key": "file:c",
+        "curve_peers": ("file:d",),
+        "allowed_peers": ("10.0.0.0/8",),
     }
     assert parse(settings) == Config(**settings)
 
@@ -73,6 +77,12 @@ def test_key_of_nixl_is_answered_with_why(key: str) -> None:
         {"enforce_handshake_compat": "false"},
         {"verify_prompt": "no"},
         {"verify_prompt": 0},
+        {"ticket_secrets": "env:A"},
+        {"ticket_secrets": ["env:A"] * 9},
+        {"ticket_secrets": [""]},
+        {"curve_secret_key": ["env:A"]},
+        {"curve_peers": [1]},
+        {"allowed_peers": "10.0.0.0/8"},
     ],
 )
 def test_bad_value_is_named(settings: dict[str, object]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.security import Access, TicketSecrets, generate
+from kvferry.integrations.vllm.admission import Admission
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.figures import FAILED, LOADS, REFUSED, TOKENS
 from kvferry.integrations.vllm.groups import CacheGroup
@@ -18,6 +21,9 @@ from kvferry.integrations.vllm.ticket import Sizes, read
 
 SERVING = Serving(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
 PREFILL = {"do_remote_decode": True}
+SECRETS = TicketSecrets.of(["the secret of both engines"])
+PEER, STRANGER = bytes([1]) * 32, bytes([2]) * 32
+KEYED = Access(own=generate(), peers=frozenset({PEER}))
 
 
 def request(
@@ -53,9 +59,17 @@ def full(groups: int = 1) -> tuple[CacheGroup, ...]:
     return tuple(CacheGroup(index=index, tokens=16) for index in range(groups))
 
 
-def producer(tail: int = 0, groups: Sequence[CacheGroup] = full()) -> Producer:
+def producer(
+    tail: int = 0, groups: Sequence[CacheGroup] = full(), secrets: TicketSecrets | None = None
+) -> Producer:
     return Producer(
-        groups, slots=64, lease=30.0, backoff=tail, computed=True, sizes=Sizes(tp=2, pp=3)
+        groups,
+        slots=64,
+        lease=30.0,
+        backoff=tail,
+        computed=True,
+        sizes=Sizes(tp=2, pp=3),
+        secrets=secrets,
     )
 
 
@@ -78,11 +92,13 @@ def listed(*ids: int, cached: int = 0) -> list[Any]:
     ]
 
 
-def ticket(tokens: int = 40) -> dict[str, Any]:
-    made = producer()
+def ticket(
+    tokens: int = 40, secrets: TicketSecrets | None = None, serving: Serving = SERVING
+) -> dict[str, Any]:
+    made = producer(secrets=secrets)
     each = request(tokens, PREFILL)
     made.take_on(each)
-    params = made.finished(each, [list(range(1, 5))], SERVING)
+    params = made.finished(each, [list(range(1, 5))], serving)
     assert params is not None
     return params
 
@@ -288,6 +304,63 @@ class TestConsumer:
         made = consumer(**settings)
         made.on_new_request(request(40, ticket()))
         assert f"request r: ticket refused: {reason}" in caplog.text
+
+    def test_signed_ticket(self) -> None:
+        made = consumer(admission=Admission(secrets=SECRETS))
+        made.on_new_request(request(40, ticket(secrets=SECRETS)))
+        assert len(made.drain().prepare) == 1
+
+    @pytest.mark.parametrize(
+        ("params", "ours", "reason"),
+        [
+            (ticket(), SECRETS, "not signed"),
+            (ticket(secrets=SECRETS), None, "no ticket_secrets to check it with"),
+            (ticket(secrets=SECRETS) | {"remote_block_ids": [[9, 2, 3]]}, SECRETS, "altered"),
+        ],
+    )
+    def test_ticket_that_is_not_signed_as_it_should_be(
+        self, params: dict[str, Any], ours: TicketSecrets | None, reason: str
+    ) -> None:
+        """It is refused like any other: nothing is raised, and nothing is asked for or read."""
+        made = consumer(admission=Admission(secrets=ours))
+        each = request(40, params)
+        made.on_new_request(each)
+        assert made.matched(each, 16) == 24
+        made.allocated(each, blocks(21, 22, 23), 24)
+        arrivals = made.drain()
+        assert (arrivals.prepare, arrivals.loads) == ((), ())
+        [(_, why)] = arrivals.refused
+        assert reason in why
+
+    def test_genuine_ticket_for_another_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
+        made = consumer(admission=Admission(secrets=SECRETS))
+        each = request(40, ticket(secrets=SECRETS))
+        each.prompt_token_ids = [*range(1, 41)]
+        made.on_new_request(each)
+        assert "it was made for another prompt" in caplog.text
+        assert made.drain().prepare == ()
+
+    @pytest.mark.parametrize(
+        ("theirs", "ours", "reason"),
+        [
+            (b"", KEYED, "its tickets name no key, and this engine has keys"),
+            (PEER, Access(), "its side channel is encrypted, and this engine has no keys"),
+            (STRANGER, KEYED, f"its key is {STRANGER.hex()}, which is not listed here"),
+        ],
+    )
+    def test_engine_that_would_not_be_asked(
+        self, theirs: bytes, ours: Access, reason: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        made = consumer(admission=Admission(access=ours))
+        made.on_new_request(request(40, ticket(serving=replace(SERVING, key=theirs))))
+        assert f"ticket refused: engine 'prefill': {reason}" in caplog.text
+        assert made.drain().prepare == ()
+
+    def test_engine_whose_key_is_listed(self) -> None:
+        made = consumer(admission=Admission(access=KEYED))
+        made.on_new_request(request(40, ticket(serving=replace(SERVING, key=PEER))))
+        [prepared] = made.drain().prepare
+        assert prepared.key == PEER
 
     def test_what_a_prompt_depends_on(self, caplog: pytest.LogCaptureFixture) -> None:
         """Each of these makes it another prompt."""

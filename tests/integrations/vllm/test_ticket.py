@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.security import TicketSecrets
+from kvferry.integrations.vllm import ticket
 from kvferry.integrations.vllm.ticket import KEY, Offer, Sizes, read
 
 OFFER = Offer(
@@ -108,6 +111,123 @@ def test_text_that_cannot_be_encoded(key: str) -> None:
         read(OFFER.params() | {key: json.loads('"\\ud800"')})
 
 
+# Signed.
+
+SECRETS = TicketSecrets.of(["the secret of both engines"])
+OTHERS = TicketSecrets.of(["the secret of other engines"])
+
+
+def test_a_signed_ticket_says_what_an_unsigned_one_does() -> None:
+    assert read(json.loads(json.dumps(OFFER.params(SECRETS))), SECRETS) == read(OFFER.params())
+
+
+def test_the_key_of_the_side_channel_travels() -> None:
+    keyed = replace(OFFER, key=bytes(range(32)))
+    assert read(keyed.params(SECRETS), SECRETS).key == bytes(range(32))
+
+
+@pytest.mark.parametrize(
+    ("signs", "checks", "words"),
+    [
+        (None, SECRETS, "not signed, and this engine has ticket_secrets"),
+        (SECRETS, None, "is signed, and this engine has no ticket_secrets"),
+        (SECRETS, OTHERS, "signs with none of the 1 ticket_secrets"),
+    ],
+)
+def test_engines_with_unlike_secrets(
+    signs: TicketSecrets | None, checks: TicketSecrets | None, words: str
+) -> None:
+    with pytest.raises(TicketError, match=words):
+        read(OFFER.params(signs), checks)
+
+
+STEERING = [
+    ("remote_block_ids", [[5, 4, 8]]),
+    ("remote_engine_id", "engine-2"),
+    ("remote_request_id", "r-2"),
+    ("remote_host", "10.0.0.2"),
+    ("remote_port", 5601),
+    ("tp_size", 2),
+]
+STEERING_HERE = [
+    ("incarnation", "0000000000000007"),
+    ("slot", 8),
+    ("generation", "0000000000000007"),
+    ("digest", "00" * 16),
+    ("tokens", 97),
+    ("computed", False),
+    ("first_index", [3]),
+    ("key", "00" * 32),
+    ("of_a_newer_version", "?"),
+    ("signature", "00" * 32),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), STEERING)
+def test_what_steers_a_read_cannot_be_altered(key: str, value: object) -> None:
+    with pytest.raises(TicketError, match="altered or made up"):
+        read(OFFER.params(SECRETS) | {key: value}, SECRETS)
+
+
+@pytest.mark.parametrize(("key", "value"), STEERING_HERE)
+def test_what_steers_a_read_cannot_be_altered_under_our_key(key: str, value: object) -> None:
+    params = OFFER.params(SECRETS)
+    params[KEY][key] = value
+    with pytest.raises(TicketError, match="altered or made up"):
+        read(params, SECRETS)
+
+
+def test_everything_that_is_read_is_in_those_lists() -> None:
+    """So that a field which is added is signed, too."""
+    here = {key for key, _ in STEERING_HERE} - {"of_a_newer_version"} | {"version"}
+    assert set(ticket._Params.__struct_fields__) == {key for key, _ in STEERING}
+    assert set(ticket._Own.__struct_fields__) == here
+
+
+def test_pages_of_another_request_of_the_same_engine() -> None:
+    """A client has two genuine tickets, and asks for one prompt with the other's pages."""
+    mine, theirs = OFFER.params(SECRETS), replace(OFFER, pages=[[6, 7]]).params(SECRETS)
+    with pytest.raises(TicketError, match="altered or made up"):
+        read(mine | {"remote_block_ids": theirs["remote_block_ids"]}, SECRETS)
+
+
+def test_what_a_router_changes_is_not_signed() -> None:
+    params = OFFER.params(SECRETS) | {"do_remote_prefill": False, "router": "was here"}
+    assert read(params, SECRETS) == read(OFFER.params(SECRETS), SECRETS)
+
+
+# Of other minor versions.
+
+
+def test_ticket_of_an_older_minor_version() -> None:
+    """It knows nothing that was added since: what is optional may be missing."""
+    params = OFFER.params()
+    assert set(params[KEY]) == {
+        "version",
+        "incarnation",
+        "slot",
+        "generation",
+        "digest",
+        "tokens",
+        "computed",
+        "first_index",
+    }
+    assert read(params) == read(OFFER.params())
+
+
+@pytest.mark.parametrize("secrets", [None, SECRETS])
+def test_ticket_of_a_newer_minor_version(secrets: TicketSecrets | None) -> None:
+    """Fields that it adds are skipped, and are signed nevertheless."""
+    params = OFFER.params() | {"remote_colour": "red"}
+    params[KEY]["compression"] = {"any": ["thing", 1, None, True]}
+    if secrets is not None:
+        params[KEY]["signature"] = secrets.sign(ticket._said(params)).hex()
+    assert read(json.loads(json.dumps(params)), secrets) == read(OFFER.params())
+    params[KEY]["compression"]["any"] = []
+    with pytest.raises(TicketError) if secrets else contextlib.nullcontext():
+        read(params, secrets)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=8), each),
@@ -115,9 +235,12 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.parametrize("secrets", [None, SECRETS])
 @given(data=st.data())
-def test_anything_else_is_refused_and_nothing_else_raised(data: st.DataObject) -> None:
-    params = OFFER.params()
+def test_anything_else_is_refused_and_nothing_else_raised(
+    secrets: TicketSecrets | None, data: st.DataObject
+) -> None:
+    params = OFFER.params(secrets)
     where = data.draw(st.sampled_from([params, params[KEY]]))
     key = data.draw(st.sampled_from(sorted(where)))
     if data.draw(st.booleans()):
@@ -125,4 +248,4 @@ def test_anything_else_is_refused_and_nothing_else_raised(data: st.DataObject) -
     else:
         del where[key]
     with contextlib.suppress(TicketError):
-        assert isinstance(read(params), Ticket)
+        assert isinstance(read(params, secrets), Ticket)

@@ -1,0 +1,117 @@
+"""Who may, as the configuration has it: keys and secrets read, and what is open said at start."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.core.errors import HandshakeError, SecretError
+from kvferry.core.handshake.sockets import is_loopback, numeric_hosts
+from kvferry.core.security import (
+    OPEN,
+    Access,
+    KeyPair,
+    Networks,
+    Secret,
+    TicketSecrets,
+    public_keys,
+    read_secret,
+)
+from kvferry.core.security.vault import is_place
+from kvferry.integrations.vllm.config import Config, ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Who may what.
+
+    Attributes:
+        access: who is admitted to the side channel, and to whom this engine connects.
+        secrets: sign and check tickets; ``None`` where they are not signed.
+        exposed: which secrets others may know, and what to do.
+    """
+
+    access: Access = OPEN
+    secrets: TicketSecrets | None = None
+    exposed: tuple[str, ...] = ()
+
+
+def admission_of(config: Config, environment: Mapping[str, str] = os.environ) -> Admission:
+    """Read the keys and secrets that the configuration names.
+
+    Raises:
+        ConfigError: one cannot be read or is none, or what belongs together is not there; never
+            shows a secret.
+    """
+    read: list[Secret] = []
+
+    def secret_of(place: str) -> Secret:
+        read.append(read_secret(place, environment))
+        return read[-1]
+
+    try:
+        tickets = [secret_of(place).text for place in config.ticket_secrets]
+        own = secret_of(config.curve_secret_key) if config.curve_secret_key else None
+        access = Access(
+            own=KeyPair.of(own.text, own.place) if own else None,
+            peers=_peers(config.curve_peers, environment),
+            networks=None if config.allowed_peers is None else Networks.of(config.allowed_peers),
+        )
+        secrets = TicketSecrets.of(tickets) if tickets else None
+    except SecretError as exc:
+        raise ConfigError(f"kv_connector_extra_config: {exc}") from exc
+    exposed = tuple(secret.exposed for secret in read if secret.exposed)
+    return Admission(access=access, secrets=secrets, exposed=exposed)
+
+
+def warn(admission: Admission, host: str) -> None:
+    """Say at start what is open.
+
+    Args:
+        admission: of this engine.
+        host: where its side channel listens. What listens on the loopback address only is taken
+            to be among friends.
+    """
+    for text in admission.exposed:
+        logger.warning("%s", text)
+    if _is_private(host):
+        return
+    for text in _open(admission, host):
+        logger.warning("%s", text)
+
+
+def _peers(listed: Sequence[str], environment: Mapping[str, str]) -> frozenset[bytes]:
+    keys = public_keys((text for text in listed if not is_place(text)), "curve_peers")
+    for place in filter(is_place, listed):
+        keys |= public_keys(read_secret(place, environment).text.splitlines(), place)
+    return keys
+
+
+def _is_private(host: str) -> bool:
+    try:
+        return all(map(is_loopback, numeric_hosts(host, 0)))
+    except HandshakeError:
+        return False
+
+
+def _open(admission: Admission, host: str) -> Iterator[str]:
+    if admission.access.own is None:
+        yield (
+            f"the side channel at {host} is open: whoever reaches it learns where this engine's "
+            "KV cache is and how to read it, and nothing there is encrypted. Set curve_secret_key "
+            "and curve_peers ('kvferry keygen' makes keys), or let only your engines reach it"
+        )
+    if admission.secrets is None:
+        yield (
+            "tickets are not signed: a client that may send kv_transfer_params can have another "
+            "request's pages decoded. Set ticket_secrets, or let only your router send them"
+        )
+        if admission.access.networks is None:
+            yield (
+                "a ticket may name any address, and this engine connects to it. Set allowed_peers "
+                "or ticket_secrets"
+            )
