@@ -153,6 +153,32 @@ def doctor(
 
 
 @app.command()
+def keygen(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to; made if need be.", show_default=False)
+    ],
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Make keys for this engine. Again for another; prefill and decode if none is "
+            "named.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Make the keys and the secret that keep strangers out.
+
+    For each engine a pair of keys, with which side channels are encrypted and engines know each
+    other; and one secret for all, with which tickets are signed. Prints what to configure on
+    either side. All files are for their owner only, and none is overwritten.
+    """
+    from kvferry.cli.keygen import run
+
+    run(folder, engine or ["prefill", "decode"])
+
+
+@app.command()
 def bench(
     driver: Annotated[
         str, typer.Argument(help="Which driver; 'kvferry drivers' lists them.", show_default=False)
