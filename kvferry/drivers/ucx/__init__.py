@@ -1,1 +1,5 @@
 """UCX: one-sided transfers of whichever libucp is there, without NIXL."""
+
+from kvferry.drivers.ucx.transport import UcxTransport
+
+__all__ = ["UcxTransport"]

@@ -1,0 +1,206 @@
+"""The side that reads and writes: lines to peers, and the transfers on them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvferry.core.errors import ConnectError, PeerLostError
+from kvferry.core.memory import Region
+from kvferry.core.transport import PeerId
+from kvferry.drivers.ucx import ucp
+from kvferry.drivers.ucx.address import Address, KeyId, RegisteredRegion
+from kvferry.drivers.ucx.job import Job
+from kvferry.drivers.ucx.line import Line, Outlet, Stage
+from kvferry.drivers.ucx.messages import LineId, Message, Refused, Welcome, Withdrawn
+from kvferry.drivers.ucx.place import has_ended
+from kvferry.drivers.ucx.ucp import Ucp
+from kvferry.drivers.ucx.worker import Worker, wait_closed
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Peer:
+    """A peer: what is known of it, and the line to it, which may be broken."""
+
+    id: PeerId
+    address: Address
+    regions: dict[Region, RegisteredRegion]
+    line: Line
+
+
+class Caller:
+    """Reads and writes. Every method but the constructor needs ``lock``.
+
+    Args:
+        library: UCX.
+        make: makes a worker.
+        name: this transport's.
+        deadline: seconds until a transfer in which nothing moves fails.
+        patience: seconds until a host that does not answer is given up.
+
+    Attributes:
+        lock: for the workers, and for everything here, lines and jobs included.
+        peers: by their ids.
+    """
+
+    def __init__(
+        self,
+        library: Ucp,
+        make: Callable[[], Worker],
+        name: str,
+        deadline: float,
+        patience: float,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.peers: dict[PeerId, Peer] = {}
+        self._ucp = library
+        self._make = make
+        self._name = name
+        self._deadline = deadline
+        self._patience = patience
+        self._outlets = [Outlet(worker=make())]
+        self._lines: dict[LineId, Line] = {}
+        self._jobs: list[Job] = []
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those that have to be driven."""
+        return [outlet.worker for outlet in self._outlets]
+
+    @property
+    def waits(self) -> bool:
+        """Whether something has to be looked after even if nothing happens."""
+        return bool(self._jobs) or any(
+            line.stage is not Stage.READY for line in self._lines.values()
+        )
+
+    def turn(self) -> bool:
+        """Do what there is to do; whether there may be more."""
+        busy = False
+        for outlet in self._outlets:
+            busy |= outlet.worker.turn()
+            for number, code in outlet.worker.failures():
+                if number in outlet.lines:
+                    self._broke(outlet.lines[number], code)
+            for message in outlet.worker.messages():
+                self._hear(message)
+        now = time.monotonic()
+        for line in list(self._lines.values()):
+            self._look_after(line, now)
+        for job in self._jobs:
+            job.advance(now, self._deadline)
+            if job.unconfirmed and self._dropped(job):
+                job.settle()
+        self._jobs = [job for job in self._jobs if not job.final]
+        self._answer()
+        return busy
+
+    # Lines.
+
+    def line_to(self, address: Address) -> Line:
+        """A new line, which greets."""
+        outlet = next((o for o in self._outlets if address.instance not in o.called), None)
+        if outlet is None:
+            outlet = Outlet(worker=self._make())
+            self._outlets.append(outlet)
+        line = Line.to(address, outlet, self._ucp, self._name, time.monotonic())
+        self._lines[line.id] = line
+        return line
+
+    def revive(self, peer: Peer) -> Line:
+        """The line to a peer; another one if it is broken."""
+        if peer.line.stage is Stage.BROKEN:
+            peer.line = self.line_to(peer.address)
+        return peer.line
+
+    def part(self, peer: Peer) -> None:
+        """Say good-bye, and break the line."""
+        peer.line.part(PeerLostError(f"{peer.address.name} was disconnected"), bye=True)
+
+    # Transfers.
+
+    def add(self, job: Job) -> None:
+        """Begin one."""
+        self._jobs.append(job)
+        job.advance(time.monotonic(), self._deadline)
+
+    def of(self, peers: Iterable[PeerId]) -> list[Job]:
+        """The unfinished transfers of some peers."""
+        wanted = set(peers)
+        return [job for job in self._jobs if job.peer in wanted]
+
+    @property
+    def in_use(self) -> set[Region]:
+        """The local regions of unfinished transfers."""
+        return {region for job in self._jobs for region in job.local}
+
+    def close(self) -> None:
+        """Break all lines, and let the workers go."""
+        for line in self._lines.values():
+            line.part(PeerLostError(f"{self._name} was closed"), bye=True)
+        for outlet in self._outlets:
+            wait_closed(outlet.worker)
+        for job in self._jobs:
+            job.advance(time.monotonic(), self._deadline)
+        for line in self._lines.values():
+            line.buried()
+        for outlet in self._outlets:
+            outlet.worker.destroy()
+        self._outlets.clear()
+
+    def _broke(self, line: Line, code: int) -> None:
+        line.part(
+            PeerLostError(f"the connection to {line.host.name} broke: UCX says {ucp.said(code)}"),
+            code,
+        )
+
+    def _hear(self, message: Message) -> None:
+        line = self._lines.get(message.line)
+        if line is None:
+            return
+        match message:
+            case Welcome():
+                line.welcomed(message.withdrawn)
+            case Refused():
+                line.part(ConnectError(f"{line.host.name} refuses: {message.reason}"))
+            case Withdrawn():
+                line.withdraw(message.number, KeyId(message.key))
+            case _:  # what a caller says
+                return
+
+    def _look_after(self, line: Line, now: float) -> None:
+        if line.stage is Stage.GREETING and now - line.born > self._patience:
+            line.part(
+                PeerLostError(
+                    f"{line.host.name} has not answered in {self._patience:g} s: it may be "
+                    "stopped, or the network cut (driver_options: connect_seconds)"
+                )
+            )
+        if line.buried():
+            self._bury(line)
+
+    def _bury(self, line: Line) -> None:
+        del self._lines[line.id]
+        line.outlet.lines.pop(line.number, None)
+        if not line.outlet.lines and len(self._outlets) > 1:
+            self._outlets.remove(line.outlet)
+            line.outlet.worker.destroy()
+
+    def _dropped(self, job: Job) -> bool:
+        """Whether what UCX has not confirmed of a write is proven to be gone."""
+        if job.windows:
+            return False
+        line = job.line
+        if has_ended(line.host.place):
+            return True
+        peer = self.peers.get(job.peer)
+        # A host closes a caller's earlier line before it welcomes the next.
+        return peer is not None and peer.line is not line and peer.line.stage is Stage.READY
+
+    def _answer(self) -> None:
+        for line in self._lines.values():
+            if line.unanswered:
+                used = [job.keys for job in self._jobs if job.line is line and job.windows]
+                line.answer(frozenset().union(*used))

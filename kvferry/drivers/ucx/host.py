@@ -1,0 +1,190 @@
+"""The side that serves: who has come, what they may still read, and what they had to say.
+
+A peer's reads and writes of this side's memory may be carried out by this side's UCX, which checks
+nothing. So before memory is deregistered, everyone who may know of it is told, and answers when
+nothing of theirs uses it any more; who does not answer in time is cut off, after which UCX drops
+what still arrives from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from kvferry.core.errors import TransportError
+from kvferry.core.transport import Notification
+from kvferry.drivers.ucx.address import Instance, KeyId
+from kvferry.drivers.ucx.messages import (
+    MAX_WITHDRAWN,
+    Bye,
+    Hello,
+    LineId,
+    Message,
+    Note,
+    Refused,
+    Released,
+    Welcome,
+    Withdrawn,
+)
+from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp
+from kvferry.drivers.ucx.worker import Worker, wait_closed
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Visitor:
+    """A caller's line, seen from this side.
+
+    Attributes:
+        number: of the endpoint, in its worker.
+        released: up to which withdrawal it has answered.
+        welcome: whether it may read and write.
+    """
+
+    line: LineId
+    caller: str
+    endpoint: Endpoint
+    number: int
+    released: int
+    welcome: bool
+
+
+class Host:
+    """Serves peers. Every method but the constructor needs ``lock``.
+
+    Attributes:
+        lock: for the worker, and for everything here.
+        worker: whose address peers get.
+    """
+
+    def __init__(self, library: Ucp, context: Context, instance: Instance) -> None:
+        self.lock = threading.Lock()
+        self.worker = Worker(library, context)
+        self._instance = instance
+        self._visitors: dict[int, _Visitor] = {}
+        self._lines: dict[LineId, _Visitor] = {}
+        # Until the lines that they take the place of are closed.
+        self._waiting: deque[Hello] = deque()
+        self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
+        self._notes: list[Notification] = []
+        self.withdrawals = 0
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those that have to be driven."""
+        return [self.worker]
+
+    def turn(self) -> bool:
+        """Do what there is to do; whether there may be more."""
+        busy = self.worker.turn()
+        for number, _ in self.worker.failures():
+            if number in self._visitors:
+                self._part(self._visitors[number])
+        for message in self.worker.messages():
+            self._hear(message)
+        while self._waiting and not self.worker.closing:
+            self._answer(self._waiting.popleft())
+            busy = True
+        return busy
+
+    @property
+    def waits(self) -> bool:
+        """Whether something has to be looked after even if nothing happens."""
+        return bool(self._waiting)
+
+    def take(self) -> list[Notification]:
+        """The notifications since the last call."""
+        taken, self._notes = self._notes, []
+        return taken
+
+    def withdraw(self, key: KeyId) -> int:
+        """Tell everyone that a registration will be undone; its number."""
+        self.withdrawals += 1
+        self._withdrawn.append(key)
+        for visitor in list(self._lines.values()):
+            self._say(visitor, Withdrawn(visitor.line, self.withdrawals, key))
+        return self.withdrawals
+
+    def released(self, number: int) -> bool:
+        """Whether everyone has answered up to a withdrawal, and whoever was cut off is."""
+        return not (self._late(number) or self.worker.closing)
+
+    def cut_off(self, number: int) -> None:
+        """Close the lines of those who have not."""
+        for visitor in self._late(number):
+            self._part(visitor)
+
+    def close(self) -> None:
+        """Cut everyone off, and let the worker go."""
+        for visitor in list(self._visitors.values()):
+            self._part(visitor)
+        wait_closed(self.worker)
+        self.worker.destroy()
+
+    def _late(self, number: int) -> list[_Visitor]:
+        return [v for v in self._lines.values() if v.released < number]
+
+    def _hear(self, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._meet(message)
+            return
+        visitor = self._lines.get(message.line)
+        if visitor is None:
+            return
+        match message:
+            case Note():
+                self._notes.append(
+                    Notification(sender=visitor.caller, payload=message.payload),
+                )
+            case Released():
+                visitor.released = max(visitor.released, min(message.number, self.withdrawals))
+            case Bye():
+                self._part(visitor)
+            case _:  # what a host says
+                return
+
+    def _meet(self, hello: Hello) -> None:
+        """Close the earlier line of a caller, and then answer."""
+        for visitor in list(self._lines.values()):
+            if visitor.caller == hello.caller:
+                self._part(visitor)
+        self._waiting.append(hello)
+
+    def _answer(self, hello: Hello) -> None:
+        missed = self.withdrawals - hello.since
+        reason = ""
+        if hello.host != self._instance:
+            reason = "this is another transport than the one that gave the address"
+        elif not 0 <= missed <= len(self._withdrawn):
+            reason = "the address is too old: connect again with a new one"
+        try:
+            endpoint, number = self.worker.connect(hello.worker)
+        except TransportError:
+            return  # gone again
+        visitor = _Visitor(
+            line=hello.line,
+            caller=hello.caller,
+            endpoint=endpoint,
+            number=number,
+            released=self.withdrawals,
+            welcome=not reason,
+        )
+        self._visitors[number] = visitor
+        if reason:
+            self._say(visitor, Refused(hello.line, reason))
+            return
+        self._lines[hello.line] = visitor
+        keys = list(self._withdrawn)[len(self._withdrawn) - missed :]
+        self._say(visitor, Welcome(hello.line, list(keys)))
+
+    def _say(self, visitor: _Visitor, message: Message) -> None:
+        # Who cannot be told any more is reported as a failure.
+        with contextlib.suppress(TransportError):
+            self.worker.send(visitor.endpoint, message)
+
+    def _part(self, visitor: _Visitor) -> None:
+        self.worker.end(visitor.endpoint)
+        del self._visitors[visitor.number]
+        if self._lines.get(visitor.line) is visitor:
+            del self._lines[visitor.line]

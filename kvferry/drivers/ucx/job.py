@@ -1,0 +1,198 @@
+"""One transfer: the windows that are under way of it, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.core.errors import TransportError
+from kvferry.core.memory import Region, U64Array
+from kvferry.core.transport import PeerId, State, Status, TransferId
+from kvferry.drivers.ucx import ucp
+from kvferry.drivers.ucx.address import KeyId, RegisteredRegion
+from kvferry.drivers.ucx.line import Line, Stage
+from kvferry.drivers.ucx.posting import Batch, Poster
+from kvferry.drivers.ucx.runs import Runs
+from kvferry.drivers.ucx.structs import Code
+
+WINDOW_RUNS = 1 << 13
+WINDOW_BYTES = 32 << 20
+WINDOWS = 2
+"""What is posted of a transfer at once: bounds UCX's memory, and what a cancelled one waits for."""
+
+_PENDING = Status(state=State.PENDING)
+_DONE = Status(state=State.DONE)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Window:
+    """Runs that were posted together.
+
+    Attributes:
+        requests: what UCP answered, for each run; ``swept``: how many of them have ended.
+        flush: of a write: 0, or the request that ends when they have all arrived.
+    """
+
+    line: Line
+    requests: U64Array
+    flush: int = 0
+    swept: int = 0
+    code: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """A transfer.
+
+    It ends in one of two ways. All of it was posted and has ended well: it is DONE. Or ``fail``
+    was called: nothing more is posted, it is DOOMED, and when nothing that was posted is under way
+    it is FAILED; unless it is a write of which UCX has not confirmed all that was posted. Of that,
+    bytes may lie in the peer's queues: it is FAILED when ``settle`` says that they have been
+    dropped.
+
+    Attributes:
+        segments: of each segment, the local registration's parameters and the remote region.
+        local: the local regions that it uses, and ``keys``: the remote registrations.
+        send: sends its notification.
+        moved: when it last moved on, by ``time.monotonic``.
+        unconfirmed: whether it is such a write.
+    """
+
+    id: TransferId
+    peer: PeerId
+    line: Line
+    write: bool
+    runs: Runs
+    segments: list[tuple[int, RegisteredRegion]]
+    local: frozenset[Region]
+    keys: frozenset[KeyId]
+    send: Callable[[], None] | None
+    poster: Poster
+    moved: float
+    status: Status = _PENDING
+    position: int = 0
+    windows: list[Window] = field(default_factory=list)
+    unconfirmed: bool = False
+
+    @property
+    def final(self) -> bool:
+        """Whether its buffers are quiet."""
+        return self.status.state.final
+
+    def advance(self, now: float, patience: float) -> None:
+        """Sweep, post, end; whatever is possible now."""
+        if self.final:
+            return
+        self._sweep(now)
+        if self.line.stage is Stage.BROKEN and self.line.error is not None:
+            self.fail(self.line.error)
+        elif self.keys & self.line.withdrawn:
+            self.fail(
+                TransportError(f"{self.line.host.name} has deregistered memory that it names")
+            )
+        elif now - self.moved > patience:
+            self.fail(
+                TransportError(
+                    f"nothing has moved for {patience:g} s: {self.line.host.name} may be stopped, "
+                    "or the network cut (driver_options: deadline_seconds)"
+                )
+            )
+        while self._may_post():
+            self._post()
+        if not self.windows:
+            self._conclude()
+
+    def fail(self, error: TransportError) -> None:
+        """Let it fail; its first error stays."""
+        if self.status.state is State.PENDING:
+            self.status = Status(state=State.DOOMED, error=error)
+
+    def settle(self) -> None:
+        """The peer has dropped whatever had not arrived."""
+        self.unconfirmed = False
+        if not self.windows:
+            self._conclude()
+
+    def _may_post(self) -> bool:
+        return (
+            self.status.state is State.PENDING
+            and self.line.stage is Stage.READY
+            and self.position < len(self.runs)
+            and len(self.windows) < WINDOWS
+        )
+
+    def _post(self) -> None:
+        start = self.position
+        stop = self.runs.stop(start, WINDOW_RUNS, WINDOW_BYTES)
+        try:
+            batch = self._batch(start, stop)
+        except TransportError as exc:
+            self.fail(exc)
+            return
+        line = self.line
+        requests = self.poster.post(line.endpoint, batch, write=self.write)
+        window = Window(line=line, requests=requests)
+        if self.write:
+            window.flush = line.library.flush(line.endpoint)
+        self.position = stop
+        self.windows.append(window)
+        line.windows += 1
+
+    def _batch(self, start: int, stop: int) -> Batch:
+        segment = self.runs.segment[start:stop]
+        used = np.unique(segment)
+        keys, params = np.zeros((2, int(used[-1]) + 1), np.uint64)
+        for index in used.tolist():
+            params[index], region = self.segments[index]
+            keys[index] = self.line.key(region)
+        return Batch(
+            local=self.runs.local[start:stop],
+            nbytes=self.runs.nbytes[start:stop],
+            remote=self.runs.remote[start:stop],
+            keys=keys[segment],
+            params=params[segment],
+        )
+
+    def _sweep(self, now: float) -> None:
+        for window in list(self.windows):
+            before = window.swept
+            window.swept, code = self.poster.sweep(window.requests, before)
+            window.code = window.code or code
+            if window.swept != before:
+                self.moved = now
+            if window.swept == len(window.requests) and self._flushed(window):
+                self.windows.remove(window)
+                window.line.windows -= 1
+                self.moved = now
+                self._note(window)
+
+    def _flushed(self, window: Window) -> bool:
+        code = ucp.status_of(window.flush)
+        if code == Code.IN_PROGRESS:
+            library = window.line.library
+            code = library.check(window.flush)
+            if code == Code.IN_PROGRESS:
+                return False
+            library.free(window.flush)
+            window.flush = 0
+        window.code = window.code or code
+        return True
+
+    def _note(self, window: Window) -> None:
+        if window.code:
+            self.unconfirmed |= self.write
+            error = window.line.error
+            if error is None or window.line.stage is not Stage.BROKEN:
+                error = ucp.error(window.code, f"a transfer with {window.line.host.name} failed")
+            self.fail(error)
+
+    def _conclude(self) -> None:
+        if self.status.state is State.DOOMED:
+            if not self.unconfirmed:
+                self.status = Status(state=State.FAILED, error=self.status.error)
+        elif self.position == len(self.runs) and self.line.stage is Stage.READY:
+            if self.send is not None:
+                self.send()
+            self.status = _DONE

@@ -1,0 +1,157 @@
+"""A connection to a peer: the calling end of it."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvferry.core.errors import TransportError
+from kvferry.drivers.ucx.address import Address, Instance, KeyId, RegisteredRegion
+from kvferry.drivers.ucx.messages import Bye, Hello, LineId, Message, Note, Released
+from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
+from kvferry.drivers.ucx.worker import Worker
+
+
+class Stage(enum.Enum):
+    """Where a line stands."""
+
+    GREETING = "greeting"
+    """The host has not answered."""
+    READY = "ready"
+    BROKEN = "broken"
+    """Nothing more is posted; what was posted ends, with an error."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Outlet:
+    """A worker to call from.
+
+    Two ends of a line find each other by counting the connections between two workers. After an
+    error they may have counted differently, so a worker calls each host only once; the next line
+    to that host is another worker's.
+
+    Attributes:
+        called: the hosts.
+        lines: by the numbers of their endpoints, until nothing of them is left.
+    """
+
+    worker: Worker
+    called: set[Instance] = field(default_factory=set)
+    lines: dict[int, Line] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Line:
+    """One line. It breaks once, and is then replaced by another.
+
+    Attributes:
+        host: whom it was made to call.
+        born: when, by ``time.monotonic``.
+        error: why it is broken, and ``code``: what UCX said, or 0.
+        withdrawn: registrations of the host's that are undone, or will be.
+        unanswered: numbers and keys of withdrawals that have not been answered.
+        notes: what is to be said once it is ready.
+        windows: how many windows of transfers are under way on it.
+    """
+
+    id: LineId
+    host: Address
+    outlet: Outlet
+    library: Ucp
+    born: float
+    endpoint: Endpoint = field(default=Endpoint(0))
+    number: int = 0
+    stage: Stage = Stage.GREETING
+    error: TransportError | None = None
+    code: int = 0
+    withdrawn: set[KeyId] = field(default_factory=set)
+    unanswered: deque[tuple[int, KeyId]] = field(default_factory=deque)
+    notes: deque[bytes] = field(default_factory=deque)
+    windows: int = 0
+    _keys: dict[KeyId, RemoteKey] = field(default_factory=dict)
+
+    @classmethod
+    def to(cls, host: Address, outlet: Outlet, library: Ucp, caller: str, now: float) -> Line:
+        """A line that greets; broken already if the host cannot be reached at all."""
+        line = cls(id=secrets.token_bytes(16), host=host, outlet=outlet, library=library, born=now)
+        outlet.called.add(host.instance)
+        try:
+            line.endpoint, line.number = outlet.worker.connect(host.worker)
+        except TransportError as exc:
+            line.stage, line.error = Stage.BROKEN, exc
+            return line
+        outlet.lines[line.number] = line
+        line._say(
+            Hello(line.id, host.instance, caller, outlet.worker.address, host.withdrawn),
+        )
+        return line
+
+    def welcomed(self, withdrawn: Iterable[int]) -> None:
+        """The host has answered."""
+        if self.stage is not Stage.GREETING:
+            return
+        self.stage = Stage.READY
+        self.withdrawn.update(map(KeyId, withdrawn))
+        while self.notes:
+            self._say(Note(self.id, self.notes.popleft()))
+
+    def note(self, payload: bytes) -> None:
+        """Send a notification, or keep it until the line is ready."""
+        if self.stage is Stage.READY:
+            self._say(Note(self.id, payload))
+        elif self.stage is Stage.GREETING:
+            self.notes.append(payload)
+
+    def withdraw(self, number: int, key: KeyId) -> None:
+        """The host is about to undo a registration, and waits for an answer."""
+        self.withdrawn.add(key)
+        self.unanswered.append((number, key))
+
+    def answer(self, used: frozenset[KeyId]) -> None:
+        """Answer for what is not used any more, in order."""
+        number = 0
+        while self.unanswered and self.unanswered[0][1] not in used:
+            number, key = self.unanswered.popleft()
+            if key in self._keys:
+                self.library.destroy_key(self._keys.pop(key))
+        if number and self.stage is Stage.READY:
+            self._say(Released(self.id, number))
+
+    def key(self, region: RegisteredRegion) -> RemoteKey:
+        """The key to a region of the host's, unpacked when first needed.
+
+        Raises:
+            TransportError: UCX cannot reach that memory over this line.
+        """
+        key = KeyId(region.key)
+        if key not in self._keys:
+            self._keys[key] = self.library.unpack(self.endpoint, region.packed)
+        return self._keys[key]
+
+    def part(self, error: TransportError, code: int = 0, *, bye: bool = False) -> None:
+        """Break it. What is posted on it ends, as the worker is driven."""
+        if self.stage is Stage.BROKEN:
+            return
+        if bye and self.stage is Stage.READY:
+            self._say(Bye(self.id))
+        self.stage, self.error, self.code = Stage.BROKEN, error, code
+        self.notes.clear()
+        self.outlet.worker.end(self.endpoint)
+
+    def buried(self) -> bool:
+        """Whether it is broken and nothing is left of it; lets the keys go."""
+        if self.stage is not Stage.BROKEN or self.windows or self.outlet.worker.closing:
+            return False
+        for key in self._keys.values():
+            self.library.destroy_key(key)
+        self._keys.clear()
+        return True
+
+    def _say(self, message: Message) -> None:
+        try:
+            self.outlet.worker.send(self.endpoint, message)
+        except TransportError as exc:
+            self.part(exc)

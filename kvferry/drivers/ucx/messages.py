@@ -1,0 +1,101 @@
+"""What two transports say to each other beside the bytes that they move: UCP's active messages.
+
+A line is one connection from a transport that reads and writes (the caller) to one that serves
+(the host). The caller opens it with ``Hello`` and names it; everything after names it again.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvferry.core.untrusted import MALFORMED
+from kvferry.drivers.ucx.address import Instance, Name, Word, WorkerAddress
+
+MAX_NOTIFICATION = 4096
+"""So that any message fits into one piece of any of UCX's transports: those of one connection then
+stay in order."""
+
+MAX_WITHDRAWN = 1 << 14
+MAX_MESSAGE = MAX_NOTIFICATION + (1 << 18)
+
+LineId = Instance
+"""Random, made by the caller."""
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """To a host: a line.
+
+    Attributes:
+        host: the instance that is meant.
+        caller: the caller's name; its earlier line, if there is one, ends with this.
+        worker: where the host's answers go.
+        since: how many withdrawals the caller knows, from the address.
+    """
+
+    line: LineId
+    host: Instance
+    caller: Name
+    worker: WorkerAddress
+    since: Word
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """To a caller: it may read and write. Its earlier line is closed on the host's side."""
+
+    line: LineId
+    withdrawn: Annotated[list[Word], msgspec.Meta(max_length=MAX_WITHDRAWN)]
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """To a caller: it may not."""
+
+    line: LineId
+    reason: Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """To a host: a notification."""
+
+    line: LineId
+    payload: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_NOTIFICATION)]
+
+
+class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """To a caller: a registration is about to be undone, the number-th of all."""
+
+    line: LineId
+    number: Word
+    key: Word
+
+
+class Released(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """To a host: nothing of this line uses what was withdrawn up to the number-th, or will."""
+
+    line: LineId
+    number: Word
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """To a host: the line ends."""
+
+    line: LineId
+
+
+Message = Hello | Welcome | Refused | Note | Withdrawn | Released | Bye
+
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes) -> Message | None:
+    """A message of a stranger's; ``None`` for what is none, which is dropped."""
+    try:
+        return _decoder.decode(data)
+    except MALFORMED:
+        return None

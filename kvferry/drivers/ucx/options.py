@@ -1,0 +1,65 @@
+"""``driver_options`` of ucx, and the settings of UCX that they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from kvferry.core.guards import parse_options
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+WISHES: Mapping[str, str] = {
+    # On one host: without it UCX reads through the peer, as soon as it is to notice that it died.
+    "CMA_MEMORY_INVALIDATE": "y",
+    # A peer that dies while nothing moves is noticed by asking.
+    "KEEPALIVE_INTERVAL": "500ms",
+    # Connecting must not hold everything up.
+    "TCP_CONN_NB": "y",
+    "WARN_UNUSED_ENV_VARS": "n",
+}
+"""What the driver sets where this UCX knows it and the user does not say otherwise."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``driver_options`` of ucx.
+
+    Attributes:
+        transports: UCX's names of those that may be used (its UCX_TLS); none: all there are.
+        devices: network devices that may be used (its UCX_NET_DEVICES); none: all there are.
+        settings: any others of UCX's, by UCX's names.
+        library: the libucp to load; ``None``: the system's, else the wheel's.
+        threads: 1: one thread serves peers and drives transfers; 2: one for each.
+        deadline_seconds: a transfer in which nothing moves for so long fails.
+        connect_seconds: how long a peer may take to answer.
+    """
+
+    transports: list[_Name] = []
+    devices: list[_Name] = []
+    settings: dict[_Name, Annotated[str, msgspec.Meta(max_length=4096)]] = {}
+    library: _Name | None = None
+    threads: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+    deadline_seconds: _Seconds = 30.0
+    connect_seconds: _Seconds = 5.0
+
+
+def parsed(options: Mapping[str, object]) -> Options:
+    """The options.
+
+    Raises:
+        DriverError: one is unknown, of a wrong type or out of range.
+    """
+    return parse_options("ucx", Options, options)
+
+
+def settings_of(options: Options) -> dict[str, str]:
+    """What the user sets, by UCX's names without their prefix."""
+    given = {name.removeprefix("UCX_"): value for name, value in options.settings.items()}
+    if options.transports:
+        given["TLS"] = ",".join(options.transports)
+    if options.devices:
+        given["NET_DEVICES"] = ",".join(options.devices)
+    return given

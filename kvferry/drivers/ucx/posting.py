@@ -1,0 +1,81 @@
+"""Posting many runs, and seeing which of them have ended: a loop over calls of UCP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Protocol
+
+import numpy as np
+
+from kvferry.core.memory import U64Array
+from kvferry.drivers.ucx.structs import Code
+from kvferry.drivers.ucx.ucp import Endpoint, Ucp, status_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """What is posted together: (n,) uint64 each.
+
+    Attributes:
+        local: addresses.
+        nbytes: lengths.
+        remote: addresses.
+        keys: handles of the remote memory's keys.
+        params: addresses of request parameters, which name the local memory.
+    """
+
+    local: U64Array
+    nbytes: U64Array
+    remote: U64Array
+    keys: U64Array
+    params: U64Array
+
+
+class Poster(Protocol):
+    """A way to make the calls."""
+
+    def post(self, endpoint: Endpoint, batch: Batch, *, write: bool) -> U64Array:
+        """Post all of it: (n,) what UCP answered, each 0, an error or a request."""
+
+    def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
+        """Free requests that have ended, from one on to the first that has not.
+
+        Args:
+            requests: (n,) as ``post`` gave them.
+            start: how many have been swept before.
+
+        Returns:
+            How many have been swept now, and the first error among those new ones, or 0.
+        """
+
+
+class PlainPoster:
+    """A loop in Python."""
+
+    def __init__(self, library: Ucp) -> None:
+        self._ucp = library
+        self._get = library.function("ucp_get_nbx")
+        self._put = library.function("ucp_put_nbx")
+
+    def post(self, endpoint: Endpoint, batch: Batch, *, write: bool) -> U64Array:
+        columns = (batch.local, batch.nbytes, batch.remote, batch.keys, batch.params)
+        answers = map(
+            self._put if write else self._get,
+            repeat(endpoint),
+            *(column.tolist() for column in columns),
+        )
+        return np.fromiter(answers, np.uint64, len(batch.local))
+
+    def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
+        first = 0
+        for index in range(start, len(requests)):
+            answer = int(requests[index])
+            code = status_of(answer)
+            if code == Code.IN_PROGRESS:
+                code = self._ucp.check(answer)
+                if code == Code.IN_PROGRESS:
+                    return index, first
+                self._ucp.free(answer)
+            first = first or min(code, 0)
+        return len(requests), first

@@ -1,0 +1,90 @@
+"""From a batch of copies to runs: checked against their regions, and neighbours made one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.core.bounds import check_bounds, checked_length
+from kvferry.core.copies import Copies
+from kvferry.core.memory import I64Array, U64Array
+
+LONGEST = 16 << 20
+"""Bytes of the longest run: a transfer can end early between two of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Runs:
+    """(n,) runs, each contiguous on both sides and within one segment.
+
+    Attributes:
+        local: first local bytes, and ``remote``: first remote ones.
+        nbytes: their lengths, none of them 0, none above ``LONGEST``.
+        segment: which segment of the batch each comes from.
+        ends: the bytes of the batch up to the end of each.
+    """
+
+    local: U64Array
+    remote: U64Array
+    nbytes: U64Array
+    segment: I64Array
+    ends: U64Array
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def stop(self, start: int, count: int, nbytes: int) -> int:
+        """Where a window ends that begins at a run: so many runs or bytes on, and at least one."""
+        done = int(self.ends[start - 1]) if start else 0
+        within = int(self.ends.searchsorted(np.uint64(done + nbytes), side="right"))
+        return min(start + count, max(within, start + 1), len(self))
+
+
+def runs_of(copies: Copies) -> Runs:
+    """Merge a batch, whose arrays are not needed afterwards.
+
+    Raises:
+        TransportUsageError: the arrays or the segments do not fit together, or a copy leaves its
+            regions.
+    """
+    n = checked_length(copies)
+    segment = np.repeat(
+        np.arange(len(copies.segments)), [s.stop - s.start for s in copies.segments]
+    )
+    if n == 0:
+        return _runs(copies.local, copies.remote, copies.nbytes, segment)
+    local_end, remote_end = np.empty((2, n), np.uint64)
+    check_bounds(copies, "local", local_end)
+    check_bounds(copies, "remote", remote_end)
+    local, remote, nbytes = copies.local, copies.remote, copies.nbytes
+    if not nbytes.all():
+        full = np.flatnonzero(nbytes)
+        local, remote, nbytes, segment = local[full], remote[full], nbytes[full], segment[full]
+        local_end, remote_end = local_end[full], remote_end[full]
+    apart = local[1:] != local_end[:-1]
+    apart |= remote[1:] != remote_end[:-1]
+    apart |= segment[1:] != segment[:-1]
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))[: len(nbytes)]
+    merged = np.add.reduceat(nbytes, first) if len(first) else nbytes
+    return _cut(_runs(local[first], remote[first], merged, segment[first]))
+
+
+def _runs(local: U64Array, remote: U64Array, nbytes: U64Array, segment: I64Array) -> Runs:
+    return Runs(local=local, remote=remote, nbytes=nbytes, segment=segment, ends=np.cumsum(nbytes))
+
+
+def _cut(runs: Runs) -> Runs:
+    """The same with none longer than ``LONGEST``."""
+    if not len(runs) or int(runs.nbytes.max()) <= LONGEST:
+        return runs
+    parts = (runs.nbytes.astype(np.int64) + LONGEST - 1) // LONGEST
+    index = np.repeat(np.arange(len(runs)), parts)
+    within = (np.arange(len(index)) - np.repeat(parts.cumsum() - parts, parts)) * LONGEST
+    offset = within.astype(np.uint64)
+    return _runs(
+        runs.local[index] + offset,
+        runs.remote[index] + offset,
+        np.minimum(runs.nbytes[index] - offset, np.uint64(LONGEST)),
+        runs.segment[index],
+    )

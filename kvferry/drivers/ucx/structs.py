@@ -1,0 +1,285 @@
+"""UCP's structures and numbers, as its headers have them since 1.18.
+
+Every structure begins with a mask of the fields that are set, so that a library that knows more
+fields, or fewer, reads only those. Where the numbers come from: ``ucp/api/ucp.h`` and
+``ucp/api/ucp_def.h`` of UCX 1.22.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from typing import Any, ClassVar
+
+Pointer = ctypes.c_void_p
+STATUS = ctypes.c_int8
+"""``ucs_status_t`` is a packed enum: one byte."""
+
+ON_ERROR = ctypes.CFUNCTYPE(None, Pointer, Pointer, STATUS)
+"""``ucp_err_handler_cb_t``: argument, endpoint, status."""
+
+ON_MESSAGE = ctypes.CFUNCTYPE(
+    STATUS, Pointer, Pointer, ctypes.c_size_t, Pointer, ctypes.c_size_t, Pointer
+)
+"""``ucp_am_recv_callback_t``: argument, header, its length, data, their length, more."""
+
+
+class Feature(enum.IntFlag):
+    """``ucp_feature``."""
+
+    RMA = 1 << 1
+    WAKEUP = 1 << 4
+    AM = 1 << 6
+
+
+class Code(enum.IntEnum):
+    """``ucs_status_t``: those that the driver tells apart."""
+
+    OK = 0
+    IN_PROGRESS = 1
+    IO_ERROR = -3
+    NO_MEMORY = -4
+    INVALID_PARAM = -5
+    UNREACHABLE = -6
+    NO_ELEM = -12
+    NO_DEVICE = -14
+    BUSY = -15
+    CANCELED = -16
+    TIMED_OUT = -20
+    REJECTED = -23
+    NOT_CONNECTED = -24
+    CONNECTION_RESET = -25
+    ENDPOINT_TIMEOUT = -80
+
+
+LOST = frozenset(
+    {
+        Code.IO_ERROR,
+        Code.UNREACHABLE,
+        Code.TIMED_OUT,
+        Code.REJECTED,
+        Code.NOT_CONNECTED,
+        Code.CONNECTION_RESET,
+        Code.ENDPOINT_TIMEOUT,
+    }
+)
+"""Of these, what an endpoint reports when its peer is gone, or the way to it."""
+
+SERIALIZED = 1
+"""``UCS_THREAD_MODE_SERIALIZED``: any thread, one at a time."""
+
+MULTI = 2
+"""``UCS_THREAD_MODE_MULTI``: what a library built for threads says that it can do."""
+
+ERRORS_OF_PEER = 1
+"""``UCP_ERR_HANDLING_MODE_PEER``: without it, who waits for a dead peer waits for ever."""
+
+CLOSE_BY_FORCE = 1
+"""``UCP_EP_CLOSE_FLAG_FORCE``: without asking the peer."""
+
+SEND_EAGERLY = 1 << 1
+"""``UCP_AM_SEND_FLAG_EAGER``."""
+
+SEND_A_COPY = 1 << 3
+"""``UCP_AM_SEND_FLAG_COPY_HEADER``: the header may be freed once the call has returned."""
+
+WAKE_FOR = (1 << 0) | (1 << 2) | (1 << 3) | (1 << 10) | (1 << 11)
+"""``ucp_wakeup_event_types``: RMA, sends and receipts."""
+
+WHOLE_MESSAGES = 1
+"""``UCP_AM_FLAG_WHOLE_MSG``."""
+
+MEMORY = {"cpu": 0, "cuda": 1}
+"""``ucs_memory_type_t`` by kvferry's names of memory kinds."""
+
+
+class Masked(ctypes.Structure):
+    """A structure that begins with the mask of its valid fields."""
+
+    _bits_: ClassVar[dict[str, int]]
+
+    @classmethod
+    def of(cls, **fields: Any) -> Any:  # noqa: ANN401 - ctypes' own types
+        """One with these fields set, and said to be."""
+        made = cls(**fields)
+        made.field_mask = cls.mask(*fields)
+        return made
+
+    @classmethod
+    def mask(cls, *names: str) -> int:
+        """The bits of fields; several fields may share one."""
+        bits = 0
+        for name in names:
+            bits |= 1 << cls._bits_[name]
+        return bits
+
+
+class ContextParams(Masked):
+    """``ucp_params_t``."""
+
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("features", ctypes.c_uint64),
+        ("request_size", ctypes.c_size_t),
+        ("request_init", Pointer),
+        ("request_cleanup", Pointer),
+        ("tag_sender_mask", ctypes.c_uint64),
+        ("mt_workers_shared", ctypes.c_int),
+        ("estimated_num_eps", ctypes.c_size_t),
+        ("estimated_num_ppn", ctypes.c_size_t),
+        ("name", ctypes.c_char_p),
+        ("node_local_id", ctypes.c_size_t),
+    ]
+    _bits_ = {"features": 0, "mt_workers_shared": 5, "name": 8}
+
+
+class LibraryAttributes(Masked):
+    """``ucp_lib_attr_t``."""
+
+    _fields_ = [("field_mask", ctypes.c_uint64), ("max_thread_level", ctypes.c_int)]
+    _bits_ = {"max_thread_level": 0}
+
+
+class ContextAttributes(Masked):
+    """``ucp_context_attr_t``."""
+
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("request_size", ctypes.c_size_t),
+        ("thread_mode", ctypes.c_int),
+        ("memory_types", ctypes.c_uint64),
+        ("name", ctypes.c_char * 32),
+        ("device_counter_size", ctypes.c_size_t),
+    ]
+    _bits_ = {"thread_mode": 1, "memory_types": 2}
+
+
+class WorkerParams(Masked):
+    """``ucp_worker_params_t``."""
+
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("thread_mode", ctypes.c_int),
+        ("cpu_mask", ctypes.c_uint64 * 16),
+        ("events", ctypes.c_uint),
+        ("user_data", Pointer),
+        ("event_fd", ctypes.c_int),
+        ("flags", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+        ("am_alignment", ctypes.c_size_t),
+        ("client_id", ctypes.c_uint64),
+    ]
+    _bits_ = {"thread_mode": 0, "events": 2, "flags": 5}
+
+
+class WorkerAttributes(Masked):
+    """``ucp_worker_attr_t``."""
+
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("thread_mode", ctypes.c_int),
+        ("address_flags", ctypes.c_uint32),
+        ("address", Pointer),
+        ("address_length", ctypes.c_size_t),
+        ("max_am_header", ctypes.c_size_t),
+        ("name", ctypes.c_char * 32),
+        ("max_debug_string", ctypes.c_size_t),
+    ]
+    _bits_ = {"thread_mode": 0, "address": 1, "max_am_header": 3}
+
+
+class EndpointParams(Masked):
+    """``ucp_ep_params_t``, with its ``err_handler`` and socket addresses taken apart."""
+
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("address", ctypes.c_char_p),
+        ("err_mode", ctypes.c_int),
+        ("err_handler_cb", ON_ERROR),
+        ("err_handler_arg", Pointer),
+        ("user_data", Pointer),
+        ("flags", ctypes.c_uint),
+        ("sockaddr", Pointer),
+        ("sockaddr_length", ctypes.c_uint32),
+        ("conn_request", Pointer),
+        ("name", ctypes.c_char_p),
+        ("local_sockaddr", Pointer),
+        ("local_sockaddr_length", ctypes.c_uint32),
+    ]
+    _bits_ = {"address": 0, "err_mode": 1, "err_handler_cb": 2, "err_handler_arg": 2}
+
+
+class MapParams(Masked):
+    """``ucp_mem_map_params_t``."""
+
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("address", Pointer),
+        ("length", ctypes.c_size_t),
+        ("flags", ctypes.c_uint),
+        ("prot", ctypes.c_uint),
+        ("memory_type", ctypes.c_int),
+        ("exported_memh_buffer", Pointer),
+    ]
+    _bits_ = {"address": 0, "length": 1, "memory_type": 4}
+
+
+class HandlerParams(Masked):
+    """``ucp_am_handler_param_t``."""
+
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("id", ctypes.c_uint),
+        ("flags", ctypes.c_uint32),
+        ("cb", ON_MESSAGE),
+        ("arg", Pointer),
+    ]
+    _bits_ = {"id": 0, "flags": 1, "cb": 2, "arg": 3}
+
+
+class RequestParams(Masked):
+    """``ucp_request_param_t``; its mask has 32 bits."""
+
+    _fields_ = [
+        ("field_mask", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("request", Pointer),
+        ("cb", Pointer),
+        ("datatype", ctypes.c_uint64),
+        ("user_data", Pointer),
+        ("reply_buffer", Pointer),
+        ("memory_type", ctypes.c_int),
+        ("recv_info", Pointer),
+        ("memh", Pointer),
+        ("remote_datatype", ctypes.c_uint64),
+        ("remote", Pointer),
+        ("remote_count", ctypes.c_size_t),
+    ]
+    _bits_ = {"flags": 4, "memory_type": 6, "memh": 8}
+
+
+class TransportEntry(ctypes.Structure):
+    """``ucp_transport_entry_t``."""
+
+    _fields_ = [("transport_name", ctypes.c_char_p), ("device_name", ctypes.c_char_p)]
+
+
+class EndpointAttributes(Masked):
+    """``ucp_ep_attr_t``, with ``transports`` taken apart."""
+
+    _fields_ = [
+        ("field_mask", ctypes.c_uint64),
+        ("name", ctypes.c_char * 32),
+        ("local_sockaddr", ctypes.c_uint64 * 16),
+        ("remote_sockaddr", ctypes.c_uint64 * 16),
+        ("entries", ctypes.POINTER(TransportEntry)),
+        ("num_entries", ctypes.c_uint),
+        ("entry_size", ctypes.c_size_t),
+        ("user_data", Pointer),
+    ]
+    _bits_ = {"entries": 3, "num_entries": 3, "entry_size": 3}
+
+
+def address_of(params: RequestParams) -> int:
+    """Where a structure lies, for calls that are made with plain numbers; the caller keeps it."""
+    return ctypes.addressof(params)

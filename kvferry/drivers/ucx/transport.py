@@ -1,0 +1,426 @@
+"""The ucx transport: what ``kvferry.core.transport`` asks for, over the files beside it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from kvferry.core.copies import Copies
+from kvferry.core.errors import (
+    ConnectError,
+    PeerLostError,
+    TransferCancelledError,
+    TransportError,
+    TransportUnsupportedError,
+)
+from kvferry.core.guards import (
+    Owner,
+    check_final,
+    check_payload,
+    check_registered,
+    check_unused,
+    find_peer,
+    find_transfer,
+    local_regions,
+    remote_regions,
+)
+from kvferry.core.memory import Region
+from kvferry.core.transport import (
+    Capabilities,
+    Notification,
+    PeerId,
+    Quiescence,
+    Status,
+    TransferId,
+    Transport,
+)
+from kvferry.drivers.ucx import address as wire
+from kvferry.drivers.ucx import library, place, structs
+from kvferry.drivers.ucx.address import Address, KeyId, RegisteredRegion
+from kvferry.drivers.ucx.caller import Caller, Peer
+from kvferry.drivers.ucx.host import Host
+from kvferry.drivers.ucx.job import Job
+from kvferry.drivers.ucx.library import Library
+from kvferry.drivers.ucx.line import Stage
+from kvferry.drivers.ucx.messages import MAX_NOTIFICATION
+from kvferry.drivers.ucx.options import WISHES, parsed, settings_of
+from kvferry.drivers.ucx.posting import PlainPoster
+from kvferry.drivers.ucx.progress import Progress, Side
+from kvferry.drivers.ucx.runs import runs_of
+from kvferry.drivers.ucx.ucp import MAJOR, Memory, Ucp
+from kvferry.drivers.ucx.worker import Worker
+
+_GRACE_SECONDS = 3.0
+"""How long what is under way may take to end by itself before its connection is broken."""
+
+_BREAK_SECONDS = 2.0
+"""How long it may take then."""
+
+_RELEASE_SECONDS = 2.0
+"""How long peers may take to stop using memory that is deregistered, before they are cut off."""
+
+_TURN_SECONDS = 0.0005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Registration:
+    key: KeyId
+    memory: Memory
+    packed: bytes
+    params: structs.RequestParams
+
+
+class UcxTransport(Transport):
+    """Reads and writes with UCP's one-sided calls: CPU and CUDA memory, of one host or of several.
+
+    Every transport has a UCX context of its own, configured by its options, and threads that sleep
+    until there is something to do: transfers go on, and peers are served, without calls.
+
+    **When a failed transfer is quiet.** UCX completes every request, with an error if its
+    connection breaks, and not before what carries the connection has been taken down; so a read is
+    FAILED as soon as nothing of it is under way. What a write has sent before its connection broke
+    may lie in queues of a peer that lives. It stays DOOMED until the peer has ended, or has
+    closed its end of that connection, after which its UCX drops what arrives: it says so when it
+    is called again, which ``disconnect`` does.
+
+    Not usable in a forked child.
+
+    Raises:
+        DriverError: there is no UCX that can be used, or it does not start; an option is unknown,
+            of a wrong type, out of range, or not one of this UCX's.
+    """
+
+    interface_version: ClassVar[tuple[int, int]] = (1, 0)
+
+    def __init__(self, **options: object) -> None:
+        self._options = parsed(options)
+        self._library, self._ucp = _loaded(self._options.library)
+        self._owner = Owner(f"ucx-{os.getpid()}-{secrets.token_hex(8)}")
+        self._instance = secrets.token_bytes(16)
+        self._context = self._ucp.open(self.name, settings_of(self._options), WISHES)
+        self._memory = self._ucp.memory_kinds(self._context)
+        self._host = Host(self._ucp, self._context, self._instance)
+        self._caller = Caller(
+            self._ucp,
+            partial(Worker, self._ucp, self._context),
+            self.name,
+            self._options.deadline_seconds,
+            self._options.connect_seconds,
+        )
+        self._poster = PlainPoster(self._ucp)
+        self._registered: dict[Region, _Registration] = {}
+        self._jobs: dict[TransferId, Job] = {}
+        self._ids = itertools.count(1)
+        sides: list[Side] = [self._host, self._caller]
+        shares = [sides] if self._options.threads == 1 else [[side] for side in sides]
+        self._threads = [Progress(self.name, share) for share in shares]
+        _alive.add(self)
+
+    @property
+    def name(self) -> str:
+        return self._owner.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            ops=frozenset({"read", "write"}),
+            memory=self._memory,
+            max_notification=MAX_NOTIFICATION,
+            cancel=True,
+            background_progress=True,
+            quiescence=Quiescence.AFTER_DISCONNECT,
+        )
+
+    @property
+    def library(self) -> str:
+        return str(self._library)
+
+    # Memory.
+
+    def register(self, region: Region) -> None:
+        self._owner.check()
+        if region.kind not in self._memory:
+            kinds = ", ".join(sorted(self._memory))
+            raise TransportUnsupportedError(
+                f"ucx reaches {kinds} here, not {region.kind}: {region}"
+            )
+        if region in self._registered:
+            return
+        if len(self._registered) >= wire.MAX_REGIONS:
+            raise TransportError(
+                f"{wire.MAX_REGIONS} regions are registered, and an address holds no more: "
+                "deregister some, or register what they lie in"
+            )
+        memory = self._ucp.map(self._context, region.address, region.nbytes, region.kind)
+        self._registered[region] = _Registration(
+            key=KeyId(next(self._ids)),
+            memory=memory,
+            packed=self._ucp.pack(self._context, memory),
+            params=structs.RequestParams.of(memh=memory),
+        )
+
+    def deregister(self, region: Region) -> None:
+        """As ``Transport.deregister``. Waits until peers do not use the region any more: two
+        seconds at most, after which those that still might are cut off."""
+        self._owner.check()
+        check_registered(region, self._registered)
+        with self._caller.lock:
+            check_unused(region, self._caller.in_use)
+        registration = self._registered.pop(region)
+        self._withdraw(registration.key)
+        with self._host.lock, self._caller.lock:
+            self._ucp.unmap(self._context, registration.memory)
+
+    # Peers.
+
+    def address(self) -> bytes:
+        self._owner.check()
+        return wire.encode(
+            Address(
+                name=self.name,
+                instance=self._instance,
+                place=place.here(),
+                ucx=".".join(map(str, self._ucp.version)),
+                worker=self._host.worker.address,
+                withdrawn=self._host.withdrawals,
+                regions=[
+                    RegisteredRegion(
+                        region.address, region.nbytes, region.kind, region.device, r.key, r.packed
+                    )
+                    for region, r in self._registered.items()
+                ],
+            )
+        )
+
+    def connect(self, address: bytes) -> PeerId:
+        self._owner.check()
+        theirs = wire.decode(address)
+        if theirs.ucx.partition(".")[0] != str(MAJOR):
+            raise ConnectError(f"{theirs.name} has UCX {theirs.ucx}, and this side {MAJOR}.x")
+        regions = wire.regions_of(theirs)
+        with self._caller.lock:
+            peer = self._met(theirs)
+            fresh = peer is None
+            if peer is None:
+                peer = Peer(
+                    id=PeerId(next(self._ids)),
+                    address=theirs,
+                    regions=regions,
+                    line=self._caller.line_to(theirs),
+                )
+                self._caller.peers[peer.id] = peer
+            peer.address, peer.regions = theirs, regions
+            line = self._caller.revive(peer)
+        self._until(lambda: line.stage is not Stage.GREETING, 2 * self._options.connect_seconds)
+        if line.stage is not Stage.READY:
+            if fresh:
+                del self._caller.peers[peer.id]
+            raise ConnectError(f"cannot connect to {theirs.name}: {line.error}")
+        return peer.id
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._owner.check()
+        found = find_peer(self._caller.peers, peer)
+        if not self._ended([found], PeerLostError(f"{found.address.name} was disconnected")):
+            raise TransportError(
+                f"bytes of a write may still reach {found.address.name}, which does not answer: "
+                "its transfers stay doomed; disconnect again, later"
+            )
+        with self._caller.lock:
+            self._caller.part(found)
+            del self._caller.peers[peer]
+        self._wake()
+
+    # Transfers.
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return self._start(peer, copies, notify, write=False)
+
+    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return self._start(peer, copies, notify, write=True)
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        self._owner.check()
+        jobs = [find_transfer(self._jobs, transfer) for transfer in transfers]
+        self._turn()
+        return [job.status for job in jobs]
+
+    def cancel(self, transfer: TransferId) -> None:
+        self._owner.check()
+        job = find_transfer(self._jobs, transfer)
+        with self._caller.lock:
+            job.fail(TransferCancelledError(f"transfer {transfer} was cancelled"))
+        self._wake()
+
+    def forget(self, transfer: TransferId) -> None:
+        self._owner.check()
+        check_final(transfer, find_transfer(self._jobs, transfer).status)
+        del self._jobs[transfer]
+
+    # Notifications.
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        self._owner.check()
+        found = find_peer(self._caller.peers, peer)
+        check_payload(payload, MAX_NOTIFICATION)
+        with self._caller.lock:
+            self._caller.revive(found).note(payload)
+        self._wake()
+
+    def notifications(self) -> list[Notification]:
+        self._owner.check()
+        with self._host.lock:
+            return self._host.take()
+
+    def close(self) -> None:
+        if not self._owner.end():
+            return
+        _alive.discard(self)
+        quiet = self._ended(
+            list(self._caller.peers.values()), PeerLostError(f"{self.name} was closed")
+        )
+        for thread in self._threads:
+            thread.stop()
+        with self._caller.lock, self._host.lock:
+            self._caller.close()
+            self._host.close()
+            for registration in self._registered.values():
+                with suppress(TransportError):
+                    self._ucp.unmap(self._context, registration.memory)
+            self._ucp.shut(self._context)
+        if not quiet:
+            raise TransportError(
+                "closed, but bytes of a write may still reach a peer that does not answer"
+            )
+
+    # What is behind the interface.
+
+    def _start(
+        self, peer: PeerId, copies: Copies, notify: bytes | None, *, write: bool
+    ) -> TransferId:
+        self._owner.check()
+        found = find_peer(self._caller.peers, peer)
+        if notify is not None:
+            check_payload(notify, MAX_NOTIFICATION)
+        local = local_regions(copies, self._registered)
+        remote_regions(copies, found.regions, found.address.name)
+        runs = runs_of(copies)
+        segments = [
+            (
+                structs.address_of(self._registered[segment.local].params),
+                found.regions[segment.remote],
+            )
+            for segment in copies.segments
+        ]
+        with self._caller.lock:
+            line = self._caller.revive(found)
+            job = Job(
+                id=TransferId(next(self._ids)),
+                peer=peer,
+                line=line,
+                write=write,
+                runs=runs,
+                segments=segments,
+                local=local,
+                keys=frozenset(KeyId(region.key) for _, region in segments),
+                send=None if notify is None else partial(line.note, notify),
+                poster=self._poster,
+                moved=time.monotonic(),
+            )
+            self._caller.add(job)
+        self._jobs[job.id] = job
+        self._wake()
+        return job.id
+
+    def _met(self, theirs: Address) -> Peer | None:
+        peers = self._caller.peers.values()
+        return next((p for p in peers if p.address.instance == theirs.instance), None)
+
+    def _withdraw(self, key: KeyId) -> None:
+        """Wait until no peer uses a registration; cut off those who do not say so in time."""
+        with self._host.lock:
+            number = self._host.withdraw(key)
+        self._wake()
+        if self._until(partial(self._host.released, number), _RELEASE_SECONDS):
+            return
+        with self._host.lock:
+            self._host.cut_off(number)
+        self._wake()
+        self._until(partial(self._host.released, number), _BREAK_SECONDS)
+
+    def _ended(self, peers: list[Peer], error: PeerLostError) -> bool:
+        """End all transfers of some peers, and wait until they are final; whether they are."""
+        with self._caller.lock:
+            jobs = self._caller.of(peer.id for peer in peers)
+            for job in jobs:
+                job.fail(error)
+        if self._until(lambda: all(job.final for job in jobs), _GRACE_SECONDS if jobs else 0):
+            return True
+        with self._caller.lock:
+            for peer in peers:
+                if any(job.windows and job.line is peer.line for job in jobs):
+                    peer.line.part(error)
+        self._until(lambda: not any(job.windows for job in jobs), _BREAK_SECONDS)
+        with self._caller.lock:
+            for peer in peers:
+                if any(job.unconfirmed and job.peer == peer.id for job in jobs):
+                    self._caller.revive(peer)
+        return self._until(lambda: all(job.final for job in jobs), self._options.connect_seconds)
+
+    def _until(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Wait until something holds, or the time is up; whether it holds."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > deadline:
+                return False
+            if not self._turn():
+                time.sleep(_TURN_SECONDS)
+        return True
+
+    def _turn(self) -> bool:
+        """Drive transfers, if nobody else does."""
+        if not self._caller.lock.acquire(blocking=False):
+            return False
+        try:
+            busy = self._caller.turn()
+        finally:
+            self._caller.lock.release()
+        if busy:
+            self._wake()
+        return busy
+
+    def _wake(self) -> None:
+        for thread in self._threads:
+            thread.wake()
+
+    def _quit(self) -> None:
+        """The process ends: UCX must not be at work while it does."""
+        if self._owner.end():
+            for thread in self._threads:
+                thread.stop()
+
+
+@functools.cache
+def _loaded(explicit: str | None) -> tuple[Library, Ucp]:
+    """Which UCX, loaded once: a library stays in its process."""
+    found = library.find(explicit)
+    return found, Ucp(library.load(found))
+
+
+_alive: weakref.WeakSet[UcxTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _quit_all() -> None:
+    for transport in list(_alive):
+        transport._quit()

@@ -1,0 +1,149 @@
+"""A UCP worker with what arrives at it: messages, errors of endpoints, ends of requests.
+
+Not for two threads at once: whoever owns it has a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+from collections import deque
+from collections.abc import Iterator
+
+from kvferry.core.errors import TransportError
+from kvferry.drivers.ucx import structs, ucp
+from kvferry.drivers.ucx.messages import MAX_MESSAGE, Message, decode, encode
+from kvferry.drivers.ucx.structs import Code
+from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp, status_of
+
+_ROUNDS = 32
+"""How often ``turn`` lets UCP work before it lets others have the worker."""
+
+
+class Worker:
+    """One worker.
+
+    Raises:
+        TransportError: UCX cannot make one.
+    """
+
+    def __init__(self, library: Ucp, context: Context) -> None:
+        self._ucp = library
+        self.handle = library.create_worker(context)
+        self._arrived: deque[bytes] = deque()
+        self._failed: deque[tuple[int, int]] = deque()
+        self._numbers = itertools.count(1)
+        # What UCP still needs of messages that are on their way, by their requests.
+        self._sending: dict[int, bytes] = {}
+        self._closing: list[int] = []
+        # UCP keeps their addresses.
+        self._on_message = structs.ON_MESSAGE(self._note_message)
+        self._on_error = structs.ON_ERROR(self._note_error)
+        library.receive(self.handle, self._on_message)
+        self.address = library.worker_address(self.handle)
+        self.descriptor = library.descriptor(self.handle)
+
+    def connect(self, address: bytes) -> tuple[Endpoint, int]:
+        """Connect to a worker: the endpoint, and the number under which its error is reported.
+
+        Raises:
+            TransportError: it is known already that this cannot be.
+        """
+        number = next(self._numbers)
+        made = self._ucp.create_endpoint(self.handle, address, self._on_error, number)
+        return made, number
+
+    def send(self, endpoint: Endpoint, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            TransportError: the endpoint is broken.
+        """
+        data = encode(message)
+        answer = self._ucp.send(endpoint, data)
+        code = status_of(answer)
+        if code == Code.IN_PROGRESS:
+            self._sending[answer] = data
+        elif code:
+            raise ucp.error(code, "cannot send a message")
+
+    def end(self, endpoint: Endpoint) -> None:
+        """Close an endpoint without its peer; ``closing`` says when it is."""
+        answer = self._ucp.close_endpoint(endpoint)
+        if status_of(answer) == Code.IN_PROGRESS:
+            self._closing.append(answer)
+
+    def turn(self) -> bool:
+        """Let UCP work for a while; whether there may be more to do."""
+        for _ in range(_ROUNDS):
+            if not self._ucp.progress(self.handle):
+                break
+        self._sweep()
+        return bool(self._arrived or self._failed) or not self._ucp.arm(self.handle)
+
+    @property
+    def sending(self) -> bool:
+        """Whether a message is still on its way out."""
+        return bool(self._sending)
+
+    @property
+    def closing(self) -> bool:
+        """Whether an endpoint is still being closed."""
+        return bool(self._closing)
+
+    def messages(self) -> Iterator[Message]:
+        """Those that have arrived, in order."""
+        while self._arrived:
+            message = decode(self._arrived.popleft())
+            if message is not None:
+                yield message
+
+    def failures(self) -> Iterator[tuple[int, int]]:
+        """Endpoints that have failed: number and status."""
+        while self._failed:
+            yield self._failed.popleft()
+
+    def destroy(self) -> None:
+        """Let it go, with everything on it."""
+        self._ucp.destroy_worker(self.handle)
+
+    def _sweep(self) -> None:
+        for request in [r for r in self._sending if self._ended(r)]:
+            del self._sending[request]
+        self._closing = [r for r in self._closing if not self._ended(r)]
+
+    def _ended(self, request: int) -> bool:
+        if self._ucp.check(request) == Code.IN_PROGRESS:
+            return False
+        self._ucp.free(request)
+        return True
+
+    # UCP calls these, from within a call of this worker. What they raised would be lost.
+
+    def _note_message(
+        self,
+        argument: int | None,
+        header: int | None,
+        header_length: int,
+        data: int | None,
+        length: int,
+        more: int | None,
+    ) -> int:
+        del argument, header, header_length, more
+        if data and length <= MAX_MESSAGE:
+            self._arrived.append(ctypes.string_at(data, length))
+        return Code.OK
+
+    def _note_error(self, number: int | None, endpoint: int | None, code: int) -> None:
+        del endpoint
+        self._failed.append((number or 0, code))
+
+
+def wait_closed(worker: Worker, rounds: int = 1000) -> None:
+    """Let a worker finish what it is closing, within reason."""
+    with contextlib.suppress(TransportError):
+        for _ in range(rounds):
+            if not (worker.closing or worker.sending):
+                return
+            worker.turn()
