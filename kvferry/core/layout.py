@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.disjoint import Piece, overlapping
@@ -299,11 +299,13 @@ def _check_axes(group: Group, f: Field) -> None:
 
 
 def _check_disjoint(layout: Layout) -> None:
+    places = _places(layout.regions)
     by_place: dict[tuple[int, int], list[Piece]] = {}
     for f in layout.fields:
+        place, start = places[f.region]
         digits = ((f.pages, f.page_stride), *((d.count, d.stride) for d in f.digits))
-        piece = Piece(label=f.key, offset=f.offset, run=f.unit, digits=digits)
-        by_place.setdefault((f.group, f.region), []).append(piece)
+        piece = Piece(label=f.key, offset=start + f.offset, run=f.unit, digits=digits)
+        by_place.setdefault((f.group, place), []).append(piece)
     for pieces in by_place.values():
         clash = overlapping(pieces)
         if clash:
@@ -311,3 +313,24 @@ def _check_disjoint(layout: Layout) -> None:
                 f"fields {clash[0]!r} and {clash[1]!r} put two elements of one group on one byte, "
                 "or their strides do not nest, so that this cannot be ruled out"
             )
+
+
+def _places(regions: Sequence[Region]) -> list[tuple[int, int]]:
+    """Where each region lies: in which stretch of memory, and how far from its start.
+
+    Regions that share bytes are in one stretch: two of them must not hide that fields meet.
+    """
+    places = [(0, 0)] * len(regions)
+    stretch, first, end, device = -1, 0, 0, ("", -1)
+    order = sorted(range(len(regions)), key=lambda i: (_device(regions[i]), regions[i].address))
+    for index in order:
+        region = regions[index]
+        if _device(region) != device or region.address >= end:
+            stretch, first, end, device = stretch + 1, region.address, 0, _device(region)
+        end = max(end, region.end)
+        places[index] = stretch, region.address - first
+    return places
+
+
+def _device(region: Region) -> tuple[str, int]:
+    return region.kind, region.device

@@ -135,6 +135,57 @@ def test_groups_may_share_bytes_and_fields_of_one_group_may_not() -> None:
         layout(k, replace(v, group=0))
 
 
+def test_regions_that_share_bytes_hide_nothing() -> None:
+    """The same memory, named twice, or the end of one region inside another."""
+    one, size = layout(heads("k")), PAGES * 4 * 16 * DIM
+    other = replace(heads("v"), region=1)
+    flipped = replace(other, region=0), replace(one.fields[0], region=1)
+    for start in (0, 8, size - 1):
+        twin = Region(address=one.regions[0].address + start, nbytes=size)
+        with pytest.raises(LayoutError, match="fields 'k' and 'v' put two elements"):
+            replace(one, regions=(one.regions[0], twin), fields=(one.fields[0], other))
+        with pytest.raises(LayoutError, match="put two elements"):
+            replace(one, regions=(twin, one.regions[0]), fields=flipped)
+
+
+def test_regions_may_share_bytes_that_no_two_fields_of_a_group_share() -> None:
+    one, size = layout(heads("k")), PAGES * 4 * 16 * DIM
+    both = Region(address=one.regions[0].address, nbytes=2 * size)
+    other = replace(heads("v"), region=1, offset=size)
+    replace(one, regions=(one.regions[0], both), fields=(one.fields[0], other))
+    again = replace(heads("v"), region=1, group=1)
+    groups = (paged(), paged())
+    replace(one, regions=(one.regions[0], both), fields=(one.fields[0], again), groups=groups)
+    elsewhere = replace(one.regions[0], kind="cuda")
+    second = replace(heads("v"), region=1)
+    replace(one, regions=(one.regions[0], elsewhere), fields=(one.fields[0], second))
+
+
+def test_the_highest_addresses_do_not_overflow() -> None:
+    size = PAGES * 4 * 16 * DIM
+    high = Region(address=(1 << 63) - size, nbytes=size)
+    low = Region(address=1, nbytes=(1 << 63) - 1)
+    fields = (heads("k"), replace(heads("v"), region=1))
+    replace(layout(), regions=(high, low), fields=fields, groups=(paged(),))
+    last = replace(fields[1], offset=0, pages=1)
+    with pytest.raises(LayoutError, match="put two elements"):
+        replace(layout(), regions=(high, high), fields=(fields[0], last), groups=(paged(),))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offset": 1 << 40, "page_stride": 1 << 40, "pages": 1 << 40},
+        {"page_stride": 1 << 40, "pages": 1 << 24},
+    ],
+)
+def test_what_would_leave_64_bits_leaves_its_region_first(change: dict[str, object]) -> None:
+    everything = Region(address=1, nbytes=(1 << 63) - 1)
+    field = replace(heads(), **change)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="ends at byte"):
+        Layout(regions=(everything,), groups=(paged(),), fields=(field,))
+
+
 def test_fields_may_interleave() -> None:
     k = heads("k", packed=2)
     layout(k, replace(k, key="v", offset=DIM))
