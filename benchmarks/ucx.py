@@ -1,0 +1,186 @@
+"""What the driver ucx gets out of UCX, beside NIXL over the same transports of UCX.
+
+    python benchmarks/ucx.py [--over shm] [--over tcp] [--op read] [--megabytes 128] [--rounds 15]
+                             [--library PATH] [--json FILE]
+
+Other processes have a buffer each; this one reads them (or writes them), in blocks in random order
+and in a row, by turns through the driver and through NIXL's own Python API. A time is from the call
+until the bytes have landed. ``ratio`` is the median of the ratios round by round; beside it stands
+what the same is between two agents of NIXL: where that is far from 1, the machine tells nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import asdict, dataclass
+
+import common
+import direct
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.memory import Region, region_of
+from kvferry.core.transport import Transport
+from kvferry.drivers.nixl import NixlTransport, library
+from kvferry.drivers.ucx import UcxTransport
+
+TRANSPORTS = {"shm": ["self", "sm", "tcp"], "tcp": ["self", "tcp"]}
+SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
+ORDERS = ("random", "in a row")
+GOAL = 1.0
+"""The largest ratio that the project holds itself to."""
+THREADS = 4
+"""Of NIXL's UCX, as vLLM's own connector has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One line of the table; times in milliseconds, of the best round."""
+
+    over: str
+    op: str
+    order: str
+    block: int
+    copies: int
+    driver_ms: float
+    nixl_ms: float
+    ratio: float
+    noise: float
+
+
+def main() -> None:
+    options = _options()
+    if options.serve:
+        _serve(options)
+    results = [one for over in options.over or TRANSPORTS for one in _measure(over, options)]
+    conditions = _conditions(options)
+    _show(results, conditions)
+    record = {"conditions": conditions, "results": [asdict(result) for result in results]}
+    common.save(options.json, record)
+    common.leave()
+
+
+def _options() -> argparse.Namespace:
+    parser: argparse.ArgumentParser = common.parser(__doc__)
+    parser.add_argument("--over", action="append", choices=TRANSPORTS, help="default: each")
+    parser.add_argument("--op", choices=("read", "write"), default="read")
+    parser.add_argument("--megabytes", type=int, default=128, help="of each buffer")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--library", help="the driver's option of that name")
+    parser.add_argument("--driver", choices=("ucx", "nixl"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _measure(over: str, options: argparse.Namespace) -> Iterator[Result]:
+    _configure_nixl(over)
+    buffer = _buffer(options)
+    local = region_of(buffer)
+    with ExitStack() as stack:
+        ours, near = stack.enter_context(_peer("ucx", over, options))
+        theirs, far = stack.enter_context(_peer("nixl", over, options))
+        transport = stack.enter_context(closing(_transport("ucx", over, options)))
+        transport.register(local)
+        peer = transport.connect(ours)
+        api = library.load().api
+        agents = [direct.agent(api, local, theirs, THREADS) for _ in range(2)]
+        for order in ORDERS:
+            for block in SIZES:
+                scattered = order == "random"
+                copies = common.blocks(local, near, block, scattered=scattered)
+                others = common.blocks(local, far, block, scattered=scattered)
+                moves = [
+                    common.mover(transport, options.op, peer, copies),
+                    *(direct.mover(*agent, options.op, others) for agent in agents),
+                ]
+                times = common.by_turns(options.rounds, [common.timed(move) for move in moves])
+                yield _result(over, options.op, order, block, len(copies), times[:, :, 0])
+
+
+def _result(over: str, op: str, order: str, block: int, copies: int, times: common.Times) -> Result:
+    driver, nixl, other = times
+    return Result(
+        over=over,
+        op=op,
+        order=order,
+        block=block,
+        copies=copies,
+        driver_ms=round(float(driver.min()) * 1e3, 3),
+        nixl_ms=round(float(nixl.min()) * 1e3, 3),
+        ratio=round(common.paired(driver, nixl), 3),
+        noise=round(common.paired(other, nixl), 3),
+    )
+
+
+def _configure_nixl(over: str) -> None:
+    """NIXL's UCX takes its settings from the environment, when an agent is made."""
+    os.environ["UCX_TLS"] = ",".join(TRANSPORTS[over])
+    # Without it NIXL's UCX does not use what the driver does on one host.
+    os.environ["UCX_CMA_MEMORY_INVALIDATE"] = "y"
+
+
+def _transport(driver: str, over: str, options: argparse.Namespace) -> Transport:
+    if driver == "nixl":
+        return NixlTransport(backend_options={"num_threads": THREADS})
+    return UcxTransport(transports=TRANSPORTS[over], library=options.library)
+
+
+def _buffer(options: argparse.Namespace) -> npt.NDArray[np.uint8]:
+    return np.ones(options.megabytes << 20, np.uint8)
+
+
+def _peer(
+    driver: str, over: str, options: argparse.Namespace
+) -> AbstractContextManager[tuple[bytes, Region]]:
+    arguments = [f"--driver={driver}", f"--over={over}", f"--megabytes={options.megabytes}"]
+    arguments += [f"--library={options.library}"] * bool(options.library)
+    process: AbstractContextManager[tuple[bytes, Region]]
+    process = common.second_process(__file__, *arguments)
+    return process
+
+
+def _serve(options: argparse.Namespace) -> None:
+    buffer = _buffer(options)
+    transport = _transport(options.driver, options.over[0], options)
+    common.serve(transport, region_of(buffer))
+    transport.close()
+    common.leave()
+
+
+def _conditions(options: argparse.Namespace) -> dict[str, object]:
+    transport = UcxTransport(library=options.library)
+    conditions: dict[str, object] = {
+        **common.machine(),
+        "megabytes": options.megabytes,
+        "rounds": options.rounds,
+        "ucx": transport.library,
+        "nixl": f"{library.load()}, UCX with {THREADS} threads",
+    }
+    transport.close()
+    return conditions
+
+
+def _show(results: list[Result], conditions: dict[str, object]) -> None:
+    headings = ("over", "op", "order", "KiB", "copies", "driver ms", "NIXL ms", "ratio", "noise")
+    rows = [
+        (
+            one.over,
+            one.op,
+            one.order,
+            f"{one.block >> 10}",
+            f"{one.copies:,}",
+            f"{one.driver_ms:.2f}",
+            f"{one.nixl_ms:.2f}",
+            f"{one.ratio:.3f}",
+            f"{one.noise:.3f}",
+            common.goal(one.ratio, GOAL),
+        )
+        for one in results
+    ]
+    common.show("the driver ucx over NIXL", (*headings, "goal"), rows, conditions, words=3)
+
+
+if __name__ == "__main__":
+    main()
