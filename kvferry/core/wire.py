@@ -7,6 +7,7 @@ Unknown fields are skipped, so that a newer minor version can add some.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -24,10 +25,12 @@ NEWEST_PROTOCOL = 1
 
 MAX_REQUEST_BYTES = 1 << 12
 MAX_REPLY_BYTES = 1 << 26
-MAX_RELEASE_BYTES = 1 << 11
-"""No single ``Release`` is longer."""
-MAX_RELEASES = 1 << 12
+MAX_NOTE_BYTES = 1 << 11
+"""No single ``Release`` or ``Renewal`` is longer."""
+MAX_NOTES = 1 << 12
 """As many fit one notification."""
+MAX_LEASE = 86400.0
+"""Seconds."""
 MAX_RANKS = 1 << 12
 MAX_TEXT = 1 << 12
 
@@ -89,6 +92,8 @@ class RankPayload(Versions, frozen=True, kw_only=True):
         driver: the name of its driver.
         address: what that driver needs to connect; opaque here.
         slots: the table of slot words, 8 bytes each; registered with the transport.
+        lease: seconds that a renewal gives a hold from then on; ``None`` where the rank's build
+            does not know renewals, and would not hear any.
 
     Raises:
         WireError: there is no version in the range, or ``slots`` is no table of words.
@@ -103,6 +108,7 @@ class RankPayload(Versions, frozen=True, kw_only=True):
     driver: Name
     address: Annotated[bytes, Meta(max_length=1 << 20)]
     slots: Region
+    lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)] | None = None
 
     def __post_init__(self) -> None:
         Versions.__post_init__(self)
@@ -168,14 +174,30 @@ class Release(Struct, frozen=True, kw_only=True, tag="release"):
     abandoned: bool = False
 
 
-Releases = Annotated[list[Release], Meta(min_length=1, max_length=MAX_RELEASES)]
+class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
+    """A consumer rank still waits for a hold's pages: its lease starts anew.
+
+    Attributes:
+        incarnation: of the producer.
+        slot, generation: the hold.
+    """
+
+    incarnation: RandomBits
+    slot: Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
+    generation: RandomBits
+
+
+Note = Release | Renewal
+"""What a consumer rank tells a producer rank about a hold."""
+
+Notes = Annotated[list[Note], Meta(min_length=1, max_length=MAX_NOTES)]
 
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Struct | list[Release]) -> bytes:
+def encode(message: Struct | Sequence[Note]) -> bytes:
     """The bytes of any message of this module."""
     return _encoder.encode(message)
 
@@ -200,16 +222,16 @@ def decode_payload(data: bytes) -> RankPayload:
     return _decode(_payload, data, MAX_REPLY_BYTES, "payload")
 
 
-def decode_releases(data: bytes) -> list[Release]:
+def decode_notes(data: bytes) -> list[Note]:
     """The content of a notification. Raises ``WireError``."""
-    return _decode(_releases, data, MAX_RELEASES * MAX_RELEASE_BYTES, "release")
+    return _decode(_notes, data, MAX_NOTES * MAX_NOTE_BYTES, "notification")
 
 
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _versions: msgspec.msgpack.Decoder[Versions] = msgspec.msgpack.Decoder(Versions)
 _payload: msgspec.msgpack.Decoder[RankPayload] = msgspec.msgpack.Decoder(RankPayload)
-_releases: msgspec.msgpack.Decoder[list[Release]] = msgspec.msgpack.Decoder(Releases)
+_notes: msgspec.msgpack.Decoder[list[Note]] = msgspec.msgpack.Decoder(Notes)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, limit: int, what: str) -> T:

@@ -88,7 +88,7 @@ replies = (
     | st.builds(wire.Pong, incarnation=random_bits)
     | st.builds(wire.Refusal, reason=texts)
 )
-releases = st.lists(
+notes = st.lists(
     st.builds(
         wire.Release,
         incarnation=random_bits,
@@ -98,6 +98,12 @@ releases = st.lists(
         rank=indices,
         expected=counts,
         abandoned=st.booleans(),
+    )
+    | st.builds(
+        wire.Renewal,
+        incarnation=random_bits,
+        slot=st.integers(0, MAX_SLOTS - 1),
+        generation=random_bits,
     ),
     min_size=1,
     max_size=5,

@@ -18,7 +18,7 @@ KINDS: dict[str, tuple[st.SearchStrategy[object], Decode]] = {
     "request": (messages.requests, wire.decode_request),
     "reply": (messages.replies, wire.decode_reply),
     "payload": (messages.payloads(), wire.decode_payload),
-    "releases": (messages.releases, wire.decode_releases),
+    "notes": (messages.notes, wire.decode_notes),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -136,6 +136,9 @@ def test_the_versions_of_a_payload_that_makes_no_sense_can_be_read() -> None:
         ({"slots": {"address": 8, "nbytes": 12}}, "torn"),
         ({"slots": {"address": 0, "nbytes": 8}}, "address"),
         ({"oldest": 3, "newest": 2}, "3 to 2"),
+        ({"lease": 0.0}, "> 0"),
+        ({"lease": float("nan")}, "> 0"),
+        ({"lease": 1e9}, "86400"),
         ({"incarnation": 0}, ">= 1"),
         ({"engine": ""}, "length"),
         ({"address": b"x" * ((1 << 20) + 1)}, "length"),
@@ -164,9 +167,9 @@ def test_no_release_is_longer_than_its_bound() -> None:
         expected=1 << 16,
         abandoned=True,
     )
-    assert len(wire.encode(release)) <= wire.MAX_RELEASE_BYTES
-    full = [release] * wire.MAX_RELEASES
-    assert wire.decode_releases(wire.encode(full)) == full
+    assert len(wire.encode(release)) <= wire.MAX_NOTE_BYTES
+    full = [release] * wire.MAX_NOTES
+    assert wire.decode_notes(wire.encode(full)) == full
 
 
 @given(

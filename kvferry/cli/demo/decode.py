@@ -75,7 +75,7 @@ class Decode:
             transport=transport,
             layout=layout_of(shape, 0, self._cache),
             slots=len(requests),
-            options=EndpointOptions(lease=lease),
+            options=EndpointOptions(lease=lease, load_timeout=lease),
         )
         self.endpoint.join([self.endpoint.payload])
 

@@ -11,25 +11,23 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from kvferry.core.descriptors import Spans
-from kvferry.core.endpoint.peers import Peers
-from kvferry.core.endpoint.pulling import Load, Puller
+from kvferry.core.endpoint.context import Load
+from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
+from kvferry.core.endpoint.pulling import Puller
 from kvferry.core.endpoint.serving import Server
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.endpoint.words import Scratch, SlotTable
 from kvferry.core.errors import EndpointClosedError, KVFerryError, TransportError
-from kvferry.core.handshake import Judgements
 from kvferry.core.layout import Layout
-from kvferry.core.lifecycle.holds import Incarnation, RequestId
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ledger import Orders
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.security import OPEN, Access
 from kvferry.core.stats import LoadRecord
 from kvferry.core.transport import Transport
-from kvferry.core.wire import NEWEST_PROTOCOL, OLDEST_PROTOCOL, Coordinates, RankPayload
+from kvferry.core.wire import NEWEST_PROTOCOL, OLDEST_PROTOCOL, RankPayload
 from kvferry.core.zeroing import zero_cpu
 
 logger = logging.getLogger(__name__)
@@ -44,61 +42,6 @@ JOIN_SECONDS = 10.0
 """How long ``close`` waits for the thread, which a driver's call may hold up."""
 WIND_DOWN_SECONDS = 2.0
 """How long ``close`` waits for reads under way to be quiet before it closes the transport."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Who a rank is.
-
-    Attributes:
-        engine: the engine's id.
-        incarnation: one random number for all ranks of one start of the engine.
-        rank: this rank's index among the engine's.
-        coordinates: where it stands.
-        agreement: what two engines must agree on, name to value.
-    """
-
-    engine: str
-    incarnation: Incarnation
-    rank: int = 0
-    coordinates: Coordinates = field(default_factory=Coordinates)
-    agreement: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointOptions:
-    """Times, in seconds, and what else may be chosen.
-
-    Attributes:
-        handshake_timeout: until a producer must have answered.
-        lease: a load that is not over after this fails as stale.
-        judgements: which differences from a producer are not refused for certain.
-        access: this engine's keys, and to whom it may connect.
-    """
-
-    handshake_timeout: float = 10.0
-    lease: float = 30.0
-    judgements: Judgements = Judgements()  # noqa: RUF009 - frozen
-    access: Access = OPEN
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """What is over since the last call; each request exactly once per direction.
-
-    Attributes:
-        sent: requests whose pages nobody reads any more: they may be given back.
-        received: requests whose pages no byte lands in any more.
-        failed: those of ``received`` whose pages must not be used, and why.
-        loads: figures of every load, also of those that are not reported.
-        ignored: messages of consumers about holds that did not stand.
-    """
-
-    sent: frozenset[RequestId] = frozenset()
-    received: frozenset[RequestId] = frozenset()
-    failed: Mapping[RequestId, KVFerryError] = field(default_factory=dict)
-    loads: tuple[LoadRecord, ...] = ()
-    ignored: int = 0
 
 
 class Endpoint:
@@ -127,7 +70,7 @@ class Endpoint:
         transport: Transport,
         layout: Layout,
         slots: int,
-        options: EndpointOptions = EndpointOptions(),
+        options: EndpointOptions = DEFAULTS,
         zero: Callable[[Spans], None] = zero_cpu,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -135,22 +78,20 @@ class Endpoint:
         self._transport = transport
         self._table = SlotTable(slots)
         self._scratch = Scratch()
+        self._lease = options.lease
         self.payload = self._publish(driver, layout)
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._server = Server(self._table, identity.incarnation, clock)
         self._transfers = Transfers(transport)
-        self._peers = Peers(
-            transport, self._post, options.handshake_timeout, options.judgements, options.access
-        )
         self._puller = Puller(
             own=self.payload,
             transport=transport,
-            peers=self._peers,
             transfers=self._transfers,
             scratch=self._scratch,
             zero=zero,
-            lease=options.lease,
+            options=options,
+            post=self._post,
             clock=clock,
             reported=self._reported,
         )
@@ -194,10 +135,13 @@ class Endpoint:
 
     def join(self, payloads: Sequence[RankPayload]) -> None:
         """All ranks of this engine, in rank order; before the first load."""
-        self._command(lambda: self._peers.join(payloads, self._identity.rank))
+        self._command(lambda: self._puller.join(payloads))
 
     def prepare(self, ticket: Ticket) -> None:
-        """Shake hands with a ticket's producer ahead of the load."""
+        """A request with this ticket waits for pages: shake hands ahead, and keep the hold alive.
+
+        One ``load`` with the ticket must follow, if only one that reads nothing.
+        """
         self._command(lambda: self._puller.prepare(ticket))
 
     def load(self, load: Load) -> None:
@@ -222,7 +166,7 @@ class Endpoint:
     @property
     def healthy(self) -> bool:
         """Whether it works, and every peer that had to be disconnected has fallen silent."""
-        return self._broken is None and not self._closing and self._peers.quiet
+        return self._broken is None and not self._closing and not self._puller.loud
 
     @property
     def pending(self) -> int:
@@ -278,7 +222,7 @@ class Endpoint:
                 f"the driver has been in one call for {JOIN_SECONDS:.0f} s; it is left alone, and "
                 "may still touch this endpoint's memory: keep it until the process ends"
             )
-        self._peers.close()
+        self._puller.close()
         self._transport.close()
 
     # Inside.
@@ -306,6 +250,7 @@ class Endpoint:
             driver=driver,
             address=self._transport.address(),
             slots=self._table.region,
+            lease=self._lease,
         )
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -381,6 +326,8 @@ class Endpoint:
             return BUSY_SECONDS
         if len(self._puller):
             return BUSY_SECONDS * 5
+        if self._puller.parting:
+            return HELD_SECONDS
         return HELD_SECONDS if self.held else IDLE_SECONDS
 
 

@@ -1,13 +1,13 @@
-"""Reads of peers' slot words: checks before the data, fences after it.
+"""Reads of peers' slot words: checks before the data, fences after it, renewals meanwhile.
 
-Words of several requests on one rank are read in one batch, and the "done" of all of them is bound
-to that read.
+Words of several requests on one rank are read in one batch, and what is to be said of all of them
+("done", or that they are waited for) is bound to that read.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -18,8 +18,7 @@ from kvferry.core.endpoint.transfers import Job, Outcome, Transfers
 from kvferry.core.endpoint.words import Scratch
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import WORD_BYTES
-from kvferry.core.lifecycle.loads import LoadId
-from kvferry.core.wire import Release, encode
+from kvferry.core.wire import Note, encode
 
 T = TypeVar("T")
 
@@ -32,19 +31,19 @@ class WordRead:
     """One slot word to be read.
 
     Attributes:
-        load: whose.
+        tag: whose; see ``WordReads.remove`` and ``Transfers.cancel``.
         peer, rank, slot: where the word is.
-        done: bound to the read, if it is a fence.
+        note: bound to the read: "done" to a fence, a renewal to itself, nothing to a check.
         landed: called with the word and the seconds that the read took.
         lost: called instead if the read failed.
         doomed: called before that if the failure is known earlier.
     """
 
-    load: LoadId
+    tag: Hashable
     peer: Peer
     rank: int
     slot: int
-    done: Release | None
+    note: Note | None
     landed: Callable[[int, float], None]
     lost: Callable[[KVFerryError], None]
     doomed: Callable[[KVFerryError], None]
@@ -61,9 +60,9 @@ class WordReads:
         """To be posted with the next ``post``."""
         self._waiting.append(read)
 
-    def remove(self, load: LoadId, rank: int) -> bool:
+    def remove(self, tag: Hashable) -> bool:
         """Whether such a read was waiting; it is not made then."""
-        kept = [read for read in self._waiting if (read.load, read.rank) != (load, rank)]
+        kept = [read for read in self._waiting if read.tag != tag]
         found = len(kept) < len(self._waiting)
         self._waiting = kept
         return found
@@ -73,12 +72,12 @@ class WordReads:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        alike: dict[tuple[Peer, int, bool], list[WordRead]] = defaultdict(list)
+        alike: dict[tuple[Peer, int, type], list[WordRead]] = defaultdict(list)
         for read in waiting:
-            alike[read.peer, read.rank, read.done is not None].append(read)
-        for (peer, rank, fence), reads in alike.items():
-            dones = [read.done for read in reads if read.done is not None]
-            for part in fitting(dones, max_notification) if fence else _batches(reads, MAX_BATCH):
+            alike[read.peer, read.rank, type(read.note)].append(read)
+        for (peer, rank, _), reads in alike.items():
+            notes = [read.note for read in reads if read.note is not None]
+            for part in fitting(notes, max_notification) if notes else _batches(reads, MAX_BATCH):
                 batch, reads = reads[: len(part)], reads[len(part) :]
                 if rank not in peer.ids:
                     for read in batch:
@@ -91,7 +90,7 @@ class WordReads:
     def _job(self, batch: Sequence[WordRead]) -> Job:
         first = batch[0]
         words = [self._scratch.take() for _ in batch]
-        dones = [read.done for read in batch if read.done is not None]
+        notes = [read.note for read in batch if read.note is not None]
 
         def build() -> Copies:
             table = first.peer.payloads[first.rank].slots
@@ -118,16 +117,16 @@ class WordReads:
             build=build,
             finished=finished,
             doomed=doomed,
-            notify=encode(dones) if dones else None,
-            tags={(read.load, read.rank) for read in batch},
+            notify=encode(notes) if notes else None,
+            tags={read.tag for read in batch},
         )
 
 
-def fitting(releases: Sequence[Release], max_notification: int) -> Iterator[list[Release]]:
+def fitting(notes: Sequence[Note], max_notification: int) -> Iterator[list[Note]]:
     """The messages in lists of which each fits into one notification of this driver."""
-    if releases:
-        one = max(len(encode([release])) for release in releases)
-        yield from _batches(releases, max(1, min(MAX_BATCH, (max_notification - 8) // one)))
+    if notes:
+        one = max(len(encode([note])) for note in notes)
+        yield from _batches(notes, max(1, min(MAX_BATCH, (max_notification - 8) // one)))
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:

@@ -3,55 +3,24 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from kvferry.core.errors import (
-    ConnectError,
-    HandshakeError,
-    KVFerryError,
-    PeerLostError,
-    TransportUsageError,
-)
-from kvferry.core.handshake import Judgements, agree, fetch
+from kvferry.core.endpoint.liveness import Watch
+from kvferry.core.endpoint.options import EndpointOptions
+from kvferry.core.endpoint.parting import Partings
+from kvferry.core.endpoint.shaking import Handshake, Handshakes, PeerKey
+from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, PeerLostError
+from kvferry.core.handshake import agree, fetch
+from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import Party
 from kvferry.core.lifecycle.ticket import Ticket, page_limits
-from kvferry.core.security import OPEN, Access
 from kvferry.core.topology import Plan, Source, plan
 from kvferry.core.transport import PeerId, Transport
 from kvferry.core.wire import RankPayload
 
 logger = logging.getLogger(__name__)
-
-MAX_HANDSHAKES = 32
-"""How many run at once: a client chooses whom a ticket names, and mute hosts must not make the
-others wait."""
-
-
-class PeerKey(NamedTuple):
-    """Where a ticket says that its producer is."""
-
-    engine: str
-    host: str
-    port: int
-    key: bytes = b""
-    """Public, of the side channel: a forged ticket must not make a genuine one wait for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handshake:
-    """What a handshake gave: the producer's ranks, and this rank's plan of them.
-
-    Attributes:
-        overridden: differences that an operator has judged to mean nothing.
-    """
-
-    payloads: tuple[RankPayload, ...]
-    plan: Plan
-    overridden: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,6 +36,10 @@ class Peer:
     page_limits: tuple[int, ...] = field(init=False)
     loads: int = 0
     """Loads from it that are not over."""
+    waits: int = 0
+    """Tickets of it whose requests wait for pages."""
+    used: float = 0.0
+    """When it last had either."""
     suspect: bool = False
     """Something failed; it is connected anew as soon as it has no loads."""
 
@@ -78,6 +51,17 @@ class Peer:
     def incarnation(self) -> int:
         """Of the producer engine."""
         return self.payloads[0].incarnation
+
+    @property
+    def connected(self) -> bool:
+        """Whether it has not been given up."""
+        return bool(self.ids)
+
+    @property
+    def lease(self) -> float | None:
+        """Seconds that a renewal gives; ``None`` where a rank of it knows no renewals."""
+        leases = [payload.lease for payload in self.payloads if payload.lease is not None]
+        return min(leases) if len(leases) == len(self.payloads) else None
 
     def gone(self) -> PeerLostError:
         """What happens to reads of a peer that was disconnected."""
@@ -96,42 +80,55 @@ Failed = Callable[[KVFerryError], None]
 class Peers:
     """Producers by engine and incarnation, wherever a ticket says that they are.
 
-    Used by the endpoint's thread only; handshakes run on threads of their own.
+    Used by the endpoint's thread only; handshakes and pings run on threads of their own.
 
     Args:
         transport: to connect with.
+        transfers: of the same transport, to see when a connection is quiet.
         post: runs a callable on the endpoint's thread, soon.
-        timeout: seconds that a handshake may take.
-        judgements: which differences from a producer are not refused for certain.
-        access: this engine's keys, and to whom it may connect.
+        clock: seconds, monotonic.
+        options: times, and whom to connect to.
+        lost: called when a producer is dead, or is another one now; it is to be given up.
     """
 
     def __init__(
         self,
+        *,
         transport: Transport,
+        transfers: Transfers,
         post: Callable[[Callable[[], None]], None],
-        timeout: float,
-        judgements: Judgements,
-        access: Access = OPEN,
+        clock: Callable[[], float],
+        options: EndpointOptions,
+        lost: Callable[[Peer, KVFerryError], None],
     ) -> None:
         self._transport = transport
         self._post = post
-        self._timeout = timeout
-        self._judgements = judgements
-        self._access = access
+        self._clock = clock
+        self._options = options
+        self._lost = lost
         self._warned: set[tuple[str, int]] = set()
         self._own: tuple[RankPayload, ...] = ()
         self._rank = 0
         self._known: dict[tuple[str, int], Peer] = {}
-        self._waiting: dict[PeerKey, list[tuple[Ready, Failed]]] = {}
-        self._queued: deque[PeerKey] = deque()
-        self._shaking = 0
-        self._loud: set[PeerId] = set()
+        self._watches: dict[Peer, Watch] = {}
+        self._handshakes = Handshakes(self._shake, post, clock)
+        self._partings = Partings(transport, transfers)
+        self._postponed: list[Callable[[], None]] = []
 
     @property
-    def quiet(self) -> bool:
-        """Whether every peer that was disconnected has fallen silent."""
-        return not self._loud
+    def loud(self) -> int:
+        """How many connections did not fall silent when they were closed."""
+        return self._partings.loud
+
+    @property
+    def parting(self) -> int:
+        """How many connections are being closed."""
+        return len(self._partings)
+
+    @property
+    def up(self) -> int:
+        """How many producers are connected."""
+        return len(self._known)
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
         """All ranks of the own engine, and which one this is: the plan needs them all."""
@@ -148,112 +145,115 @@ class Peers:
             self.forget(known)
             known = None
         if known is not None:
+            known.used = self._clock()
             ready(known)
             return
         key = PeerKey(ticket.engine, ticket.host, ticket.port, ticket.key)
-        waiting = self._waiting.setdefault(key, [])
-        waiting.append((ready, failed))
-        if len(waiting) == 1:
-            self._queued.append(key)
-            self._start_handshakes()
+        self._handshakes.ask(key, lambda result: self._shaken(key, result, ready, failed))
 
     def forget(self, peer: Peer) -> None:
-        """Disconnect; unfinished transfers fail. The next ticket shakes hands again."""
+        """Give a peer up: what runs on its connections is ended. The next ticket shakes hands."""
         known = (peer.key.engine, peer.incarnation)
         if self._known.get(known) is peer:
             del self._known[known]
+        if (watch := self._watches.pop(peer, None)) is not None:
+            watch.stop()
         ids, peer.ids = peer.ids, {}
         for peer_id in ids.values():
-            self._disconnect(peer_id)
+            self._partings.add(peer_id, known, self._clock())
 
-    def retry_loud(self) -> None:
-        """Try again to disconnect peers that did not fall silent."""
-        for peer_id in list(self._loud):
-            self._disconnect(peer_id)
+    def progress(self, now: float) -> None:
+        """Start handshakes that had to wait, close what is quiet, release who is idle."""
+        self._handshakes.progress(now)
+        self._partings.progress(now)
+        postponed, self._postponed = self._postponed, []
+        for connect in postponed:
+            connect()
+        for peer in list(self._known.values()):
+            if peer.loads or peer.waits:
+                peer.used = now
+            elif now - peer.used >= self._options.engine_ttl:
+                logger.info("engine %s: idle, released", peer.key.engine)
+                self.forget(peer)
 
     def close(self) -> None:
         """Forget everybody; wait for no handshake."""
-        self._queued.clear()
+        self._handshakes.close()
         for peer in list(self._known.values()):
             self.forget(peer)
+        self._partings.close()
 
-    def _disconnect(self, peer_id: PeerId) -> None:
-        try:
-            self._transport.disconnect(peer_id)
-        except TransportUsageError:  # it is disconnected already
-            self._loud.discard(peer_id)
-        except Exception:  # whatever a driver raises, bytes may still land
-            if peer_id not in self._loud:
-                logger.exception("connection %d did not fall silent; its pages stay", peer_id)
-            self._loud.add(peer_id)
-        else:
-            self._loud.discard(peer_id)
-
-    def _start_handshakes(self) -> None:
-        """Daemon threads: a host that never answers must not keep the process from ending."""
-        while self._queued and self._shaking < MAX_HANDSHAKES:
-            self._shaking += 1
-            key = self._queued.popleft()
-            name = f"kvferry-shake-{key.engine[:16]}"
-            threading.Thread(target=self._shake, args=(key,), name=name, daemon=True).start()
-
-    def _shake(self, key: PeerKey) -> None:
+    def _shake(self, key: PeerKey) -> Handshake:
         """On a thread of its own: everything that needs no transport."""
-        try:
-            result: Handshake | KVFerryError = self._handshake(key)
-        except Exception as exc:  # noqa: BLE001  whoever waits must hear of any failure
-            result = exc if isinstance(exc, KVFerryError) else HandshakeError(f"failed: {exc!r}")
-        self._post(lambda: self._shaken(key, result))
-
-    def _handshake(self, key: PeerKey) -> Handshake:
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
+        options = self._options
         info = fetch(
             key.host,
             key.port,
             key.engine,
-            timeout=self._timeout,
-            access=self._access,
+            timeout=options.handshake_timeout,
+            access=options.access,
             key=key.key,
         )
-        payloads = info.ranks
         mine = self._own[self._rank]
-        agreed = [agree(mine, theirs, self._judgements) for theirs in payloads]
+        agreed = [agree(mine, theirs, options.judgements) for theirs in info.ranks]
         layouts = [payload.layout for payload in self._own]
-        theirs_layouts = [payload.layout for payload in payloads]
         return Handshake(
-            payloads=payloads,
-            plan=plan(layouts, theirs_layouts, self._rank),
+            payloads=info.ranks,
+            plan=plan(layouts, [payload.layout for payload in info.ranks], self._rank),
             overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
         )
 
-    def _shaken(self, key: PeerKey, result: Handshake | KVFerryError) -> None:
-        """On the endpoint's thread again."""
-        self._shaking -= 1
-        self._start_handshakes()
-        outcome = result if isinstance(result, KVFerryError) else self._connect(key, result)
-        for ready, failed in self._waiting.pop(key, ()):
-            if isinstance(outcome, Peer):
-                ready(outcome)
-            else:
-                failed(outcome)
+    def _shaken(
+        self, key: PeerKey, result: Handshake | KVFerryError, ready: Ready, failed: Failed
+    ) -> None:
+        if isinstance(result, Handshake) and self._partings.includes(_name(key, result)):
+            # The driver would give us the connection that is being closed.
+            self._postponed.append(lambda: self._shaken(key, result, ready, failed))
+            return
+        outcome = result if isinstance(result, KVFerryError) else self._connected(key, result)
+        if isinstance(outcome, Peer):
+            ready(outcome)
+        else:
+            failed(outcome)
 
-    def _connect(self, key: PeerKey, shake: Handshake) -> Peer | KVFerryError:
-        known = (key.engine, shake.payloads[0].incarnation)
+    def _connected(self, key: PeerKey, shake: Handshake) -> Peer | KVFerryError:
+        known = _name(key, shake)
         if known in self._known:
             return self._known[known]
+        outcome = self._connect(key, shake)
+        if isinstance(outcome, Peer):
+            self._handshakes.succeeded(key)
+            self._forget_earlier(key.engine)
+            self._known[known] = outcome
+            self._warn(known, shake)
+            self._watch(outcome)
+        else:
+            self._handshakes.failed(key)
+        return outcome
+
+    def _connect(self, key: PeerKey, shake: Handshake) -> Peer | KVFerryError:
         ranks = {source.remote for source in shake.plan.sources} | set(shake.plan.tells)
-        peer = Peer(key=key, payloads=shake.payloads, plan=shake.plan, ids={})
+        peer = Peer(key=key, payloads=shake.payloads, plan=shake.plan, ids={}, used=self._clock())
         for rank in sorted(ranks):
             try:
                 peer.ids[rank] = self._transport.connect(shake.payloads[rank].address)
             except Exception as exc:  # noqa: BLE001  whatever a driver raises fails only this peer
                 self.forget(peer)
                 return ConnectError(f"cannot connect to rank {rank} of engine {key.engine}: {exc}")
-        self._forget_earlier(key.engine)
-        self._known[known] = peer
-        self._warn(known, shake)
         return peer
+
+    def _watch(self, peer: Peer) -> None:
+        if not self._options.liveness_interval:
+            return
+
+        def lost(error: KVFerryError) -> None:
+            self._post(lambda: self._lost(peer, error) if peer.connected else None)
+
+        self._watches[peer] = Watch(
+            peer.key, Incarnation(peer.incarnation), options=self._options, lost=lost
+        )
 
     def _warn(self, known: tuple[str, int], shake: Handshake) -> None:
         """Once per start of a producer; all ranks would say the same."""
@@ -271,3 +271,8 @@ class Peers:
         for (name, _), peer in list(self._known.items()):
             if name == engine and not peer.loads:
                 self.forget(peer)
+
+
+def _name(key: PeerKey, shake: Handshake) -> tuple[str, int]:
+    """An engine and the start of it."""
+    return key.engine, shake.payloads[0].incarnation

@@ -6,15 +6,16 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from kvferry.core.copies import Copies
-from kvferry.core.descriptors import Pages, ReadRequest, Spans, Workspace, copies, unwritten
+from kvferry.core.descriptors import Spans, Workspace, copies, unwritten
+from kvferry.core.endpoint.context import Context, Load
 from kvferry.core.endpoint.fencing import WordRead, WordReads, fitting
+from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Peer, Peers
+from kvferry.core.endpoint.renewing import Renewer
 from kvferry.core.endpoint.transfers import Job, Outcome, Transfers, as_ours
+from kvferry.core.endpoint.waiting import Waiting
 from kvferry.core.endpoint.words import Scratch
 from kvferry.core.errors import (
     EndpointClosedError,
@@ -40,56 +41,6 @@ TICK_SECONDS = 0.002
 """How often deadlines are looked at, and pages that are still computing are asked for again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """A request's pages to be pulled.
-
-    Attributes:
-        request: what this engine calls the request.
-        ticket: from the producer.
-        ranges: per local group, the tokens ``[first, last)`` to pull, or ``None`` for none of the
-            group; ``(0, T)`` for a state.
-        local: per local group, the pages that are this load's to fill, with their positions. They
-            belong to the load until it is reported.
-        report: whether the outcome is reported; a load that pulls nothing (the prompt was cached
-            here) only tells the producer.
-    """
-
-    request: RequestId
-    ticket: Ticket
-    ranges: tuple[tuple[int, int] | None, ...]
-    local: tuple[Pages, ...]
-    report: bool = True
-
-    @property
-    def reads(self) -> bool:
-        """Whether there is anything to pull."""
-        return any(wanted is not None for wanted in self.ranges)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Context:
-    """What the endpoint knows of a load that the machine need not know."""
-
-    load: Load
-    begun: float
-    peer: Peer | None = None
-    shaken: float = 0.0
-    copies: int = 0
-    nbytes: int = 0
-    read_seconds: float = 0.0
-    fence_seconds: float = 0.0
-    request: ReadRequest = field(init=False)
-
-    def __post_init__(self) -> None:
-        ticket = self.load.ticket
-        remote = tuple(
-            Pages(ids=np.array(ids, dtype=np.int64), first_index=first)
-            for ids, first in zip(ticket.pages, ticket.first_index, strict=True)
-        )
-        self.request = ReadRequest(ranges=self.load.ranges, local=self.load.local, remote=remote)
-
-
 Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
 
 
@@ -101,40 +52,71 @@ class Puller:
         *,
         own: RankPayload,
         transport: Transport,
-        peers: Peers,
         transfers: Transfers,
         scratch: Scratch,
         zero: Callable[[Spans], None],
-        lease: float,
+        options: EndpointOptions,
+        post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         reported: Reported,
     ) -> None:
         self._own = own
         self._transport = transport
-        self._peers = peers
         self._transfers = transfers
         self._zero = zero
-        self._lease = lease
+        self._load_timeout = options.load_timeout
         self._clock = clock
         self._reported = reported
+        self._peers = Peers(
+            transport=transport,
+            transfers=transfers,
+            post=post,
+            clock=clock,
+            options=options,
+            lost=self._part,
+        )
         self._loads = Loads()
-        self._contexts: dict[LoadId, _Context] = {}
+        self._contexts: dict[LoadId, Context] = {}
         self._by_request: dict[RequestId, LoadId] = {}
         self._workspace = Workspace()
         self._words = WordReads(scratch)
+        self._renewer = Renewer(
+            words=self._words, transfers=transfers, lost=self._harmed, doomed=self._doomed_peer
+        )
+        self._waiting = Waiting(self._peers, self._renewer, clock)
         self._maybe_over: set[LoadId] = set()
         self._cancelled: dict[LoadId, float] = {}
         self._next_tick = 0.0
 
     def __len__(self) -> int:
+        """Loads that are not over."""
         return len(self._loads)
+
+    @property
+    def waiting(self) -> int:
+        """Tickets whose requests wait for pages."""
+        return len(self._waiting)
+
+    @property
+    def loud(self) -> int:
+        """Connections whose bytes may still land although they were closed."""
+        return self._peers.loud
+
+    @property
+    def parting(self) -> int:
+        """Connections that are being closed."""
+        return self._peers.parting
 
     # What the integration asks for.
 
+    def join(self, own: Sequence[RankPayload]) -> None:
+        """All ranks of this engine, in rank order."""
+        self._peers.join(own, self._own.rank)
+
     def prepare(self, ticket: Ticket) -> None:
-        """Shake hands ahead; failures are heard of by the load."""
+        """A request waits for pages: shake hands ahead, and renew; failures are the load's."""
         if ticket.engine != self._own.engine:
-            self._peers.reach(ticket, lambda peer: None, lambda error: None)
+            self._waiting.add(ticket)
 
     def begin(self, load: Load) -> None:
         """Start a load."""
@@ -143,13 +125,16 @@ class Puller:
             load.ticket.hold,
             computed=load.ticket.computed,
             reads=load.reads,
-            deadline=self._clock() + self._lease,
+            deadline=self._clock() + self._load_timeout,
         )
-        self._contexts[load_id] = _Context(load=load, begun=time.perf_counter())
+        self._contexts[load_id] = Context(load=load, begun=time.perf_counter())
         self._by_request[load.request] = load_id
         if load.ticket.engine == self._own.engine:
             self._refuse(load_id, TicketError("the ticket is from this very engine"))
             return
+        gone = self._waiting.take(load.ticket)
+        if gone is not None:
+            self._loads.abort(load_id, gone)
         self._peers.reach(
             load.ticket,
             lambda peer: self._shaken(load_id, peer),
@@ -167,6 +152,10 @@ class Puller:
         for request in list(self._by_request):
             self.abort(request)
 
+    def close(self) -> None:
+        """Give all peers up; when the thread has ended."""
+        self._peers.close()
+
     # What the thread drives.
 
     def progress(self) -> bool:
@@ -174,6 +163,9 @@ class Puller:
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
+            self._peers.progress(now)
+            self._waiting.progress(now)
+            self._renewer.progress(now)
             self._loads.tick(now)
             self._silence(now)
         busy = False
@@ -189,10 +181,9 @@ class Puller:
         """Disconnect from whom a cancelled read goes on: nothing less ends it."""
         for load_id in [one for one, until in self._cancelled.items() if until <= now]:
             self._cancelled[load_id] = now + CANCEL_SECONDS
-            context = self._contexts[load_id]
-            if context.peer is not None:
-                self._peers.forget(context.peer)
-            self._peers.retry_loud()
+            peer = self._contexts[load_id].peer
+            if peer is not None and peer.connected:
+                self._part(peer, PeerLostError("disconnected, to end a read that was cancelled"))
 
     def _perform(self, actions: Sequence[Action]) -> None:
         tell: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
@@ -201,6 +192,8 @@ class Puller:
             if action.op is Op.READ:
                 self._read(action, context)
             elif action.op in (Op.CHECK, Op.FENCE):
+                if action.op is Op.FENCE:
+                    self._renewer.settle(context.renewal, action.rank)
                 self._words.add(self._word_read(action, context))
             elif action.op is Op.CANCEL:
                 self._cancel(action)
@@ -230,15 +223,26 @@ class Puller:
         except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own
             self._refuse(load_id, as_ours(exc))
         else:
+            self._renew(load_id, context, peer)
             self._loads.shaken(load_id, peer.parties)
+
+    def _renew(self, load_id: LoadId, context: Context, peer: Peer) -> None:
+        if context.load.reads and self._loads.wanted(load_id):
+            context.renewal = self._renewer.begin(
+                peer,
+                context.load.ticket.hold,
+                now=self._clock(),
+                at_once=False,
+                ended=lambda error: self._loads.abort(load_id, error),
+            )
 
     # The data.
 
-    def _read(self, action: Action, context: _Context) -> None:
+    def _read(self, action: Action, context: Context) -> None:
         load_id, rank = action.load, action.rank
 
         def build() -> Copies:
-            peer = _peer(context)
+            peer = context.known_peer
             return copies(peer.sources[rank], context.request, self._workspace)
 
         def finished(outcome: Outcome) -> None:
@@ -250,7 +254,7 @@ class Puller:
             else:
                 self._lost(action, outcome.error)
 
-        peer = _peer(context)
+        peer = context.known_peer
         if rank not in peer.ids:
             self._lost(action, peer.gone())
             return
@@ -263,14 +267,14 @@ class Puller:
         )
         self._transfers.add(job)
 
-    def _word_read(self, action: Action, context: _Context) -> WordRead:
+    def _word_read(self, action: Action, context: Context) -> WordRead:
         fence = action.op is Op.FENCE
         return WordRead(
-            load=action.load,
-            peer=_peer(context),
+            tag=(action.load, action.rank),
+            peer=context.known_peer,
             rank=action.rank,
             slot=context.load.ticket.hold.slot,
-            done=self._release(action, context) if fence else None,
+            note=self._release(action, context) if fence else None,
             landed=lambda value, seconds: self._word(action, value, seconds),
             lost=lambda error: self._lost(action, error),
             doomed=lambda error: self._doomed(action, error),
@@ -278,21 +282,38 @@ class Puller:
 
     def _lost(self, action: Action, error: KVFerryError) -> None:
         self._loads.lost(action.load, action.rank, error)
-        peer = _peer(self._contexts[action.load])
+        self._harmed(self._contexts[action.load].known_peer, error)
+
+    def _harmed(self, peer: Peer, error: KVFerryError) -> None:
+        """Something failed with a peer."""
         if isinstance(error, PeerLostError):
-            self._peers.forget(peer)
+            self._part(peer, error)
         elif isinstance(error, TransportError) and not isinstance(error, TransferCancelledError):
             peer.suspect = True
 
     def _doomed(self, action: Action, error: KVFerryError) -> None:
-        """Bytes may still land; where only a disconnect proves quiet, disconnect."""
+        """Bytes may still land."""
         self._loads.doomed(action.load, action.rank, error)
+        self._doomed_peer(self._contexts[action.load].known_peer)
+
+    def _doomed_peer(self, peer: Peer) -> None:
+        """Where only a disconnect proves quiet, disconnect."""
         if self._transport.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
-            self._peers.forget(_peer(self._contexts[action.load]))
+            self._part(peer, PeerLostError("disconnected, to end a read that had failed"))
+
+    def _part(self, peer: Peer, error: KVFerryError) -> None:
+        """Give a peer up: its loads fail now, and are reported when they are quiet."""
+        if not peer.connected:
+            return
+        logger.warning("engine %s: given up: %s", peer.key.engine, error)
+        self._peers.forget(peer)
+        for load_id, context in self._contexts.items():
+            if context.peer is peer:
+                self._loads.abort(load_id, error)
 
     def _cancel(self, action: Action) -> None:
         """A check or fence that was not yet posted is simply not made."""
-        if self._words.remove(action.load, action.rank):
+        if self._words.remove((action.load, action.rank)):
             self._loads.lost(action.load, action.rank, EndpointClosedError("cancelled"))
         self._transfers.cancel((action.load, action.rank))
         self._cancelled.setdefault(action.load, self._clock() + CANCEL_SECONDS)
@@ -307,7 +328,7 @@ class Puller:
 
     # "done" and "abandon".
 
-    def _release(self, action: Action, context: _Context) -> Release:
+    def _release(self, action: Action, context: Context) -> Release:
         ticket = context.load.ticket
         return Release(
             incarnation=ticket.incarnation,
@@ -315,7 +336,7 @@ class Puller:
             generation=ticket.hold.generation,
             engine=self._own.engine,
             rank=self._own.rank,
-            expected=_peer(context).plan.readers[action.rank],
+            expected=context.known_peer.plan.readers[action.rank],
             abandoned=action.op is Op.ABANDON,
         )
 
@@ -335,11 +356,12 @@ class Puller:
 
     # The end.
 
-    def _report(self, action: Action, context: _Context) -> None:
+    def _report(self, action: Action, context: Context) -> None:
         load = context.load
+        self._renewer.end(context.renewal)
         if self._by_request.get(load.request) == action.load:
             del self._by_request[load.request]
-        self._reported(load, action.error, _record(context, action.error))
+        self._reported(load, action.error, context.record(action.error))
 
     def _drop_what_is_over(self) -> None:
         for load_id in self._maybe_over:
@@ -349,26 +371,3 @@ class Puller:
                 if peer is not None:
                     peer.loads -= 1
         self._maybe_over.clear()
-
-
-def _record(context: _Context, error: KVFerryError | None) -> LoadRecord:
-    now = time.perf_counter()
-    return LoadRecord(
-        request=context.load.request,
-        engine=context.load.ticket.engine,
-        error=None if error is None else str(error),
-        reads=context.load.reads,
-        tokens=max((last - first for first, last in filter(None, context.load.ranges)), default=0),
-        copies=context.copies,
-        nbytes=context.nbytes,
-        seconds=now - context.begun,
-        handshake_seconds=max(context.shaken - context.begun, 0.0),
-        read_seconds=context.read_seconds,
-        fence_seconds=context.fence_seconds,
-    )
-
-
-def _peer(context: _Context) -> Peer:
-    if context.peer is None:
-        raise EndpointClosedError("a load has no peer: its handshake is not over")
-    return context.peer

@@ -16,17 +16,31 @@ from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
 from kvferry.core.lifecycle.ledger import Orders
 from kvferry.core.transport import Notification
-from kvferry.core.wire import decode_releases
+from kvferry.core.wire import Note, Renewal, decode_notes
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Awaited:
     """A hold that is ready once the device has passed all its work."""
 
     hold: Hold
     passed: Callable[[], bool]
+    has_failed: bool = False
+
+    def has_passed(self) -> bool:
+        """Whether the device says so; one that fails to answer has not, and is complained of once.
+
+        The hold stays unready then, until its lease ends it.
+        """
+        try:
+            return self.passed()
+        except Exception:  # a device library's own, of any type
+            if not self.has_failed:
+                logger.exception("cannot tell whether the work for %s has passed", self.hold)
+            self.has_failed = True
+            return False
 
 
 class Server:
@@ -50,7 +64,7 @@ class Server:
     def apply(self, orders: Orders, passed: Callable[[], bool] | None) -> None:
         """Words of drops and take-ons are written before this returns."""
         with self._lock:
-            self._keeper.apply(orders)
+            self._keeper.apply(orders, self._clock())
             for hold, _ in orders.ready:
                 if passed is None:
                     self._keeper.ready(hold, self._clock())
@@ -61,12 +75,12 @@ class Server:
         """Messages from consumers; what is not one is dropped."""
         for notification in notifications:
             try:
-                releases = decode_releases(notification.payload)
+                notes = decode_notes(notification.payload)
             except WireError as exc:
                 logger.warning("dropped a notification of %s: %s", notification.sender[:64], exc)
                 continue
             with self._lock:
-                verdicts = [self._keeper.release(release) for release in releases]
+                verdicts = [self._take(note) for note in notes]
                 self._ignored += sum(verdict is Verdict.UNKNOWN for verdict in verdicts)
 
     def tick(self) -> None:
@@ -75,7 +89,9 @@ class Server:
             now = self._clock()
             waiting = []
             for awaited in self._awaited:
-                if _has_passed(awaited):
+                if awaited.hold not in self._keeper:
+                    continue
+                if awaited.has_passed():
                     self._keeper.ready(awaited.hold, now)
                 else:
                     waiting.append(awaited)
@@ -92,7 +108,7 @@ class Server:
             return self._keeper.take_sent()
 
     def take_ignored(self) -> int:
-        """How many "done" and "abandon" since the last call named no hold that stood."""
+        """How many messages since the last call named no hold that stood."""
         with self._lock:
             ignored, self._ignored = self._ignored, 0
         return ignored
@@ -102,11 +118,7 @@ class Server:
         with self._lock:
             self._keeper.end_all()
 
-
-def _has_passed(awaited: _Awaited) -> bool:
-    """Whether a device says so; one that fails to answer has not, and its hold stays unready."""
-    try:
-        return awaited.passed()
-    except Exception:  # a device library's own, of any type
-        logger.exception("cannot tell whether the work for %s has passed", awaited.hold)
-        return False
+    def _take(self, note: Note) -> Verdict:
+        if isinstance(note, Renewal):
+            return self._keeper.renew(note, self._clock())
+        return self._keeper.release(note)

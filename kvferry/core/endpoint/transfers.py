@@ -8,7 +8,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from kvferry.core.copies import Copies
-from kvferry.core.errors import KVFerryError, TransferCancelledError, TransportError
+from kvferry.core.errors import (
+    KVFerryError,
+    PeerLostError,
+    TransferCancelledError,
+    TransportError,
+)
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 
 
@@ -91,6 +96,19 @@ class Transfers:
                 job.tags.discard(tag)
                 if not job.tags:
                     self._transport.cancel(transfer)
+
+    def runs(self, peer: PeerId) -> bool:
+        """Whether a read from this peer is under way and not yet known to fail."""
+        return any(job.peer == peer and not job.is_doomed for job in self._posted.values())
+
+    def end(self, peer: PeerId) -> None:
+        """The peer is given up: what is queued fails now, and what is under way is cancelled."""
+        for job in [job for job in self._queued if job.peer == peer]:
+            self._queued.remove(job)
+            self._finish(job, PeerLostError("its peer was disconnected"))
+        for transfer, job in self._posted.items():
+            if job.peer == peer:
+                self._transport.cancel(transfer)
 
     def _post(self) -> bool:
         before = len(self._queued)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ledger import Orders
-from kvferry.core.wire import Release
+from kvferry.core.wire import Release, Renewal
 
 MAX_READERS = 64
 """How many consumer engines are counted for one hold; it takes one to end it."""
@@ -26,12 +26,13 @@ class Words(Protocol):
 
 
 class Verdict(enum.Enum):
-    """What became of a "done" or "abandon"."""
+    """What became of a "done", an "abandon" or a renewal."""
 
     COUNTED = "counted"
     ENDED = "ended"
     """It was the last of its consumer engine: the hold is over."""
     REPEATED = "repeated"
+    RENEWED = "renewed"
     UNKNOWN = "unknown"
     """Another incarnation, another generation, or a hold that is over."""
 
@@ -43,7 +44,8 @@ class _Held:
     lease: float | None = None
     """Seconds, from the order that the ticket was made; ``None`` while there is no ticket."""
     deadline: float | None = None
-    """On this rank's clock, once the pages are ready."""
+    """On this rank's clock, once there is a ticket."""
+    is_ready: bool = False
     readers: dict[str, set[int]] = field(default_factory=dict)
     """Consumer engine to the ranks that need the hold no longer."""
 
@@ -74,14 +76,18 @@ class HoldKeeper:
         """How many there can be."""
         return len(self._words)
 
-    def apply(self, orders: Orders) -> None:
+    def __contains__(self, hold: Hold) -> bool:
+        """Whether a hold stands."""
+        return self._find(hold) is not None
+
+    def apply(self, orders: Orders, now: float) -> None:
         """A step's orders, in their order; ``ready`` follows for each of ``orders.ready``."""
         for hold in orders.drops:
             self.drop(hold)
         for request, hold in orders.take_ons:
             self.take_on(request, hold)
         for hold, lease in orders.ready:
-            self.order(hold, lease)
+            self.order(hold, lease, now)
         for hold in orders.ends:
             self.end(hold)
 
@@ -95,18 +101,30 @@ class HoldKeeper:
         if self._find(hold):
             self._clear(hold)
 
-    def order(self, hold: Hold, lease: float) -> None:
-        """A ticket was made; ``ready`` follows when all the request's work has passed."""
+    def order(self, hold: Hold, lease: float, now: float) -> None:
+        """A ticket was made; ``ready`` follows when all the request's work has passed.
+
+        Where that never happens (a device that has failed), the lease ends it all the same.
+        """
         held = self._find(hold)
         if held:
-            held.lease = lease
+            held.lease, held.deadline = lease, now + lease
 
     def ready(self, hold: Hold, now: float) -> None:
         """All work of an ordered request has passed: it may be read, and its lease starts."""
         held = self._find(hold)
-        if held and held.lease is not None and held.deadline is None:
-            held.deadline = now + held.lease
+        if held and held.lease is not None and not held.is_ready:
+            held.is_ready, held.deadline = True, now + held.lease
             self._words[hold.slot] = hold.ready
+
+    def renew(self, message: Renewal, now: float) -> Verdict:
+        """A consumer rank still waits: the lease of pages that are ready starts anew."""
+        held = self._named(message)
+        if held is None:
+            return Verdict.UNKNOWN
+        if held.lease is not None and held.is_ready:
+            held.deadline = now + held.lease
+        return Verdict.RENEWED
 
     def end(self, hold: Hold) -> None:
         """Give a ticketed hold up; reported sent unless it was already."""
@@ -129,9 +147,8 @@ class HoldKeeper:
         engine that is complete ends the hold. Accepted before ``ready`` too: consumers are often
         faster than the order.
         """
-        held = self._held.get(message.slot)
-        known = held is not None and held.hold.generation == message.generation
-        if held is None or not known or message.incarnation != self._incarnation:
+        held = self._named(message)
+        if held is None:
             return Verdict.UNKNOWN
         if message.engine not in held.readers and len(held.readers) >= MAX_READERS:
             return Verdict.UNKNOWN
@@ -155,6 +172,11 @@ class HoldKeeper:
         """The requests to report sent, each exactly once."""
         sent, self._sent = self._sent, []
         return sent
+
+    def _named(self, message: Release | Renewal) -> _Held | None:
+        held = self._held.get(message.slot)
+        known = held is not None and held.hold.generation == message.generation
+        return held if known and message.incarnation == self._incarnation else None
 
     def _find(self, hold: Hold) -> _Held | None:
         held = self._held.get(hold.slot)

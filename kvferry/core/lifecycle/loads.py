@@ -14,7 +14,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import NewType
 
-from kvferry.core.errors import KVFerryError, StaleError
+from kvferry.core.errors import DeadlineError, KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import Hold, RequestId
 
 LoadId = NewType("LoadId", int)
@@ -133,7 +133,7 @@ class Loads:
             hold: from the ticket.
             computed: the ticket says that no check is needed before the read.
             reads: whether anything is to be pulled; if not, the producer is told "done".
-            deadline: when it fails as stale if it is not over, on the clock of ``tick``.
+            deadline: when it fails if it is not over, on the clock of ``tick``.
         """
         load_id = LoadId(next(self._ids))
         self._loads[load_id] = _Load(
@@ -215,7 +215,7 @@ class Loads:
             self._fail(load_id, load, error)
 
     def abort(self, load_id: LoadId, error: KVFerryError) -> None:
-        """The engine gives the load up; it is reported when it is quiet."""
+        """The load is given up; it is reported when it is quiet."""
         load = self._loads.get(load_id)
         if load is not None and not load.reported:
             self._fail(load_id, load, error)
@@ -231,10 +231,10 @@ class Loads:
             for rank in [r for r, at in load.at.items() if at is _At.RECHECK]:
                 self._do(load_id, load, rank, _At.CHECKING, Op.CHECK)
 
-    def _late(self, load_id: LoadId) -> StaleError:
-        return StaleError(
-            f"waited longer than kv_lease_duration, lastly for {self.stage(load_id)}: prefill "
-            "again; a longer kv_lease_duration on both engines allows longer waits"
+    def _late(self, load_id: LoadId) -> DeadlineError:
+        return DeadlineError(
+            f"the load was not over within load_timeout (stage: {self.stage(load_id)}): look at "
+            "what holds that stage up, or set a longer load_timeout on the engine that decodes"
         )
 
     def _at(self, load_id: LoadId, rank: int, at: _At) -> _Load | None:
@@ -293,8 +293,14 @@ class Loads:
                 self._actions.append(Action(op=Op.DONE, load=load_id, rank=party.rank))
 
 
+def gone() -> StaleError:
+    """What a renewal that finds another word does to a request."""
+    return _stale("when their lease was to be renewed")
+
+
 def _stale(when: str) -> StaleError:
     return StaleError(
         f"the producer did not hold the pages any more {when}; what was read is discarded. A "
-        "ticket is good once, and for the producer's kv_lease_duration: prefill again"
+        "ticket is good once, and for the producer's kv_lease_duration unless a consumer renews "
+        "it: prefill again"
     )

@@ -21,7 +21,7 @@ from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
-from kvferry.core.transport import Transport
+from kvferry.core.transport import Notification, PeerId, Transport
 from kvferry.core.wire import Coordinates, encode
 from kvferry.drivers.loopback import LoopbackTransport
 
@@ -146,6 +146,11 @@ class Engine:
         for rank in self.ranks:
             rank.endpoint.load(load)
 
+    def prepare(self, ticket: Ticket) -> None:
+        """A request with this ticket waits for pages, on every rank."""
+        for rank in self.ranks:
+            rank.endpoint.prepare(ticket)
+
     def outcome(self, request: str) -> Results:
         """Wait until every rank has reported the request; the failures of all of them."""
         failed: dict[RequestId, KVFerryError] = {}
@@ -159,6 +164,57 @@ class Engine:
         for rank in self.ranks:
             until(rank.endpoint, lambda r: RequestId(request) in r.sent)
         self.ledger.sent(RequestId(request))
+
+
+class Clock:
+    """Time that passes faster when the test says so."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._ahead
+
+    def skip(self, seconds: float) -> None:
+        """So much time has passed."""
+        self._ahead += seconds
+
+
+def eventually(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    """Wait until something holds; fails if it never does."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.002)
+
+
+class Watched(LoopbackTransport):
+    """A driver that says what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Notification] = []
+        self.connected: set[PeerId] = set()
+        self.disconnected: set[PeerId] = set()
+
+    def notifications(self) -> list[Notification]:
+        arrived = super().notifications()
+        self.heard += arrived
+        return arrived
+
+    def connect(self, address: bytes) -> PeerId:
+        peer = super().connect(address)
+        self.connected.add(peer)
+        return peer
+
+    def disconnect(self, peer: PeerId) -> None:
+        super().disconnect(peer)
+        self.disconnected.add(peer)
+
+    @property
+    def links(self) -> int:
+        """Connections that stand."""
+        return len(self.connected - self.disconnected)
 
 
 def until(endpoint: Endpoint, holds: Callable[[Results], bool], seconds: float = 20.0) -> Results:
@@ -223,6 +279,7 @@ def engine(
     transport: Callable[[], Transport] = LoopbackTransport,
     agreement: dict[str, str] | None = None,
     port: int = 0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Engine]:
     """An engine that runs until the block ends."""
     shape = shape or Shape()
@@ -246,6 +303,7 @@ def engine(
                 layout=layout_of(shape, cache, index),
                 slots=shape.pages,
                 options=options or EndpointOptions(),
+                clock=clock,
             )
             stack.enter_context(endpoint)
             ranks.append(

@@ -12,6 +12,7 @@ import pytest
 from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import (
+    DeadlineError,
     EndpointClosedError,
     HandshakeError,
     IncompatibleError,
@@ -150,15 +151,15 @@ def test_the_second_of_two_consumers_with_one_ticket_is_stale() -> None:
         assert isinstance(two.outcome("d-1").failed[RequestId("d-1")], StaleError)
 
 
-def test_waiting_longer_than_the_lease_fails() -> None:
-    options = EndpointOptions(lease=0.05)
+def test_a_load_that_takes_too_long_fails() -> None:
+    options = EndpointOptions(load_timeout=0.05)
     with engine("prefill") as prefill, engine("decode", options=options) as decode:
         prefill.compute("p-1", [1], 4)
         ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
         decode.pull("d-1", ticket, [2])
         error = decode.outcome("d-1").failed[RequestId("d-1")]
-        assert isinstance(error, StaleError)
-        assert "kv_lease_duration" in str(error)
+        assert isinstance(error, DeadlineError)
+        assert "load_timeout" in str(error)
         prefill.step()
         prefill.released("p-1")  # by "abandon"
 
@@ -362,13 +363,13 @@ class Deaf(LoopbackTransport):
 
 
 def test_a_read_that_cannot_be_cancelled_ends_with_its_peer() -> None:
-    options = EndpointOptions(lease=0.05)
+    options = EndpointOptions(load_timeout=0.05)
     with (
         engine("prefill") as prefill,
         engine("decode", transport=Deaf, options=options) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
-        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], DeadlineError)
 
 
 def test_a_second_engine_of_one_name_does_not_end_loads_from_the_first() -> None:

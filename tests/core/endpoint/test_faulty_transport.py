@@ -35,7 +35,7 @@ def right(decode: Engine, pages: list[int]) -> bool:
 @pytest.mark.parametrize("quiescence", Quiescence)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_load_has_its_bytes_or_has_failed(seed: int, quiescence: Quiescence) -> None:
-    options = EndpointOptions(lease=0.5)
+    options = EndpointOptions(load_timeout=0.5)
     with (
         engine("prefill") as prefill,
         engine("decode", transport=faulty(seed, quiescence), options=options) as decode,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
 from kvferry.core.lifecycle.keeper import Verdict
-from kvferry.core.wire import Release
+from kvferry.core.wire import Release, Renewal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class Standing:
     request: RequestId
     lease: float | None = None
     deadline: float | None = None
+    is_ready: bool = False
     said: dict[str, dict[int, int]] = field(default_factory=dict)
     """Consumer engine to rank to the request that the rank spoke of."""
 
@@ -45,21 +46,30 @@ class Book:
         """What the slot table has to be."""
         words = [NOTHING] * slots
         for hold, standing in self.standing.items():
-            ready = standing.deadline is not None
-            words[hold.slot] = hold.generation << 1 | ready
+            words[hold.slot] = hold.generation << 1 | standing.is_ready
         return words
 
     def take_on(self, request: RequestId, hold: Hold) -> None:
         self.standing[hold] = Standing(request=request)
 
-    def order(self, hold: Hold, lease: float) -> None:
+    def order(self, hold: Hold, lease: float, now: float) -> None:
         if hold in self.standing:
             self.standing[hold].lease = lease
+            self.standing[hold].deadline = now + lease
 
     def passed(self, hold: Hold, now: float) -> None:
         standing = self.standing.get(hold)
         if standing is not None and standing.lease is not None:
+            standing.is_ready, standing.deadline = True, now + standing.lease
+
+    def renewed(self, renewal: Renewal, now: float) -> Verdict:
+        """What a renewal has to do: only pages that are ready are kept longer."""
+        standing = self.standing.get(Hold(slot=renewal.slot, generation=renewal.generation))
+        if standing is None or renewal.incarnation != self._incarnation:
+            return Verdict.UNKNOWN
+        if standing.is_ready and standing.lease is not None:
             standing.deadline = now + standing.lease
+        return Verdict.RENEWED
 
     def expire(self, now: float) -> list[RequestId]:
         holds = self.standing.items()
@@ -67,6 +77,13 @@ class Book:
         for hold in late:
             self.end(hold, Cause(why="expired"))
         return list(late.values())
+
+    def fresh(self, hold: Hold, now: float) -> bool:
+        """Whether its pages are ready, and most of its lease is left."""
+        standing = self.standing.get(hold)
+        if standing is None or standing.deadline is None or standing.lease is None:
+            return False
+        return standing.is_ready and standing.deadline - now > standing.lease / 2
 
     def end(self, hold: Hold, cause: Cause) -> None:
         if self.standing.pop(hold, None) is not None:

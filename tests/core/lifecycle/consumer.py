@@ -8,10 +8,11 @@ from collections.abc import Callable
 from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Loads, Op, Party
+from kvferry.core.lifecycle.renewals import Renewals
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decodes import Decode, Meta, Stage
 from tests.core.lifecycle.fabric import Fabric, require
-from tests.core.lifecycle.producer import PAGES, STEPS_AHEAD, Producer, skewed, tokens_digest
+from tests.core.lifecycle.producer import PAGES, STEPS_AHEAD, Producer, skewed
 
 
 class Consumer:
@@ -24,6 +25,7 @@ class Consumer:
         *,
         rank: type[ConsumerRank],
         loads: type[Loads],
+        renewals: type[Renewals],
         fabric: Fabric,
         producer: Callable[[], Producer],
         clock: Callable[[], float],
@@ -40,6 +42,7 @@ class Consumer:
                 parties=parties,
                 expected=expected,
                 loads=loads,
+                renewals=renewals,
                 fabric=fabric,
                 producer=producer,
                 now=skewed(clock, -500.0 * i),
@@ -49,6 +52,7 @@ class Consumer:
         self.requests: dict[RequestId, Decode] = {}
         self.free = list(range(1, PAGES + 1))
         self.steps: deque[Meta] = deque()
+        self._prepares: list[Decode] = []
         self._begins: list[tuple[Decode, bool]] = []
         self._aborts: list[Decode] = []
         self._refusals: list[tuple[Decode, KVFerryError]] = []
@@ -59,6 +63,8 @@ class Consumer:
 
     def add(self, request: Decode) -> None:
         self.requests[request.id] = request
+        if request.admitted:
+            self._prepares.append(request)
 
     @property
     def can_schedule(self) -> bool:
@@ -72,8 +78,13 @@ class Consumer:
                 self._tell(request)
             elif size <= len(self.free):
                 self._alloc(request, size)
-        step = Meta(begins=self._begins, aborts=self._aborts, refusals=self._refusals)
-        self._begins, self._aborts, self._refusals = [], [], []
+        step = Meta(
+            prepares=self._prepares,
+            begins=self._begins,
+            aborts=self._aborts,
+            refusals=self._refusals,
+        )
+        self._prepares, self._begins, self._aborts, self._refusals = [], [], [], []
         self.steps.append(step)
         for rank in self.ranks:
             rank.inbox.append(step)
@@ -117,15 +128,14 @@ class Consumer:
 
     def _tell(self, request: Decode) -> None:
         """Nothing is to be read: the producer is told, and nobody reports."""
-        if request.prompt_fits:
+        if request.admitted:
             self._begins.append((request, False))
         self.finish(request)
 
     def _alloc(self, request: Decode, size: int) -> None:
         request.pages = tuple(self.free.pop() for _ in range(size))
         request.stage = Stage.LOADING
-        ticket = request.issue.ticket
-        if tokens_digest(request.tokens) == ticket.digest:
+        if request.admitted:
             self._begins.append((request, True))
         else:
             self._refusals.append((request, TicketError("another prompt")))

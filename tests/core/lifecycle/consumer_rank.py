@@ -10,14 +10,23 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 
-from kvferry.core.errors import KVFerryError, PeerLostError, StaleError, TicketError, TransportError
-from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op, Party
+from kvferry.core.errors import (
+    DeadlineError,
+    KVFerryError,
+    PeerLostError,
+    StaleError,
+    TicketError,
+    TransportError,
+)
+from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op, Party, gone
+from kvferry.core.lifecycle.renewals import Renewals
 from kvferry.core.lifecycle.ticket import check_against, page_limits
 from kvferry.core.transport import State
 from kvferry.core.wire import RankPayload, Release, encode
 from tests.core.lifecycle.decodes import LATE, STALE, Decode, Meta, Pull
 from tests.core.lifecycle.fabric import Content, Fabric, Link, Message, Transfer, Violation, require
-from tests.core.lifecycle.producer import LEASE, PAGES, Producer
+from tests.core.lifecycle.producer import LOAD_TIMEOUT, PAGES, Producer
+from tests.core.lifecycle.renewing import Renewing
 
 
 class ConsumerRank:
@@ -31,6 +40,7 @@ class ConsumerRank:
         parties: tuple[Party, ...],
         expected: dict[int, int],
         loads: type[Loads],
+        renewals: type[Renewals],
         fabric: Fabric,
         producer: Callable[[], Producer],
         now: Callable[[], float],
@@ -40,6 +50,7 @@ class ConsumerRank:
         self.parties = parties
         self.expected = expected
         self.loads = loads()
+        self.renewing = Renewing(self, renewals)
         self.fabric = fabric
         self.producer = producer
         self.now = now
@@ -58,6 +69,8 @@ class ConsumerRank:
     def launch(self) -> None:
         """Take a step: begin and abort loads, hand over results."""
         step = self.inbox.popleft()
+        for request in step.prepares:
+            self.renewing.prepare(request)
         for request, pulling in step.begins:
             self._begin(request, pulling=pulling)
         for request in step.aborts:
@@ -81,7 +94,11 @@ class ConsumerRank:
     def poll(self) -> None:
         """Hear of all transfers what there is to hear, then act."""
         for transfer in list(self.transfers):
-            if transfer.state is State.DOOMED:
+            if transfer.op is None:
+                if transfer.state.final:
+                    self.transfers.remove(transfer)
+                    self.renewing.hear(transfer)
+            elif transfer.state is State.DOOMED:
                 self._each(transfer, self._doomed)
             elif transfer.state is State.FAILED:
                 self.transfers.remove(transfer)
@@ -103,6 +120,7 @@ class ConsumerRank:
         for pull in self.pulls.values():
             if not pull.reported and now >= pull.deadline:
                 pull.causes.append(LATE)
+        self.renewing.tick()
         self.loads.tick(now)
         self._pump()
 
@@ -110,7 +128,7 @@ class ConsumerRank:
 
     def _begin(self, request: Decode, *, pulling: bool) -> None:
         ticket = request.issue.ticket
-        deadline = self.now() + LEASE
+        deadline = self.now() + LOAD_TIMEOUT
         load_id = self.loads.begin(
             request.id, ticket.hold, computed=ticket.computed, reads=pulling, deadline=deadline
         )
@@ -118,8 +136,9 @@ class ConsumerRank:
         pull = Pull(request=request, pulling=pulling, deadline=deadline, wants=_wants(request))
         self.pulls[load_id] = pull
         request.pulls[self.rank] = pull
-        known = self._payloads and self._payloads[0].incarnation == ticket.incarnation
-        if known and not self._link.broken:
+        if self.renewing.take(request):
+            self.abort(load_id, STALE, gone())
+        if self.knows(ticket.incarnation):
             self._shaken(load_id)
         else:
             self.shaking.append(load_id)
@@ -128,8 +147,38 @@ class ConsumerRank:
         for load_id, pull in self.pulls.items():
             if pull.request is request and pull.pulling and not pull.reported:
                 error = KVFerryError("given up")
-                pull.causes.append(error)
-                self._hear(partial(self.loads.abort, load_id, error))
+                self.abort(load_id, error, error)
+
+    def abort(self, load_id: LoadId, cause: KVFerryError | str, error: KVFerryError) -> None:
+        """A load is given up, because of ``cause``."""
+        self.pulls[load_id].causes.append(cause)
+        self._hear(partial(self.loads.abort, load_id, error))
+
+    def part(self, *, doomed: bool) -> None:
+        """The producer is found dead: nothing of its loads may wait for a transfer's error."""
+        error = PeerLostError("it missed its pings")
+        link = self._link
+        self.fabric.sever(link, doomed=doomed)
+        for load_id, pull in self.pulls.items():
+            if pull.link is link and not pull.reported:
+                self.abort(load_id, error, error)
+        self._pump()
+
+    # The producer.
+
+    @property
+    def link(self) -> Link:
+        """The connection to the producer."""
+        return self._link
+
+    def knows(self, incarnation: int) -> bool:
+        """Whether this start of the producer is connected."""
+        known = bool(self._payloads) and self._payloads[0].incarnation == incarnation
+        return known and not self._link.broken
+
+    def reach(self) -> None:
+        """Shake hands with the producer that lives now."""
+        self._connect(self.producer().payloads)
 
     def _connect(self, payloads: list[RankPayload]) -> None:
         if payloads is not self._payloads or self._link.broken:
@@ -148,6 +197,8 @@ class ConsumerRank:
         for page, _, _ in pull.wants if wanted else ():
             self.pages[page] = {}  # zeroed
         pull.link, pull.parties = self._link, self.parties
+        if pull.pulling and wanted:
+            self.renewing.begin(load_id, pull.request)
         self._hear(partial(self.loads.shaken, load_id, self.parties))
 
     def _unshaken(self, load_id: LoadId, error: KVFerryError) -> None:
@@ -198,13 +249,17 @@ class ConsumerRank:
         if stands and (word & 1 or not fence or ticket.computed):
             return
         pull.causes.append(STALE)
+        self.check_gone(pull.request, transfer.rank)
+
+    def check_gone(self, request: Decode, rank: int) -> None:
+        """A hold that was read as gone has a reason to be."""
         producer = self.producer()
-        if pull.request.issue.producer is not producer:
+        if request.issue.producer is not producer:
             return
-        cause = producer.ranks[transfer.rank].book.over.get(ticket.hold)
+        cause = producer.ranks[rank].book.over.get(request.issue.ticket.hold)
         if cause is None:
             raise Violation("a hold that stands was read as stale")
-        own = cause.engine == self.engine and cause.origins == {pull.request.uid}
+        own = cause.engine == self.engine and cause.origins == {request.uid}
         require(not own, "a request's own messages ended its hold before it was read")
 
     # What the machine asks for.
@@ -212,7 +267,7 @@ class ConsumerRank:
     def _pump(self) -> None:
         words: dict[tuple[Link, int, Op], list[LoadId]] = defaultdict(list)
         while actions := self.loads.take_actions():
-            for action in actions:
+            for action in sorted(actions, key=lambda action: action.op is Op.REPORT):
                 self._perform(action, words)
         for (link, rank, op), load_ids in words.items():
             if load_ids:
@@ -237,6 +292,8 @@ class ConsumerRank:
         elif action.op in (Op.CHECK, Op.FENCE):
             require(not pull.reported, "a check after the report")
             self._check_order(action, pull)
+            if action.op is Op.FENCE:
+                self.renewing.settle(action.load, action.rank)
             words[link, action.rank, action.op].append(action.load)
         elif action.op is Op.CANCEL:
             self._cancel(action, words)
@@ -351,6 +408,7 @@ class ConsumerRank:
         require(not pull.reported, "reported twice by one rank")
         require(not self.running(action.load), "reported while bytes may land")
         pull.reported = True
+        self.renewing.end(action.load)
         self._check_reason(action.error, pull)
         self._check_told(pull)
         if action.error is None:
@@ -361,7 +419,8 @@ class ConsumerRank:
     def _check_reason(self, error: KVFerryError | None, pull: Pull) -> None:
         first = pull.causes[0] if pull.causes else None
         if isinstance(first, str):
-            require(isinstance(error, StaleError), f"{first}, but reported", error)
+            kind = DeadlineError if first is LATE else StaleError
+            require(isinstance(error, kind), f"{first}, but reported", error)
         else:
             require(error is first, "reported", error, "but what happened was", first)
 

@@ -9,7 +9,7 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Party
 from tests.core.lifecycle.fabric import Content, Link, Transfer
-from tests.core.lifecycle.producer import Issue
+from tests.core.lifecycle.producer import Issue, tokens_digest
 
 STALE = "stale"
 LATE = "late"
@@ -50,6 +50,11 @@ class Decode:
         tokens = self.issue.prompt.tokens
         return tokens if self.prompt_fits else [*tokens[:-1], -1]
 
+    @property
+    def admitted(self) -> bool:
+        """Whether its scheduler finds that the ticket is about this prompt."""
+        return tokens_digest(self.tokens) == self.issue.ticket.digest
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
@@ -79,6 +84,7 @@ class Pull:
 class Meta:
     """A step's metadata, what the ranks hear, and what they report with it."""
 
+    prepares: list[Decode]
     begins: list[tuple[Decode, bool]]
     aborts: list[Decode]
     refusals: list[tuple[Decode, KVFerryError]]

@@ -59,24 +59,24 @@ class Transfer:
     """A read of one or more items from one producer rank.
 
     Attributes:
-        op: what it is for.
+        op: what it is for; ``None`` for a renewal.
         wanted: the loads that still want it; it is cancelled when nobody does.
-        loads: all loads that it serves.
+        loads: all loads that it serves, or renewals.
         items: what has not landed.
         take: reads one item from the producer rank that lives there now.
-        words: the slot words that have landed.
+        words: the slot words that have landed, by what they were read for.
         message: bound to it.
     """
 
-    op: Op
+    op: Op | None
     link: Link
     rank: int
-    loads: tuple[LoadId, ...]
+    loads: tuple[Any, ...]
     items: list[Any]
     take: Callable[[Any, int], None]
-    words: dict[LoadId, int] = field(default_factory=dict)
+    words: dict[Any, int] = field(default_factory=dict)
     message: Message | None = None
-    wanted: set[LoadId] = field(init=False)
+    wanted: set[Any] = field(init=False)
     state: State = State.PENDING
     error: TransportError | None = None
     cancelled: bool = False

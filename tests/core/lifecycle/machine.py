@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvferry.core.errors import HandshakeError, TransportError
 from tests.core.lifecycle.checks import check_ledger
 from tests.core.lifecycle.model import PLANS, Parts, World
-from tests.core.lifecycle.producer import LEASE, PAGES, At
+from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PAGES, At
 
 T = TypeVar("T")
 
@@ -145,15 +145,18 @@ class Protocol(RuleBasedStateMachine):
                 moves[pick % len(moves)]()
 
     @rule(
-        seconds=st.sampled_from([0.0, 0.0, 0.0, 0.5, LEASE - 0.5, LEASE]),
+        seconds=st.sampled_from([0.0, 0.0, 0.0, 0.5, LEASE - 0.5, LEASE, LOAD_TIMEOUT]),
         resets=st.sampled_from([False, False, False, True]),
+        patient=st.sampled_from([False, False, True]),
         picks=PICKS,
     )
-    def rest(self, seconds: float, resets: bool, picks: bytes) -> None:
+    def rest(self, seconds: float, resets: bool, patient: bool, picks: bytes) -> None:
         """Everything settles, or time passes while it does not."""
         if resets:
             self.world.producer.reset()
-        if seconds:
+        if patient:
+            self.world.wait_patiently()
+        elif seconds:
             self.world.wait(seconds)
         else:
             self.world.settle()
@@ -189,7 +192,9 @@ class Protocol(RuleBasedStateMachine):
         self.drift(picks)
 
     @rule(
-        what=st.sampled_from(["restart P", "restart P", "restart A", "restart B", "stray", "echo"]),
+        what=st.sampled_from(
+            ["restart P", "restart P", "restart A", "restart B", "part", "stray", "echo"]
+        ),
         how=st.sampled_from(
             ["nothing breaks", "nothing breaks", "links break", "links are doomed"]
         ),
@@ -206,6 +211,9 @@ class Protocol(RuleBasedStateMachine):
             )
             if index == 1:
                 world.fresh(drafter=False, ordered=False)
+        elif what == "part":
+            for rank in (r for e in world.consumers for r in e.ranks[index % 2 :]):
+                rank.part(doomed=how == "links are doomed")
         elif what == "stray":
             for how in ("incarnation", "generation", "slot"):
                 world.stray(index, how)

@@ -15,6 +15,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.keeper import HoldKeeper
 from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.lifecycle.loads import Loads, Party
+from kvferry.core.lifecycle.renewals import Renewals
 from kvferry.core.transport import State
 from kvferry.core.wire import Release, encode
 from tests.core.lifecycle.checks import check_end, check_ledger, check_rest
@@ -30,6 +31,7 @@ from tests.core.lifecycle.producer import (
     ProducerRank,
     Prompt,
 )
+from tests.core.lifecycle.renewing import Wait, is_renewal
 
 IDS = [RequestId(f"request-{i}") for i in range(4)]
 """Few, so that they come back."""
@@ -75,6 +77,7 @@ class Parts:
     keeper: type[HoldKeeper] = HoldKeeper
     loads: type[Loads] = Loads
     producer_rank: type[ProducerRank] = ProducerRank
+    renewals: type[Renewals] = Renewals
     consumer_rank: type[ConsumerRank] = ConsumerRank
     producer: type[Producer] = Producer
     strict: bool = True
@@ -158,7 +161,7 @@ class World:
             yield rank.poll
         for load_id in () if self.silent else rank.shaking:
             yield partial(rank.answer, load_id)
-        if len(rank.loads):
+        if len(rank.loads) or rank.renewing.waiting:
             yield rank.tick
 
     def deliver(self, message: Message) -> None:
@@ -249,6 +252,47 @@ class World:
     def wait(self, seconds: float) -> None:
         """Time passes."""
         self.now += seconds
+
+    def wait_patiently(self) -> None:
+        """More than a lease passes, and every renewal is sent and heard in time."""
+        self._renew()
+        kept = [
+            (wait, rank)
+            for wait, ranks in self._renewed()
+            for rank in ranks
+            if rank.book.fresh(wait.request.issue.ticket.hold, rank.now())
+        ]
+        for _ in range(10):
+            self.wait(LEASE / 6)
+            self._renew()
+        for wait, rank in kept:
+            hold = wait.request.issue.ticket.hold
+            cause = rank.book.over.get(hold)
+            expired = cause is not None and cause.why == "expired"
+            waited = wait.renewal is not None and rank.rank not in wait.settled
+            require(not (expired and waited), "expired, although it was renewed:", hold)
+
+    def _renewed(self) -> Iterator[tuple[Wait, list[ProducerRank]]]:
+        """What is renewed at the producer that lives, and where."""
+        for engine in self.consumers:
+            for rank in engine.ranks:
+                for wait in rank.renewing.renewed():
+                    if wait.request.issue.producer is self.producer:
+                        yield wait, [self.producer.ranks[p.rank] for p in rank.parties]
+
+    def _renew(self) -> None:
+        """Renewals go through, and nothing else; then leases end."""
+        for engine in self.consumers:
+            for rank in engine.ranks:
+                rank.tick()
+                for transfer in [t for t in rank.transfers if t.op is None]:
+                    while not transfer.state.final:
+                        self.fabric.land(transfer, 0)
+                rank.poll()
+        for message in [m for m in self.fabric.messages if is_renewal(m)]:
+            self.deliver(message)
+        for producer_rank in self.producer.ranks:
+            producer_rank.tick()
 
     def _producer_step(self, *, tail: bool) -> None:
         producer = self.producer
@@ -380,6 +424,7 @@ class World:
             plan,
             rank=self.parts.consumer_rank,
             loads=self.parts.loads,
+            renewals=self.parts.renewals,
             fabric=self.fabric,
             producer=lambda: self.producer,
             clock=lambda: self.now,

@@ -27,13 +27,15 @@ from kvferry.core.lifecycle.keeper import HoldKeeper
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
-from kvferry.core.wire import Coordinates, RankPayload, decode_releases
+from kvferry.core.wire import Coordinates, RankPayload, Renewal, decode_notes
 from tests.core.lifecycle.book import Book, Cause
 from tests.core.lifecycle.fabric import Content, Message, require
 
 PAGES = 4
 """How many pages an engine's cache has, besides the hole."""
 LEASE = 10.0
+LOAD_TIMEOUT = 25.0
+"""More than leases: a load may wait longer, and then its hold is renewed."""
 STEPS_AHEAD = 2
 BLOCK = 4
 ENGINE = "prefill"
@@ -138,6 +140,10 @@ class ProducerRank:
         self._now = now
         self._strict = strict
 
+    def now(self) -> float:
+        """Its own clock."""
+        return self._now()
+
     def launch(self) -> None:
         """Take a step: apply its orders, queue its work, collect what is reported with it."""
         step = self.inbox.popleft()
@@ -176,10 +182,12 @@ class ProducerRank:
 
     def hear(self, message: Message) -> None:
         """A notification arrives."""
-        releases = decode_releases(message.payload)
-        for release, origin in zip(releases, message.origins, strict=True):
-            verdict = self.keeper.release(release)
-            expected = self.book.heard(release, origin)
+        now = self._now()
+        for note, origin in zip(decode_notes(message.payload), message.origins, strict=True):
+            if isinstance(note, Renewal):
+                verdict, expected = self.keeper.renew(note, now), self.book.renewed(note, now)
+            else:
+                verdict, expected = self.keeper.release(note), self.book.heard(note, origin)
             require(verdict is expected or not self._strict, "verdict", verdict, "not", expected)
         self._check()
 
@@ -191,13 +199,14 @@ class ProducerRank:
             require(self.keeper.held == len(self.book.standing), "held", self.keeper.held)
 
     def _apply(self, orders: Orders) -> None:
-        self.keeper.apply(orders)
+        now = self._now()
+        self.keeper.apply(orders, now)
         for hold in orders.drops:
             self.book.end(hold, Cause(why="dropped"))
         for request, hold in orders.take_ons:
             self.book.take_on(request, hold)
         for hold, lease in orders.ready:
-            self.book.order(hold, lease)
+            self.book.order(hold, lease, now)
             self.stream.append(partial(self.passed.append, hold))
         for hold in orders.ends:
             self.book.end(hold, Cause(why="reset"))

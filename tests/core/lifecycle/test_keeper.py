@@ -24,7 +24,7 @@ class Bench:
         self.keeper = HoldKeeper(self.words, INCARNATION)
         self.keeper.take_on(A, HOLD)
         if ordered:
-            self.keeper.order(HOLD, 30.0)
+            self.keeper.order(HOLD, 30.0, 100.0)
         if ready:
             self.keeper.ready(HOLD, 100.0)
 
@@ -47,7 +47,7 @@ class Bench:
 def test_the_word_follows_the_request() -> None:
     bench = Bench(ordered=False, ready=False)
     assert bench.words == [NOTHING, HOLD.computing]
-    bench.keeper.order(HOLD, 30.0)
+    bench.keeper.order(HOLD, 30.0, 100.0)
     assert bench.words == [NOTHING, HOLD.computing]
     bench.keeper.ready(HOLD, 100.0)
     assert bench.words == [NOTHING, HOLD.ready]
@@ -74,7 +74,7 @@ def test_the_word_is_cleared_before_the_request_is_reported() -> None:
     keeper = HoldKeeper(Watched([NOTHING, NOTHING]), INCARNATION)
     for end in (keeper.end, lambda _: keeper.end_all(), lambda _: keeper.expire(200.0)):
         keeper.take_on(A, HOLD)
-        keeper.order(HOLD, 30.0)
+        keeper.order(HOLD, 30.0, 100.0)
         keeper.ready(HOLD, 100.0)
         end(HOLD)
         assert keeper.take_sent() == [A]
@@ -98,23 +98,23 @@ def test_a_drop_of_another_generation_clears_nothing() -> None:
 def test_orders_of_one_step_drop_before_they_take_on() -> None:
     bench = Bench(ordered=False, ready=False)
     new = Hold(slot=1, generation=8)
-    bench.keeper.apply(Orders(drops=(HOLD,), take_ons=((B, new),)))
+    bench.keeper.apply(Orders(drops=(HOLD,), take_ons=((B, new),)), 100.0)
     assert bench.words == [NOTHING, new.computing]
     assert bench.keeper.held == 1
-    bench.keeper.apply(Orders(ready=((new, 30.0),), ends=(new,)))
+    bench.keeper.apply(Orders(ready=((new, 30.0),), ends=(new,)), 100.0)
     assert bench.over
     assert bench.keeper.take_sent() == [B]
 
 
 def test_orders_are_carried_out() -> None:
     bench = Bench(ordered=False, ready=False)
-    bench.keeper.apply(Orders(ready=((HOLD, 30.0),)))
+    bench.keeper.apply(Orders(ready=((HOLD, 30.0),)), 100.0)
     bench.keeper.ready(HOLD, 100.0)
     assert bench.words == [NOTHING, HOLD.ready]
     other = Hold(slot=0, generation=3)
-    bench.keeper.apply(Orders(take_ons=((B, other),)))
+    bench.keeper.apply(Orders(take_ons=((B, other),)), 100.0)
     assert bench.words == [other.computing, HOLD.ready]
-    bench.keeper.apply(Orders(drops=(other,)))
+    bench.keeper.apply(Orders(drops=(other,)), 100.0)
     assert bench.words == [NOTHING, HOLD.ready]
     assert bench.keeper.take_sent() == []
 
@@ -133,7 +133,7 @@ def test_a_hold_ends_when_every_rank_of_one_engine_has_said_so() -> None:
 def test_done_before_ready_or_even_before_the_order_is_done() -> None:
     bench = Bench(ordered=False, ready=False)
     assert bench.release() is Verdict.ENDED
-    bench.keeper.order(HOLD, 30.0)
+    bench.keeper.order(HOLD, 30.0, 100.0)
     bench.keeper.ready(HOLD, 100.0)
     assert bench.over
     assert bench.keeper.take_sent() == [A]

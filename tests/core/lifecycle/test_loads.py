@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.core.errors import KVFerryError, StaleError, TransportError
+from kvferry.core.errors import DeadlineError, KVFerryError, StaleError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op, Party
 
@@ -212,7 +212,7 @@ def test_a_load_can_be_given_up_in_every_stage(stage: str) -> None:
     assert bench.loads.stage(bench.id) == "over"
 
 
-def test_a_load_that_waits_too_long_is_stale_and_says_where_it_stood() -> None:
+def test_a_load_that_waits_too_long_fails_and_says_where_it_stood() -> None:
     bench = Bench(*reads(0), computed=False)
     bench.loads.checked(bench.id, 0, HOLD.computing)
     bench.loads.tick(DEADLINE - 0.1)
@@ -220,9 +220,9 @@ def test_a_load_that_waits_too_long_is_stale_and_says_where_it_stood() -> None:
     assert bench.next == [(Op.CHECK, 0), (Op.CHECK, 0)]
     bench.loads.tick(DEADLINE)
     assert bench.next == [(Op.ABANDON, 0), (Op.REPORT, -1)]
-    assert isinstance(bench.error, StaleError)
+    assert isinstance(bench.error, DeadlineError)
     assert "recheck" in str(bench.error)
-    assert "kv_lease_duration" in str(bench.error)
+    assert "load_timeout" in str(bench.error)
 
 
 def test_a_read_that_is_late_is_cancelled_and_waited_for() -> None:
@@ -233,7 +233,7 @@ def test_a_read_that_is_late_is_cancelled_and_waited_for() -> None:
     assert bench.next == [(Op.CANCEL, 0)]
     bench.loads.read(bench.id, 0)
     assert bench.next == [(Op.ABANDON, 0), (Op.REPORT, -1)]
-    assert isinstance(bench.error, StaleError)
+    assert isinstance(bench.error, DeadlineError)
 
 
 def test_a_failed_handshake_fails_the_load_and_tells_nobody() -> None:

@@ -20,7 +20,8 @@ from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
 from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads
-from kvferry.core.wire import Release
+from kvferry.core.lifecycle.renewals import Ask, RenewalId, Renewals
+from kvferry.core.wire import Release, Renewal
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decodes import Pull
 from tests.core.lifecycle.fabric import Link, Transfer, Violation
@@ -81,11 +82,11 @@ class WordClearedAfterwards(HoldKeeper):
 
     _late: tuple[Hold, ...] = ()
 
-    def apply(self, orders: Orders) -> None:
+    def apply(self, orders: Orders, now: float) -> None:
         late, self._late = self._late, ()
         for hold in late:
             self._words[hold.slot] = NOTHING
-        super().apply(orders)
+        super().apply(orders, now)
 
     def _clear(self, hold: Hold) -> None:
         del self._held[hold.slot]
@@ -151,8 +152,8 @@ class ExpiryForgets(HoldKeeper):
 class ReadyWithTheOrder(HoldKeeper):
     """``ready`` does not wait for the device."""
 
-    def order(self, hold: Hold, lease: float) -> None:
-        super().order(hold, lease)
+    def order(self, hold: Hold, lease: float, now: float) -> None:
+        super().order(hold, lease, now)
         if self._find(hold):
             self._words[hold.slot] = hold.ready
 
@@ -162,9 +163,10 @@ class DropsLate(HoldKeeper):
 
     _late: tuple[Hold, ...] = ()
 
-    def apply(self, orders: Orders) -> None:
+    def apply(self, orders: Orders, now: float) -> None:
         late, self._late = self._late, orders.drops
-        super().apply(Orders(take_ons=orders.take_ons, ready=orders.ready, ends=orders.ends))
+        rest = Orders(take_ons=orders.take_ons, ready=orders.ready, ends=orders.ends)
+        super().apply(rest, now)
         for hold in late:
             self._held.pop(hold.slot, None)
             self._words[hold.slot] = NOTHING
@@ -260,6 +262,33 @@ class DeadlineIgnored(Loads):
         super().tick(float("-inf"))
 
 
+class RenewalsNotSent(Renewals):
+    def take_due(self, now: float) -> tuple[list[Ask], list[Ask]]:
+        return [], []
+
+
+class RenewedOnce(Renewals):
+    """An answer is awaited for ever."""
+
+    def answered(self, ask: Ask, *, stands: bool) -> bool:
+        gone = super().answered(ask, stands=stands)
+        if ask.renewal in self._renewed:
+            self._renewed[ask.renewal].asked.add(ask.rank)
+        return gone
+
+
+class RenewedWhileFencing(Renewals):
+    """A hold that this engine's own "done" ended counts as gone."""
+
+    def settle(self, renewal: RenewalId, rank: int) -> None:
+        pass
+
+
+class RenewalsNotHeard(HoldKeeper):
+    def renew(self, message: Renewal, now: float) -> Verdict:
+        return Verdict.RENEWED
+
+
 class AbandonBeforeQuiet(Loads):
     def abort(self, load_id: LoadId, error: KVFerryError) -> None:
         load = self._loads.get(load_id)
@@ -308,6 +337,10 @@ PLANTED: dict[str, Parts] = {
     "computing pages are asked for once": Parts(loads=CheckedOnce),
     "the deadline ignored": Parts(loads=DeadlineIgnored),
     "abandoned before it is quiet": Parts(loads=AbandonBeforeQuiet),
+    "renewals not sent": Parts(renewals=RenewalsNotSent),
+    "renewed once": Parts(renewals=RenewedOnce),
+    "renewed while the fence is under way": Parts(renewals=RenewedWhileFencing),
+    "renewals not heard": Parts(keeper=RenewalsNotHeard),
     "nothing to read, nothing reported": Parts(loads=NothingReadNothingReported),
 }
 

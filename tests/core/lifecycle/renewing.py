@@ -1,0 +1,203 @@
+"""How a rank of the model's decode engine renews: what an endpoint does around ``Renewals``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvferry.core.errors import PeerLostError
+from kvferry.core.lifecycle.loads import LoadId, gone
+from kvferry.core.lifecycle.renewals import Ask, RenewalId, Renewals
+from kvferry.core.transport import State
+from kvferry.core.wire import Renewal, decode_notes, encode
+from tests.core.lifecycle.decodes import STALE, Decode
+from tests.core.lifecycle.fabric import Link, Message, Transfer, require
+from tests.core.lifecycle.producer import LEASE
+
+if TYPE_CHECKING:
+    from tests.core.lifecycle.consumer_rank import ConsumerRank
+
+
+def is_renewal(message: Message) -> bool:
+    """Whether it is a batch of renewals."""
+    return all(isinstance(note, Renewal) for note in decode_notes(message.payload))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Wait:
+    """A request that waits, or whose load is under way, and its renewal.
+
+    Attributes:
+        load: its load, if it has one.
+        settled: producer ranks whose fence is posted.
+        gone: whether a renewal found its hold gone.
+    """
+
+    request: Decode
+    link: Link | None = None
+    renewal: RenewalId | None = None
+    load: LoadId | None = None
+    settled: set[int] = field(default_factory=set)
+    gone: bool = False
+
+
+class Renewing:
+    """All that one rank renews."""
+
+    def __init__(self, rank: ConsumerRank, renewals: type[Renewals]) -> None:
+        self._rank = rank
+        self._renewals = renewals()
+        self._waits: list[Wait] = []
+        self._loading: dict[LoadId, Wait] = {}
+        self._by_id: dict[RenewalId, Wait] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a tick may find anything."""
+        return bool(self._waits)
+
+    def renewed(self) -> list[Wait]:
+        """Everything that is renewed over a connection that stands."""
+        return [w for w in self._by_id.values() if w.link is not None and not w.link.broken]
+
+    # Requests that wait.
+
+    def prepare(self, request: Decode) -> None:
+        """It came in."""
+        self._waits.append(Wait(request=request))
+
+    def take(self, request: Decode) -> bool:
+        """It waits no more; whether its hold is known to be gone."""
+        for wait in self._waits:
+            if wait.request is request:
+                self._waits.remove(wait)
+                self._end(wait)
+                return wait.gone
+        require(False, "a load of a request that nobody spoke of")
+        return False
+
+    # Loads.
+
+    def begin(self, load_id: LoadId, request: Decode) -> None:
+        """A load has its producer."""
+        wait = Wait(request=request, load=load_id)
+        self._loading[load_id] = wait
+        self._start(wait, at_once=False)
+
+    def settle(self, load_id: LoadId, rank: int) -> None:
+        """Its fence of this rank is posted."""
+        wait = self._loading.get(load_id)
+        if wait is not None and wait.renewal is not None:
+            wait.settled.add(rank)
+            self._renewals.settle(wait.renewal, rank)
+
+    def end(self, load_id: LoadId) -> None:
+        """It is over."""
+        wait = self._loading.pop(load_id, None)
+        if wait is not None:
+            self._end(wait)
+
+    # What goes on.
+
+    def tick(self) -> None:
+        """Producers are reached, and what is due is renewed."""
+        for wait in self._waits:
+            if wait.link is not None and wait.link.broken:
+                self._end(wait)
+            if wait.renewal is None and not wait.gone:
+                self._rank.reach()
+                if self._rank.knows(wait.request.issue.ticket.incarnation):
+                    self._start(wait, at_once=True)
+        due, overdue = self._renewals.take_due(self._rank.now())
+        for transfer in self._rank.transfers:
+            if transfer.op is None and any(ask in transfer.loads for ask in overdue):
+                transfer.cancelled = True
+        self._ask(due)
+
+    def hear(self, transfer: Transfer) -> None:
+        """A renewal's transfer is final."""
+        for ask in transfer.loads:
+            if transfer.state is State.FAILED:
+                self._renewals.unanswered(ask)
+            else:
+                self._answered(ask, transfer)
+
+    def _start(self, wait: Wait, *, at_once: bool) -> None:
+        rank = self._rank
+        wait.link = rank.link
+        wait.renewal = self._renewals.begin(
+            rank.parties, lease=LEASE, now=rank.now(), at_once=at_once
+        )
+        self._by_id[wait.renewal] = wait
+
+    def _end(self, wait: Wait) -> None:
+        if wait.renewal is not None:
+            self._renewals.end(wait.renewal)
+            self._by_id.pop(wait.renewal, None)
+        wait.renewal = wait.link = None
+
+    def _ask(self, due: list[Ask]) -> None:
+        batches: dict[tuple[Link, int], list[Ask]] = defaultdict(list)
+        for ask in due:
+            link = self._by_id[ask.renewal].link
+            if link is not None:
+                batches[link, ask.rank].append(ask)
+        for (link, rank), asks in batches.items():
+            self._post(link, rank, asks)
+
+    def _post(self, link: Link, rank: int, asks: list[Ask]) -> None:
+        words: dict[Ask, int] = {}
+        slots = {ask: self._by_id[ask.renewal].request.issue.ticket.hold.slot for ask in asks}
+
+        def take(ask: Ask, source: int) -> None:
+            words[ask] = self._rank.producer().ranks[source].words[slots[ask]]
+
+        transfer = Transfer(
+            op=None,
+            link=link,
+            rank=rank,
+            loads=tuple(asks),
+            items=list(asks),
+            take=take,
+            words=words,
+            message=self._message(rank, asks),
+        )
+        try:
+            self._rank.fabric.post(transfer)
+        except PeerLostError:
+            transfer.state = State.FAILED
+            self.hear(transfer)
+        else:
+            self._rank.transfers.append(transfer)
+
+    def _message(self, rank: int, asks: list[Ask]) -> Message:
+        requests = [self._by_id[ask.renewal].request for ask in asks]
+        tickets = [request.issue.ticket for request in requests]
+        notes = [
+            Renewal(
+                incarnation=ticket.incarnation,
+                slot=ticket.hold.slot,
+                generation=ticket.hold.generation,
+            )
+            for ticket in tickets
+        ]
+        origins = tuple(request.uid for request in requests)
+        payload = encode(notes)
+        return Message(sender=self._rank.engine, rank=rank, payload=payload, origins=origins)
+
+    def _answered(self, ask: Ask, transfer: Transfer) -> None:
+        wait = self._by_id.get(ask.renewal)
+        word = transfer.words[ask]
+        stands = wait is not None and wait.request.issue.ticket.hold.stands(word)
+        if not self._renewals.answered(ask, stands=stands):
+            return
+        if wait is None:
+            require(False, "what is not renewed any more was answered")
+            return
+        self._rank.check_gone(wait.request, transfer.rank)
+        wait.gone = True
+        load_id = wait.load
+        self._end(wait)
+        if load_id is not None:
+            self._rank.abort(load_id, STALE, gone())
