@@ -13,7 +13,9 @@ returned. The arrays of ``Copies`` are the caller's too: a driver that needs the
 **Errors.** A caller's mistake raises at once (``TransportUsageError``,
 ``TransportUnsupportedError``), and then nothing has started. The outcome of a transfer is a value
 from ``poll``, never an exception. A driver maps its library's errors in one place, with
-``raise ... from exc``. Every method but ``close`` raises ``TransportUsageError`` after ``close``.
+``raise ... from exc``. Every method but ``close`` raises ``TransportUsageError`` after ``close``,
+while the properties go on answering; an op that the capabilities deny raises
+``TransportUnsupportedError``, closed or not.
 
 **Fork.** A transport belongs to the process that made it. In a forked child every method but
 ``close`` raises ``TransportUsageError``, and ``close`` does nothing.
@@ -22,6 +24,13 @@ from ``poll``, never an exception. A driver maps its library's errors in one pla
 the transfer's buffers again, on either side. A transfer that is known to fail while its bytes may
 still land is ``DOOMED`` until it is quiet. ``DONE`` also means that the bytes are visible to device
 work enqueued afterwards.
+
+**Death.** That a peer's process has died is known within a second: its transfers are DOOMED or
+FAILED by then, also if a fork of that process lives on and holds its sockets.
+
+**Order.** Transfers have none. Free notifications (``notify``) of one sender to one peer keep
+theirs, and so do those bound to transfers of which each began when the one before was DONE; between
+the two sorts there is none.
 """
 
 from __future__ import annotations
@@ -165,8 +174,9 @@ class Transport(ABC):
     def connect(self, address: bytes) -> PeerId:
         """Connect to the transport that gave these bytes (this very one is allowed too).
 
-        For a peer that is connected already, refreshes what is known of it (its regions, say) and
-        returns the same id. The bytes are untrusted.
+        For a peer that is connected already, which it is until ``disconnect``, refreshes what is
+        known of it (its regions, say) and returns the same id; transfers under way go on. The bytes
+        are untrusted.
 
         Raises:
             ConnectError: not an address of this driver, or the peer cannot be reached; says why.
@@ -203,10 +213,12 @@ class Transport(ABC):
     def notify(self, peer: PeerId, payload: bytes) -> None:
         """Send a message of 1 to ``capabilities.max_notification`` bytes, bound to nothing.
 
-        Best effort: a peer that is gone is not an error. Messages of one sender keep their order.
+        Best effort: a peer that is gone is not an error. It never waits for the peer: what is not
+        taken at once is queued, and ``disconnect`` and ``close`` may drop what still is.
 
         Raises:
             TransportUsageError: no such peer, or the length is out of bounds.
+            TransportError: a peer that lives takes nothing, and the queue for it is full.
         """
 
     @abstractmethod
@@ -234,7 +246,8 @@ class Transport(ABC):
 
         ``notify`` is seen by the peer after all of the transfer's bytes have arrived, also where
         the driver had to split the transfer, and not at all if it fails. It has at least 1 byte.
-        Copies of no bytes at all are allowed; the notification is still sent.
+        Copies of no bytes at all are allowed; the notification is still sent. A segment may have no
+        copies, but has to name regions that are known, like any.
 
         Raises:
             TransportUsageError: no such peer; a segment's local region is not registered or its
@@ -256,10 +269,13 @@ class Transport(ABC):
 
         A transfer that ends this way is FAILED with ``TransferCancelledError``.
 
+        Without the capability it does nothing else than to look at the id.
+
         Raises:
             TransportUsageError: the id is unknown.
         """
-        del transfer
+        # Refuses what has to be refused, and changes nothing.
+        self.poll([transfer])
 
 
 def _unsupported(transport: Transport, op: str) -> TransportError:

@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -22,6 +23,7 @@ from kvferry.testing.memory import Bytes, pattern
 from kvferry.testing.server import Orders, Seen
 
 _START_SECONDS = 60.0
+_TURN_SECONDS = 0.002
 _MAIN = "from kvferry.testing.server import main; main()"
 
 
@@ -47,7 +49,7 @@ class Peer(Protocol):
     def deregister(self, region: Region) -> None:
         """Deregister what was registered."""
 
-    def notifications(self, count: int, seconds: float = 20.0) -> list[Seen]:
+    def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
         """Those that arrive until there are so many, or the time is up."""
 
 
@@ -60,6 +62,11 @@ class Process:
         nbytes: how large that is.
         seed: of its content, ``kvferry.testing.memory.pattern``.
         server: the class that obeys there, for commands of one's own (by ``ask``).
+
+    Attributes:
+        meanwhile: called again and again while a command is obeyed, if it is set: for transports
+            of this process that move nothing unless they are polled.
+        patience: how many seconds it waits for notifications, by default.
 
     Raises:
         RuntimeError: the process ended at once; what it wrote to stderr says why.
@@ -82,6 +89,8 @@ class Process:
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
+        self.meanwhile: Callable[[], object] | None = None
+        self.patience = 20.0
         self._connection = Connection(ours.detach())
         self._connection.send(
             Orders(
@@ -152,13 +161,14 @@ class Process:
     def deregister(self, region: Region) -> None:
         self.ask("deregister", region)
 
-    def notifications(self, count: int, seconds: float = 20.0) -> list[Seen]:
+    def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
         self.expect(count, seconds)
         return self.expected()
 
-    def expect(self, count: int, seconds: float = 20.0) -> None:
+    def expect(self, count: int, seconds: float | None = None) -> None:
         """Begin to wait for notifications; ``expected`` says what came of it."""
-        self._connection.send(("notifications", (count, seconds)))
+        limit = self.patience if seconds is None else seconds
+        self._connection.send(("notifications", (count, limit)))
 
     def expected(self) -> list[Seen]:
         """What arrived since ``expect``."""
@@ -192,6 +202,11 @@ class Process:
         wrong: list[str] = self.ask("fork", peer, copies)
         return wrong
 
+    def fork_and_stay(self) -> int:
+        """Let it fork; the child, whose pid this is, does nothing until somebody kills it."""
+        child: int = self.ask("fork_and_stay")
+        return child
+
     def close(self) -> None:
         """Let it close its transport; the process lives on."""
         self.ask("close")
@@ -209,7 +224,7 @@ class Process:
     def _answer(self, command: str, seconds: float) -> Any:  # noqa: ANN401
         good, answer = False, None
         with contextlib.suppress(EOFError, ConnectionResetError):
-            if not self._connection.poll(seconds):
+            if not self._arrives(seconds):
                 raise TimeoutError(f"the peer's process has not answered {command} in {seconds} s")
             good, answer = self._connection.recv()
         if good:
@@ -220,3 +235,13 @@ class Process:
             f"the peer's process ended with status {self.process.wait()} during {command}; what it "
             "wrote to stderr says why"
         )
+
+    def _arrives(self, seconds: float) -> bool:
+        if self.meanwhile is None:
+            return self._connection.poll(seconds)
+        deadline = time.monotonic() + seconds
+        while not self._connection.poll(_TURN_SECONDS):
+            if time.monotonic() > deadline:
+                return False
+            self.meanwhile()
+        return True

@@ -6,7 +6,9 @@ without calls (``background_progress``), and polls it where the driver says that
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import sys
 import time
 import traceback
@@ -20,10 +22,11 @@ from typing import Any
 from kvferry.core.copies import Copies
 from kvferry.core.errors import KVFerryError, TransportUsageError
 from kvferry.core.memory import Region
-from kvferry.core.transport import PeerId, State, Status, Transport
+from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 from kvferry.testing.memory import Bytes, allocate, imported, pattern
 
 _TURN_SECONDS = 0.002
+_STAY_SECONDS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +123,31 @@ class Server:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return [line for line in wrong.splitlines() if line] + [f"ended with {code}"] * bool(code)
 
+    def fork_and_stay(self) -> int:
+        """A child that holds all that a fork inherits, and does nothing; its pid."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            child = os.fork()
+        if child == 0:
+            # Whoever started this process kills the child; if that one is killed itself, the clock.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_STAY_SECONDS)
+            while True:
+                signal.pause()
+        return child
+
     def _in_a_fork(self, peer: PeerId, copies: Copies) -> list[str]:
+        wrong = self._not_refused(peer, copies)
+        try:
+            self.transport.close()
+        except Exception as exc:  # noqa: BLE001 - likewise
+            wrong.append(f"close raised {exc!r}")
+        # Nor may it harm the parent that nothing refers to it any more.
+        del self.transport
+        gc.collect()
+        return wrong
+
+    def _not_refused(self, peer: PeerId, copies: Copies) -> list[str]:
         wrong = []
         for name, call in calls(self.transport, self.region, peer, copies).items():
             try:
@@ -132,10 +159,6 @@ class Server:
                 wrong.append(f"{name} raised {exc!r}, not TransportUsageError")
             else:
                 wrong.append(f"{name} was not refused")
-        try:
-            self.transport.close()
-        except Exception as exc:  # noqa: BLE001 - likewise
-            wrong.append(f"close raised {exc!r}")
         return wrong
 
     def close(self) -> None:
@@ -151,16 +174,20 @@ def calls(
     transport: Transport, region: Region, peer: PeerId, copies: Copies
 ) -> dict[str, Callable[[], object]]:
     """A call of every method that refuses once a transport is closed, or is a fork's."""
-    ops = {op: partial(getattr(transport, op), peer, copies) for op in transport.capabilities.ops}
+    can = transport.capabilities
+    sends = {"notify": lambda: transport.notify(peer, b"x")} if can.max_notification else {}
+    ops = {op: partial(getattr(transport, op), peer, copies) for op in can.ops}
     return {
         "register": lambda: transport.register(region),
         "deregister": lambda: transport.deregister(region),
         "address": transport.address,
         "connect": lambda: transport.connect(b""),
         "poll": lambda: transport.poll([]),
-        "notify": lambda: transport.notify(peer, b"x"),
+        "forget": lambda: transport.forget(TransferId(1)),
+        "cancel": lambda: transport.cancel(TransferId(1)),
         "notifications": transport.notifications,
         "disconnect": lambda: transport.disconnect(peer),
+        **sends,
         **ops,
     }
 

@@ -11,6 +11,8 @@ from kvferry.core.errors import (
     TransportUnsupportedError,
     TransportUsageError,
 )
+from kvferry.core.guards import check_final, check_unused
+from kvferry.core.memory import Region
 from kvferry.core.transport import (
     Capabilities,
     Notification,
@@ -111,10 +113,14 @@ class Doomed(LoopbackTransport):
             for transfer, status in zip(transfers, statuses, strict=True)
         ]
 
+    def deregister(self, region: Region) -> None:
+        for status, (_, job) in zip(self.poll(list(self._jobs)), self._jobs.values(), strict=True):
+            if status.state is State.DOOMED:
+                check_unused(region, job.local)
+        super().deregister(region)
+
     def forget(self, transfer: TransferId) -> None:
-        (status,) = self.poll([transfer])
-        if not status.state.final:
-            raise TransportUsageError("it is doomed")
+        check_final(transfer, self.poll([transfer])[0])
         super().forget(transfer)
 
 

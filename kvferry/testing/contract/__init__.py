@@ -8,6 +8,7 @@ from kvferry.testing.contract.machine import MachineTests
 from kvferry.testing.contract.notifications import NotificationTests
 from kvferry.testing.contract.peers import PeerTests
 from kvferry.testing.contract.processes import ProcessTests
+from kvferry.testing.contract.quiet import QuietTests
 from kvferry.testing.contract.refusals import RefusalTests
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.contract.transfers import TransferTests
@@ -20,6 +21,7 @@ __all__ = [
     "NotificationTests",
     "PeerTests",
     "ProcessTests",
+    "QuietTests",
     "RefusalTests",
     "TransferTests",
     "TransportContract",
@@ -32,6 +34,7 @@ class TransportContract(
     RefusalTests,
     PeerTests,
     FlightTests,
+    QuietTests,
     EndingTests,
     ProcessTests,
     MachineTests,

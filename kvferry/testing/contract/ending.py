@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from kvferry.core.errors import ConnectError
-from kvferry.core.transport import State
-from kvferry.testing.contract.lab import MIB, Lab, Neighbour, batch, refused
+from kvferry.core.errors import ConnectError, TransportUnsupportedError, TransportUsageError
+from kvferry.core.transport import PeerId, State
+from kvferry.testing.contract.batches import batch
+from kvferry.testing.contract.lab import MIB, OPS, Lab, refused
+from kvferry.testing.contract.neighbour import Neighbour
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.peers import Peer, Process
 from kvferry.testing.server import calls
@@ -46,6 +49,9 @@ class EndingTests(ContractSettings):
         refused(transport.poll, [transfer])
         refused(transport.cancel, transfer)
         refused(transport.forget, transfer)
+        for op in set(OPS) - set(lab.ops):
+            with pytest.raises((TransportUnsupportedError, TransportUsageError)):
+                getattr(transport, op)(peer, copies)
         transport.close()
 
     def test_closing_one_leaves_others_alone(self, lab: Lab, remote: Peer) -> None:
@@ -68,6 +74,24 @@ class EndingTests(ContractSettings):
         copies = batch(lab.mine.region, region, [0], [0], [MIB])
         transfer = lab.start(lab.an_op, peer, copies)
         assert lab.settled(transfer, peer).state is State.FAILED
+
+    def test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed(
+        self, lab: Lab, op: str
+    ) -> None:
+        """Also for a peer that has been connected for long."""
+        neighbour = Neighbour(lab, lab.make())
+        peer = lab.transport.connect(neighbour.address())
+        copies = lab.whole(neighbour)
+        if lab.refuses(op, peer, copies):
+            return
+        lab.finish(lab.start(op, peer, copies))
+        neighbour.transport.close()
+        content, before = lab.fresh(), lab.mine.get()
+        neighbour.put(content)
+        status = lab.settled(lab.start(op, peer, copies), peer)
+        assert status.state is State.FAILED, "it has reached memory of a closed transport"
+        target, wanted = (lab.mine, before) if op == "read" else (neighbour, content)
+        np.testing.assert_array_equal(target.get(), wanted)
 
     def test_what_arrived_before_the_peer_closed_stays_done(self, lab: Lab) -> None:
         neighbour = Neighbour(lab, lab.make())
@@ -96,11 +120,19 @@ class EndingTests(ContractSettings):
         """A fork has the memory of a transport, but neither its threads nor its devices."""
         peer = process.connect(lab.transport.address())
         copies = batch(process.region, lab.mine.region, [0], [0], [MIB])
-        process.begin(lab.an_op, peer, copies)
-        assert lab.until(process.answered)
-        assert process.ended().state is State.DONE
+        back = lab.transport.connect(process.address())
+        self._moves_and_notifies(lab, process, peer, back)
         assert process.fork(peer, copies) == []
-        process.begin(lab.an_op, peer, copies)
+        self._moves_and_notifies(lab, process, peer, back)
+        lab.works(process)
+
+    @staticmethod
+    def _moves_and_notifies(lab: Lab, process: Process, there: PeerId, back: PeerId) -> None:
+        process.begin(lab.an_op, there, batch(process.region, lab.mine.region, [0], [0], [MIB]))
         assert lab.until(process.answered)
         assert process.ended().state is State.DONE
-        lab.works(process)
+        if lab.notifies:
+            process.notify(there, [lab.payload(1)])
+            assert [one.payload for one in lab.receive(lab.transport, 1)] == [lab.payload(1)]
+            lab.transport.notify(back, lab.payload(2))
+            assert [one.payload for one in process.notifications(1)] == [lab.payload(2)]

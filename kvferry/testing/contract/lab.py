@@ -1,19 +1,19 @@
-"""The transport under test and what surrounds it: buffers, peers of this process, and waiting."""
+"""The transport under test and what surrounds it: buffers, waiting, moving, and watching memory."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from kvferry.core.copies import Copies, Segment
+from kvferry.core.copies import Copies
 from kvferry.core.errors import TransportError, TransportUnsupportedError, TransportUsageError
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
@@ -26,9 +26,9 @@ from kvferry.core.transport import (
     TransferId,
     Transport,
 )
+from kvferry.testing.contract.batches import Offsets, batch, moved
 from kvferry.testing.memory import Buffer, Bytes, allocate, imported, pattern
 from kvferry.testing.peers import Peer
-from kvferry.testing.server import Seen
 
 MIB = 1 << 20
 OPS = ("read", "write")
@@ -50,6 +50,8 @@ class Contract(Protocol):
     def known_within(self) -> float: ...
     @property
     def patience(self) -> float: ...
+    @property
+    def quiet_seconds(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class Settings:
     lasting_bytes: int
     known_within: float
     patience: float
+    quiet_seconds: float
 
 
 def settings_of(contract: Contract) -> Settings:
@@ -73,6 +76,7 @@ def settings_of(contract: Contract) -> Settings:
         lasting_bytes=contract.lasting_bytes,
         known_within=contract.known_within,
         patience=contract.patience,
+        quiet_seconds=contract.quiet_seconds,
     )
 
 
@@ -91,6 +95,7 @@ class Lab:
     _made: list[Transport] = field(default_factory=list)
     _buffers: list[Buffer] = field(default_factory=list)
     _last: dict[tuple[int, TransferId], Status] = field(default_factory=dict)
+    _seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
 
     def __post_init__(self) -> None:
         self.transport = self.make()
@@ -116,9 +121,11 @@ class Lab:
         self._made.append(transport)
         return transport
 
-    def buffer(self, nbytes: int, transport: Transport | None = None) -> Buffer:
-        """Zeros, of the memory under test; registered if a transport is given."""
-        made = allocate(self.settings.memory, nbytes)
+    def buffer(
+        self, nbytes: int, transport: Transport | None = None, memory: str | None = None
+    ) -> Buffer:
+        """Zeros, of the memory under test or another; registered if a transport is given."""
+        made = allocate(memory or self.settings.memory, nbytes)
         # Whatever a test drops, its memory stays until every transport is closed.
         self._buffers.append(made)
         if transport is not None:
@@ -167,6 +174,7 @@ class Lab:
         bad = status.state in (State.DOOMED, State.FAILED)
         assert isinstance(status.error, TransportError) == bad, f"error does not fit: {status}"
         assert bad or status.error is None, f"error does not fit: {status}"
+        assert not bad or str(status.error), f"an error without a word: {status}"
         before = self._last.setdefault((id(transport), transfer), status).state
         self._last[id(transport), transfer] = status
         if before.final:
@@ -191,6 +199,8 @@ class Lab:
         status = self.known(transfer)
         if status.state is State.DOOMED:
             if self.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
+                # Its memory is in use until then, and so is its record.
+                refused(self.transport.forget, transfer)
                 self.transport.disconnect(peer)
                 (status,) = self.poll([transfer])
                 assert status.state is State.FAILED, f"disconnect has returned, and it is {status}"
@@ -245,6 +255,15 @@ class Lab:
         """Whether the driver carries notifications."""
         return self.capabilities.max_notification > 0
 
+    def payload(self, number: int) -> bytes:
+        """The payload of a notification; another for each number, as far as the limit allows."""
+        size = min(4, self.capabilities.max_notification)
+        return (number % (1 << 8 * size)).to_bytes(size, "big")
+
+    def bound(self, number: int = 7) -> bytes | None:
+        """A payload to bind to a transfer, if the driver has notifications."""
+        return self.payload(number) if self.notifies else None
+
     def moves(self, op: str, remote: Peer, here: Offsets, there: Offsets, sizes: Offsets) -> None:
         """Run one transfer between ``mine`` and a peer, and compare every byte of both sides."""
         mine, theirs = pattern(MIB, 77), remote.get()
@@ -278,11 +297,6 @@ class Lab:
         self.finish(self.start(self.an_op, peer, self.whole(remote)))
         np.testing.assert_array_equal(self.mine.get(), remote.get())
 
-    def stays(self, buffer: Buffer | Peer, content: Bytes, seconds: float = 0.05) -> None:
-        """Watch for a while that memory does not change."""
-        self.until(lambda: False, seconds)
-        np.testing.assert_array_equal(buffer.get(), content, "memory changed after a final state")
-
     def receive(self, transport: Transport, count: int) -> list[Notification]:
         """Wait until a transport of this process got so many notifications, and no more."""
         found: list[Notification] = []
@@ -297,102 +311,58 @@ class Lab:
         assert len(found) == count, f"{len(found)} notifications of {count}"
         return found
 
+    # Watching.
 
-Offsets = npt.ArrayLike
+    def stays(self, buffer: Buffer | Peer, content: Bytes, seconds: float = 0.05) -> None:
+        """Watch for a while that memory does not change."""
+        self.until(lambda: False, seconds)
+        np.testing.assert_array_equal(buffer.get(), content, "memory has changed")
+
+    def quiet(self, *sides: Buffer | Peer) -> None:
+        """After a final state: write something else into both sides, and see that it stays."""
+        watch = Watch(self)
+        watch.overwrite(*sides)
+        watch.see()
+
+    def poll_all(self) -> None:
+        """Poll every transport that is not closed, and whatever is not forgotten."""
+        for transport in self._made:
+            known = [transfer for owner, transfer in self._last if owner == id(transport)]
+            for transfers in ([], *([one] for one in known)):
+                with contextlib.suppress(TransportUsageError):
+                    transport.poll(transfers)
+
+    def fresh(self, nbytes: int = MIB) -> Bytes:
+        """Bytes that have stood nowhere in this test."""
+        return pattern(nbytes, next(self._seeds))
 
 
 @dataclass(slots=True, eq=False)
-class Neighbour:
-    """A peer in this process: another transport, or the one under test itself."""
+class Watch:
+    """Memory that must not change any more, of several transfers: one quiet period for all."""
 
     lab: Lab
-    transport: Transport
-    seed: int = 1
-    buffer: Buffer = field(init=False)
+    _wanted: list[tuple[Buffer | Peer, Bytes]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.buffer = self.lab.buffer(MIB, self.transport)
-        self.buffer.put(pattern(MIB, self.seed))
+    def overwrite(self, *sides: Buffer | Peer) -> None:
+        """Write something else: bytes that land late are others, whatever they are."""
+        for side in sides:
+            content = self.lab.fresh()
+            side.put(content)
+            self.expect(side, content)
 
-    @property
-    def name(self) -> str:
-        return self.transport.name
+    def expect(self, side: Buffer | Peer, content: Bytes) -> None:
+        """Say what must stand there in the end."""
+        self._wanted.append((side, content))
 
-    @property
-    def region(self) -> Region:
-        return self.buffer.region
-
-    def address(self) -> bytes:
-        return self.transport.address()
-
-    def get(self) -> Bytes:
-        return self.buffer.get()
-
-    def put(self, data: Bytes) -> None:
-        self.buffer.put(data)
-
-    def register(self, region: Region) -> None:
-        self.transport.register(region)
-
-    def deregister(self, region: Region) -> None:
-        self.transport.deregister(region)
-
-    def notifications(self, count: int, seconds: float = 20.0) -> list[Seen]:
-        found: list[Seen] = []
-
-        def enough() -> bool:
-            arrived = self.transport.notifications()
-            first = int(self.buffer.get(0, 1)[0]) if arrived else 0
-            found.extend(Seen(sender=n.sender, payload=n.payload, first=first) for n in arrived)
-            return len(found) >= count
-
-        self.lab.until(enough, seconds)
-        return found
-
-
-def batch(
-    local: Region, remote: Region, offsets: Offsets, remote_offsets: Offsets, nbytes: Offsets
-) -> Copies:
-    """Copies in one segment, by offsets into its regions."""
-    size = np.array(nbytes, np.uint64).reshape(-1)
-    return Copies(
-        local=np.array(offsets, np.uint64).reshape(-1) + np.uint64(local.address),
-        remote=np.array(remote_offsets, np.uint64).reshape(-1) + np.uint64(remote.address),
-        nbytes=size,
-        segments=(Segment(start=0, stop=len(size), local=local, remote=remote),),
-    )
-
-
-def joined(batches: Sequence[Copies]) -> Copies:
-    """One batch of several, each a segment (or more) of it."""
-    segments, start = [], 0
-    for one in batches:
-        for cut in one.segments:
-            segments.append(
-                Segment(
-                    start=start + cut.start,
-                    stop=start + cut.stop,
-                    local=cut.local,
-                    remote=cut.remote,
-                )
-            )
-        start += len(one)
-    return Copies(
-        local=np.concatenate([one.local for one in batches]),
-        remote=np.concatenate([one.remote for one in batches]),
-        nbytes=np.concatenate([one.nbytes for one in batches]),
-        segments=tuple(segments),
-    )
-
-
-def moved(target: Bytes, to: Offsets, source: Bytes, start: Offsets, sizes: Offsets) -> Bytes:
-    """What a target whose copies do not overlap is afterwards."""
-    size = np.array(sizes, np.int64).reshape(-1)
-    within = np.arange(size.sum()) - np.repeat(size.cumsum() - size, size)
-    result = target.copy()
-    into = np.repeat(np.array(to, np.int64).reshape(-1), size) + within
-    result[into] = source[np.repeat(np.array(start, np.int64).reshape(-1), size) + within]
-    return result
+    def see(self) -> None:
+        """Poll on for the quiet period, and then look."""
+        deadline = time.monotonic() + self.lab.settings.quiet_seconds
+        while time.monotonic() < deadline:
+            self.lab.poll_all()
+            self.lab.turn()
+        for side, content in self._wanted:
+            np.testing.assert_array_equal(side.get(), content, "memory changed after a final state")
 
 
 def refused(call: Callable[..., object], *args: object) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 from kvferry.core.errors import TransportUnsupportedError, TransportUsageError
 from kvferry.core.transport import Notification, PeerId, State
-from kvferry.testing.contract.lab import MIB, Lab, Neighbour, batch, joined, refused
+from kvferry.testing.contract.batches import batch, joined
+from kvferry.testing.contract.lab import MIB, Lab, refused
+from kvferry.testing.contract.neighbour import Neighbour
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.memory import pattern
 from kvferry.testing.peers import Peer, Process
@@ -23,7 +27,7 @@ class NotificationTests(ContractSettings):
         peer = lab.transport.connect(remote.address())
         if _refuses(lab, peer, remote):
             return
-        payloads = [b"%d" % index for index in range(2000)]
+        payloads = [lab.payload(number) for number in range(2000)]
         for payload in payloads:
             lab.transport.notify(peer, payload)
         found = remote.notifications(len(payloads))
@@ -35,7 +39,7 @@ class NotificationTests(ContractSettings):
         if not lab.notifies:
             return
         peer = shared_process.connect(lab.transport.address())
-        payloads = [b"%d" % index for index in range(2000)]
+        payloads = [lab.payload(number) for number in range(2000)]
         shared_process.notify(peer, payloads)
         found = lab.receive(lab.transport, len(payloads))
         assert [one.payload for one in found] == payloads
@@ -47,13 +51,13 @@ class NotificationTests(ContractSettings):
         to_one, to_other = (lab.transport.connect(peer.address()) for peer in (one, other))
         if _refuses(lab, to_one, one):
             return
-        lab.transport.notify(to_one, b"1")
-        lab.transport.notify(to_other, b"2")
-        for known, peer in ((to_one, one), (to_other, other)):
+        for number, known, peer in ((1, to_one, one), (2, to_other, other)):
+            lab.transport.notify(known, lab.payload(number))
             copies = batch(lab.mine.region, peer.region, [0], [0], [8])
-            lab.finish(lab.start(lab.an_op, known, copies, b"bound %d" % peer.seed))
-        assert [seen.payload for seen in one.notifications(2)] == [b"1", b"bound 0"]
-        assert [seen.payload for seen in other.notifications(2)] == [b"2", b"bound 1"]
+            lab.finish(lab.start(lab.an_op, known, copies, lab.payload(10 * number)))
+        for number, peer in ((1, one), (2, other)):
+            found = [seen.payload for seen in peer.notifications(2)]
+            assert sorted(found) == [lab.payload(number), lab.payload(10 * number)]
         assert stranger.notifications(1, 0.05) == []
         assert lab.transport.notifications() == []
 
@@ -64,11 +68,11 @@ class NotificationTests(ContractSettings):
             return
         for index in range(100):
             for sender, peer in zip(senders, peers, strict=True):
-                sender.notify(peer, b"%d" % index)
+                sender.notify(peer, lab.payload(index))
         found = lab.receive(lab.transport, 300)
         for sender in senders:
             payloads = [one.payload for one in found if one.sender == sender.name]
-            assert payloads == [b"%d" % index for index in range(100)]
+            assert payloads == [lab.payload(index) for index in range(100)]
 
     def test_from_1_byte_to_the_limit(self, lab: Lab, remote: Peer) -> None:
         peer = lab.transport.connect(remote.address())
@@ -119,9 +123,9 @@ class NotificationTests(ContractSettings):
         shared_process.put(np.zeros(1, np.uint8))
         shared_process.expect(1)
         copies = batch(lab.mine.region, shared_process.region, starts, starts, np.full(256, 4096))
-        lab.finish(lab.start("write", peer, copies, b"all there"))
+        lab.finish(lab.start("write", peer, copies, lab.bound()))
         (seen,) = shared_process.expected()
-        assert (seen.sender, seen.payload) == (lab.transport.name, b"all there")
+        assert (seen.sender, seen.payload) == (lab.transport.name, lab.bound())
         assert seen.first == 7, "the notification was there before the bytes"
 
     def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Lab, op: str) -> None:
@@ -132,7 +136,7 @@ class NotificationTests(ContractSettings):
         copies = joined([short, lab.lasting(neighbour), short])
         if not lab.notifies or lab.refuses(op, peer, copies):
             return
-        transfer = lab.start(op, peer, copies, b"done")
+        transfer = lab.start(op, peer, copies, lab.bound())
 
         def early() -> bool:
             # In this order: what has arrived by now must not be of a transfer that still runs.
@@ -152,24 +156,27 @@ class NotificationTests(ContractSettings):
         for index, size in enumerate(sizes):
             starts = 8192 * np.arange(len(size))
             copies = batch(lab.mine.region, remote.region, starts, starts, size)
-            lab.finish(lab.start(op, peer, copies, b"%d" % index))
+            lab.finish(lab.start(op, peer, copies, lab.payload(index)))
         found = remote.notifications(len(sizes))
-        assert [one.payload for one in found] == [b"%d" % index for index in range(len(sizes))]
+        assert [one.payload for one in found] == [lab.payload(n) for n in range(len(sizes))]
         assert {one.sender for one in found} == {lab.transport.name}
         assert remote.notifications(1, 0.05) == []
 
-    def test_bound_and_free_ones_keep_their_order(self, lab: Lab, remote: Peer) -> None:
+    def test_bound_and_free_ones_each_keep_their_order(self, lab: Lab, remote: Peer) -> None:
+        """Between the two sorts there is none."""
         peer = lab.transport.connect(remote.address())
         if not lab.notifies:
             return
-        for index in range(60):
-            if index % 2:
-                lab.transport.notify(peer, b"%d" % index)
+        for number in range(60):
+            if number % 2:
+                lab.transport.notify(peer, lab.payload(number))
             else:
                 copies = batch(lab.mine.region, remote.region, [0], [0], [8])
-                lab.finish(lab.start(lab.an_op, peer, copies, b"%d" % index))
-        found = remote.notifications(60)
-        assert [int(one.payload) for one in found] == list(range(60))
+                lab.finish(lab.start(lab.an_op, peer, copies, lab.payload(number)))
+        found = [one.payload for one in remote.notifications(60)]
+        for sort in (0, 1):
+            wanted = [lab.payload(number) for number in range(sort, 60, 2)]
+            assert [one for one in found if one[-1] % 2 == sort] == wanted
 
     def test_a_bound_one_waits_for_every_segment(self, lab: Lab, op: str) -> None:
         """A driver may split a transfer; its peer does not get to see that."""
@@ -185,7 +192,7 @@ class NotificationTests(ContractSettings):
         peer = lab.transport.connect(other.address())
         if not lab.notifies or lab.refuses(op, peer, copies):
             return
-        transfer = lab.start(op, peer, copies, b"every one")
+        transfer = lab.start(op, peer, copies, lab.bound())
         targets, seed = (here, 20) if op == "read" else (there, 10)
         notes: list[Notification] = []
 
@@ -199,7 +206,7 @@ class NotificationTests(ContractSettings):
         (note,) = notes
         for index, target in enumerate(targets):
             np.testing.assert_array_equal(target.get(), pattern(MIB, seed + index))
-        assert note.payload == b"every one"
+        assert note.payload == lab.bound()
         lab.finish(transfer)
 
     def test_what_a_transfer_that_was_refused_was_to_say_is_not_said(
@@ -209,8 +216,17 @@ class NotificationTests(ContractSettings):
         if not lab.notifies or lab.refuses(op, peer, lab.whole(remote)):
             return
         outside = batch(lab.mine.region, remote.region, [0], [MIB - 4], [8])
-        refused(lab.start, op, peer, outside, b"must not arrive")
+        refused(lab.start, op, peer, outside, lab.bound())
         assert remote.notifications(1, 0.1) == []
+
+    def test_notifications_does_not_block(self, lab: Lab, remote: Peer) -> None:
+        lab.transport.connect(remote.address())
+        took = []
+        for _ in range(20):
+            before = time.monotonic()
+            assert lab.transport.notifications() == []
+            took.append(time.monotonic() - before)
+        assert sorted(took)[10] < 0.05, took  # a busy machine may hold one call up, but not all
 
 
 def _refuses(lab: Lab, peer: PeerId, remote: Peer) -> bool:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import ConnectError, DriverError, TransportError
-from kvferry.core.transport import INTERFACE_VERSION, Quiescence, State
-from kvferry.testing.contract.lab import MIB, OPS, Lab, Neighbour, batch
+from kvferry.core.transport import INTERFACE_VERSION, Quiescence, State, Transport
+from kvferry.testing.contract.batches import batch
+from kvferry.testing.contract.lab import MIB, OPS, Lab, refused
+from kvferry.testing.contract.neighbour import Neighbour
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.memory import imported, pattern
 from kvferry.testing.peers import Peer, Process
@@ -23,8 +25,15 @@ class PeerTests(ContractSettings):
         assert major == INTERFACE_VERSION[0]
         assert minor >= 0
 
+    def test_it_says_itself_for_which_version_it_was_written(self, lab: Lab) -> None:
+        """A literal: the inherited number will be another one some day."""
+        kinds = type(lab.transport).__mro__
+        own = [kind for kind in kinds if "interface_version" in vars(kind)]
+        assert own[0] is not Transport, "interface_version is inherited"
+
     def test_its_capabilities_make_sense_and_stay(self, lab: Lab) -> None:
         can = lab.capabilities
+        assert isinstance(lab.transport.library, str)
         assert can.ops, "a driver that can neither read nor write moves nothing"
         assert can.ops <= set(OPS)
         assert lab.mine.region.kind in can.memory
@@ -51,7 +60,9 @@ class PeerTests(ContractSettings):
 
     def test_bytes_that_are_no_address_are_refused(self, lab: Lab, remote: Peer) -> None:
         good = remote.address()
-        halves = [good[:-1], good[: len(good) // 2], good[1:], good[len(good) // 2 :]]
+        assert isinstance(good, bytes)
+        parts = [good[: len(good) * part // 16] for part in range(1, 16)]
+        halves = [good[:-1], good[1:], good[len(good) // 2 :], *parts]
         for garbage in (b"", b"\0", b"garbage", b"\xc1" * 1000, bytes(1 << 20), *halves):
             with pytest.raises(ConnectError):
                 lab.transport.connect(garbage)
@@ -89,13 +100,13 @@ class PeerTests(ContractSettings):
         copies = batch(lab.mine.region, other.region, [0], [0], [MIB])
         if lab.refuses(op, peer, copies):
             return
-        lab.finish(lab.start(op, peer, copies, b"to myself" if lab.notifies else None))
+        lab.finish(lab.start(op, peer, copies, lab.bound()))
         content = pattern(MIB, 4 if op == "read" else 3)
         np.testing.assert_array_equal(lab.mine.get(), content)
         np.testing.assert_array_equal(other.get(), content)
         if lab.notifies:
             (note,) = lab.receive(lab.transport, 1)
-            assert (note.sender, note.payload) == (lab.transport.name, b"to myself")
+            assert (note.sender, note.payload) == (lab.transport.name, lab.bound())
 
     def test_several_peers_at_once(self, lab: Lab, op: str) -> None:
         neighbours = [Neighbour(lab, lab.make(), seed) for seed in range(6)]
@@ -188,10 +199,16 @@ class PeerTests(ContractSettings):
     def test_a_limit_of_unfinished_transfers_is_kept(
         self, lab: Lab, shared_process: Process
     ) -> None:
-        limit = lab.capabilities.max_outstanding
-        if limit is None or limit > 64:
-            return  # nothing to refuse; test_many_transfers_at_once has 64
+        """What has ended does not count, forgotten or not; nor what was refused."""
         peer = lab.transport.connect(shared_process.address())
+        limit = lab.capabilities.max_outstanding
+        outside = batch(lab.mine.region, shared_process.region, [0], [MIB], [8])
+        for _ in range(2 if limit is None else min(limit, 64) + 1):
+            refused(lab.start, lab.an_op, peer, outside)
+            transfer = lab.start(lab.an_op, peer, lab.whole(shared_process))
+            assert lab.known(transfer).state is State.DONE
+        if limit is None or limit > 64:
+            return  # nothing to refuse; test_many_transfers_at_once has more
         lasting = lab.lasting(shared_process)
         transfers = [lab.start(lab.an_op, peer, lasting) for _ in range(limit)]
         if not any(status.state.final for status in lab.poll(transfers)):

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import os
+import signal
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from kvferry.core.errors import ConnectError, TransportError
-from kvferry.core.transport import PeerId, State, Status, TransferId
-from kvferry.testing.contract.lab import MIB, Lab, Neighbour, batch, settings_of
+from kvferry.core.transport import PeerId, Quiescence, State, TransferId
+from kvferry.testing.contract.batches import batch
+from kvferry.testing.contract.killing import fails_in_time, killed_soon, known_in_time
+from kvferry.testing.contract.lab import MIB, Lab, refused, settings_of
+from kvferry.testing.contract.neighbour import Neighbour
 from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.memory import pattern
 from kvferry.testing.peers import Process
 
-_DURING_SECONDS = 0.1
+_MANY = 5000
 
 
 class ProcessTests(ContractSettings):
@@ -31,43 +33,45 @@ class ProcessTests(ContractSettings):
             peer = lab.transport.connect(address)
         except ConnectError:
             return
-        _fails_in_time(lab, peer, lab.start(lab.an_op, peer, lab.whole(process)))
+        fails_in_time(lab, peer, lab.start(lab.an_op, peer, lab.whole(process)))
 
     def test_killed_before_a_transfer(self, lab: Lab, process: Process, op: str) -> None:
-        """Small, large, empty and with a notification."""
+        """Small, large and with a notification. (One of no bytes ends too, if only somehow.)"""
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
         if lab.refuses(op, peer, copies):
             return
         process.kill()
         if lab.notifies:
-            lab.transport.notify(peer, b"nobody hears this, which is no error")
+            lab.transport.notify(peer, lab.payload(1))  # nobody hears this, which is no error
         small = batch(lab.mine.region, process.region, [0], [0], [8])
         transfers = [lab.start(op, peer, small)]
         if (lab.capabilities.max_outstanding or 2) >= 2:
-            transfers.append(lab.start(op, peer, copies, b"x" if lab.notifies else None))
+            transfers.append(lab.start(op, peer, copies, lab.bound()))
         for transfer in transfers:
-            _known_in_time(lab, transfer, time.monotonic())
+            known_in_time(lab, transfer, time.monotonic())
+        _in_use_until_final(lab, transfers[0])
         if lab.notifies:
-            lab.transport.notify(peer, b"nor this, now that it is known")
+            lab.transport.notify(peer, lab.payload(2))  # nor this, now that it is known
         for transfer in transfers:
             assert lab.settled_or_gone(transfer, peer).state is State.FAILED
         assert not lab.mine.get().any()
+        if lab.capabilities.quiescence is Quiescence.ALWAYS:  # nobody had to disconnect
+            nothing = lab.start(op, peer, batch(lab.mine.region, process.region, [], [], []))
+            known_in_time(lab, nothing, time.monotonic())
 
     def test_killed_during_a_transfer(self, lab: Lab, process: Process, op: str) -> None:
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process)
         if lab.refuses(op, peer, copies):
             return
-        with _killed_soon(process) as killed:
-            transfer = lab.start(op, peer, copies, b"never sent" if lab.notifies else None)
+        with killed_soon(process) as killed:
+            transfer = lab.start(op, peer, copies, lab.bound())
             running = lab.state(transfer) is State.PENDING
-        status = _known_in_time(lab, transfer, killed())
+        status = known_in_time(lab, transfer, killed())
         if running:
             assert status.state is not State.DONE, "it says that all bytes have arrived"
         lab.settled_or_gone(transfer, peer)
-        lab.mine.put(pattern(MIB, 11))
-        lab.stays(lab.mine, pattern(MIB, 11))
         lab.works(Neighbour(lab, lab.make()))
 
     def test_killed_with_many_transfers_in_flight(self, lab: Lab, process: Process) -> None:
@@ -75,13 +79,34 @@ class ProcessTests(ContractSettings):
         copies, limit = lab.lasting(process), lab.capabilities.max_outstanding or 4
         if not lab.capabilities.cancel:
             limit = 1  # each of them may have to run to its end first
-        with _killed_soon(process) as killed:
+        with killed_soon(process) as killed:
             transfers = [lab.start(lab.an_op, peer, copies) for _ in range(min(4, limit))]
         for transfer in transfers:
-            _known_in_time(lab, transfer, killed())
+            known_in_time(lab, transfer, killed())
         for transfer in transfers:
             lab.settled_or_gone(transfer, peer)
             lab.transport.forget(transfer)
+
+    def test_killed_while_a_fork_lives_on(self, lab: Lab, process: Process, op: str) -> None:
+        """The fork holds the sockets that it inherited, so that no connection ends."""
+        peer = lab.transport.connect(process.address())
+        copies = lab.lasting(process)
+        if lab.refuses(op, peer, copies):
+            return
+        fork = process.fork_and_stay()
+        try:
+            with killed_soon(process) as killed:
+                transfer = lab.start(op, peer, copies)
+                running = lab.state(transfer) is State.PENDING
+            status = known_in_time(lab, transfer, killed())
+            assert not (running and status.state is State.DONE), "it says that all has arrived"
+            if (lab.capabilities.max_outstanding or 2) >= 2:
+                later = lab.start(op, peer, lab.whole(process))
+                assert known_in_time(lab, later, time.monotonic()).state is not State.DONE
+        finally:
+            os.kill(fork, signal.SIGKILL)
+        lab.settled_or_gone(transfer, peer)
+        lab.works(Neighbour(lab, lab.make()))
 
     def test_killed_after_a_transfer(self, lab: Lab, process: Process) -> None:
         content = process.get()
@@ -109,7 +134,7 @@ class ProcessTests(ContractSettings):
         transport = lab.make()
         buffer = lab.buffer(MIB, transport)
         peer = transport.connect(process.address())
-        with _killed_soon(process):
+        with killed_soon(process):
             getattr(transport, lab.an_op)(peer, lab.lasting(process, buffer.region))
         before = time.monotonic()
         with contextlib.suppress(TransportError):
@@ -128,7 +153,7 @@ class ProcessTests(ContractSettings):
             lab.mine.put(np.zeros(MIB, np.uint8))
             copies = lab.whole(process)
             transfer = lab.start(lab.an_op, old, copies)
-            _fails_in_time(lab, old, transfer)
+            fails_in_time(lab, old, transfer)
             assert not lab.mine.get().any(), "bytes of a process that is not the peer"
             lab.works(again)
 
@@ -136,9 +161,9 @@ class ProcessTests(ContractSettings):
         neighbour = Neighbour(lab, lab.make())
         peer = lab.transport.connect(process.address())
         lab.works(neighbour)
-        with _killed_soon(process) as killed:
+        with killed_soon(process) as killed:
             transfer = lab.start(lab.an_op, peer, lab.lasting(process))
-        _known_in_time(lab, transfer, killed())
+        known_in_time(lab, transfer, killed())
         lab.settled_or_gone(transfer, peer)
         lab.works(neighbour)
 
@@ -160,7 +185,16 @@ class ProcessTests(ContractSettings):
         if when == "during":
             process.stop()
             lab.transport.cancel(transfer)
-        lab.until(lambda: lab.state(transfer) is not State.PENDING, 2.0)
+        took = []
+
+        def known() -> bool:
+            before = time.monotonic()
+            pending = lab.state(transfer) is State.PENDING
+            took.append(time.monotonic() - before)
+            return not pending
+
+        lab.until(known, 2.0)
+        assert sorted(took)[len(took) // 2] < 0.05, f"poll blocks while its peer is stopped: {took}"
         if lab.state(transfer) is State.DONE:
             np.testing.assert_array_equal(lab.mine.get(), content)
         else:
@@ -177,53 +211,39 @@ class ProcessTests(ContractSettings):
         (status,) = lab.poll([transfer])
         assert status.state in (State.FAILED, State.DOOMED), status
         if status.state is State.FAILED:
-            lab.mine.put(pattern(MIB, 12))
-            lab.stays(lab.mine, pattern(MIB, 12))
+            lab.quiet(lab.mine)
 
     def test_a_stopped_peer_that_goes_on_works_again(self, lab: Lab, process: Process) -> None:
         peer = lab.transport.connect(process.address())
         process.stop()
         if lab.notifies:
-            lab.transport.notify(peer, b"wait for it")
+            lab.transport.notify(peer, lab.payload(3))
         process.go_on()
         if lab.notifies:
-            assert [one.payload for one in process.notifications(1)] == [b"wait for it"]
+            assert [one.payload for one in process.notifications(1)] == [lab.payload(3)]
+        lab.works(process)
+
+    def test_a_stopped_peer_does_not_keep_notify_waiting(self, lab: Lab, process: Process) -> None:
+        """What is taken arrives when it goes on; that a queue is full may be an error."""
+        if not lab.notifies:
+            return
+        peer = lab.transport.connect(process.address())
+        process.stop()
+        taken: list[bytes] = []
+        before = time.monotonic()
+        with contextlib.suppress(TransportError):
+            while len(taken) < _MANY and time.monotonic() - before < lab.settings.patience:
+                lab.transport.notify(peer, lab.payload(len(taken)))
+                taken.append(lab.payload(len(taken)))
+        assert time.monotonic() - before < lab.settings.patience
+        process.go_on()
+        assert [one.payload for one in process.notifications(len(taken))] == taken
         lab.works(process)
 
 
-@contextlib.contextmanager
-def _killed_soon(process: Process) -> Iterator[Killed]:
-    """Kill a process a moment after the block has begun; a call in it that blocks meets that."""
-    killed = Killed()
-
-    def kill() -> None:
-        process.process.kill()
-        killed.at = time.monotonic()
-
-    thread = threading.Timer(_DURING_SECONDS, kill)
-    thread.start()
-    try:
-        yield killed
-    finally:
-        thread.join()
-        process.kill()
-
-
-class Killed:
-    """When it was, once the block has ended."""
-
-    at: float = 0.0
-
-    def __call__(self) -> float:
-        return self.at
-
-
-def _known_in_time(lab: Lab, transfer: TransferId, since: float) -> Status:
-    """See that the outcome is known in time after the peer's death; being doomed is knowing."""
-    left = since + lab.settings.known_within - time.monotonic()
-    return lab.known(transfer, seconds=max(left, 0.05))
-
-
-def _fails_in_time(lab: Lab, peer: PeerId, transfer: TransferId) -> None:
-    _known_in_time(lab, transfer, time.monotonic())
-    assert lab.settled_or_gone(transfer, peer).state is State.FAILED
+def _in_use_until_final(lab: Lab, transfer: TransferId) -> None:
+    """What is doomed until ``disconnect`` uses its memory, and keeps its record."""
+    doomed = lab.state(transfer) is State.DOOMED
+    if doomed and lab.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
+        refused(lab.transport.deregister, lab.mine.region)
+        refused(lab.transport.forget, transfer)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvferry.core.copies import Copies, Segment
-from kvferry.core.errors import TransportError, TransportUnsupportedError
+from kvferry.core.errors import TransportUnsupportedError
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, State, TransferId
-from kvferry.testing.contract.lab import MIB, Lab, batch, joined, refused
+from kvferry.testing.contract.batches import batch, joined, part_of
+from kvferry.testing.contract.lab import MIB, Lab, refused
+from kvferry.testing.contract.neighbour import Neighbour
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.memory import pattern
 from kvferry.testing.peers import Peer, Process
@@ -64,7 +67,9 @@ class RefusalTests(ContractSettings):
         unknown = lab.buffer(MIB)
         unknown.put(pattern(MIB, 5))
         theirs = remote.get()
-        for region in (unknown.region, lab.mine.part(0, MIB - 1)):
+        shifted = lab.mine.part(0, MIB - 1)
+        elsewhere = replace(lab.mine.region, device=1 + lab.mine.region.device)
+        for region in (unknown.region, shifted, elsewhere):
             copies = batch(region, remote.region, [0], [0], [4096])
             if not lab.refuses(op, peer, copies):
                 refused(lab.start, op, peer, copies)
@@ -90,19 +95,56 @@ class RefusalTests(ContractSettings):
     ) -> None:
         peer = lab.transport.connect(remote.address())
         mine, theirs, whole = lab.mine.get(), remote.get(), remote.region
-        for offset, nbytes in ((0, MIB - 1), (4096, 4096), (8, MIB)):
-            region = _moved(whole, offset, nbytes)
+        parts = [part_of(whole, *cut) for cut in ((0, MIB - 1), (4096, 4096), (8, MIB))]
+        for region in (*parts, replace(whole, device=1 + whole.device)):
             copies = batch(lab.mine.region, region, [0], [0], [8])
             if not lab.refuses(op, peer, copies):
                 refused(lab.start, op, peer, copies)
         lab.stays(lab.mine, mine)
         lab.stays(remote, theirs, 0)
+        # What was refused uses nothing.
+        lab.transport.deregister(lab.mine.region)
+
+    def test_what_another_peer_registered_is_refused(
+        self, lab: Lab, shared_process: Process, op: str
+    ) -> None:
+        """Also what this very side has registered: each peer has its own."""
+        neighbour = Neighbour(lab, lab.make())
+        other = Neighbour(lab, lab.make(), seed=2)
+        lab.transport.connect(lab.transport.address())
+        lab.transport.connect(neighbour.address())
+        content = neighbour.get()
+        for remote in (other, shared_process):
+            peer = lab.transport.connect(remote.address())
+            spare = lab.buffer(MIB, lab.transport)
+            for region in (neighbour.region, spare.region):
+                copies = batch(lab.mine.region, region, [0], [0], [8])
+                if not lab.refuses(op, peer, copies):
+                    refused(lab.start, op, peer, copies)
+            # Nor is a peer's memory local, in one process or not.
+            copies = batch(neighbour.region, remote.region, [0], [0], [8])
+            if not lab.refuses(op, peer, copies):
+                refused(lab.start, op, peer, copies)
+        lab.stays(neighbour, content)
+
+    def test_segments_without_copies_must_name_known_regions_too(
+        self, lab: Lab, remote: Peer, op: str
+    ) -> None:
+        peer = lab.transport.connect(remote.address())
+        for here, there in (
+            (lab.mine.part(0, 8), remote.region),
+            (lab.mine.region, part_of(remote.region, 0, 8)),
+        ):
+            full = batch(lab.mine.region, remote.region, [0], [0], [8])
+            copies = joined([batch(here, there, [], [], []), full])
+            if not lab.refuses(op, peer, copies):
+                refused(lab.start, op, peer, copies)
 
     def test_what_a_peer_registers_later_is_known_after_connecting_again(
         self, lab: Lab, process: Process, op: str
     ) -> None:
         peer = lab.transport.connect(process.address())
-        later = _moved(process.region, 8192, 4096)
+        later = part_of(process.region, 8192, 4096)
         copies = batch(lab.mine.region, later, [0], [0], [4096])
         if lab.refuses(op, peer, copies):
             return
@@ -119,7 +161,7 @@ class RefusalTests(ContractSettings):
         copies = lab.whole(process)
         if lab.refuses(op, peer, copies):
             return
-        kept = _moved(process.region, 0, 4096)
+        kept = part_of(process.region, 0, 4096)
         process.register(kept)
         process.deregister(process.region)
         assert lab.transport.connect(process.address()) == peer
@@ -132,31 +174,39 @@ class RefusalTests(ContractSettings):
     def test_what_a_peer_deregistered_meanwhile_ends_the_transfer_somehow(
         self, lab: Lab, process: Process, op: str
     ) -> None:
-        """Whether it fails is more than every network can tell; that it ends is not."""
+        """Whether it fails is more than every network can tell; that it ends is not.
+
+        One that fails says nothing to the peer.
+        """
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
         if lab.refuses(op, peer, copies):
             return
         process.deregister(process.region)
-        transfer = lab.start(op, peer, copies)
-        lab.settled(transfer, peer)
+        transfer = lab.start(op, peer, copies, lab.bound())
+        if lab.settled(transfer, peer).state is State.FAILED and lab.notifies:
+            assert process.notifications(1, 0.05) == [], "of a transfer that failed"
         lab.transport.forget(transfer)
 
     def test_a_region_in_use_is_not_deregistered(
         self, lab: Lab, shared_process: Process, op: str
     ) -> None:
+        """Whichever of its segments uses it; and what none uses may go."""
         peer = lab.transport.connect(shared_process.address())
-        copies = lab.lasting(shared_process)
+        other, spare = (lab.buffer(MIB, lab.transport) for _ in range(2))
+        small = batch(other.region, shared_process.region, [0], [0], [8])
+        copies = joined([lab.lasting(shared_process), small])
         if lab.refuses(op, peer, copies):
             return
         transfer = lab.start(op, peer, copies)
-        if not lab.state(transfer).final:
-            region = lab.mine.region
-            with pytest.raises(TransportError):
-                lab.transport.deregister(region)
+        for region in (lab.mine.region, other.region):
+            if not lab.state(transfer).final:
+                refused(lab.transport.deregister, region)
+        lab.transport.deregister(spare.region)
         lab.transport.cancel(transfer)
         lab.settled(transfer, peer)
-        lab.transport.deregister(lab.mine.region)
+        for region in (lab.mine.region, other.region):
+            lab.transport.deregister(region)
 
     def test_overlapping_regions_are_separate(self, lab: Lab, remote: Peer, op: str) -> None:
         half = lab.mine.part(0, MIB // 2)
@@ -195,11 +245,21 @@ class RefusalTests(ContractSettings):
             copies = batch(
                 lab.mine.region,
                 remote.region,
-                np.array([100, here], np.uint64),
-                np.array([100, there], np.uint64),
-                np.array([8, nbytes], np.uint64),
+                np.array([100, here, 200], np.uint64),
+                np.array([100, there, 200], np.uint64),
+                np.array([8, nbytes, 8], np.uint64),
             )
         _refused_whole(lab, remote, op, copies)
+
+    @pytest.mark.parametrize("at", [0, 500, 999])
+    @pytest.mark.parametrize("side", ["local", "remote"])
+    def test_one_copy_outside_among_many_is_refused(
+        self, lab: Lab, shared_process: Process, op: str, side: str, at: int
+    ) -> None:
+        here, there = 512 * np.arange(1000), 512 * np.arange(1000)
+        (here if side == "local" else there)[at] = MIB - 100
+        copies = batch(lab.mine.region, shared_process.region, here, there, np.full(1000, 101))
+        _refused_whole(lab, shared_process, op, copies)
 
     @pytest.mark.parametrize("start", [0, 4096])
     @pytest.mark.parametrize("side", ["local", "remote"])
@@ -207,7 +267,7 @@ class RefusalTests(ContractSettings):
         self, lab: Lab, shared_process: Process, op: str, side: str, start: int
     ) -> None:
         """Being in some other region, which may begin at the same address, does not help."""
-        here, there = lab.mine.part(start, 4096), _moved(shared_process.region, start, 4096)
+        here, there = lab.mine.part(start, 4096), part_of(shared_process.region, start, 4096)
         lab.transport.register(here)
         shared_process.register(there)
         inside = batch(here, there, [0], [0], [4096])
@@ -277,12 +337,6 @@ class RefusalTests(ContractSettings):
         lab.transport.cancel(transfer)
         lab.settled(transfer, peer)
         lab.transport.forget(transfer)
-
-
-def _moved(region: Region, offset: int, nbytes: int) -> Region:
-    return Region(
-        address=region.address + offset, nbytes=nbytes, kind=region.kind, device=region.device
-    )
 
 
 def _refused_whole(lab: Lab, remote: Peer, op: str, copies: Copies) -> None:

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from kvferry.testing.contract.lab import MIB, Lab, Neighbour, settings_of
+from kvferry.testing.contract.lab import MIB, Lab, settings_of
+from kvferry.testing.contract.neighbour import Neighbour
 from kvferry.testing.peers import Peer, Process
 
 PLACES = ("itself", "neighbour", "other process")
@@ -27,6 +28,8 @@ class ContractSettings:
             transfers in flight still pass, but show less.
         known_within: seconds until the death of a peer's process has to be known.
         patience: seconds after which a transfer is taken to hang.
+        quiet_seconds: how long memory is watched after a final state. What lands later is not
+            found.
     """
 
     factory: ClassVar[str]
@@ -35,6 +38,7 @@ class ContractSettings:
     lasting_bytes: ClassVar[int] = 16 << 30
     known_within: ClassVar[float] = 1.0
     patience: ClassVar[float] = 30.0
+    quiet_seconds: ClassVar[float] = 0.5
 
     @pytest.fixture
     def lab(self) -> Iterator[Lab]:
@@ -50,16 +54,21 @@ class ContractSettings:
             yield process
 
     @pytest.fixture
-    def shared_process(self, lasting_process: Process) -> Process:
+    def shared_process(self, lab: Lab, lasting_process: Process) -> Iterator[Process]:
         """A process for tests that do no more to it than to move its bytes."""
+        lasting_process.meanwhile = lab.turn
+        lasting_process.patience = lab.settings.patience
         lasting_process.reset()
-        return lasting_process
+        yield lasting_process
+        lasting_process.meanwhile = None
 
     @pytest.fixture
-    def process(self) -> Iterator[Process]:
+    def process(self, lab: Lab) -> Iterator[Process]:
         """A process for one test, which may kill it."""
         made = settings_of(self)
         with Process(made.factory, made.options, made.memory, MIB) as process:
+            process.meanwhile = lab.turn
+            process.patience = lab.settings.patience
             yield process
 
     @pytest.fixture(params=PLACES)
@@ -69,6 +78,11 @@ class ContractSettings:
             process: Process = request.getfixturevalue("shared_process")
             return process
         return Neighbour(lab, lab.transport if request.param == "itself" else lab.make())
+
+    @pytest.fixture
+    def everywhere(self, lab: Lab, shared_process: Process) -> list[Peer]:
+        """A peer in each of those places at once."""
+        return [Neighbour(lab, lab.transport), Neighbour(lab, lab.make()), shared_process]
 
     @pytest.fixture(params=["read", "write"])
     def op(self, request: pytest.FixtureRequest) -> str:

@@ -6,15 +6,18 @@ import numpy as np
 import pytest
 
 from kvferry.core.copies import Copies, Segment
-from kvferry.core.memory import Region, U64Array
+from kvferry.core.memory import U64Array
 from kvferry.core.transport import State, Status, Transport
-from kvferry.testing.contract.lab import MIB, Lab, batch, joined, moved, refused
+from kvferry.testing.contract.batches import batch, joined, moved, part_of
+from kvferry.testing.contract.lab import MIB, Lab, refused
 from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.memory import Buffer, allocate, available, pattern
+from kvferry.testing.memory import Buffer, available, pattern
 from kvferry.testing.peers import Peer, Process
 
 GIB = 1 << 30
 CHUNK = 4 << 20
+_LARGE = 64 << 20
+_MANY = 256
 
 
 class TransferTests(ContractSettings):
@@ -91,14 +94,20 @@ class TransferTests(ContractSettings):
         buffers = [lab.buffer(1024, lab.transport) for _ in range(30)]
         parts = [index * 8192 + 5 for index in range(30)]
         content = remote.get()
+        regions = [part_of(remote.region, part, 2000) for part in parts]
         for index, buffer in enumerate(buffers):
             buffer.put(pattern(1024, 100 + index))
-            region = _part(remote, parts[index], 2000)
-            remote.register(region)
+            remote.register(regions[index])
         peer = lab.transport.connect(remote.address())
         copies = joined(
             [
-                batch(buffer.region, _part(remote, part, 2000), [3, 600], [7, 1000], [500, 400])
+                batch(
+                    buffer.region,
+                    part_of(remote.region, part, 2000),
+                    [3, 600],
+                    [7, 1000],
+                    [500, 400],
+                )
                 for buffer, part in zip(buffers, parts, strict=True)
             ]
         )
@@ -112,7 +121,7 @@ class TransferTests(ContractSettings):
             else:
                 content = moved(content, far, mine, near, [500, 400])
             np.testing.assert_array_equal(buffer.get(), mine)
-            remote.deregister(_part(remote, part, 2000))
+            remote.deregister(regions[index])
         np.testing.assert_array_equal(remote.get(), content)
 
     def test_empty_segments_between_full_ones(self, lab: Lab, remote: Peer, op: str) -> None:
@@ -142,20 +151,20 @@ class TransferTests(ContractSettings):
         others = lab.capabilities.memory - {lab.mine.region.kind}
         kinds = [lab.settings.memory, *sorted(filter(available, others)), lab.settings.memory]
         other = lab.make()
-        here = [_held(lab.transport, kind, 10 + i) for i, kind in enumerate(kinds)]
-        there = [_held(other, kind, 20 + i) for i, kind in enumerate([*kinds[1:], kinds[0]])]
+        here = [_held(lab, lab.transport, kind, 10 + i) for i, kind in enumerate(kinds)]
+        there = [_held(lab, other, kind, 20 + i) for i, kind in enumerate([*kinds[1:], kinds[0]])]
         pairs = list(zip(here, there, strict=True))
         copies = joined([batch(one.region, far.region, [0], [0], [MIB]) for one, far in pairs])
         peer = lab.transport.connect(other.address())
         if lab.refuses(op, peer, copies):
             return
-        lab.finish(lab.start(op, peer, copies, b"all of it" if lab.notifies else None))
+        lab.finish(lab.start(op, peer, copies, lab.bound()))
         for i, (one, far) in enumerate(pairs):
             content = pattern(MIB, 20 + i if op == "read" else 10 + i)
             np.testing.assert_array_equal(one.get(), content)
             np.testing.assert_array_equal(far.get(), content)
         if lab.notifies:
-            assert [note.payload for note in lab.receive(other, 1)] == [b"all of it"]
+            assert [note.payload for note in lab.receive(other, 1)] == [lab.bound()]
 
     @pytest.mark.slow
     def test_1_gib(self, lab: Lab, op: str) -> None:
@@ -179,6 +188,28 @@ class TransferTests(ContractSettings):
             assert lab.known(transfer, seconds=300).state is State.DONE
             for at in range(0, GIB, CHUNK):
                 np.testing.assert_array_equal(target.get(at + shift, CHUNK), source.get(at, CHUNK))
+
+    def test_large_transfers(self, lab: Lab, op: str) -> None:
+        """64 MiB, last copy first; every byte is there when it is DONE, and not soon after."""
+        other = lab.make()
+        mine, theirs = lab.buffer(_LARGE, lab.transport), lab.buffer(_LARGE, other)
+        target, source = (mine, theirs) if op == "read" else (theirs, mine)
+        content = pattern(_LARGE, 8)
+        source.put(content)
+        peer = lab.transport.connect(other.address())
+        starts = np.arange(0, _LARGE, 1 << 16)
+        copies = batch(
+            mine.region, theirs.region, starts, starts[::-1], np.full(len(starts), 1 << 16)
+        )
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies)
+        # The caller's own again, while the driver may be at work.
+        for array in (copies.local, copies.remote, copies.nbytes):
+            array[:] = 0
+        lab.finish(transfer)
+        wrong = (target.get().reshape(-1, 1 << 16) != content.reshape(-1, 1 << 16)[::-1]).any(1)
+        assert not wrong.any(), f"{wrong.sum()} copies of {len(wrong)} have not arrived"
 
     def test_the_callers_arrays_are_free_after_the_call(
         self, lab: Lab, shared_process: Process, op: str
@@ -229,7 +260,7 @@ class TransferTests(ContractSettings):
         mine, theirs = pattern(MIB, 77), remote.get()
         lab.mine.put(mine)
         peer = lab.transport.connect(remote.address())
-        starts = np.arange(0, MIB, MIB // min(64, lab.capabilities.max_outstanding or 64))
+        starts = np.arange(0, MIB, MIB // min(_MANY, lab.capabilities.max_outstanding or _MANY))
         size = int(starts[1]) if len(starts) > 1 else MIB
         if lab.refuses(op, peer, lab.whole(remote)):
             return
@@ -250,7 +281,7 @@ class TransferTests(ContractSettings):
         assert lab.known(small).state is State.DONE
         lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
         after = lab.state(lasting)
-        first, second, third = lab.poll([small, lasting, small])
+        first, second, third = lab.poll((small, lasting, small))
         assert first == third == Status(state=State.DONE)
         assert second.state is after or second.state.final
         assert lab.poll([]) == []
@@ -260,6 +291,8 @@ class TransferTests(ContractSettings):
         transfer = lab.start(lab.an_op, peer, lab.whole(remote))
         assert lab.known(transfer).state is State.DONE
         lab.transport.disconnect(peer)
+        assert lab.poll([transfer]) == [Status(state=State.DONE)]
+        lab.transport.cancel(transfer)
         assert lab.poll([transfer]) == [Status(state=State.DONE)]
         lab.transport.forget(transfer)
         for call in (lab.transport.forget, lab.transport.cancel):
@@ -276,17 +309,9 @@ class TransferTests(ContractSettings):
             lab.finish(transfer)
 
 
-def _part(remote: Peer, offset: int, nbytes: int) -> Region:
-    whole = remote.region
-    return Region(
-        address=whole.address + offset, nbytes=nbytes, kind=whole.kind, device=whole.device
-    )
-
-
-def _held(transport: Transport, memory: str, seed: int) -> Buffer:
-    buffer = allocate(memory, MIB)
+def _held(lab: Lab, transport: Transport, memory: str, seed: int) -> Buffer:
+    buffer = lab.buffer(MIB, transport, memory)
     buffer.put(pattern(MIB, seed))
-    transport.register(buffer.region)
     return buffer
 
 

@@ -1,0 +1,94 @@
+"""What the faults are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from kvferry.core.copies import Copies, Segment
+from kvferry.core.errors import TransportError
+from kvferry.core.memory import Region
+from kvferry.core.transport import (
+    PeerId,
+    State,
+    Status,
+    TransferId,
+    Transport,
+)
+from kvferry.drivers.loopback import LoopbackTransport
+
+T = TypeVar("T", bound=Transport)
+
+CAUGHT_BY: dict[str, str] = {}
+FACTORIES: dict[str, str] = {}
+DONE = Status(state=State.DONE)
+PENDING = Status(state=State.PENDING)
+
+
+def caught_by(test: str) -> Callable[[type[T]], type[T]]:
+    """Say which test finds the fault."""
+
+    def named(driver: type[T]) -> type[T]:
+        CAUGHT_BY[driver.__name__] = test
+        FACTORIES[driver.__name__] = f"{driver.__module__}:{driver.__name__}"
+        return driver
+
+    return named
+
+
+class Altered(LoopbackTransport):
+    """Base: does to a transfer what a subclass says, and then the right thing."""
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return super().read(*self.altered(peer, copies, notify))
+
+    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return super().write(*self.altered(peer, copies, notify))
+
+    def altered(
+        self, peer: PeerId, copies: Copies, notify: bytes | None
+    ) -> tuple[PeerId, Copies, bytes | None]:
+        return peer, self.copies(copies), notify
+
+    def copies(self, copies: Copies) -> Copies:
+        return copies
+
+
+class Watched(LoopbackTransport):
+    """Base: what ``poll`` says goes through ``seen``."""
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        statuses = super().poll(transfers)
+        return [self.seen(*pair) for pair in zip(transfers, statuses, strict=True)]
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        return status
+
+
+def cut(copies: Copies, part: slice) -> Copies:
+    """Some copies of a batch from its start, and segments that still cover them."""
+    local = copies.local[part]
+    n = len(local)
+    segments = (
+        Segment(start=min(one.start, n), stop=min(one.stop, n), local=one.local, remote=one.remote)
+        for one in copies.segments
+    )
+    return Copies(
+        local=local,
+        remote=copies.remote[part],
+        nbytes=copies.nbytes[part],
+        segments=tuple(segments),
+    )
+
+
+def first_of(copies: Copies, side: str) -> np.uint64:
+    """The first address of the first segment's region of this side."""
+    region: Region = getattr(copies.segments[0], side)
+    return np.uint64(region.address)
+
+
+def failed(why: str) -> Status:
+    """FAILED, with a reason."""
+    return Status(state=State.FAILED, error=TransportError(why))

@@ -1,0 +1,90 @@
+"""Close, use after close, fork."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from kvferry.core.errors import TransportUsageError
+from kvferry.core.transport import (
+    Notification,
+)
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.board import Board
+from tests.testing.planted.base import (
+    caught_by,
+)
+
+
+@caught_by("test_close_twice")
+class ClosesOnce(LoopbackTransport):
+    """The second ``close`` is a mistake."""
+
+    def close(self) -> None:
+        self._guard()
+        super().close()
+
+
+@caught_by("test_after_close_every_method_but_close_refuses")
+class AnswersAfterClose(LoopbackTransport):
+    """After ``close`` there are no notifications, which is said without an error."""
+
+    def notifications(self) -> list[Notification]:
+        return [] if self._owner.closed else super().notifications()
+
+
+@caught_by("test_closing_one_leaves_others_alone")
+class ClosesWhatIsShared(LoopbackTransport):
+    """Closing the last one that was made ends what all of them share."""
+
+    made: list[LoopbackTransport] = []  # noqa: RUF012 - the fault
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self.made.append(self)
+
+    def close(self) -> None:
+        for one in self.made:
+            LoopbackTransport.close(one)
+
+
+@caught_by("test_a_forked_child_is_refused_and_harms_nothing")
+class DoesNotNoticeAFork(LoopbackTransport):
+    """A forked child goes on as if it were its parent."""
+
+    def _guard(self) -> None:
+        if self._owner.closed:
+            raise TransportUsageError("closed")
+
+
+@caught_by("test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed")
+class StaysReadable(LoopbackTransport):
+    """``close`` leaves its memory registered."""
+
+    def close(self) -> None:
+        self._board = Board()
+        super().close()
+
+
+def _shut_down(transport: LoopbackTransport) -> None:
+    for peer in transport._peers.values():
+        peer.channel.socket.shutdown(socket.SHUT_RDWR)
+
+
+@caught_by("test_a_forked_child_is_refused_and_harms_nothing")
+class EndsItsParentsConnections(LoopbackTransport):
+    """``close`` in a fork shuts the parent's sockets down."""
+
+    def close(self) -> None:
+        if os.getpid() != self._owner.pid:
+            _shut_down(self)
+        super().close()
+
+
+@caught_by("test_a_forked_child_is_refused_and_harms_nothing")
+class EndsThemWhenItIsDropped(LoopbackTransport):
+    """A fork that only drops the transport shuts the parent's sockets down."""
+
+    def __del__(self) -> None:
+        if os.getpid() != self._owner.pid:
+            _shut_down(self)

@@ -1,0 +1,174 @@
+"""What is said of a transfer is not so."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvferry.core.copies import Copies
+from kvferry.core.errors import TransportError, TransportUsageError
+from kvferry.core.transport import (
+    Notification,
+    PeerId,
+    State,
+    Status,
+    TransferId,
+)
+from kvferry.drivers.loopback import LoopbackTransport
+from tests.testing.planted.base import (
+    PENDING,
+    Watched,
+    caught_by,
+    failed,
+)
+from tests.testing.planted.moving import KeepsTheCallersArrays
+
+
+@caught_by("test_poll_answers_in_the_order_of_the_ids")
+class AnswersPollInItsOwnOrder(LoopbackTransport):
+    """The statuses come in the order in which the transfers were begun, each once."""
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        return super().poll(sorted(transfers, reverse=True))
+
+
+@caught_by("test_ids_are_not_used_again")
+class UsesIdsAgain(LoopbackTransport):
+    """A forgotten transfer's id is given to the next one."""
+
+    def forget(self, transfer: TransferId) -> None:
+        super().forget(transfer)
+        self._ids = iter([transfer, *range(transfer + 1, transfer + 10_000)])  # type: ignore[assignment]
+
+
+@caught_by("test_done_stays_until_it_is_forgotten")
+class DisconnectUndoesWhatWasDone(Watched):
+    """A transfer of a peer that has been disconnected is FAILED, whatever it was."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        peer = self._jobs[transfer][0]
+        return status if peer in self._peers else failed("disconnected")
+
+
+@caught_by("test_done_stays_until_it_is_forgotten")
+class ForgetsWhatIsDone(LoopbackTransport):
+    """The record of a transfer goes when its end has been seen."""
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        statuses = super().poll(transfers)
+        for transfer, status in zip(transfers, statuses, strict=True):
+            if status.state.final and transfer in self._jobs:
+                self.forget(transfer)
+        return statuses
+
+
+@caught_by("test_only_final_transfers_can_be_forgotten")
+class ForgetsWhatRuns(LoopbackTransport):
+    """``forget`` of a transfer in flight is taken."""
+
+    def forget(self, transfer: TransferId) -> None:
+        if self._job(transfer).final:
+            super().forget(transfer)
+
+
+@caught_by("test_poll_does_not_block")
+class BlocksInPoll(LoopbackTransport):
+    """``poll`` waits a little for an end."""
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        self._workers.wait_quiet([self._job(one) for one in transfers], time.monotonic() + 0.1)
+        return super().poll(transfers)
+
+
+@caught_by("test_calls_may_come_from_different_threads")
+class IsBoundToOneThread(LoopbackTransport):
+    """Only the thread that made it may call."""
+
+    def __init__(self, **options: object) -> None:
+        self._thread = threading.get_ident()
+        super().__init__(**options)
+
+    def _guard(self) -> None:
+        super()._guard()
+        if self._thread != threading.get_ident():
+            raise TransportError("called from another thread")
+
+
+@caught_by("test_transfers_go_on_without_calls")
+class BeginsWhenItIsPolled(KeepsTheCallersArrays):
+    """It says that transfers go on by themselves, and moves nothing unless it is polled."""
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        own = (getattr(copies, name).copy() for name in ("local", "remote", "nbytes"))
+        local, remote, nbytes = own
+        return super().read(
+            peer, replace(copies, local=local, remote=remote, nbytes=nbytes), notify
+        )
+
+
+@caught_by("test_long_calls_release_the_interpreter")
+class KeepsTheInterpreter(LoopbackTransport):
+    """What a library does in ``read`` takes a while, and nobody else may run."""
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        transfer = super().read(peer, copies, notify)
+        if copies.total > 1 << 30:
+            ctypes.PyDLL(None).usleep(900_000)
+        return transfer
+
+
+@caught_by("test_notifications_does_not_block")
+class WaitsForNotifications(LoopbackTransport):
+    """``notifications`` waits a little for one to come."""
+
+    def notifications(self) -> list[Notification]:
+        found = super().notifications()
+        if not found:
+            time.sleep(0.1)
+        return found
+
+
+@caught_by("test_poll_answers_in_the_order_of_the_ids")
+class PollsListsOnly(LoopbackTransport):
+    """A sequence of ids that is no list is refused."""
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        if not isinstance(transfers, list):
+            raise TransportUsageError("not a list")
+        return super().poll(transfers)
+
+
+@caught_by("test_done_stays_until_it_is_forgotten")
+class CancelUndoesWhatWasDone(Watched):
+    """A transfer that is cancelled after its end is FAILED, whatever it was."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._cancelled: set[TransferId] = set()
+
+    def cancel(self, transfer: TransferId) -> None:
+        super().cancel(transfer)
+        self._cancelled.add(transfer)
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        undone = transfer in self._cancelled and status.state is State.DONE
+        return failed("cancelled") if undone else status
+
+
+@caught_by("test_one_copy")
+class GoesBack(Watched):
+    """What was DONE once is PENDING when it is looked at again."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._told: set[TransferId] = set()
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        if transfer in self._told:
+            return PENDING
+        if status.state.final:
+            self._told.add(transfer)
+        return status

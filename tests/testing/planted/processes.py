@@ -1,0 +1,172 @@
+"""Peers that die."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvferry.core.copies import Copies
+from kvferry.core.errors import TransportError
+from kvferry.core.transport import (
+    Capabilities,
+    PeerId,
+    Quiescence,
+    State,
+    Status,
+    TransferId,
+)
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.reach import OtherProcess
+from tests.testing.planted.base import (
+    DONE,
+    PENDING,
+    Watched,
+    caught_by,
+)
+
+
+@caught_by("test_killed_before_a_transfer")
+class RaisesFromPoll(LoopbackTransport):
+    """A failure is an exception."""
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        statuses = super().poll(transfers)
+        for status in statuses:
+            if status.error is not None:
+                raise status.error
+        return statuses
+
+
+@caught_by("test_killed_before_a_transfer")
+class RaisesWhereTheTransferBegins(LoopbackTransport):
+    """That the peer is gone is an exception of ``read``."""
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        transfer = super().read(peer, copies, notify)
+        (status,) = super().poll([transfer])
+        if status.error is not None:
+            raise status.error
+        return transfer
+
+
+@caught_by("test_killed_before_a_transfer")
+class ExpectsToBeHeard(LoopbackTransport):
+    """A free notification to a peer that is gone is an error."""
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        super().notify(peer, payload)
+        if self._peers[peer].channel.lost:
+            raise TransportError("nobody hears this")
+
+
+@caught_by("test_killed_before_a_transfer")
+class WillNotNotifyTheDead(LoopbackTransport):
+    """A free notification is refused once it is known that the peer is gone."""
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        jobs = [job for owner, job in self._jobs.values() if owner == peer]
+        if any(job.status.state is State.FAILED for job in jobs):
+            raise TransportError("the peer is gone")
+        super().notify(peer, payload)
+
+
+@caught_by("test_killed_before_a_transfer")
+class FailsWithoutAnError(Watched):
+    """A failure does not say why."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        return replace(status, error=None)
+
+
+@caught_by("test_killed_during_a_transfer")
+class NeverLearnsOfADeath(Watched):
+    """A transfer of a dead peer is PENDING for ever."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        return PENDING if status.state is State.FAILED else status
+
+
+@caught_by("test_killed_during_a_transfer")
+class TakesDeathForTheEnd(Watched):
+    """A transfer of which nothing more comes is DONE."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        return DONE if status.state is State.FAILED else status
+
+
+@caught_by("test_killed_with_many_transfers_in_flight")
+class LearnsOfOneDeathAtATime(Watched):
+    """Only the first transfer of a dead peer fails."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        others = [one for one, (_, job) in self._jobs.items() if job.stop and one < transfer]
+        return PENDING if others else status
+
+
+@caught_by("test_killed_during_a_transfer")
+class IsDoomedForEver(Watched):
+    """It promises to become quiet by itself, and never says that it is."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        return replace(status, state=State.DOOMED) if status.error is not None else status
+
+
+@caught_by("test_killed_during_a_transfer")
+class IsDoomedAfterDisconnect(IsDoomedForEver):
+    """It promises to be quiet after ``disconnect``, and does not say so either."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
+
+
+@caught_by("test_gone_and_back_is_another_peer")
+class KnowsPeersByTheirPlace(LoopbackTransport):
+    """Whoever comes back is taken for who was there before."""
+
+    def connect(self, address: bytes) -> PeerId:
+        peer = super().connect(address)
+        first = min(self._peers)
+        self._peers[first] = self._peers[peer]
+        return first
+
+
+@caught_by("test_killed_before_a_transfer")
+class SaysNothingOfWhy(Watched):
+    """A failure has an error without a word."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        return replace(status, error=TransportError()) if status.error is not None else status
+
+
+@caught_by("test_killed_while_a_fork_lives_on")
+class KnowsDeathByItsSockets(Watched):
+    """A peer is gone when its socket has ended: a fork that inherited it keeps the dead alive."""
+
+    def seen(self, transfer: TransferId, status: Status) -> Status:
+        peer = self._peers.get(self._jobs[transfer][0])
+        if status.state is not State.FAILED or peer is None or peer.channel.lost:
+            return status
+        try:
+            peer.channel.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return PENDING
+        except OSError:
+            return status
+        return status
+
+
+@caught_by("test_a_stopped_peer_ends_by_the_deadline")
+class WaitsForAStoppedPeer(LoopbackTransport):
+    """``poll`` asks the peer, and waits for its answer."""
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        for peer in self._peers.values():
+            if isinstance(peer.reach, OtherProcess) and transfers:
+                stat = Path(f"/proc/{peer.reach.pid}/stat").read_text()
+                if stat.rpartition(")")[2].split()[0] == "T":
+                    time.sleep(0.1)
+        return super().poll(transfers)
