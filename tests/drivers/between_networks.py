@@ -100,6 +100,25 @@ class CutLinkTests(FarAway):
         self._comes_back(lab, process, networks, peer, transfer)
         assert process.notifications(1, 0.2) == []
 
+    def test_whatever_one_does_while_it_is_cut(
+        self, lab: Lab, process: Process, networks: Networks, side: Side
+    ) -> None:
+        """Outcomes are states, not exceptions, also of what is begun when the failure is known."""
+        peer = lab.transport.connect(process.address())
+        lab.works(process)
+        networks.cut(side)
+        transfers = []
+        for _ in range(3):
+            transfers.append(lab.start(lab.an_op, peer, lab.whole(process)))
+            status = lab.known(transfers[-1], seconds=self.noticed_within)
+            assert status.state in (State.DOOMED, State.FAILED), status
+            if lab.notifies:
+                lab.transport.notify(peer, b"who hears this?")
+        networks.mend()
+        lab.transport.disconnect(peer)
+        assert {lab.state(transfer) for transfer in transfers} == {State.FAILED}
+        lab.works(process)
+
     def test_cut_before_connecting(
         self, lab: Lab, process: Process, networks: Networks, side: Side
     ) -> None:

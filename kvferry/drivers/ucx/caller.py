@@ -7,17 +7,22 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.core.errors import ConnectError, PeerLostError
+from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import Address, KeyId, RegisteredRegion
 from kvferry.drivers.ucx.job import Job
 from kvferry.drivers.ucx.line import Line, Outlet, Stage
-from kvferry.drivers.ucx.messages import LineId, Message, Refused, Welcome, Withdrawn
+from kvferry.drivers.ucx.messages import Ended, LineId, Message, Refused, Welcome, Withdrawn
 from kvferry.drivers.ucx.place import has_ended
 from kvferry.drivers.ucx.ucp import Ucp
 from kvferry.drivers.ucx.worker import Worker, wait_closed
+
+
+_LOOK_SECONDS = 0.2
+"""How often to see whether processes of this host live. UCX sees it by their connections, which a
+fork of a dead process may hold open."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -63,6 +68,7 @@ class Caller:
         self._outlets = [Outlet(worker=make())]
         self._lines: dict[LineId, Line] = {}
         self._jobs: list[Job] = []
+        self._next_look = 0.0
 
     @property
     def workers(self) -> list[Worker]:
@@ -87,8 +93,11 @@ class Caller:
             for message in outlet.worker.messages():
                 self._hear(message)
         now = time.monotonic()
+        look = now > self._next_look
+        if look:
+            self._next_look = now + _LOOK_SECONDS
         for line in list(self._lines.values()):
-            self._look_after(line, now)
+            self._look_after(line, now, look=look)
         for job in self._jobs:
             job.advance(now, self._deadline)
             if job.unconfirmed and self._dropped(job):
@@ -100,14 +109,26 @@ class Caller:
     # Lines.
 
     def line_to(self, address: Address) -> Line:
-        """A new line, which greets."""
+        """A new line, which greets; broken already if there is nothing to call with."""
+        now = time.monotonic()
+        try:
+            line = Line.to(address, self._outlet_to(address), self._ucp, self._name, now)
+        except TransportError as exc:
+            line = Line.broken(address, self._outlets[0], self._ucp, now, exc)
+        self._lines[line.id] = line
+        return line
+
+    def _outlet_to(self, address: Address) -> Outlet:
+        """One that has not called this host.
+
+        Raises:
+            TransportError: another one cannot be made: a network device may be down.
+        """
         outlet = next((o for o in self._outlets if address.instance not in o.called), None)
         if outlet is None:
             outlet = Outlet(worker=self._make())
             self._outlets.append(outlet)
-        line = Line.to(address, outlet, self._ucp, self._name, time.monotonic())
-        self._lines[line.id] = line
-        return line
+        return outlet
 
     def revive(self, peer: Peer) -> Line:
         """The line to a peer; another one if it is broken."""
@@ -152,11 +173,14 @@ class Caller:
 
     def _broke(self, line: Line, code: int) -> None:
         line.part(
-            PeerLostError(f"the connection to {line.host.name} broke: UCX says {ucp.said(code)}"),
-            code,
+            PeerLostError(f"the connection to {line.host.name} broke: UCX says {ucp.said(code)}")
         )
 
     def _hear(self, message: Message) -> None:
+        if isinstance(message, Ended):
+            for job in self._jobs:
+                job.line.ended |= job.line.id == message.line
+            return
         line = self._lines.get(message.line)
         if line is None:
             return
@@ -170,7 +194,9 @@ class Caller:
             case _:  # what a caller says
                 return
 
-    def _look_after(self, line: Line, now: float) -> None:
+    def _look_after(self, line: Line, now: float, *, look: bool) -> None:
+        if look and line.stage is not Stage.BROKEN and has_ended(line.host.place):
+            line.part(PeerLostError(f"{line.host.name}'s process has ended"))
         if line.stage is Stage.GREETING and now - line.born > self._patience:
             line.part(
                 PeerLostError(
@@ -193,7 +219,7 @@ class Caller:
         if job.windows:
             return False
         line = job.line
-        if has_ended(line.host.place):
+        if line.ended or has_ended(line.host.place):
             return True
         peer = self.peers.get(job.peer)
         # A host closes a caller's earlier line before it welcomes the next.

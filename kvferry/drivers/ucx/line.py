@@ -50,9 +50,10 @@ class Line:
     Attributes:
         host: whom it was made to call.
         born: when, by ``time.monotonic``.
-        error: why it is broken, and ``code``: what UCX said, or 0.
+        error: why it is broken.
         withdrawn: registrations of the host's that are undone, or will be.
         unanswered: numbers and keys of withdrawals that have not been answered.
+        ended: whether the host has said that it drops what arrives.
         notes: what is to be said once it is ready.
         windows: how many windows of transfers are under way on it.
     """
@@ -66,7 +67,7 @@ class Line:
     number: int = 0
     stage: Stage = Stage.GREETING
     error: TransportError | None = None
-    code: int = 0
+    ended: bool = False
     withdrawn: set[KeyId] = field(default_factory=set)
     unanswered: deque[tuple[int, KeyId]] = field(default_factory=deque)
     notes: deque[bytes] = field(default_factory=deque)
@@ -88,6 +89,21 @@ class Line:
             Hello(line.id, host.instance, caller, outlet.worker.address, host.withdrawn),
         )
         return line
+
+    @classmethod
+    def broken(
+        cls, host: Address, outlet: Outlet, library: Ucp, now: float, error: TransportError
+    ) -> Line:
+        """A line that never was."""
+        return cls(
+            id=secrets.token_bytes(16),
+            host=host,
+            outlet=outlet,
+            library=library,
+            born=now,
+            stage=Stage.BROKEN,
+            error=error,
+        )
 
     def welcomed(self, withdrawn: Iterable[int]) -> None:
         """The host has answered."""
@@ -131,13 +147,13 @@ class Line:
             self._keys[key] = self.library.unpack(self.endpoint, region.packed)
         return self._keys[key]
 
-    def part(self, error: TransportError, code: int = 0, *, bye: bool = False) -> None:
+    def part(self, error: TransportError, *, bye: bool = False) -> None:
         """Break it. What is posted on it ends, as the worker is driven."""
         if self.stage is Stage.BROKEN:
             return
         if bye and self.stage is Stage.READY:
             self._say(Bye(self.id))
-        self.stage, self.error, self.code = Stage.BROKEN, error, code
+        self.stage, self.error = Stage.BROKEN, error
         self.notes.clear()
         self.outlet.worker.end(self.endpoint)
 
