@@ -7,6 +7,7 @@ nothing, but it works."""
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -35,6 +36,7 @@ def adapt(*, async_scheduling: bool = False) -> None:
         _keep_async_scheduling()
     _fork_workers()
     _wait_asleep()
+    gc.unfreeze = lambda: None  # an engine that ends would walk all that was ever imported
     registry._run_in_subprocess = lambda inspect: inspect()  # a new one would import everything
 
 
