@@ -25,17 +25,20 @@ class Fleet:
         name: str,
         role: str | None = None,
         extra: Mapping[str, Any] | None = None,
+        transfer: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Engine:
         """An engine that has yet to start; ``role`` makes it a kvferry engine.
 
-        ``extra`` is its ``kv_connector_extra_config``.
+        ``extra`` is its ``kv_connector_extra_config``, ``transfer`` the rest of its
+        ``kv_transfer_config``.
         """
         if role is not None:
-            options["kv_transfer_config"] = CONNECTOR | {
-                "kv_role": role,
-                "kv_connector_extra_config": dict(extra or {}),
-            }
+            options["kv_transfer_config"] = (
+                CONNECTOR
+                | {"kv_role": role, "kv_connector_extra_config": dict(extra or {})}
+                | dict(transfer or {})
+            )
         name = f"{self._model.name}-{name}"
         engine = Engine(name, self._model, self._folder, **{**self._options, **options})
         self._engines.append(engine)

@@ -45,6 +45,11 @@ def pids(engine: Any) -> list[int]:
     return on_each(engine, _pid)
 
 
+def addresses(engine: Any) -> list[bytes]:
+    """Where the ranks' transports are."""
+    return on_each(engine, _address)
+
+
 def words(engine: Any, slot: int) -> list[int]:
     """Each rank's word of a slot."""
     return on_each(engine, _word, slot)
@@ -89,11 +94,15 @@ def _pid(worker: Any) -> int:
 
 def held(worker: Any) -> int:
     """How many requests this rank holds for other engines."""
-    return _endpoint().held
+    return endpoint().held
+
+
+def _address(worker: Any) -> bytes:
+    return endpoint().payload.address
 
 
 def _word(worker: Any, slot: int) -> int:
-    return _endpoint()._table[slot]
+    return endpoint()._table[slot]
 
 
 def _gate(worker: Any, rank: int, gate: str) -> None:
@@ -121,9 +130,9 @@ def _fail(worker: Any, rank: int, failing: bool) -> None:
     LoopbackTransport.read = read if failing else original  # type: ignore[method-assign]
 
 
-def _endpoint() -> Endpoint:
+def endpoint() -> Endpoint:
     """Of this process' rank."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    endpoint: Endpoint = get_kv_transfer_group()._worker._endpoint
-    return endpoint
+    found: Endpoint = get_kv_transfer_group()._worker._endpoint
+    return found

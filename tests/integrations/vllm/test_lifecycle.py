@@ -138,19 +138,6 @@ def test_ticket_used_twice(reference: Engine, prefill: Engine, decode: Engine) -
     assert second.finish_reason == "error"
 
 
-def test_producer_dies(reference: Engine, prefill: Engine, start_engine: StartEngine) -> None:
-    """Its requests fail at once, whether they were loading or came later; others go on."""
-    doomed = start_engine("doomed", "kv_producer")
-    decode = start_engine("survivor", "kv_consumer")
-    assert hand_over(doomed, decode, prompt(60))[0] == texts(reference, prompt(60))
-    tickets = doomed.prefill(prompt(61), prompt(62))
-    doomed.kill()
-    for length, ticket in zip((61, 62), tickets, strict=True):
-        [completion] = decode.generate(prompt(length), params=ticket)
-        assert completion.finish_reason == "error"
-    assert hand_over(prefill, decode, prompt(60))[0] == texts(reference, prompt(60))
-
-
 def test_producer_is_restarted(
     reference: Engine, decode: Engine, start_engine: StartEngine
 ) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import Engine
-from tests.integrations.vllm.lasting import prolong_reads
 from tests.integrations.vllm.ranks import at_rest, come_to
-from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
+from tests.integrations.vllm.steps import hand_over, pulled, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(600)]
 
@@ -82,35 +78,3 @@ def test_ranks_of_another_number(
     assert pulled(counters) == sum(LENGTHS)
     come_to(rest, source, target)
     split.close()
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_producer_is_killed_in_the_middle_of_a_read(
-    reference: Engine, source: Engine, start_engine: StartEngine, tmp_path: Path, policy: str
-) -> None:
-    """Its request fails or is computed here, as configured; those of other producers go on."""
-    doomed = start_engine("nixl-doomed", "kv_producer", extra=NIXL)
-    decode = start_engine(
-        f"nixl-{policy}",
-        "kv_consumer",
-        extra=NIXL,
-        transfer={"kv_load_failure_policy": policy},
-    )
-    free = decode.run(probes.free_blocks)
-    assert hand_over(source, decode, prompt(60))[0] == texts(reference, prompt(60))
-    [ticket] = doomed.prefill(prompt(300))
-    reached = tmp_path / "reached"
-    decode.run(prolong_reads, str(reached))
-    [request] = decode.submit(prompt(300), params=ticket)
-    eventually(reached.exists)
-    assert decode.finished == []
-    doomed.kill()
-    [completion] = decode.results([request])
-    if policy == "fail":
-        assert completion.finish_reason == "error"
-    else:
-        assert completion.text == texts(reference, prompt(300))[0]
-    assert decode.run(probes.metrics)["vllm:kvferry_failed_loads"] == 1
-    eventually(lambda: decode.run(probes.free_blocks) == free)
-    assert hand_over(source, decode, prompt(60, seed=5))[0] == texts(reference, prompt(60, seed=5))
-    decode.close()
