@@ -48,6 +48,7 @@ from kvferry.drivers.ucx import address as wire
 from kvferry.drivers.ucx import library, place, structs
 from kvferry.drivers.ucx.address import Address, KeyId, RegisteredRegion
 from kvferry.drivers.ucx.caller import Caller, Peer
+from kvferry.drivers.ucx.devices import devices, listed
 from kvferry.drivers.ucx.host import Host
 from kvferry.drivers.ucx.job import Job
 from kvferry.drivers.ucx.library import Library
@@ -143,7 +144,11 @@ class UcxTransport(Transport):
 
     @property
     def library(self) -> str:
-        return str(self._library)
+        """Which UCX it is, whether it can do RDMA, and the devices that it may use here."""
+        if self._owner.closed:
+            return str(self._library)
+        found = devices(library.load(self._library), self._context)
+        return f"{self._library}: {listed(found)}"
 
     # Memory.
 
