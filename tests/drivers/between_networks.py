@@ -18,7 +18,7 @@ from kvferry.core.transport import PeerId, State, TransferId
 from kvferry.testing.contract.lab import MIB, Lab, settings_of
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.memory import pattern
-from kvferry.testing.peers import Process
+from kvferry.testing.peers import Peer, Process
 from tests.drivers.networks import Networks, Side, two_networks
 
 
@@ -38,9 +38,16 @@ class FarAway(ContractSettings):
             yield process
 
     @pytest.fixture
-    def process(self, networks: Networks) -> Iterator[Process]:
+    def process(self, lab: Lab, networks: Networks) -> Iterator[Process]:
         with _far_away(type(self), networks) as process:
+            process.meanwhile = lab.turn
+            process.patience = lab.settings.patience
             yield process
+
+    @pytest.fixture
+    def remote(self, shared_process: Process) -> Peer:
+        """What a host does with itself needs no cable."""
+        return shared_process
 
 
 def _far_away(tests: type[ContractSettings], networks: Networks) -> Process:
