@@ -19,7 +19,6 @@ from kvferry.drivers.ucx.place import has_ended
 from kvferry.drivers.ucx.ucp import Ucp
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 
-
 _LOOK_SECONDS = 0.2
 """How often to see whether processes of this host live. UCX sees it by their connections, which a
 fork of a dead process may hold open."""

@@ -19,6 +19,7 @@ from kvferry.drivers.ucx.address import Instance, KeyId
 from kvferry.drivers.ucx.messages import (
     MAX_WITHDRAWN,
     Bye,
+    Ended,
     Hello,
     LineId,
     Message,
@@ -37,13 +38,15 @@ class _Visitor:
     """A caller's line, seen from this side.
 
     Attributes:
-        number: of the endpoint, in its worker.
+        worker: the address of the caller's worker.
+        number: of the endpoint, in this side's.
         released: up to which withdrawal it has answered.
         welcome: whether it may read and write.
     """
 
     line: LineId
     caller: str
+    worker: bytes
     endpoint: Endpoint
     number: int
     released: int
@@ -116,11 +119,25 @@ class Host:
             self._part(visitor)
 
     def close(self) -> None:
-        """Cut everyone off, and let the worker go."""
+        """Cut everyone off, tell them when that is done, and let the worker go."""
+        told = list(self._lines.values())
         for visitor in list(self._visitors.values()):
             self._part(visitor)
         wait_closed(self.worker)
+        self._tell_the_end(told)
         self.worker.destroy()
+
+    def _tell_the_end(self, visitors: list[_Visitor]) -> None:
+        """Only then do they know that nothing of theirs is stored here any more."""
+        for visitor in visitors:
+            with contextlib.suppress(TransportError):
+                visitor.endpoint, visitor.number = self.worker.connect(visitor.worker)
+                self._visitors[visitor.number] = visitor
+                self.worker.send(visitor.endpoint, Ended(visitor.line))
+        wait_closed(self.worker)
+        for visitor in list(self._visitors.values()):
+            self._part(visitor)
+        wait_closed(self.worker)
 
     def _late(self, number: int) -> list[_Visitor]:
         return [v for v in self._lines.values() if v.released < number]
@@ -165,6 +182,7 @@ class Host:
         visitor = _Visitor(
             line=hello.line,
             caller=hello.caller,
+            worker=hello.worker,
             endpoint=endpoint,
             number=number,
             released=self.withdrawals,

@@ -83,7 +83,14 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=7):
     line: LineId
 
 
-Message = Hello | Welcome | Refused | Note | Withdrawn | Released | Bye
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """To a caller, on another connection: the line is closed on the host's side, for good, and what
+    still arrives of it is dropped."""
+
+    line: LineId
+
+
+Message = Hello | Welcome | Refused | Note | Withdrawn | Released | Bye | Ended
 
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

@@ -226,6 +226,7 @@ class UcxTransport(Transport):
                 self._caller.peers[peer.id] = peer
             peer.address, peer.regions = theirs, regions
             line = self._caller.revive(peer)
+        self._wake()
         self._until(lambda: line.stage is not Stage.GREETING, 2 * self._options.connect_seconds)
         if line.stage is not Stage.READY:
             if fresh:

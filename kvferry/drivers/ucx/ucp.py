@@ -7,7 +7,9 @@ thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 from collections.abc import Mapping
 from typing import Any, NewType
 
@@ -108,6 +110,7 @@ class Ucp:
         self.check = self._calls["ucp_request_check_status"]
         self.free = self._calls["ucp_request_free"]
         self._check_threads()
+        self._quieten(library)
         self._plain = structs.RequestParams()
         self._force = structs.RequestParams.of(flags=structs.CLOSE_BY_FORCE)
         self._eager = structs.RequestParams.of(flags=structs.SEND_EAGERLY)
@@ -344,6 +347,15 @@ class Ucp:
                 f"UCX {self.version} was built without threads (thread level "
                 f"{found.max_thread_level}): driver_options: library names another"
             )
+
+    def _quieten(self, library: ctypes.CDLL) -> None:
+        """Let UCX not print what the driver handles and says itself, unless its user set a level.
+
+        The function is libucs's; where there is none of that name, it prints.
+        """
+        if "UCX_LOG_LEVEL" not in os.environ:
+            with contextlib.suppress(AttributeError):
+                library.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
 
     def _try(self, name: str, *arguments: object, trouble: str) -> None:
         code = self._calls[name](*(map(_passed, arguments)))

@@ -5,17 +5,19 @@ Not for two threads at once: whoever owns it has a lock.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterator
 
-from kvferry.core.errors import TransportError
 from kvferry.drivers.ucx import structs, ucp
 from kvferry.drivers.ucx.messages import MAX_MESSAGE, Message, decode, encode
 from kvferry.drivers.ucx.structs import Code
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp, status_of
+
+_CLOSE_SECONDS = 0.5
+_TURN_SECONDS = 0.0005
 
 _ROUNDS = 32
 """How often ``turn`` lets UCP work before it lets others have the worker."""
@@ -140,10 +142,9 @@ class Worker:
         self._failed.append((number or 0, code))
 
 
-def wait_closed(worker: Worker, rounds: int = 1000) -> None:
-    """Let a worker finish what it is closing, within reason."""
-    with contextlib.suppress(TransportError):
-        for _ in range(rounds):
-            if not (worker.closing or worker.sending):
-                return
-            worker.turn()
+def wait_closed(worker: Worker) -> None:
+    """Let a worker finish what it is sending and closing, within reason."""
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    while (worker.closing or worker.sending) and time.monotonic() < deadline:
+        if not worker.turn():
+            time.sleep(_TURN_SECONDS)
