@@ -61,7 +61,8 @@ class Bench:
 def test_one_handshake_for_all_who_ask_meanwhile() -> None:
     bench = Bench()
     bench.gate.clear()
-    bench.ask(), bench.ask(), bench.ask()
+    for _ in range(3):
+        bench.ask()
     bench.gate.set()
     bench.run()
     assert (len(bench.calls), bench.heard) == (1, [GOOD] * 3)
