@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Any, NewType, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.memory import CPU, Region
 from kvferry.drivers.nixl.library import Library
-from kvferry.drivers.nixl.options import Options, parameters
+from kvferry.drivers.nixl.options import Options, few_rows, parameters
 
 CUDA = "cuda"
 SEGMENTS = {CPU: "DRAM", CUDA: "VRAM"}
@@ -58,6 +58,9 @@ class Telemetry:
 class Agent:
     """One agent with one backend. Calls are serialised by NIXL, so any thread may make them.
 
+    It ends in ``close`` and nowhere else, least of all when garbage is collected; one of which a
+    transfer has failed never ends (docs/adr/0012).
+
     Raises:
         DriverError: the backend does not start, or reaches no other process.
     """
@@ -68,22 +71,38 @@ class Agent:
         self._library = library
         self._backend = options.backend
         api = library.api
-        self._agent: Any = api.nixl_agent(
-            name,
-            api.nixl_agent_config(
-                backends=[],
-                capture_telemetry=options.telemetry,
-                # Calls come from different threads, if one at a time.
-                sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-            ),
+        config = api.nixl_agent_config(
+            backends=[],
+            capture_telemetry=options.telemetry,
+            # Calls come from different threads, if one at a time.
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        self._start(parameters(options, library, self._agent.agent))
+        with library.patient(options.progress_milliseconds):
+            self._agent: Any = api.nixl_agent(name, config)
+        _pin(self._agent.agent)
+        self._failed = False
+        started = parameters(options, library, self._agent.agent)
+        self._few_rows = few_rows(started)
+        self._start(started)
         self.memory = self._memory()
         self.notifies = self._probe_notifications()
 
-    def close(self) -> None:
-        """Let the agent go, with its threads; its handles have been released."""
-        self._agent = None
+    def close(self, *, quiet: bool) -> None:
+        """End the agent, with its threads; its handles have been released.
+
+        Args:
+            quiet: whether all of its transfers have ended. If not, it lives on.
+        """
+        agent, self._agent = self._agent, None
+        if quiet and not self._failed:
+            _unpin(agent.agent)
+        # Whoever still has NIXL's object, in a traceback say, does not keep what it is made of.
+        agent.agent = None
+
+    @property
+    def most_rows(self) -> int | None:
+        """How many rows a transfer may have from now on, if that is limited."""
+        return self._few_rows if self._failed else None
 
     # Memory.
 
@@ -135,20 +154,20 @@ class Agent:
             remote: likewise.
             name: of the agent with the remote side.
         """
-        agent = self._agent
         with self._mapped(f"cannot prepare a transfer with {name}", known=True):
-            here = agent.get_xfer_descs(local, SEGMENTS[kinds[0]])
-            there = agent.get_xfer_descs(remote, SEGMENTS[kinds[1]])
-            return Handle(agent.initialize_xfer("WRITE" if write else "READ", here, there, name))
+            here = self._agent.get_xfer_descs(local, SEGMENTS[kinds[0]])
+            there = self._agent.get_xfer_descs(remote, SEGMENTS[kinds[1]])
+            op = "WRITE" if write else "READ"
+            return Handle(self._agent.initialize_xfer(op, here, there, name))
 
     def post(self, handle: Handle, name: str) -> bool:
         """Start a transfer, which may take as long as all of it; whether it has ended already."""
-        with self._mapped(f"a transfer with {name} failed", known=True):
+        with self._moving(name):
             return self._ended(self._agent.transfer(handle), name)
 
     def check(self, handle: Handle, name: str) -> bool:
         """Whether a transfer has ended. Drives it, too."""
-        with self._mapped(f"a transfer with {name} failed", known=True):
+        with self._moving(name):
             return self._ended(self._agent.check_xfer_state(handle), name)
 
     def release(self, handle: Handle) -> None:
@@ -191,13 +210,23 @@ class Agent:
         try:
             yield
         except library.lost as exc:
-            raise PeerLostError(f"{trouble}: the connection is broken ({exc})") from exc
+            raise PeerLostError(f"{trouble}: the connection is broken ({exc})") from bare(exc)
         except library.errors as exc:
             if known and isinstance(exc, library.unknown):
-                raise PeerLostError(f"{trouble}: the connection was closed ({exc})") from exc
+                raise PeerLostError(f"{trouble}: the connection was closed ({exc})") from bare(exc)
             raise TransportError(
                 f"{trouble}: {type(exc).__name__}: {exc}; NIXL_LOG_LEVEL=DEBUG says more"
-            ) from exc
+            ) from bare(exc)
+
+    @contextlib.contextmanager
+    def _moving(self, name: str) -> Iterator[None]:
+        """As ``_mapped``, for what moves bytes: remember that it has failed."""
+        try:
+            with self._mapped(f"a transfer with {name} failed", known=True):
+                yield
+        except TransportError:
+            self._failed = True
+            raise
 
     def _ended(self, state: str, name: str) -> bool:
         if state not in ("DONE", "PROC"):
@@ -229,6 +258,26 @@ class Agent:
         except TransportError:
             return False
         return True
+
+
+E = TypeVar("E", bound=Exception)
+
+
+def bare(error: E) -> E:
+    """An error without the frames in which it was raised, which hold an agent and its handles.
+
+    Whoever keeps an error keeps what its frames hold.
+    """
+    return error.with_traceback(None)
+
+
+def _pin(native: Any) -> None:  # noqa: ANN401
+    """Let an object outlive everything that refers to it, the interpreter included."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
+
+
+def _unpin(native: Any) -> None:  # noqa: ANN401
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(native))
 
 
 def _has_cuda() -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, State, Status, TransferId
-from kvferry.drivers.nixl.agent import Agent, Handle, Telemetry
+from kvferry.drivers.nixl.agent import Agent, Handle, Telemetry, bare
 
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
@@ -77,7 +77,7 @@ class Job:
     def doom(self, error: TransportError) -> None:
         """Let it fail; its first error stays."""
         if self.status.state is State.PENDING:
-            self.status = Status(state=State.DOOMED, error=error)
+            self.status = Status(state=State.DOOMED, error=bare(error))
 
     def settle(self, agent: Agent) -> list[TransportError]:
         """Give all handles back, and be FAILED; what went wrong with that."""
@@ -108,7 +108,7 @@ class Job:
                 self.send()
         except TransportError as exc:
             # All bytes have landed: it is as quiet as one that is DONE.
-            self.status = Status(state=State.FAILED, error=exc)
+            self.status = Status(state=State.FAILED, error=bare(exc))
         else:
             self.status = _DONE
 

@@ -7,6 +7,8 @@ import ctypes
 import importlib
 import logging
 import os
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -22,6 +24,8 @@ _SYSTEMS_OWN = "libnl-route-3.so.200"
 """UCX loads the system's RDMA libraries, where there are any, beside the copies in NIXL's wheel.
 The system's copy of this one, loaded second, would bind to functions of the wheel's, which is of
 another version, and crash when the process ends. Loaded first, it binds to its own."""
+
+_patience = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,37 @@ class Library:
 
     def __str__(self) -> str:
         return f"{self.package} {self.version}"
+
+    @contextlib.contextmanager
+    def patient(self, milliseconds: int) -> Iterator[None]:
+        """Let agents that are made meanwhile have a progress thread that sleeps.
+
+        It wakes when something arrives, and after so many milliseconds. NIXL's Python API says 0
+        here, with which the thread never sleeps and takes a core, and has no argument for it.
+        """
+        with _patience:
+            native = self.api.nixlBind
+            self.api.nixlBind = _Patient(native, milliseconds)
+            try:
+                yield
+            finally:
+                self.api.nixlBind = native
+
+
+class _Patient:
+    """NIXL's bindings, but for what makes an agent."""
+
+    def __init__(self, native: Any, milliseconds: int) -> None:  # noqa: ANN401
+        self._native = native
+        self._microseconds = milliseconds * 1000
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._native, name)
+
+    def nixlAgent(self, name: str, config: Any) -> Any:  # noqa: ANN401
+        if hasattr(config, "pthrDelay"):
+            config.pthrDelay = self._microseconds
+        return self._native.nixlAgent(name, config)
 
 
 def load() -> Library:

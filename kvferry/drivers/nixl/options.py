@@ -30,6 +30,10 @@ UNLISTED: Mapping[str, frozenset[str]] = {
 """What a backend takes although NIXL does not list it."""
 
 
+_SPLIT = 1024
+"""From so many rows on, those threads share a transfer, unless ``split_batch_size`` differs."""
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``driver_options`` of nixl.
 
@@ -37,11 +41,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         backend: NIXL's name for what moves the bytes.
         backend_options: parameters of that backend, by NIXL's names; beside ``DEFAULTS``.
         telemetry: whether NIXL times transfers, for ``NixlTransport.telemetry``.
+        progress_milliseconds: how long NIXL's progress thread sleeps at most when nothing arrives.
+            At 0 it never sleeps, and takes a core.
     """
 
     backend: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = "UCX"
     backend_options: dict[str, Parameter] = {}
     telemetry: bool = False
+    progress_milliseconds: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 1
 
 
 class Plugins(Protocol):
@@ -82,6 +89,32 @@ def parameters(options: Options, library: Library, native: Plugins) -> dict[str,
             )
     given = {name: _text(value) for name, value in options.backend_options.items()}
     return {**DEFAULTS.get(options.backend, {}), **given}
+
+
+def few_rows(started: Mapping[str, str]) -> int | None:
+    """How many rows keep a transfer from the threads that UCX has beside its progress thread.
+
+    Args:
+        started: what the backend was started with.
+
+    Returns:
+        ``None`` where there are no such threads.
+
+    Raises:
+        DriverError: a number is none.
+    """
+    if _count(started, "num_threads", 0) == 0:
+        return None
+    return max(1, _count(started, "split_batch_size", _SPLIT) - 1)
+
+
+def _count(started: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(started.get(name, default))
+    except ValueError as exc:
+        raise DriverError(
+            f"driver_options of nixl: backend_options: {name} is {started[name]!r}, not a number"
+        ) from exc
 
 
 def _known(backend: str, library: Library, native: Plugins) -> dict[str, str]:

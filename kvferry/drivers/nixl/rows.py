@@ -23,10 +23,14 @@ class Table:
     def __init__(self) -> None:
         self._reserve(_SMALLEST)
 
-    def parts(self, copies: Copies) -> Iterator[tuple[Kinds, Rows, Rows]]:
+    def parts(self, copies: Copies, most: int | None = None) -> Iterator[tuple[Kinds, Rows, Rows]]:
         """The local and the remote rows of each part, valid until the next call.
 
         Copies of no bytes are left out, so there may be no part at all.
+
+        Args:
+            copies: the batch.
+            most: how many rows a part may have; ``None``: any number.
 
         Raises:
             TransportUsageError: the arrays or the segments do not fit together, or a copy leaves
@@ -39,7 +43,8 @@ class Table:
             self._reserve(1 << (n - 1).bit_length())
         check_bounds(copies, "local", self._ends[:n])
         check_bounds(copies, "remote", self._ends[:n])
-        return self._grouped(copies, *self._filled(copies, n))
+        parts = self._grouped(copies, *self._filled(copies, n))
+        return parts if most is None else _cut(parts, most)
 
     def _reserve(self, capacity: int) -> None:
         self._ends = np.empty(capacity, np.uint64)
@@ -74,3 +79,11 @@ class Table:
 
 def _picked(rows: Rows, segments: list[Segment]) -> Rows:
     return np.concatenate([rows[segment.start : segment.stop] for segment in segments])
+
+
+def _cut(
+    parts: Iterator[tuple[Kinds, Rows, Rows]], most: int
+) -> Iterator[tuple[Kinds, Rows, Rows]]:
+    for kinds, local, remote in parts:
+        for start in range(0, len(local), most):
+            yield kinds, local[start : start + most], remote[start : start + most]

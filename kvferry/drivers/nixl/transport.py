@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -44,15 +43,16 @@ from kvferry.core.transport import (
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import library
 from kvferry.drivers.nixl.address import Address
-from kvferry.drivers.nixl.agent import Agent, Handle, Telemetry, unsupported
+from kvferry.drivers.nixl.agent import Agent, Handle, Telemetry, bare, unsupported
 from kvferry.drivers.nixl.job import Job
 from kvferry.drivers.nixl.options import Options
+from kvferry.drivers.nixl.peer import Peer, check_backend, load
 from kvferry.drivers.nixl.rows import Table
 from kvferry.drivers.nixl.spans import Spans
 
 MAX_NOTIFICATION = 1 << 14
 
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 5.0
 """How long ``disconnect``, ``close`` and a ``connect`` that must start over wait for transfers."""
 
 _TURN_SECONDS = 0.0005
@@ -60,23 +60,6 @@ _TURN_SECONDS = 0.0005
 _SETTLE_SECONDS = 0.02
 """NIXL closes a broken connection by itself, and tells no end of it. Its progress threads may then
 still be within one copy, which this outlasts by far."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Peer:
-    """A peer.
-
-    Attributes:
-        itself: whether it is this very transport, which NIXL knows without being told.
-        keys: of its spans that NIXL has been told of since it was connected.
-        lost: whether NIXL has dropped it.
-    """
-
-    name: str
-    itself: bool
-    regions: frozenset[Region]
-    keys: frozenset[int]
-    lost: bool = False
 
 
 class NixlTransport(Transport):
@@ -105,7 +88,7 @@ class NixlTransport(Transport):
         self._agent = Agent(library.load(), self._name, self._options)
         self._spans = Spans(self._agent)
         self._table = Table()
-        self._peers: dict[PeerId, _Peer] = {}
+        self._peers: dict[PeerId, Peer] = {}
         self._jobs: dict[TransferId, Job] = {}
         self._ids = itertools.count(1)
 
@@ -175,11 +158,7 @@ class NixlTransport(Transport):
     def connect(self, address: bytes) -> PeerId:
         self._guard()
         theirs = wire.decode(address)
-        if theirs.backend != self._options.backend:
-            raise ConnectError(
-                f"{theirs.name} has NIXL backend {theirs.backend}, and this side "
-                f"{self._options.backend}: both need the same (driver_options: backend)"
-            )
+        check_backend(theirs, self._options.backend)
         regions = wire.regions_of(theirs)
         keys = frozenset(span.key for span in theirs.spans)
         known = next((i for i, p in self._peers.items() if p.name == theirs.name), None)
@@ -275,7 +254,7 @@ class NixlTransport(Transport):
             failed += self._part(peer, jobs)
         failed += self._spans.clear()
         self._peers.clear()
-        self._agent.close()
+        self._agent.close(quiet=quiet)
         if not quiet:
             raise TransportError(
                 f"closed, but NIXL was still moving bytes after {_GRACE_SECONDS} s: do not reuse "
@@ -289,7 +268,7 @@ class NixlTransport(Transport):
     def _guard(self) -> None:
         self._owner.check()
 
-    def _peer(self, peer: PeerId) -> _Peer:
+    def _peer(self, peer: PeerId) -> Peer:
         return find_peer(self._peers, peer)
 
     def _job(self, transfer: TransferId) -> Job:
@@ -301,12 +280,12 @@ class NixlTransport(Transport):
     def _met(self, theirs: Address, regions: frozenset[Region], keys: frozenset[int]) -> PeerId:
         itself = theirs.name == self._name
         if not itself:
-            self._load(theirs)
+            load(self._agent, theirs)
         peer = PeerId(next(self._ids))
-        self._peers[peer] = _Peer(name=theirs.name, itself=itself, regions=regions, keys=keys)
+        self._peers[peer] = Peer(name=theirs.name, itself=itself, regions=regions, keys=keys)
         return peer
 
-    def _refresh(self, peer: _Peer, theirs: Address, keys: frozenset[int]) -> None:
+    def _refresh(self, peer: Peer, theirs: Address, keys: frozenset[int]) -> None:
         """Tell NIXL what a peer has registered meanwhile.
 
         NIXL can add to what it knows of a peer, and take nothing away: where a span is gone, or the
@@ -322,17 +301,8 @@ class NixlTransport(Transport):
                     "memory has changed: disconnect first"
                 )
             self._agent.remove(peer.name)
-        self._load(theirs)
+        load(self._agent, theirs)
         peer.keys, peer.lost = keys, False
-
-    def _load(self, theirs: Address) -> None:
-        try:
-            name = self._agent.add(theirs.metadata)
-        except TransportError as exc:
-            raise ConnectError(f"NIXL does not connect to {theirs.name}: {exc}") from exc
-        if name != theirs.name:
-            self._agent.remove(name)
-            raise ConnectError(f"an address of {theirs.name} that holds NIXL's metadata of {name}")
 
     def _start(
         self, peer: PeerId, copies: Copies, notify: bytes | None, *, write: bool
@@ -353,17 +323,17 @@ class NixlTransport(Transport):
             handles = self._prepared(found, copies, write=write)
         except PeerLostError as exc:
             found.lost = True
-            job.status = Status(state=State.FAILED, error=exc)
+            job.status = Status(state=State.FAILED, error=bare(exc))
         else:
             job.post(self._agent, handles)
             self._note_loss(job)
         self._jobs[job.id] = job
         return job.id
 
-    def _prepared(self, peer: _Peer, copies: Copies, *, write: bool) -> list[Handle]:
+    def _prepared(self, peer: Peer, copies: Copies, *, write: bool) -> list[Handle]:
         handles: list[Handle] = []
         try:
-            for kinds, local, remote in self._table.parts(copies):
+            for kinds, local, remote in self._table.parts(copies, self._agent.most_rows):
                 handles.append(
                     self._agent.prepare(
                         write=write, kinds=kinds, local=local, remote=remote, name=peer.name
@@ -375,7 +345,7 @@ class NixlTransport(Transport):
             raise
         return handles
 
-    def _checked(self, peer: _Peer, copies: Copies) -> frozenset[Region]:
+    def _checked(self, peer: Peer, copies: Copies) -> frozenset[Region]:
         """The local regions of a batch, all of whose regions are known."""
         local = local_regions(copies, self._spans.regions)
         known = self._spans.regions if peer.itself else peer.regions
@@ -402,7 +372,7 @@ class NixlTransport(Transport):
                 return not left
             time.sleep(_TURN_SECONDS)
 
-    def _part(self, peer: _Peer, jobs: Iterable[Job]) -> list[TransportError]:
+    def _part(self, peer: Peer, jobs: Iterable[Job]) -> list[TransportError]:
         """Close a connection, and let its unfinished transfers be FAILED; what went wrong."""
         own = [job for job in jobs if job.name == peer.name]
         broken = any(job.ended for job in own)

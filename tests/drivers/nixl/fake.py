@@ -36,6 +36,7 @@ class FakeAgent(Agent):
         self.prepared: dict[Handle, tuple[tuple[str, str], Rows, Rows]] = {}
         self.held: set[Handle] = set()
         self.sent: list[tuple[str, bytes]] = []
+        self._few_rows, self._failed = None, False
         self._ids = itertools.count(1)
 
     def register(self, region: Region) -> Registration:

@@ -93,3 +93,12 @@ def test_a_disconnect_in_flight_is_not_undone_by_a_good_end() -> None:
     job.advance(agent)
     job.settle(agent)
     assert (job.status.state, agent.sent) == (State.FAILED, [])
+
+
+def test_an_error_is_kept_without_the_frames_that_hold_the_agent() -> None:
+    agent = FakeAgent()
+    job, handles = make(agent, 2)
+    agent.answers = {handles[0]: [PeerLostError("gone")]}
+    job.post(agent, handles)
+    assert job.status.error is not None
+    assert job.status.error.__traceback__ is None

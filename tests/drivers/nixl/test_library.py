@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -45,3 +45,26 @@ def test_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nixl_cu12: libcudart.so.12" in str(caught.value)
     assert "nixl_cu13: No module named 'torch'" in str(caught.value)
     assert "pip install" not in str(caught.value)
+
+
+class Config:
+    """NIXL's, which its Python API makes and fills in."""
+
+    pthrDelay = 0
+
+
+def test_a_progress_thread_that_sleeps_is_asked_for_and_nothing_else_is_changed() -> None:
+    made: list[tuple[str, int]] = []
+    native = SimpleNamespace(
+        nixlAgent=lambda name, config: made.append((name, config.pthrDelay)), other="as it is"
+    )
+    api = SimpleNamespace(nixlBind=native)
+    found = library.Library(
+        package="nixl", version="0", api=api, errors=(), lost=OSError, unknown=KeyError
+    )
+    with found.patient(3):
+        assert api.nixlBind.other == "as it is"
+        api.nixlBind.nixlAgent("ours", Config())
+    api.nixlBind.nixlAgent("another's", Config())
+    assert made == [("ours", 3000), ("another's", 0)]
+    assert api.nixlBind is native

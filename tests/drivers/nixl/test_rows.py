@@ -79,3 +79,15 @@ def test_a_table_grows_and_is_used_again() -> None:
         assert kinds == ("cpu", "cuda")
         np.testing.assert_array_equal(local[:, 0], copies.local)
         np.testing.assert_array_equal(remote[:, 0], copies.remote)
+
+
+@given(batches(), st.integers(1, 5))
+def test_parts_of_few_rows_are_the_same_rows(copies: Copies, most: int) -> None:
+    whole: list[tuple[object, ...]] = []
+    few: list[tuple[object, ...]] = []
+    for found, limit in ((whole, None), (few, most)):
+        for kinds, local, remote in Table().parts(copies, limit):
+            assert 0 < len(local) == len(remote) <= (limit or len(local))
+            assert local.flags.c_contiguous
+            found += [(kinds, *map(int, row)) for row in np.hstack([local, remote])]
+    assert few == whole

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from kvferry.core import registry
-from kvferry.core.copies import copies_between
+from kvferry.core.copies import Copies, Segment, copies_between
 from kvferry.core.errors import DriverError, TransportUsageError
-from kvferry.core.memory import region_of
+from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import Quiescence, State, TransferId
 from kvferry.drivers.nixl import NixlTransport
+from kvferry.testing.contract.killing import killed_soon
+from kvferry.testing.peers import Process
 
 pytestmark = pytest.mark.nixl
 
@@ -55,6 +59,8 @@ def test_the_registry_finds_it() -> None:
             {"backend_options": {"ucx_error_handling_mode": "perhaps"}},
             "backend UCX of .* does not start with",
         ),
+        ({"backend_options": {"num_threads": "four"}}, "num_threads is 'four', not a number"),
+        ({"progress_milliseconds": -1}, "progress_milliseconds"),
         ({"threads": 2}, "unknown field `threads`; it has, with their defaults: backend"),
     ],
 )
@@ -88,10 +94,92 @@ def test_no_telemetry_unless_asked(make: Make) -> None:
         transport.telemetry(_moved(transport, make()))
 
 
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _fall_to(threads: int) -> bool:
+    """Wait until so many are left: the kernel lists one that was joined for a moment."""
+    deadline = time.monotonic() + 10
+    while _threads() > threads and time.monotonic() < deadline:
+        pass
+    return _threads() <= threads
+
+
+def test_its_threads_end_when_it_is_closed_whoever_still_holds_it(make: Make) -> None:
+    make().close()  # some threads come with the library, and stay
+    before = _threads()
+    transport, other = make(), make()
+    transfer = _moved(transport, other)
+    with pytest.raises(TransportUsageError) as kept:
+        transport.telemetry(transfer)
+    gc.disable()
+    try:
+        transport.close()
+        other.close()
+        assert _fall_to(before)
+    finally:
+        gc.enable()
+    assert kept.traceback
+
+
+def test_large_transfers_work_after_a_peer_died_during_one(make: Make) -> None:
+    """Those after it go another way: what the dead one's left behind is never touched again."""
+    n, size = 5000, 4096
+    mine, theirs = np.zeros(n * size, np.uint8), np.zeros(n * size, np.uint8)
+    theirs.reshape(n, size)[:] = np.arange(n, dtype=np.uint64)[:, None] % 251
+    transport, other = make(), make()
+    local, remote = region_of(mine), region_of(theirs)
+    transport.register(local)
+    other.register(remote)
+    with Process("kvferry.drivers.nixl:NixlTransport", {}, "cpu", 1 << 20) as process:
+        dead = transport.connect(process.address())
+        same = np.zeros(4096, np.uint64)
+        far = process.region
+        with killed_soon(process):
+            copies = _blocks(local, same, far, same + np.uint64(far.address), 1 << 20)
+            transfer = transport.read(dead, copies)
+        assert _known(transport, transfer) is State.DOOMED
+        transport.disconnect(dead)
+    mine[:] = 0
+    peer = transport.connect(other.address())
+    order = np.random.default_rng(0).permutation(n).astype(np.uint64) * np.uint64(size)
+    copies = _blocks(local, order, remote, order + np.uint64(remote.address), size)
+    assert _known(transport, transport.read(peer, copies)) is State.DONE
+    np.testing.assert_array_equal(mine, theirs)
+
+
+ENDING = """
+import gc
+from kvferry.testing.contract.lab import Lab, MIB, settings_of
+from kvferry.testing.contract.killing import killed_soon
+from kvferry.testing.peers import Process
+from tests.drivers.nixl.test_contract import TestNixl
+
+gc.set_threshold(1)
+made = settings_of(TestNixl)
+for op in ("read", "write", "read"):
+    with Lab(made) as lab, Process(made.factory, made.options, "cpu", MIB) as process:
+        peer = lab.transport.connect(process.address())
+        with killed_soon(process):
+            transfer = lab.start(op, peer, lab.lasting(process))
+        lab.settled(transfer, peer)
+    gc.collect()
+print("the end")
+"""
+
+
+def test_the_process_survives_the_peers_that_died_and_ends_well() -> None:
+    """UCX aborts the process in which what a broken connection has left behind is destroyed."""
+    run = _run(ENDING)
+    assert run.stdout == "the end\n", run.stderr
+    assert run.returncode == 0, run.stderr
+
+
 CODE = """
 import logging
 import numpy as np
-from kvferry.core.memory import region_of
+from kvferry.core.memory import Region, region_of
 from kvferry.drivers.nixl import NixlTransport
 
 logging.basicConfig(level=logging.DEBUG)
@@ -107,9 +195,9 @@ print("the end", logging.raiseExceptions)
 """
 
 
-def _run(*, closed: bool, **environment: str) -> subprocess.CompletedProcess[str]:
+def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", CODE.replace("{closed}", str(closed))],
+        [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
         text=True,
         check=False,
@@ -120,15 +208,34 @@ def _run(*, closed: bool, **environment: str) -> subprocess.CompletedProcess[str
 @pytest.mark.parametrize("closed", [True, False])
 def test_it_prints_nothing_and_its_process_ends_well(closed: bool) -> None:
     """Although NIXL brings libraries that many machines have, too, in another version."""
-    run = _run(closed=closed)
+    run = _run(CODE.replace("{closed}", str(closed)))
     assert run.stdout == "the end True\n"
     assert "INFO" not in run.stderr
     assert run.returncode == 0, run.stderr
 
 
 def test_it_says_more_when_asked() -> None:
-    run = _run(closed=True, NIXL_LOG_LEVEL="INFO")
+    run = _run(CODE.replace("{closed}", "True"), NIXL_LOG_LEVEL="INFO")
     assert "Initialized NIXL agent" in run.stdout + run.stderr
+
+
+def _blocks(
+    local: Region, here: np.ndarray, remote: Region, there: np.ndarray, size: int
+) -> Copies:
+    """Copies of one size, by offsets here and by addresses there."""
+    n = len(here)
+    return Copies(
+        local=here + np.uint64(local.address),
+        remote=there,
+        nbytes=np.full(n, size, np.uint64),
+        segments=(Segment(start=0, stop=n, local=local, remote=remote),),
+    )
+
+
+def _known(transport: NixlTransport, transfer: TransferId) -> State:
+    while (state := transport.poll([transfer])[0].state) is State.PENDING:
+        pass
+    return state
 
 
 def _moved(transport: NixlTransport, other: NixlTransport) -> TransferId:
