@@ -21,6 +21,9 @@ Context = zmq.Context[Socket]
 MAX_FRAMES = 3
 """Routing id, the empty frame of a REQ client, and the message."""
 
+CURVE_BYTES = 33
+"""By how much an encrypted frame is longer."""
+
 MAX_RESOLVERS = 64
 """How many names are looked up at once. A resolver that hangs cannot be ended, and clients choose
 what it looks up."""
@@ -124,7 +127,13 @@ def make_socket(context: Context, kind: int, numeric: str, **options: int) -> So
 
 
 def encrypt(made: Socket, own: KeyPair) -> None:
-    """Give a socket an engine's own keys; which end it is comes on top."""
+    """Give a socket an engine's own keys; which end it is comes on top.
+
+    The limit on a frame's bytes, if it has one, is raised by what encryption adds.
+    """
+    limit = int(made.getsockopt(zmq.MAXMSGSIZE))
+    if limit >= 0:
+        made.setsockopt(zmq.MAXMSGSIZE, limit + CURVE_BYTES)
     made.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(own.public))
     made.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(own.secret))
 

@@ -1,0 +1,270 @@
+"""Wrong inputs, many: no crash, no hang, no growth of memory; and then a right one, which works.
+
+``KVFERRY_FUZZ`` is how many in all (20,000 unless set; a million takes some minutes), and
+``KVFERRY_FUZZ_SEED`` where they start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import zmq
+
+from kvferry.core import wire
+from kvferry.core.errors import HandshakeError, TicketError, WireError
+from kvferry.core.handshake import engine_info, fetch, ping
+from kvferry.core.handshake.sockets import encrypt
+from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.security import OPEN, Access, TicketSecrets, generate
+from kvferry.integrations.vllm import ticket as tickets
+from tests.core.messages import payload
+from tests.faults.mutations import Mutator
+
+INPUTS = int(os.environ.get("KVFERRY_FUZZ", "20000"))
+SEED = int(os.environ.get("KVFERRY_FUZZ_SEED", "1"))
+LONG = 60.0
+"""Seconds; far more than any answer takes, however busy the machine."""
+MEMORY = 32 << 20
+"""By how much a process may grow: allocators keep some of what they had."""
+
+pytestmark = pytest.mark.timeout(120 + INPUTS // 100)
+
+SECRETS = TicketSecrets.of(["a secret of both engines"])
+SERVER, CLIENT = generate(), generate()
+RANKS = [wire.encode(payload(rank)) for rank in (0, 1)]
+TICKET = tickets.Offer(
+    engine="prefill",
+    incarnation=7,
+    request="r",
+    host="127.0.0.1",
+    port=5600,
+    hold=Hold(slot=3, generation=9),
+    pages=[[5, 4, 9], [0, 2]],
+    first_index=[0, 1],
+    tokens=48,
+    digest=bytes(16),
+    computed=True,
+    sizes=tickets.Sizes(),
+    key=SERVER.public,
+)
+RELEASE = wire.Release(
+    incarnation=7, slot=3, generation=9, engine="decode", rank=0, expected=1, abandoned=False
+)
+ASK, PING = wire.Ask(oldest=1, newest=1, engine="prefill"), wire.Ping(engine="prefill")
+
+
+# What is decoded.
+
+
+def decode_ticket(data: bytes) -> None:
+    """As a router's JSON, signed or not."""
+    params = json.loads(data)
+    tickets.read(params)
+    tickets.read(params, SECRETS)
+
+
+def wrong_ticket(mutator: Mutator) -> bytes:
+    right = TICKET.params(SECRETS if mutator.random.random() < 0.2 else None)
+    wrong = {key: mutator.tree(value) for key, value in right.items()}
+    which = mutator.random.choice(list(right))
+    return json.dumps(right | {which: wrong[which]}, default=repr).encode()
+
+
+def packed(*right: bytes) -> Callable[[Mutator], bytes]:
+    return lambda mutator: mutator.packed(mutator.random.choice(right))
+
+
+DECODERS: dict[str, tuple[Callable[[Mutator], bytes], Callable[[bytes], object]]] = {
+    "request": (packed(wire.encode(ASK), wire.encode(PING)), wire.decode_request),
+    "reply": (
+        packed(
+            wire.encode(wire.Payloads(ranks=RANKS)),
+            wire.encode(wire.Pong(incarnation=7)),
+            wire.encode(wire.Refusal(reason="no")),
+        ),
+        wire.decode_reply,
+    ),
+    "payload": (packed(*RANKS), wire.decode_payload),
+    "engine": (packed(*RANKS), lambda data: engine_info([RANKS[0], data])),
+    "ticket": (wrong_ticket, decode_ticket),
+}
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_what_is_decoded(kind: str) -> None:
+    make, decode = DECODERS[kind]
+    mutator = Mutator(SEED)
+    share = INPUTS * 6 // 10 // len(DECODERS)
+    refused, before = 0, 0
+    for count in range(share):
+        data = make(mutator)
+        try:
+            decode(data)
+        except (WireError, HandshakeError, TicketError):
+            refused += 1
+        except Exception as exc:
+            raise AssertionError(f"{kind} {count} of seed {SEED}: {data!r}") from exc
+        if count == share // 4:
+            before = resident("self")
+    assert refused > share // 2
+    assert resident("self") - before < MEMORY
+
+
+# What a side channel is sent.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A side channel in a process of its own, which a crash would end."""
+
+    pid: int
+    port: int
+    access: Access
+    """Of those who may ask."""
+    key: bytes
+
+    def works(self) -> None:
+        options: Any = {"timeout": LONG, "access": self.access, "key": self.key}
+        assert ping("127.0.0.1", self.port, "prefill", **options) == 7
+        assert len(fetch("127.0.0.1", self.port, "prefill", **options).ranks) == 2
+
+
+PROGRAM = """
+import sys
+from kvferry.core.handshake import HandshakeServer
+from kvferry.core.security import OPEN, Access, KeyPair
+secret, *ranks = map(bytes.fromhex, sys.argv[1:])
+listed = frozenset([ranks.pop(0)])
+access = Access(own=KeyPair.of(secret.hex(), "here"), peers=listed) if secret else OPEN
+with HandshakeServer(ranks, engine="prefill", incarnation=7, access=access) as server:
+    print(server.port, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def serving(keyed: bool) -> Iterator[Served]:
+    secret = SERVER.secret if keyed else b""
+    arguments = [data.hex() for data in (secret, CLIENT.public, *RANKS)]
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            access = Access(own=CLIENT, peers=frozenset({SERVER.public})) if keyed else OPEN
+            yield Served(
+                pid=process.pid,
+                port=int(process.stdout.readline()),
+                access=access,
+                key=SERVER.public if keyed else b"",
+            )
+            assert process.poll() is None
+            process.communicate("")
+            assert process.returncode == 0
+        finally:
+            process.kill()
+
+
+@contextmanager
+def flat(served: Served) -> Iterator[Callable[[], None]]:
+    """Compares what the process has when the given function is called with what it has at last."""
+    before: list[tuple[int, int, int]] = []
+    yield lambda: before.append(footprint(served.pid))
+    served.works()
+    after = footprint(served.pid)
+    assert after[0] - before[0][0] < MEMORY
+    assert after[1] - before[0][1] < 20  # descriptors: connections are reaped a little later
+    assert after[2] == before[0][2]  # threads
+
+
+def footprint(pid: int) -> tuple[int, int, int]:
+    folder = f"/proc/{pid}"
+    return resident(str(pid)), len(os.listdir(f"{folder}/fd")), len(os.listdir(f"{folder}/task"))
+
+
+def resident(pid: str) -> int:
+    with open(f"/proc/{pid}/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def message(mutator: Mutator) -> list[bytes]:
+    """Some frames, none of them longer than a request may be: that ends the connection."""
+    pick = mutator.random.choice
+    ahead = [pick([b"", b"", mutator.raw(b"abc")]) for _ in range(pick([0, 0, 0, 1, 1, 2, 9]))]
+    request = mutator.packed(wire.encode(pick([ASK, PING])))
+    return [frame[: wire.MAX_REQUEST_BYTES] for frame in (*ahead, request)]
+
+
+@pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
+def test_messages_at_a_side_channel(keyed: bool) -> None:
+    """From a peer that is admitted; each is answered, or dropped where it is not even one."""
+    mutator, share = Mutator(SEED), INPUTS * 35 // 100 // 2
+    with serving(keyed) as served, zmq.Context() as context, flat(served) as remember:
+        for start in range(0, share, 1000):
+            with context.socket(zmq.DEALER) as channel:
+                channel.linger, channel.rcvtimeo = 0, int(LONG * 1e3)
+                if served.access.own is not None:
+                    encrypt(channel, served.access.own)
+                    channel.curve_serverkey = zmq.utils.z85.encode(served.key)
+                channel.connect(f"tcp://127.0.0.1:{served.port}")
+                for _ in range(min(1000, share - start)):
+                    channel.send_multipart(message(mutator))
+                    reply = wire.decode_reply(channel.recv_multipart()[-1])
+                    assert isinstance(reply, wire.Payloads | wire.Pong | wire.Refusal)
+            served.works()
+            if start <= share // 4:
+                remember()
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00%s" + bytes(28)
+READY = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
+HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + bytes(range(32)) + bytes(8 + 80)
+
+
+def session(mutator: Mutator) -> bytes:
+    """What a client says on the bare connection, wrong in one place or in many."""
+    mechanism = mutator.random.choice([b"NULL", b"CURVE", b"PLAIN", b"GSSAPI"])
+    frame = wire.encode(PING)
+    parts = [
+        GREETING.replace(b"%s", mechanism.ljust(20, b"\0"))[:64],
+        mutator.random.choice([READY, HELLO, b""]),
+        *[b"\x00" + bytes([len(frame)]) + frame] * mutator.random.choice([0, 1, 3]),
+        mutator.random.choice([b"", b"\x02" + b"\xff" * 8, b"\x06" + bytes(8), b"\x01\x00" * 500]),
+    ]
+    which = mutator.random.randrange(len(parts))
+    parts[which] = mutator.raw(parts[which])
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
+def test_bytes_at_a_side_channel(keyed: bool) -> None:
+    """From anybody: on the bare connection, also in the middle of ZMQ's own handshake."""
+    mutator, share = Mutator(SEED), max(INPUTS * 5 // 100 // 2, 1)
+    with serving(keyed) as served, flat(served) as remember:
+        for count in range(share):
+            with (
+                suppress(ConnectionError),
+                socket.create_connection(("127.0.0.1", served.port), LONG) as raw,
+            ):
+                raw.sendall(session(mutator))
+                if mutator.random.random() < 0.2:
+                    raw.settimeout(0.01)
+                    with suppress(TimeoutError):
+                        raw.recv(1 << 16)
+            if count % 500 == 0:
+                served.works()
+            if count == share // 4:
+                remember()
