@@ -6,6 +6,7 @@ import logging
 import select
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -85,15 +86,17 @@ def test_what_crosses_is_encrypted() -> None:
 def relayed(client: socket.socket, server: HandshakeServer) -> list[bytes]:
     """Everything that a client and the server say to each other, until one of them ends it."""
     seen: list[bytes] = []
-    with client, socket.create_connection((server.host, server.port), LONG) as there:
+    with (
+        client,
+        socket.create_connection((server.host, server.port), LONG) as there,
+        suppress(ConnectionError),
+    ):
         other = {client: there, there: client}
-        while True:
+        while b"" not in seen:
             for each in select.select([client, there], [], [], LONG)[0]:
-                data = each.recv(1 << 16)
-                if not data:
-                    return seen
-                seen.append(data)
-                other[each].sendall(data)
+                seen.append(each.recv(1 << 16))
+                other[each].sendall(seen[-1])
+    return seen
 
 
 # Both sides say what is wrong, at once.
