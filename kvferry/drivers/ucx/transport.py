@@ -48,6 +48,7 @@ from kvferry.drivers.ucx import address as wire
 from kvferry.drivers.ucx import library, place, structs
 from kvferry.drivers.ucx.address import Address, KeyId, RegisteredRegion
 from kvferry.drivers.ucx.caller import Caller, Peer
+from kvferry.drivers.ucx.compiled import poster
 from kvferry.drivers.ucx.devices import devices, listed
 from kvferry.drivers.ucx.host import Host
 from kvferry.drivers.ucx.job import Job
@@ -55,7 +56,6 @@ from kvferry.drivers.ucx.library import Library
 from kvferry.drivers.ucx.line import Stage
 from kvferry.drivers.ucx.messages import MAX_NOTIFICATION
 from kvferry.drivers.ucx.options import WISHES, parsed, settings_of
-from kvferry.drivers.ucx.posting import PlainPoster
 from kvferry.drivers.ucx.progress import Progress, Side
 from kvferry.drivers.ucx.runs import runs_of
 from kvferry.drivers.ucx.ucp import MAJOR, Memory, Ucp
@@ -118,7 +118,7 @@ class UcxTransport(Transport):
             self._options.deadline_seconds,
             self._options.connect_seconds,
         )
-        self._poster = PlainPoster(self._ucp)
+        self._poster = poster(self._ucp)
         self._registered: dict[Region, _Registration] = {}
         self._jobs: dict[TransferId, Job] = {}
         self._ids = itertools.count(1)

@@ -105,6 +105,7 @@ class Ucp:
         looking = ctypes.PyDLL(None, handle=library._handle)
         try:
             self._calls = _typed(library, _FUNCTIONS) | _typed(looking, _LOOKING)
+            self._loopable = self._calls | _typed(library, _LOOKING)
         except AttributeError as exc:
             raise DriverError(f"UCX {self.version}: {exc}: its build is not complete") from exc
         self.check = self._calls["ucp_request_check_status"]
@@ -337,6 +338,10 @@ class Ucp:
     def function(self, name: str) -> Any:  # noqa: ANN401
         """A function of ctypes, for a loop over many copies."""
         return self._calls[name]
+
+    def looping(self, name: str) -> Any:  # noqa: ANN401
+        """The same for a compiled loop, which has no use for one that keeps the lock."""
+        return self._loopable[name]
 
     def _check_threads(self) -> None:
         found = structs.LibraryAttributes()
