@@ -5,7 +5,7 @@ Shares no memory with the workers: they hear of it through ``Orders``, one batch
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,7 +21,8 @@ class Orders:
         take_ons: requests that are computed for another engine from this step on.
         ready: holds whose pages may be read once all work before this step has passed, with the
             lease in seconds.
-        ends: ticketed holds to give up now (a reset); they are still reported as sent.
+        ends: ticketed holds to give up now (a reset, or too much is held); they are still reported
+            as sent.
     """
 
     drops: tuple[Hold, ...] = ()
@@ -37,6 +38,8 @@ class Orders:
 class _Entry:
     hold: Hold
     ticketed: bool = False
+    pages: frozenset[int] = frozenset()
+    """That count against the limit: none before there is a ticket, or after it was given up."""
 
 
 class HoldLedger:
@@ -45,9 +48,22 @@ class HoldLedger:
     Args:
         slots: how many slots each worker's table has; as many as the engine has blocks.
         draw: gives random generations.
+        max_pages: how many pages may be held behind tickets; ``None`` for any number. Who asks for
+            tickets is a client, and must not keep the engine from its pages.
     """
 
-    def __init__(self, slots: int, draw: Callable[[], int] = random_generation) -> None:
+    def __init__(
+        self,
+        slots: int,
+        draw: Callable[[], int] = random_generation,
+        *,
+        max_pages: int | None = None,
+    ) -> None:
+        self._max_pages = max_pages
+        self._pages = Counter[int]()
+        """Page to how many tickets hold it: requests with one prefix share pages."""
+        self._evicted = 0
+        self._oldest: deque[RequestId] = deque()
         self._free = deque(range(slots))
         self._draw = draw
         self._entries: dict[RequestId, _Entry] = {}
@@ -77,17 +93,40 @@ class HoldLedger:
         self._take_ons.append((request, hold))
         return hold
 
-    def ticket(self, request: RequestId, lease: float) -> Hold | None:
+    def ticket(
+        self, request: RequestId, lease: float, pages: frozenset[int] = frozenset()
+    ) -> Hold | None:
         """The request is computed and a ticket is made: its pages stay until ``sent``.
 
-        ``None`` if the request was never taken on, or has its ticket already.
+        Where too many pages are held then, the oldest tickets are given up.
+
+        Args:
+            request: which.
+            lease: seconds.
+            pages: those that it has.
+
+        Returns:
+            ``None`` if the request was never taken on, has its ticket already, or has more pages
+            than may be held at all.
         """
         entry = self._entries.get(request)
-        if entry is None or entry.ticketed:
+        if entry is None or entry.ticketed or not self.fits(len(pages)):
             return None
-        entry.ticketed = True
+        entry.ticketed, entry.pages = True, pages
         self._ready.append((entry.hold, lease))
+        self._pages.update(pages)
+        self._oldest.append(request)
+        self._make_room()
         return entry.hold
+
+    def fits(self, pages: int) -> bool:
+        """Whether a request with so many pages can have a ticket."""
+        return self._max_pages is None or pages <= self._max_pages
+
+    def take_evicted(self) -> int:
+        """How many tickets were given up since the last call, to hold no more than allowed."""
+        evicted, self._evicted = self._evicted, 0
+        return evicted
 
     def drop(self, request: RequestId) -> bool:
         """The request ends before a ticket exists; whether there was such a hold."""
@@ -108,6 +147,9 @@ class HoldLedger:
         if entry is not None and entry.ticketed:
             del self._entries[request]
             self._free.append(entry.hold.slot)
+            self._let_go(entry)
+            if request in self._oldest:
+                self._oldest.remove(request)
 
     def reset(self) -> None:
         """Give up every ticketed hold: its ticket becomes stale, its pages come back."""
@@ -126,3 +168,18 @@ class HoldLedger:
         for pending in (self._drops, self._take_ons, self._ready, self._ends):
             pending.clear()
         return orders
+
+    def _make_room(self) -> None:
+        """The oldest goes first; the newest fits alone, so it stays."""
+        while self._max_pages is not None and len(self._pages) > self._max_pages:
+            entry = self._entries[self._oldest.popleft()]
+            self._let_go(entry)
+            self._ends.append(entry.hold)
+            self._evicted += 1
+
+    def _let_go(self, entry: _Entry) -> None:
+        self._pages.subtract(entry.pages)
+        for page in entry.pages:
+            if not self._pages[page]:
+                del self._pages[page]
+        entry.pages = frozenset()

@@ -26,7 +26,6 @@ Place = Annotated[str, Meta(min_length=1, max_length=4096)]
 NIXL_KEYS = {
     "backends": "pass them to a driver that has them, in driver_options",
     "num_threads": "pass it to a driver that has it, in driver_options",
-    "engine_ttl": "there is no such time, since a peer that died is let go of at once",
     "push_registration_timeout": "there is no push mode yet; decode pulls",
     "bidirectional_kv_xfer": "there is no second turn, from decode back to prefill, yet",
     "kv_recompute_threshold": "there is no second turn, from decode back to prefill, yet",
@@ -55,7 +54,16 @@ class Config:
         side_channel_host: where the handshake is served, and what tickets tell other hosts.
         side_channel_port: 0 for a free one; a fixed one counts up by the data-parallel index.
         kv_lease_duration: for how many seconds a producer keeps a finished request's pages for
-            its consumer, and for how many a consumer waits at most.
+            its consumer, unless that renews it, which it does while the request waits.
+        max_held_fraction: how much of the cache may be held for consumers; beyond it, the oldest
+            ticket is given up.
+        drain_timeout: for how many seconds a producer that is shut down waits for held pages to
+            be read.
+        handshake_timeout: seconds until a producer must have answered.
+        load_timeout: seconds that a load may take, once there are pages to load into.
+        liveness_interval: seconds between two pings of a producer; 0 for none.
+        liveness_misses: so many pings without an answer mean that it is dead.
+        engine_ttl: seconds after which a producer that is not used is disconnected.
         enforce_handshake_compat: refuse a producer that differs in a name only (model, revision).
             Off, such differences are warned of; others are refused all the same.
         verify_prompt: refuse a ticket that was made for another prompt. Off only in tests that
@@ -74,6 +82,13 @@ class Config:
     side_channel_host: Annotated[str, Meta(min_length=1, max_length=256)] = "127.0.0.1"
     side_channel_port: Annotated[int, Meta(ge=0, le=HIGHEST_PORT)] = 0
     kv_lease_duration: Annotated[float, Meta(ge=0.001, le=86400)] = 30.0
+    max_held_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    drain_timeout: Annotated[float, Meta(ge=0, le=86400)] = 2.0
+    handshake_timeout: Annotated[float, Meta(ge=0.001, le=3600)] = 10.0
+    load_timeout: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0
+    liveness_interval: Annotated[float, Meta(ge=0, le=3600)] = 2.0
+    liveness_misses: Annotated[int, Meta(ge=1, le=1000)] = 3
+    engine_ttl: Annotated[float, Meta(ge=0.001, le=86400 * 365)] = 600.0
     enforce_handshake_compat: bool = True
     verify_prompt: bool = True
     ticket_secrets: Annotated[tuple[Place, ...], Meta(max_length=8)] = ()

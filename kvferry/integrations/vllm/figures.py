@@ -5,6 +5,7 @@ from __future__ import annotations
 LOADS = "loads"
 FAILED = "failed_loads"
 REFUSED = "refused_tickets"
+EVICTED = "evicted_holds"
 IGNORED = "ignored_releases"
 TOKENS = "tokens"
 BYTES = "bytes"
@@ -14,6 +15,7 @@ COUNTERS = {
     LOADS: "Loads of KV cache from another engine that succeeded.",
     FAILED: "Loads of KV cache from another engine that failed.",
     REFUSED: "Tickets that were refused before their engine was asked.",
+    EVICTED: "Holds that were given up because more than max_held_fraction was held.",
     IGNORED: "Messages that end holds, about holds that did not stand (any more).",
     TOKENS: "Tokens whose KV cache was pulled from another engine.",
     BYTES: "Bytes of KV cache that were pulled from another engine.",

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.layout import HOLE
+from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 from kvferry.core.security import TicketSecrets
+from kvferry.integrations.vllm.figures import EVICTED
 from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.prompts import digest_of, shorten
 from kvferry.integrations.vllm.ticket import Offer, Sizes
@@ -33,6 +35,7 @@ class Producer:
     Args:
         groups: the engine's, those that are transferred.
         slots: how many requests can be held at once: as many as the engine has blocks.
+        max_held: how many blocks may be held for others; ``None`` for any number.
         lease: seconds for which the pages of a ticket are kept.
         backoff: prompt tokens that are left to the consumer.
         computed: whether nothing writes pages after a request's last token was sampled.
@@ -49,11 +52,13 @@ class Producer:
         backoff: int,
         computed: bool,
         sizes: Sizes,
+        max_held: int | None = None,
         secrets: TicketSecrets | None = None,
     ) -> None:
         self._groups = groups
         self._bounded = any(group.bounded for group in groups)
-        self._ledger = HoldLedger(slots)
+        self._ledger = HoldLedger(slots, max_pages=max_held)
+        self._max_held = max_held
         self._lease = lease
         self._backoff = backoff
         self._computed = computed
@@ -88,7 +93,7 @@ class Producer:
         """The ticket of a request that ended; ``None`` if its blocks are vLLM's at once."""
         request_id = RequestId(request.request_id)
         tokens = self._handed_over(request)
-        hold = self._ledger.ticket(request_id, self._lease) if tokens else None
+        hold = self._hold(request_id, block_ids) if tokens else None
         if hold is None:
             self._ledger.drop(request_id)
             return None
@@ -109,6 +114,18 @@ class Producer:
             sizes=self._sizes,
             key=serving.key,
         ).params(self._secrets)
+
+    def _hold(self, request_id: RequestId, block_ids: Sequence[Sequence[int]]) -> Hold | None:
+        blocks = frozenset().union(*block_ids) - {HOLE}
+        if not self._ledger.fits(len(blocks)):
+            logger.warning(
+                "request %s: no ticket is made; it has %d blocks, and %d may be held "
+                "(max_held_fraction)",
+                request_id,
+                len(blocks),
+                self._max_held,
+            )
+        return self._ledger.ticket(request_id, self._lease, blocks)
 
     def _handed_over(self, request: Request) -> int:
         """How many tokens a ticket of this request covers; 0 if it gets none.
@@ -137,6 +154,18 @@ class Producer:
     def reset(self) -> None:
         """Give up what is held: tickets become stale, pages come back."""
         self._ledger.reset()
+
+    def take_figures(self) -> dict[str, int]:
+        """What happened since the last call, by the names in ``figures``."""
+        evicted = self._ledger.take_evicted()
+        if evicted:
+            logger.warning(
+                "%d tickets were given up before they were used: more than %s blocks were held "
+                "(max_held_fraction); their requests prefill again",
+                evicted,
+                self._max_held,
+            )
+        return {EVICTED: evicted} if evicted else {}
 
     def drain(self) -> Orders:
         """What the workers must hear in this step."""

@@ -53,6 +53,7 @@ class FerryScheduler:
             backoff=tail,
             computed=vllm_config.speculative_config is None,
             sizes=sizes_of(parallel),
+            max_held=int(self._config.max_held_fraction * kv_cache_config.num_blocks),
             secrets=self._admission.secrets,
         )
         self._consumer = Consumer(
@@ -141,7 +142,7 @@ class FerryScheduler:
 
     def take_stats(self) -> FerryStats | None:
         """What became of tickets since the last call: loads of all ranks together are one."""
-        figures = self._consumer.take_figures()
+        figures = self._consumer.take_figures() | self._producer.take_figures()
         return FerryStats(data=figures) if figures else None
 
     @property

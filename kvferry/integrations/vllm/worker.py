@@ -45,10 +45,17 @@ class FerryWorker:
         endpoint: of this rank.
         passed: called when requests are ordered ready; what it returns says whether the device has
             passed all work that was enqueued before that call.
+        drain: seconds for which ``close`` waits for held pages to be read.
     """
 
-    def __init__(self, endpoint: Endpoint, passed: Callable[[], Callable[[], bool] | None]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        passed: Callable[[], Callable[[], bool] | None],
+        drain: float = 0.0,
+    ) -> None:
         self._endpoint = endpoint
+        self._drain = drain
         self._passed = passed
         self._records: list[LoadRecord] = []
         self._ignored = 0
@@ -80,13 +87,18 @@ class FerryWorker:
             layout=layout,
             slots=kv_cache_config.num_blocks,
             options=EndpointOptions(
+                handshake_timeout=config.handshake_timeout,
                 lease=config.kv_lease_duration,
+                load_timeout=config.load_timeout,
+                liveness_interval=config.liveness_interval,
+                liveness_misses=config.liveness_misses,
+                engine_ttl=config.engine_ttl,
                 judgements=judgements(config),
                 access=admission_of(config).access,
             ),
             zero=zero_of(caches.values()),
         )
-        return cls(endpoint, _work_of(device))
+        return cls(endpoint, _work_of(device), config.drain_timeout)
 
     def apply(self, step: Step) -> None:
         """What the scheduler half says in this step. Never blocks."""
@@ -125,7 +137,7 @@ class FerryWorker:
 
     def close(self) -> None:
         """End the endpoint; twice is fine."""
-        self._endpoint.close()
+        self._endpoint.close(self._drain)
 
 
 def start_worker(

@@ -31,11 +31,14 @@ class Protocol(RuleBasedStateMachine):
         first=st.integers(0, 9),
         second=st.integers(0, 9),
         slots=st.integers(1, PAGES),
+        max_held=st.sampled_from([None, None, 2, 3]),
     )
-    def start(self, ranks: int, first: int, second: int, slots: int) -> None:
+    def start(self, ranks: int, first: int, second: int, slots: int, max_held: int | None) -> None:
         plans = PLANS[ranks]
         pair = (plans[first % len(plans)], plans[second % len(plans)])
-        self.world = World(ranks=ranks, plans=pair, slots=slots, parts=self.parts)
+        self.world = World(
+            ranks=ranks, plans=pair, slots=slots, parts=self.parts, max_held=max_held
+        )
 
     # Requests.
 

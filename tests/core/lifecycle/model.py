@@ -86,13 +86,21 @@ class Parts:
 class World:
     """Everything."""
 
-    def __init__(self, *, ranks: int, plans: tuple[Plan, Plan], slots: int, parts: Parts) -> None:
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        plans: tuple[Plan, Plan],
+        slots: int,
+        parts: Parts,
+        max_held: int | None = None,
+    ) -> None:
         self.parts = parts
         self.now = 0.0
         self.silent = False
         self.fabric = Fabric()
         self.issues: list[Issue] = []
-        self._ranks, self.slots = ranks, slots
+        self._ranks, self.slots, self._max_held = ranks, slots, max_held
         self._uids = itertools.count(1)
         self.producer = self._new_producer()
         self.consumers = [
@@ -410,6 +418,7 @@ class World:
         return self.parts.producer(
             ranks=self._ranks,
             slots=self.slots,
+            max_held=self._max_held,
             ledger=self.parts.ledger,
             keeper=self.parts.keeper,
             rank=self.parts.producer_rank,

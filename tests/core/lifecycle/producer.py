@@ -225,6 +225,7 @@ class Producer:
         *,
         ranks: int,
         slots: int,
+        max_held: int | None,
         ledger: type[HoldLedger],
         keeper: type[HoldKeeper],
         rank: type[ProducerRank],
@@ -234,7 +235,8 @@ class Producer:
     ) -> None:
         self.incarnation = random_incarnation()
         self.slots = slots
-        self.ledger = ledger(slots)
+        self.max_held = max_held
+        self.ledger = ledger(slots, max_pages=max_held)
         self.ranks = [
             rank(i, slots, self.incarnation, keeper, skewed(clock, 1000.0 * i), strict)
             for i in range(ranks)
@@ -245,6 +247,7 @@ class Producer:
         self.free = list(range(1, PAGES + 1))
         self.steps: deque[Step] = deque()
         self.reported: dict[RequestId, set[int]] = defaultdict(set)
+        self.given_up: set[Hold] = set()
         self.reset_holds: set[Hold] = set()
 
     # The scheduler.
@@ -267,6 +270,8 @@ class Producer:
                 self._take_in(prompt)
         work = [self._next_chunk(p) for p in self.at(At.RUNNING) if p.chunk < p.chunks]
         step = Step(orders=self.ledger.drain(), work=work)
+        self.given_up.update(step.orders.ends)
+        self._check_limit()
         self.steps.append(step)
         for rank in self.ranks:
             rank.inbox.append(step)
@@ -313,6 +318,12 @@ class Producer:
 
     # Inside.
 
+    def _check_limit(self) -> None:
+        """Clients cannot pin the whole cache: not when the ranks have heard what is given up."""
+        kept = {page for p in self.at(At.HELD) if p.hold not in self.given_up for page in p.pages}
+        limit = PAGES if self.max_held is None else self.max_held
+        require(len(kept) <= limit, "more pages held than allowed:", kept)
+
     def _take_in(self, prompt: Prompt) -> None:
         prompt.pages = tuple(self.free.pop() for _ in range(prompt.size))
         prompt.at = At.RUNNING
@@ -330,7 +341,7 @@ class Producer:
         if prompt.errs or prompt.hold is None:
             self.abort(prompt)
             return
-        hold = self.ledger.ticket(prompt.id, LEASE)
+        hold = self.ledger.ticket(prompt.id, LEASE, frozenset(prompt.pages))
         require(hold == prompt.hold, "a ticket for another hold", prompt)
         prompt.at = At.HELD
         ticket = _ticket(self, prompt, prompt.hold)

@@ -132,6 +132,63 @@ def test_a_reset_gives_up_tickets_once_and_computing_requests_not() -> None:
     assert ledger.drain().ends == (late, early)  # whatever the workers did meanwhile
 
 
+class Limited:
+    """A ledger that may hold four pages."""
+
+    def __init__(self) -> None:
+        self.ledger = HoldLedger(16, max_pages=4)
+
+    def hold(self, name: str, *pages: int) -> Hold | None:
+        taken_on(self.ledger, RequestId(name))
+        return self.ledger.ticket(RequestId(name), 30.0, frozenset(pages))
+
+    def ends(self) -> tuple[Hold, ...]:
+        return self.ledger.drain().ends
+
+
+def test_the_oldest_ticket_goes_first_when_too_much_is_held() -> None:
+    bench = Limited()
+    oldest, older = bench.hold("a", 1, 2), bench.hold("b", 3, 4)
+    assert not bench.ends()
+    newest = bench.hold("c", 5, 6)
+    assert bench.ends() == (oldest,)
+    assert newest is not None
+    bench.hold("d", 7, 8, 9, 10)
+    assert bench.ends() == (older, newest)
+    assert (bench.ledger.take_evicted(), bench.ledger.take_evicted()) == (3, 0)
+
+
+def test_what_was_given_up_is_sent_later_and_counts_once() -> None:
+    bench = Limited()
+    bench.hold("a", 1, 2)
+    bench.hold("b", 3, 4)
+    bench.hold("c", 5, 6)
+    bench.ledger.sent(RequestId("a"))
+    bench.ledger.sent(RequestId("b"))
+    bench.hold("d", 7, 8)
+    assert bench.ledger.take_evicted() == 1
+
+
+def test_pages_that_several_requests_share_count_once() -> None:
+    bench = Limited()
+    for number in range(8):
+        bench.hold(f"r{number}", 1, 2, 3)
+    assert not bench.ends()
+    for number in range(7):
+        bench.ledger.sent(RequestId(f"r{number}"))
+    bench.hold("other", 4, 5)
+    assert bench.ledger.take_evicted() == 1
+
+
+def test_a_request_with_more_pages_than_may_be_held_gets_no_ticket() -> None:
+    bench = Limited()
+    kept = bench.hold("a", 1)
+    assert not bench.ledger.fits(5)
+    assert bench.hold("b", 2, 3, 4, 5, 6) is None
+    assert bench.ledger.drop(RequestId("b"))
+    assert kept not in bench.ends()
+
+
 ANY = Hold(slot=0, generation=1)
 
 

@@ -73,8 +73,8 @@ class NoCheckAtAll(Loads):
 
 
 class CountedGenerations(HoldLedger):
-    def __init__(self, slots: int) -> None:
-        super().__init__(slots, itertools.count(1).__next__)
+    def __init__(self, slots: int, **limit: Any) -> None:
+        super().__init__(slots, itertools.count(1).__next__, **limit)
 
 
 class WordClearedAfterwards(HoldKeeper):
@@ -178,8 +178,10 @@ class ResetForgotten(HoldKeeper):
 
 
 class SlotFreeAtTheTicket(HoldLedger):
-    def ticket(self, request: RequestId, lease: float) -> Hold | None:
-        hold = super().ticket(request, lease)
+    def ticket(
+        self, request: RequestId, lease: float, pages: frozenset[int] = frozenset()
+    ) -> Hold | None:
+        hold = super().ticket(request, lease, pages)
         if hold is not None:
             self._free.append(hold.slot)
         return hold
@@ -194,6 +196,11 @@ class NewHoldAfterPreemption(HoldLedger):
         if request in self._entries and not self._entries[request].ticketed:
             del self._entries[request]
         return super().take_on(request)
+
+
+class HeldWithoutLimit(HoldLedger):
+    def _make_room(self) -> None:
+        pass
 
 
 class SentByOneRank(Producer):
@@ -328,6 +335,7 @@ PLANTED: dict[str, Parts] = {
     "reset forgotten": Parts(keeper=ResetForgotten),
     "the slot is free at the ticket": Parts(ledger=SlotFreeAtTheTicket),
     "a new hold after preemption": Parts(ledger=NewHoldAfterPreemption),
+    "held without limit": Parts(ledger=HeldWithoutLimit),
     "pages given back when one rank has sent": Parts(producer=SentByOneRank),
     "the fence ignored": Parts(loads=FenceIgnored),
     "reported while doomed": Parts(loads=ReportedBeforeQuiet),

@@ -13,7 +13,7 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import Access, TicketSecrets, generate
 from kvferry.integrations.vllm.admission import Admission
 from kvferry.integrations.vllm.consumer import Consumer
-from kvferry.integrations.vllm.figures import FAILED, LOADS, REFUSED, TOKENS
+from kvferry.integrations.vllm.figures import EVICTED, FAILED, LOADS, REFUSED, TOKENS
 from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.serving import Serving
@@ -60,7 +60,10 @@ def full(groups: int = 1) -> tuple[CacheGroup, ...]:
 
 
 def producer(
-    tail: int = 0, groups: Sequence[CacheGroup] = full(), secrets: TicketSecrets | None = None
+    tail: int = 0,
+    groups: Sequence[CacheGroup] = full(),
+    secrets: TicketSecrets | None = None,
+    max_held: int | None = None,
 ) -> Producer:
     return Producer(
         groups,
@@ -70,6 +73,7 @@ def producer(
         computed=True,
         sizes=Sizes(tp=2, pp=3),
         secrets=secrets,
+        max_held=max_held,
     )
 
 
@@ -162,6 +166,22 @@ class TestProducer:
         made.sent(["r"])
         made.take_on(each)
         assert made.finished(each, [[4, 5, 6]], SERVING)
+
+    def test_clients_cannot_pin_the_whole_cache(self, caplog: pytest.LogCaptureFixture) -> None:
+        made = producer(max_held=4)
+        for name, ids in (("old", [1, 2, 3]), ("new", [4, 5, 6])):
+            each = request(40, PREFILL, name=name)
+            made.take_on(each)
+            assert made.finished(each, [ids], SERVING)
+        orders = made.drain()
+        assert orders.ends == (orders.take_ons[0][1],)
+        assert made.take_figures() == {EVICTED: 1}
+        assert made.take_figures() == {}
+        assert "max_held_fraction" in caplog.text
+        large = request(90, PREFILL, name="large")
+        made.take_on(large)
+        assert made.finished(large, [[0, 7, 8, 9, 10, 11]], SERVING) is None
+        assert "it has 5 blocks, and 4 may be held" in caplog.text
 
     def test_state_before_the_last_token(self) -> None:
         """The prompt is shortened once, though a preempted request comes again."""
