@@ -1,0 +1,118 @@
+"""Real engines with keys and signed tickets; clients and strangers that want what is not theirs."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from examples.tiny_llama import prompt
+from kvferry.cli import app
+from tests.integrations.vllm.conftest import StartEngine
+from tests.integrations.vllm.engines import Engine
+from tests.integrations.vllm.steps import hand_over, pulled, texts
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+HERE = ["127.0.0.0/8"]
+
+
+class Pair(NamedTuple):
+    prefill: Engine
+    decode: Engine
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The settings of both sides, as ``kvferry keygen`` prints them."""
+    folder: Path = tmp_path_factory.mktemp("keys")
+    assert CliRunner().invoke(app, ["keygen", str(folder)]).exit_code == 0
+    return {
+        mine: {
+            "curve_secret_key": f"file:{folder}/{mine}.secret",
+            "curve_peers": [f"file:{folder}/{theirs}.public"],
+            "ticket_secrets": [f"file:{folder}/ticket.secret"],
+        }
+        for mine, theirs in (("prefill", "decode"), ("decode", "prefill"))
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(start_engine: StartEngine, keys: dict[str, dict[str, Any]]) -> Pair:
+    return Pair(
+        start_engine(
+            "keyed-prefill", "kv_producer", extra=keys["prefill"] | {"allowed_peers": HERE}
+        ),
+        start_engine("keyed-decode", "kv_consumer", extra=keys["decode"] | {"allowed_peers": HERE}),
+    )
+
+
+def works(pair: Pair, reference: Engine, seed: int) -> bool:
+    mine = prompt(70, seed=seed)
+    answers, counted = hand_over(pair.prefill, pair.decode, mine)
+    return answers == texts(reference, mine) and pulled(counted) == 70
+
+
+def refusal(engine: Engine, tokens: list[int], ticket: dict[str, Any]) -> str:
+    """What the engine's log says of a request that fails."""
+    [completion] = engine.generate(tokens, params=ticket)
+    assert (completion.finish_reason, completion.text) == ("error", "")
+    [line] = [
+        line for line in engine.log().splitlines() if completion.id in line and "WARNING" in line
+    ]
+    return line
+
+
+def test_engines_with_keys_hand_over(reference: Engine, pair: Pair) -> None:
+    assert works(pair, reference, 1)
+
+
+def test_forged_ticket_for_another_requests_pages(reference: Engine, pair: Pair) -> None:
+    """From two genuine ones, of requests of the same length."""
+    mine, theirs = prompt(70, seed=2), prompt(70, seed=3)
+    tickets = pair.prefill.prefill(mine, theirs)
+    forged = copy.deepcopy(tickets[0])
+    forged["remote_block_ids"] = tickets[1]["remote_block_ids"]
+    for own in ("slot", "generation"):
+        forged["kvferry"][own] = tickets[1]["kvferry"][own]
+    assert "it was altered or made up" in refusal(pair.decode, mine, forged)
+    assert "another prompt" in refusal(pair.decode, mine, tickets[1])
+    [completion] = pair.decode.generate(mine, params=tickets[0])
+    assert [completion.text] == texts(reference, mine)
+
+
+def test_engines_of_which_only_one_is_set_up(prefill: Engine, decode: Engine, pair: Pair) -> None:
+    [signed], [plain] = pair.prefill.prefill(prompt(40)), prefill.prefill(prompt(40))
+    assert "no ticket_secrets to check it with" in refusal(decode, prompt(40), signed)
+    assert "not signed" in refusal(pair.decode, prompt(40), plain)
+    del signed["kvferry"]["signature"]
+    assert "is encrypted, and this engine has no keys" in refusal(decode, prompt(40), signed)
+    del signed["kvferry"]["key"]
+    assert "its side channel is encrypted" in refusal(decode, prompt(40), signed)
+
+
+def test_address_that_is_not_allowed(start_engine: StartEngine, prefill: Engine) -> None:
+    picky = start_engine("picky", "kv_consumer", extra={"allowed_peers": ["192.0.2.0/24"]})
+    [ticket] = prefill.prefill(prompt(40))
+    assert "in none of the networks of allowed_peers" in refusal(picky, prompt(40), ticket)
+    picky.close()
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "open"])
+def test_random_bytes_at_the_side_channel_of_a_serving_pair(
+    reference: Engine, prefill: Engine, decode: Engine, pair: Pair, keyed: bool
+) -> None:
+    both = pair if keyed else Pair(prefill, decode)
+    assert works(both, reference, 4 + keyed)
+    [ticket] = both.prefill.prefill(prompt(40))
+    random = Random(7)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
+    for _ in range(300):
+        with socket.create_connection((ticket["remote_host"], ticket["remote_port"]), 60) as raw:
+            raw.sendall(random.choice([b"", greeting]) + random.randbytes(random.randrange(500)))
+    assert works(both, reference, 6 + keyed)
