@@ -13,6 +13,9 @@ from kvferry.drivers.nixl.agent import Rows
 Kinds = tuple[str, str]
 """The memory kinds of the local and of the remote side."""
 
+_Devices = tuple[int, int]
+"""Of the local and of the remote side."""
+
 _SMALLEST = 4096
 
 
@@ -49,15 +52,27 @@ class Table:
     def _reserve(self, capacity: int) -> None:
         self._ends = np.empty(capacity, np.uint64)
         self._rows = np.empty((2, capacity, 3), np.uint64)
+        self._devices: _Devices = (-1, -1)
 
     def _filled(self, copies: Copies, n: int) -> tuple[Rows, Rows]:
         local, remote = self._rows[:, :n]
         local[:, 0], remote[:, 0] = copies.local, copies.remote
-        local[:, 1] = remote[:, 1] = copies.nbytes
-        for segment in copies.segments:
-            local[segment.start : segment.stop, 2] = segment.local.device
-            remote[segment.start : segment.stop, 2] = segment.remote.device
+        self._rows[:, :n, 1] = copies.nbytes
+        devices = {(segment.local.device, segment.remote.device) for segment in copies.segments}
+        if devices != {self._devices}:
+            self._fill_devices(copies, devices)
         return local, remote
+
+    def _fill_devices(self, copies: Copies, devices: set[_Devices]) -> None:
+        """Where all copies have the same devices, for the next batches as well."""
+        if len(devices) == 1:
+            (self._devices,) = devices
+            self._rows[:, :, 2] = np.array([self._devices], np.uint64).T
+            return
+        self._devices = (-1, -1)
+        for segment in copies.segments:
+            self._rows[0, segment.start : segment.stop, 2] = segment.local.device
+            self._rows[1, segment.start : segment.stop, 2] = segment.remote.device
 
     def _grouped(
         self, copies: Copies, local: Rows, remote: Rows
