@@ -153,6 +153,31 @@ def doctor(
 
 
 @app.command()
+def health(
+    host: Annotated[str, typer.Argument(help="Of the engine's side channel.", show_default=False)],
+    port: Annotated[int, typer.Argument(help="Likewise.", show_default=False)],
+    timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = 5.0,
+    secret_key: Annotated[
+        str,
+        typer.Option(
+            metavar="PLACE", help="Where the probe's own secret key is: file:PATH or env:NAME."
+        ),
+    ] = "",
+    server_key: Annotated[
+        str, typer.Option(metavar="HEX", help="The engine's public key, where it has one.")
+    ] = "",
+) -> None:
+    """Ask an engine how it is: exit status 0 if nothing is wrong.
+
+    For a readiness probe. The engine answers if its side channel is up, and says what its ranks
+    find wrong: a transport that failed, or pages that are quarantined.
+    """
+    from kvferry.cli.health import run
+
+    raise typer.Exit(run(host, port, timeout=timeout, secret_key=secret_key, server_key=server_key))
+
+
+@app.command()
 def keygen(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Where to; made if need be.", show_default=False)

@@ -131,6 +131,12 @@ class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
     engine: Name
 
 
+class Health(Struct, frozen=True, kw_only=True, tag="health"):
+    """A probe asks how the engine is; without an ``engine``, whichever listens there."""
+
+    engine: Annotated[str, Meta(max_length=256)] = ""
+
+
 class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
     """The answer to ``Ask``: every rank's payload, each encoded by its own rank."""
 
@@ -143,14 +149,27 @@ class Pong(Struct, frozen=True, kw_only=True, tag="pong"):
     incarnation: RandomBits
 
 
+class Condition(Struct, frozen=True, kw_only=True, tag="condition"):
+    """The answer to ``Health``.
+
+    Attributes:
+        engine, incarnation: who answers.
+        problems: for people; none if it is well.
+    """
+
+    engine: Name
+    incarnation: RandomBits
+    problems: Annotated[list[Text], Meta(max_length=MAX_RANKS)] = []
+
+
 class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
     """Any request's answer where there is no better one; says why."""
 
     reason: Text
 
 
-Request = Ask | Ping
-Reply = Payloads | Pong | Refusal
+Request = Ask | Ping | Health
+Reply = Payloads | Pong | Condition | Refusal
 
 
 class Release(Struct, frozen=True, kw_only=True, tag="release"):

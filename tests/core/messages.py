@@ -82,11 +82,19 @@ def payloads(draw: st.DrawFn) -> wire.RankPayload:
 
 
 asks = st.builds(lambda v, e: wire.Ask(oldest=v[0], newest=v[1], engine=e), versions, names)
-requests = asks | st.builds(wire.Ping, engine=names)
+requests = (
+    asks | st.builds(wire.Ping, engine=names) | st.builds(wire.Health, engine=names | st.just(""))
+)
 replies = (
     st.builds(wire.Payloads, ranks=st.lists(st.binary(max_size=50), min_size=1, max_size=4))
     | st.builds(wire.Pong, incarnation=random_bits)
     | st.builds(wire.Refusal, reason=texts)
+    | st.builds(
+        wire.Condition,
+        engine=names,
+        incarnation=random_bits,
+        problems=st.lists(texts, max_size=3),
+    )
 )
 notes = st.lists(
     st.builds(

@@ -165,8 +165,24 @@ class Endpoint:
 
     @property
     def healthy(self) -> bool:
-        """Whether it works, and every peer that had to be disconnected has fallen silent."""
-        return self._broken is None and not self._closing and not self._puller.loud
+        """Whether nothing is wrong. From any thread."""
+        return not self.problems
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, for a health answer; nothing if all is well. From any thread."""
+        found = []
+        if self._broken is not None:
+            found.append(f"the endpoint has failed: {self._broken}")
+        elif self._closing:
+            found.append("the endpoint is closed")
+        if loud := self._puller.loud:
+            found.append(
+                f"{loud} connections did not fall silent when they were closed; the pages that "
+                "they may still write are quarantined until they do: restart the engine if that "
+                "lasts"
+            )
+        return tuple(found)
 
     @property
     def pending(self) -> int:

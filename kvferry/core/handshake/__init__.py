@@ -5,7 +5,7 @@ asks: a server outlives every request, a client every answer.
 """
 
 from kvferry.core.handshake.agree import Agreed, EngineInfo, Judgements, agree, engine_info
-from kvferry.core.handshake.client import fetch, ping
+from kvferry.core.handshake.client import fetch, health, ping
 from kvferry.core.handshake.server import HandshakeServer
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "agree",
     "engine_info",
     "fetch",
+    "health",
     "ping",
 ]

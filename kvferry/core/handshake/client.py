@@ -15,6 +15,8 @@ from kvferry.core.wire import (
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,
     Ask,
+    Condition,
+    Health,
     Payloads,
     Ping,
     Pong,
@@ -78,6 +80,25 @@ def ping(
         if not isinstance(reply, Pong):
             raise _unexpected(reply)
         return Incarnation(reply.incarnation)
+
+
+def health(
+    host: str,
+    port: int,
+    engine: str = "",
+    *,
+    timeout: float,
+    context: Context | None = None,
+    access: Access = OPEN,
+    key: bytes = b"",
+) -> Condition:
+    """Ask an engine how it is; without ``engine``, whichever listens there. As ``fetch``."""
+    call = Call(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
+    with _explained(engine, call):
+        reply = call.exchange(Health(engine=engine))
+        if not isinstance(reply, Condition):
+            raise _unexpected(reply)
+        return reply
 
 
 @contextmanager

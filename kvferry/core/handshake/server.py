@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
@@ -29,6 +29,8 @@ from kvferry.core.wire import (
     MAX_REQUEST_BYTES,
     SPOKEN,
     Ask,
+    Condition,
+    Health,
     Payloads,
     Pong,
     Refusal,
@@ -41,6 +43,7 @@ from kvferry.core.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_REASON = 1024
+MAX_PROBLEMS = 64
 QUEUED_REQUESTS = 64
 QUEUED_REPLIES = 4
 """Per client. What a client that does not read has asked for beyond this is dropped."""
@@ -62,6 +65,8 @@ class HandshakeServer:
         host: the address to bind, and to put into tickets; peers must be able to reach it.
         port: 0 takes a free one.
         access: the engine's keys, and who is admitted.
+        problems: says what is wrong with the engine, for its health answer; called from the
+            server's thread, and must not block.
 
     Raises:
         HandshakeError: the payloads are not those of this engine, or the address cannot be bound;
@@ -77,8 +82,11 @@ class HandshakeServer:
         host: str = "127.0.0.1",
         port: int = 0,
         access: Access = OPEN,
+        problems: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._engine = engine
+        self._incarnation = incarnation
+        self._problems = problems
         self._payloads = _checked(payloads, engine, incarnation)
         self._pong = zmq.Frame(encode(Pong(incarnation=incarnation)), copy=True)
         self._host = bare(host)
@@ -166,9 +174,19 @@ class HandshakeServer:
         if reason:
             logger.info("a request for engine %s was refused: %s", request.engine, reason)
             return _refusal(reason)
+        if isinstance(request, Health):
+            return self._condition()
         return self._payloads if isinstance(request, Ask) else self._pong
 
+    def _condition(self) -> zmq.Frame:
+        problems = [problem[:MAX_REASON] for problem in self._problems()][:MAX_PROBLEMS]
+        return _frame(
+            Condition(engine=self._engine, incarnation=self._incarnation, problems=problems)
+        )
+
     def _reason_against(self, request: Request) -> str:
+        if isinstance(request, Health) and not request.engine:
+            return ""
         if request.engine != self._engine:
             return f"engine {request.engine!r} is not here: this is engine {self._engine!r}"
         if isinstance(request, Ask) and request.common(SPOKEN) is None:

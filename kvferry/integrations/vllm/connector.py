@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -195,6 +196,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What is over."""
         return self._worker.results() if self._worker is not None else KVConnectorTransferResults()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What the scheduler half is to know of this rank's health."""
+        return self._worker.take_health() if self._worker is not None else None
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Figures since the last call; vLLM asks both roles and adds."""

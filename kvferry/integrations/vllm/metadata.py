@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 from kvferry.core.endpoint import Load
@@ -19,6 +21,22 @@ class Handshake(KVConnectorHandshakeMetadata):
     """A rank's payload (``wire.RankPayload``), encoded; goes to the scheduler half at start."""
 
     payload: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health(KVConnectorWorkerMetadata):
+    """What is wrong with some ranks; goes to the scheduler half in the step when it changes.
+
+    Attributes:
+        problems: by rank; none for one that is well again.
+    """
+
+    problems: Mapping[int, tuple[str, ...]]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Health:
+        """These and those of other ranks."""
+        theirs = other.problems if isinstance(other, Health) else {}
+        return Health(problems={**self.problems, **theirs})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

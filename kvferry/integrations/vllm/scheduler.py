@@ -12,7 +12,7 @@ from kvferry.integrations.vllm import admission
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.groups import cache_groups
-from kvferry.integrations.vllm.metadata import Handshake, Step
+from kvferry.integrations.vllm.metadata import Handshake, Health, Step
 from kvferry.integrations.vllm.places import sizes_of
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import backoff
@@ -72,6 +72,7 @@ class FerryScheduler:
         )
         admission.warn(self._admission, self._config.side_channel_host)
         self._server: HandshakeServer | None = None
+        self._problems: dict[int, tuple[str, ...]] = {}
         self._untold_ranks: tuple[bytes, ...] = ()
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
@@ -95,7 +96,7 @@ class FerryScheduler:
         self._close_server()
         self._untold_ranks = tuple(handshake.payload for handshake in ours)
         self._serving, self._server = serve(
-            self._untold_ranks, self._config, self._admission.access
+            self._untold_ranks, self._config, self._admission.access, self._what_is_wrong
         )
 
     def on_new_request(self, request: Request) -> None:
@@ -138,6 +139,8 @@ class FerryScheduler:
     def heard(self, output: KVConnectorOutput) -> None:
         """What all workers have reported."""
         self._producer.sent(output.finished_sending or ())
+        if isinstance(output.kv_connector_worker_meta, Health):
+            self._problems = {**self._problems, **output.kv_connector_worker_meta.problems}
         self._consumer.received(output.finished_recving or (), output.failed_recving or ())
 
     def take_stats(self) -> FerryStats | None:
@@ -153,6 +156,11 @@ class FerryScheduler:
     def reset(self) -> None:
         """Give up the holds, so that vLLM's next try to reset its cache succeeds."""
         self._producer.reset()
+
+    def _what_is_wrong(self) -> list[str]:
+        """On the side channel's thread."""
+        problems = sorted(self._problems.items())
+        return [f"rank {rank}: {problem}" for rank, each in problems for problem in each]
 
     def close(self) -> None:
         """Close the side channel; twice is fine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.handshake import EngineInfo, HandshakeServer, engine_info
@@ -31,7 +32,10 @@ class Serving:
 
 
 def serve(
-    ranks: tuple[bytes, ...], config: Config, access: Access = OPEN
+    ranks: tuple[bytes, ...],
+    config: Config,
+    access: Access = OPEN,
+    problems: Callable[[], Sequence[str]] = tuple,
 ) -> tuple[Serving, HandshakeServer]:
     """Serve what this engine's ranks publish.
 
@@ -39,6 +43,7 @@ def serve(
         ranks: the encoded payloads of all of them, in rank order.
         config: says where.
         access: says to whom.
+        problems: says what is wrong with the engine, from any thread.
 
     Returns:
         What to tell others, and the server, which the caller closes.
@@ -54,6 +59,7 @@ def serve(
         host=config.side_channel_host,
         port=config.side_channel_port,
         access=access,
+        problems=problems,
     )
     logger.info("KVFerryConnector serves engine %s: %s", info.engine, _summary(info, server))
     serving = Serving(

@@ -19,7 +19,7 @@ from kvferry.integrations.vllm.admission import admission_of
 from kvferry.integrations.vllm.agreement import identity_of, judgements
 from kvferry.integrations.vllm.caches.describe import describe
 from kvferry.integrations.vllm.caches.facts import layer_facts
-from kvferry.integrations.vllm.metadata import Handshake, Step
+from kvferry.integrations.vllm.metadata import Handshake, Health, Step
 from kvferry.integrations.vllm.places import Seat, seat_of, shared_incarnation
 from kvferry.integrations.vllm.replica import ReplicaWorker
 from kvferry.integrations.vllm.stats import FerryStats
@@ -60,6 +60,7 @@ class FerryWorker:
         self._records: list[LoadRecord] = []
         self._ignored = 0
         self._idle = False
+        self._problems: tuple[str, ...] = ()
         self.handshake = Handshake(payload=wire.encode(endpoint.payload))
 
     @classmethod
@@ -134,6 +135,14 @@ class FerryWorker:
         records, self._records = self._records, []
         ignored, self._ignored = self._ignored, 0
         return FerryStats.of(records, ignored) if records or ignored else None
+
+    def take_health(self) -> Health | None:
+        """What is wrong here, if that has changed since the last call."""
+        problems = self._endpoint.problems
+        if problems == self._problems:
+            return None
+        self._problems = problems
+        return Health(problems={self._endpoint.payload.rank: problems})
 
     def close(self) -> None:
         """End the endpoint; twice is fine."""

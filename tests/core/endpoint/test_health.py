@@ -1,0 +1,85 @@
+"""How an engine says that it is not well, from the driver to whoever probes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.errors import HandshakeError, TransportError
+from kvferry.core.handshake import HandshakeServer, health
+from kvferry.core.transport import PeerId
+from kvferry.core.wire import encode
+from tests.core.endpoint.engines import Watched, engine, eventually
+
+LONG = 20.0
+
+
+class Loud(Watched):
+    """A driver whose connections do not fall silent when they are closed."""
+
+    loud = True
+
+    def disconnect(self, peer: PeerId) -> None:
+        if self.loud:
+            raise TransportError("still copying")
+        super().disconnect(peer)
+
+
+def test_a_connection_that_does_not_fall_silent_is_a_problem_until_it_does() -> None:
+    driver = Loud()
+    options = EndpointOptions(liveness_interval=5.0)
+    with (
+        engine("prefill") as prefill,
+        engine("decode", options=options, transport=lambda: driver) as decode,
+    ):
+        endpoint = decode.ranks[0].endpoint
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        assert not decode.outcome("d-1").failed
+        assert endpoint.healthy
+        prefill.server.close()
+        eventually(lambda: not endpoint.healthy, "the problem is known")
+        assert "1 connections did not fall silent" in endpoint.problems[0]
+        driver.loud = False
+        eventually(lambda: endpoint.healthy, "the connection is closed after all")
+    assert endpoint.problems == ("the endpoint is closed",)
+
+
+@pytest.fixture
+def problems() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def server(problems: list[str]) -> Iterator[HandshakeServer]:
+    with engine("prefill") as prefill:
+        payloads = [encode(rank.endpoint.payload) for rank in prefill.ranks]
+        incarnation = prefill.incarnation
+        with HandshakeServer(
+            payloads, engine="prefill", incarnation=incarnation, problems=lambda: problems
+        ) as running:
+            yield running
+
+
+@pytest.mark.parametrize("name", ["", "prefill"])
+def test_a_probe_hears_what_is_wrong(
+    server: HandshakeServer, problems: list[str], name: str
+) -> None:
+    condition = health(server.host, server.port, name, timeout=LONG)
+    assert (condition.engine, condition.problems) == ("prefill", [])
+    problems += ["rank 0: it burns", "x" * 100_000] * 100
+    condition = health(server.host, server.port, name, timeout=LONG)
+    assert condition.problems[0] == "rank 0: it burns"
+    assert len(condition.problems) == 64
+
+
+def test_a_probe_for_another_engine_is_refused(server: HandshakeServer) -> None:
+    with pytest.raises(HandshakeError, match="'decode' is not here"):
+        health(server.host, server.port, "decode", timeout=LONG)
+
+
+def test_a_probe_of_nobody(server: HandshakeServer) -> None:
+    server.close()
+    with pytest.raises(HandshakeError, match="nobody listens there"):
+        health(server.host, server.port, timeout=LONG)
