@@ -410,7 +410,7 @@ def greet(listener: socket.socket, greeting: bytes, stop: threading.Event) -> No
     ("answer", "error", "words"),
     [
         ([b"nonsense"], HandshakeError, "not a reply of this protocol"),
-        ([b"", wire.encode(wire.Pong(incarnation=7))], HandshakeError, "answered with a Pong"),
+        ([wire.encode(wire.Pong(incarnation=7))], HandshakeError, "answered with a Pong"),
         (
             [wire.encode(wire.Refusal(reason="on holiday"))],
             HandshakeError,

@@ -146,7 +146,7 @@ def answering(*replies: bytes) -> Iterator[int]:
         def serve() -> None:
             for reply in replies:
                 routing_id, *_ = other.recv_multipart()
-                other.send_multipart([routing_id, b"", reply])
+                other.send_multipart([routing_id, reply])
 
         thread = threading.Thread(target=serve)
         thread.start()

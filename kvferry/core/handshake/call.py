@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -22,7 +23,6 @@ from kvferry.core.handshake.sockets import (
     endpoint,
     make_socket,
     numeric_hosts,
-    receive,
 )
 from kvferry.core.security import Access
 from kvferry.core.wire import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
@@ -40,6 +40,8 @@ ENDINGS: dict[int, str] = {
 """What ZMQ's monitor says when no answer can come any more, for people."""
 UNCLEAR = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
+LOOK_SECONDS = 1.0
+"""How long finding out more about a failure may take."""
 HALF_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
 """ZMTP's signature and version: enough for the other side to tell its mechanism."""
 GREETING_BYTES = 64
@@ -84,9 +86,9 @@ class Call:
         try:
             channel.connect(endpoint(numeric, self.port))
             with suppress(zmq.Again):  # the connection has ended already: the monitor says how
-                channel.send_multipart([b"", encode(request)], zmq.DONTWAIT)
+                channel.send(encode(request), zmq.DONTWAIT)
             self._await_reply(channel, monitor, deadline)
-            return decode_reply(receive(channel, zmq.DONTWAIT)[-1])
+            return answer(channel)
         except WireError as exc:
             raise HandshakeError(f"its answer is {exc}") from exc
         finally:
@@ -95,13 +97,18 @@ class Call:
             channel.close(0)
 
     def channel(self, numeric: str) -> Socket:
-        """An unconnected socket for a numeric address, with this engine's keys."""
+        """An unconnected socket for a numeric address, with this engine's keys.
+
+        It keeps one frame, the last that came, so that whoever listens there cannot fill the memory
+        with a message of many: libzmq bounds a frame, but not their number. Requests and answers
+        are of one frame.
+        """
         made = make_socket(
             self.context or _shared_context(),
             zmq.DEALER,
             numeric,
             MAXMSGSIZE=MAX_REPLY_BYTES,
-            RCVHWM=1,
+            CONFLATE=1,
             RECONNECT_IVL=-1,
         )
         if self.access.own is not None:
@@ -168,7 +175,7 @@ class Call:
         if event not in UNCLEAR:
             return ENDINGS.get(event, STRANGER)
         # Whichever of the two noticed first, the other only sees the connection end.
-        mechanism = _mechanism(self._found, self.port, self.timeout)
+        mechanism = _mechanism(self._found, self.port, min(self.timeout, LOOK_SECONDS))
         if mechanism == b"CURVE" and own is None:
             return "its side channel is encrypted: set curve_secret_key and curve_peers here"
         if mechanism == b"NULL" and own is not None:
@@ -179,6 +186,14 @@ class Call:
                 f"{self.key.hex()}, by which it is known here"
             )
         return STRANGER
+
+
+def answer(channel: Socket) -> Reply:
+    """What came in answer. Raises ``WireError``."""
+    frame: Any = channel.recv(zmq.DONTWAIT, copy=False)
+    if frame.more:
+        raise WireError("not a reply of this protocol: it has several frames")
+    return decode_reply(frame.bytes)
 
 
 def _mechanism(numeric: str, port: int, timeout: float) -> bytes:

@@ -11,9 +11,9 @@ from contextlib import suppress
 import zmq
 
 from kvferry.core.errors import HandshakeError, WireError
-from kvferry.core.handshake.call import ENDINGS, Call
-from kvferry.core.handshake.sockets import Socket, endpoint, numeric_hosts, receive
-from kvferry.core.wire import Reply, Request, decode_reply, encode
+from kvferry.core.handshake.call import ENDINGS, Call, answer
+from kvferry.core.handshake.sockets import Socket, endpoint, numeric_hosts
+from kvferry.core.wire import Reply, Request, encode
 
 
 class Line:
@@ -50,14 +50,14 @@ class Line:
             HandshakeError: there is none, or the connection has ended.
         """
         with suppress(zmq.Again):  # the connection has ended already: the monitor says how
-            self._channel.send_multipart([b"", encode(request)], zmq.DONTWAIT)
+            self._channel.send(encode(request), zmq.DONTWAIT)
         ready = self._wait(self._call.timeout)
         if self._wake.fileno() in ready:
             return None
         if self._channel not in ready:
             raise HandshakeError(f"no answer within {self._call.timeout:g} s")
         try:
-            return decode_reply(receive(self._channel, zmq.DONTWAIT)[-1])
+            return answer(self._channel)
         except WireError as exc:
             raise HandshakeError(f"its answer is {exc}") from exc
 

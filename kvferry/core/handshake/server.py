@@ -20,7 +20,7 @@ from kvferry.core.handshake.sockets import (
     make_socket,
     numeric_hosts,
     place,
-    receive_from,
+    receive,
 )
 from kvferry.core.handshake.watch import Watch
 from kvferry.core.security import OPEN, Access
@@ -149,7 +149,7 @@ class HandshakeServer:
         if self._gate.socket in ready:
             self._gate.answer()
         if self._socket in ready:
-            connection, frames = receive_from(self._socket, zmq.DONTWAIT)
+            connection, frames = receive(self._socket, zmq.DONTWAIT)
             self._watch.heard(connection)
             self._answer(frames)
 

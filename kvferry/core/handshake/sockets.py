@@ -138,13 +138,9 @@ def encrypt(made: Socket, own: KeyPair) -> None:
     made.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(own.secret))
 
 
-def receive(source: Socket, flags: int = 0) -> list[bytes]:
-    """One message, of which the frames beyond ``MAX_FRAMES + 1`` are dropped as they come."""
-    return receive_from(source, flags)[1]
-
-
-def receive_from(source: Socket, flags: int = 0) -> tuple[int, list[bytes]]:
-    """As ``receive``; and the descriptor of the connection that the message came by."""
+def receive(source: Socket, flags: int = 0) -> tuple[int, list[bytes]]:
+    """One message, of which the frames beyond ``MAX_FRAMES + 1`` are dropped as they come; and the
+    descriptor of the connection that it came by."""
     frames: list[bytes] = []
     descriptor, more = -1, True
     while more:

@@ -10,8 +10,10 @@ kernel how much it sent: a question of kvferry fits into one frame.
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +22,8 @@ import zmq
 from kvferry.core.handshake.sockets import Context, Socket
 
 MAX_CONNECTIONS = 1024
+"""Fewer where the process may open few files: with a second descriptor each, they take half of
+those at most."""
 MAX_BYTES = 1 << 17
 """What one connection may send since its last question before it is closed."""
 MAX_ALL_BYTES = 1 << 23
@@ -48,6 +52,7 @@ class Watch:
         self._channel = channel
         self._tell = tell
         self._open: dict[int, _Connection] = {}
+        self._next_look = 0.0
         channel.monitor(PLACE, EVENTS)
         self.socket: Socket = context.socket(zmq.PAIR)
         self.socket.linger = 0
@@ -77,7 +82,11 @@ class Watch:
             self._open[fd].settle()
 
     def look(self) -> None:
-        """Close connections that sent too much."""
+        """Close connections that sent too much; not more often than there is need to."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_MS / 1e3
         sent = {fd: each.unsettled() for fd, each in self._open.items()}
         total = sum(sent.values())
         for fd in sorted(sent, key=sent.__getitem__, reverse=True):
@@ -102,8 +111,12 @@ class Watch:
             connection.close()
             return
         self._open[fd] = _Connection(socket=connection)
-        if len(self._open) > MAX_CONNECTIONS:
-            self._cut(fd, f"there are {MAX_CONNECTIONS} others")
+        if len(self._open) > _most():
+            # Of those that asked for nothing yet, the oldest: a peer asks at once, and where there
+            # are keys a stranger never can.
+            idle = next((one for one, each in self._open.items() if not each.settled), fd)
+            self._cut(idle, f"it asked for nothing yet, and there are {_most()} others")
+            self._forget(idle)
 
     def _forget(self, fd: int) -> None:
         if fd in self._open:
@@ -143,6 +156,12 @@ class _Connection:
 
     def unsettled(self) -> int:
         return _received(self.socket) - self.settled
+
+
+def _most() -> int:
+    """How many connections there may be."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
 
 
 def _second(fd: int) -> socket.socket | None:

@@ -7,11 +7,13 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvferry.core import wire
-from kvferry.core.handshake import HandshakeServer, ping, watch
+from kvferry.core.errors import HandshakeError
+from kvferry.core.handshake import HandshakeServer, fetch, ping, watch
 from tests.core.messages import encoded, payload
 
 LONG = 60.0
@@ -34,12 +36,17 @@ def lives(server: HandshakeServer) -> bool:
 def connected(server: HandshakeServer) -> socket.socket:
     """A connection that may send messages."""
     raw = socket.create_connection((server.host, server.port), LONG)
+    greeted(raw)
+    return raw
+
+
+def greeted(raw: socket.socket) -> None:
+    """Both ends know of each other that they speak ZMQ."""
     raw.sendall(GREETING)
     raw.sendall(b"\x04" + bytes([len(READY)]) + READY)
     heard = b""
     while b"READY" not in heard:
         heard += raw.recv(1000)
-    return raw
 
 
 def flood(raw: socket.socket, chunk: bytes, limit: int) -> int:
@@ -91,19 +98,25 @@ def is_over(raw: socket.socket) -> bool:
         return True
 
 
-def test_connections_are_counted(
+def test_too_many_connections_cost_those_that_ask_nothing(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watch, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(watch, "MAX_CONNECTIONS", 4)
     with caplog.at_level(logging.WARNING), contextlib.ExitStack() as stack:
-        for _ in range(3):
-            stack.enter_context(connected(server))
-        late = stack.enter_context(socket.create_connection((server.host, server.port), LONG))
-        with contextlib.suppress(ConnectionError):
-            while late.recv(1000):
-                """ZMQ greets before it asks anything."""
-    assert "there are 3 others" in caplog.text
+        asking = stack.enter_context(connected(server))
+        assert answered(asking)
+        idle = [stack.enter_context(connected(server)) for _ in range(6)]
+        assert lives(server)
+        assert is_over(idle[0])
+        assert answered(asking)
+    assert "asked for nothing yet, and there are 4 others" in caplog.text
     assert lives(server)
+
+
+def answered(raw: socket.socket) -> bool:
+    question = wire.encode(wire.Ping(engine="prefill"))
+    raw.sendall(b"\x00" + bytes([len(question)]) + question)
+    return b"pong" in raw.recv(1000)
 
 
 def test_a_connection_may_ask_without_end(
@@ -112,11 +125,8 @@ def test_a_connection_may_ask_without_end(
     """Peers that ask for a sign of life keep theirs for days."""
     monkeypatch.setattr(watch, "MAX_BYTES", 300)
     monkeypatch.setattr(watch, "LOOK_MS", 1)
-    question = wire.encode(wire.Ping(engine="prefill"))
     with connected(server) as raw:
-        for _ in range(300):
-            raw.sendall(b"\x00" + bytes([len(question)]) + question)
-            assert b"pong" in raw.recv(1000)
+        assert all(answered(raw) for _ in range(300))
 
 
 def test_no_descriptor_is_left_behind(server: HandshakeServer) -> None:
@@ -126,3 +136,20 @@ def test_no_descriptor_is_left_behind(server: HandshakeServer) -> None:
             raw.sendall(MORE)
     assert lives(server)
     assert len(os.listdir("/proc/self/fd")) < before + 15  # the last ones a little later
+
+
+# The other way round: a ticket names a listener that does the same.
+
+
+@pytest.mark.parametrize("frame", [MORE, b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)])
+def test_an_answer_without_end_is_no_answer(frame: bytes) -> None:
+    before = resident()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(fetch, "127.0.0.1", listener.getsockname()[1], "prefill", timeout=LONG)
+        listener.accept()[0].close()  # looks whether anybody listens
+        with listener.accept()[0] as raw:
+            greeted(raw)
+            flood(raw, frame * (1 + 4096 // len(frame)), 1 << 30)
+        with pytest.raises(HandshakeError, match="it has several frames"):
+            asked.result()
+    assert resident() - before < 1 << 26
