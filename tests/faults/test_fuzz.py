@@ -141,9 +141,13 @@ class Served:
 
 
 PROGRAM = """
-import sys
+import logging, os, sys
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import OPEN, Access, KeyPair
+class Fatal(logging.Handler):
+    def emit(self, record):  # an exception that the server survived, and did not expect
+        os._exit(3)
+logging.getLogger().addHandler(Fatal(logging.ERROR))
 secret, *ranks = map(bytes.fromhex, sys.argv[1:])
 listed = frozenset([ranks.pop(0)])
 access = Access(own=KeyPair.of(secret.hex(), "here"), peers=listed) if secret else OPEN
