@@ -1,0 +1,151 @@
+"""Many requests through two endpoints whose driver fails now and then: nothing grows.
+
+``KVFERRY_SOAK`` is how many (1,500 unless set; 200,000 take a quarter of an hour), and
+``KVFERRY_SOAK_SEED`` where the faults start.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.transport import Quiescence
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.testing import Fault, FaultyTransport, Schedule
+from tests.core.endpoint.engines import Clock, Engine, Shape, engine, eventually
+from tests.faults.stages import TOKENS, right
+
+REQUESTS = int(os.environ.get("KVFERRY_SOAK", "1500"))
+SEED = int(os.environ.get("KVFERRY_SOAK_SEED", "1"))
+FAULTS = (Fault.DELAY, Fault.FAIL, Fault.TRUNCATE, Fault.DOOM, Fault.DROP)
+RATE = 0.03
+AT_ONCE = 8
+WARM = 500
+"""Requests before the first look: what is made once is there by then."""
+MEMORY = 16 << 20
+LEASE = 100.0
+
+pytestmark = pytest.mark.timeout(120 + REQUESTS // 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What this process has."""
+
+    memory: int
+    files: int
+    threads: int
+
+
+def usage() -> Usage:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Usage(
+        memory=pages * os.sysconf("SC_PAGE_SIZE"),
+        files=len(os.listdir("/proc/self/fd")),
+        threads=threading.active_count(),
+    )
+
+
+class Soak:
+    """Batches of requests, each of which waits, loads, is aborted or needs nothing."""
+
+    def __init__(self, prefill: Engine, decode: Engine, clock: Clock) -> None:
+        self.prefill, self.decode, self.clock = prefill, decode, clock
+        self.random = random.Random(SEED)
+        self.outcomes: Counter[str] = Counter()
+        self._number = 0
+
+    def run(self, requests: int) -> None:
+        for _ in range(0, requests, AT_ONCE):
+            self._batch()
+
+    def _batch(self) -> None:
+        waiting: set[RequestId] = set()
+        held: set[RequestId] = set()
+        for place in range(AT_ONCE):
+            name, pages = f"r-{self._number}", [1 + 2 * place, 2 + 2 * place]
+            self._number += 1
+            ticket = self.prefill.serve(name, pages, TOKENS)
+            held.add(RequestId(name))
+            how = self.random.random()
+            if how < 0.3:
+                self.decode.prepare(ticket)
+            self.decode.pull(name, ticket, pages, nothing=how > 0.95)
+            if how <= 0.95:
+                waiting.add(RequestId(name))
+            if 0.85 < how <= 0.95:
+                self.decode.ranks[0].endpoint.abort(RequestId(name))
+        self._receive(waiting)
+        self._release(held)
+
+    def _receive(self, waiting: set[RequestId]) -> None:
+        endpoint = self.decode.ranks[0].endpoint
+
+        def received() -> bool:
+            results = endpoint.results()
+            assert results.received <= waiting, "reported twice, or never asked for"
+            waiting.difference_update(results.received)
+            for request in results.received:
+                self._judge(request, request in results.failed)
+            return not waiting
+
+        eventually(received, f"all loads are reported: {waiting}", seconds=60.0)
+
+    def _judge(self, request: RequestId, failed: bool) -> None:
+        place = int(request.split("-")[1]) % AT_ONCE
+        pages = [1 + 2 * place, 2 + 2 * place]
+        assert failed or right(self.decode, pages), "bytes of something else"
+        self.outcomes["failed" if failed else "loaded"] += 1
+        self.decode.ranks[0].cache[:, pages] = -1.0
+
+    def _release(self, held: set[RequestId]) -> None:
+        endpoint = self.prefill.ranks[0].endpoint
+        looks = 0
+
+        def released() -> bool:
+            nonlocal looks
+            looks += 1
+            if looks % 20 == 0:  # who was not told of the end waits for the lease
+                self.clock.skip(LEASE)
+            sent = endpoint.results().sent
+            assert sent <= held, "given back twice"
+            held.difference_update(sent)
+            for request in sent:
+                self.prefill.ledger.sent(request)
+            return not held
+
+        eventually(released, f"all pages are given back: {held}", seconds=60.0)
+
+
+@pytest.mark.parametrize("quiescence", Quiescence)
+def test_nothing_grows(quiescence: Quiescence) -> None:
+    clock, shape = Clock(), Shape(pages=2 * AT_ONCE + 1)
+    options = EndpointOptions(lease=LEASE, load_timeout=1e6, engine_ttl=1e6)
+    schedule = Schedule(seed=SEED, rate=RATE, faults=FAULTS)
+    driver = FaultyTransport(LoopbackTransport(), schedule, quiescence=quiescence)
+    with (
+        engine("prefill", shape, clock=clock) as prefill,
+        engine("decode", shape, options=options, transport=lambda: driver, clock=clock) as decode,
+    ):
+        soak = Soak(prefill, decode, clock)
+        soak.run(min(WARM, REQUESTS // 2))
+        before = usage()
+        soak.run(REQUESTS)
+        eventually(lambda: usage().threads <= before.threads, "no thread is left over")
+        after = usage()
+        assert after.files <= before.files + 2
+        assert after.memory <= before.memory + MEMORY
+        assert soak.outcomes["loaded"] > soak.outcomes["failed"] > 0
+        assert prefill.ranks[0].endpoint.held == 0
+        assert decode.ranks[0].endpoint.pending == 0
+        assert decode.ranks[0].endpoint.healthy
