@@ -111,11 +111,11 @@ class Runs:
         copies.local.take(order, out=local, mode="clip")
         copies.remote.take(order, out=remote, mode="clip")
         copies.nbytes.take(order, out=nbytes, mode="clip")
-        np.add(local, nbytes, out=self._local_end[: len(order)])
-        np.add(remote, nbytes, out=self._remote_end[: len(order)])
         return Copies(local=local, remote=remote, nbytes=nbytes, segments=copies.segments)
 
     def _merge(self, copies: Copies, n: int) -> None:
+        np.add(copies.local, copies.nbytes, out=self._local_end[:n])
+        np.add(copies.remote, copies.nbytes, out=self._remote_end[:n])
         apart = copies.local[1:] != self._local_end[: n - 1]
         apart |= copies.remote[1:] != self._remote_end[: n - 1]
         (later,) = apart.nonzero()

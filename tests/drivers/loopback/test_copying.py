@@ -206,3 +206,11 @@ def test_refuses_arrays_of_another_type_or_length() -> None:
         )
         with pytest.raises(TransportUsageError, match=r"copies\.local"):
             Runs(8).fill(copies, write=False)
+
+
+def test_what_an_earlier_batch_left_behind_does_not_count() -> None:
+    buffer = np.zeros(SIZE, np.uint8)
+    region, runs = region_of(buffer), Runs(64)
+    runs.fill(batch(region, region, [0, 128], [0, 128], [64, 64]), write=False)
+    runs.fill(batch(region, region, [0, 64], [0, 64], [32, 32]), write=False)
+    assert runs.count == 2
