@@ -31,6 +31,10 @@ class RefusedError(HandshakeError):
     """A side channel answered that it cannot serve us: it is another engine's, say."""
 
 
+class AdmissionError(HandshakeError):
+    """One of two engines does not admit the other: its key, its address; names the setting."""
+
+
 class IncompatibleError(HandshakeError):
     """Two engines must not exchange pages; names what differs, with both values."""
 

@@ -20,9 +20,10 @@ from kvferry.cli.doctor.finding import Finding, Verdict, bad, ok, warn
 from kvferry.cli.doctor.probe import Driver, Probed, Ucx
 from kvferry.core import wire
 from kvferry.core.handshake import HandshakeServer
+from kvferry.core.security import Access, generate
 from kvferry.drivers.ucx import library
 from tests.cli.installing import install
-from tests.core.messages import payload
+from tests.core.messages import encoded, payload
 
 COMMAND = [sys.executable, "-W", "error", "-c", "from kvferry.cli import main; main()"]
 
@@ -339,6 +340,16 @@ def test_gpu_memory_over_rdma(tmp_path: Path) -> None:
     assert devices.direct(tmp_path).verdict is Verdict.WARN
     write(tmp_path, sys__module__nvidia_peermem__version="1")
     assert devices.direct(tmp_path).verdict is Verdict.OK
+
+
+def test_an_encrypted_side_channel_is_worth_knowing() -> None:
+    listed = Access(own=generate(), peers=frozenset({bytes(32)}))
+    with HandshakeServer(
+        encoded(payload()), engine="prefill", incarnation=7, access=listed
+    ) as server:
+        finding = channel.running("127.0.0.1", server.port, "prefill")
+    assert finding.verdict is Verdict.WARN
+    assert "does not admit everybody: its side channel is encrypted" in finding.found
 
 
 def test_asks_a_running_engine() -> None:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 
 from kvferry.cli.doctor.finding import Finding, bad, ok, warn
-from kvferry.core.errors import HandshakeError, RefusedError
+from kvferry.core.errors import AdmissionError, HandshakeError, RefusedError
 from kvferry.core.handshake import HandshakeServer, ping
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.lifecycle.holds import random_incarnation
@@ -85,6 +85,12 @@ def running(host: str, port: int, engine: str | None) -> Finding:
         if engine is None:
             return ok(name, f"a side channel of kvferry answers; it {_why(exc)}")
         return bad(name, f"it {_why(exc)}", "correct --engine, or --port: it is of another engine")
+    except AdmissionError as exc:
+        return warn(
+            name,
+            f"a side channel is there, and does not admit everybody: {_why(exc)}",
+            "look into the logs of the two engines, which have their keys; this command has none",
+        )
     except HandshakeError as exc:
         return bad(
             name,

@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from kvferry.core.errors import HandshakeError, WireError
+from kvferry.core.errors import AdmissionError, HandshakeError, WireError
 from kvferry.core.handshake.sockets import (
     Context,
     Socket,
@@ -33,9 +33,7 @@ ENDINGS: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: f"the connection was closed without an answer: {STRANGER}",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: STRANGER,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: STRANGER,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: (
-        "it refuses this host: add the address by which this host reaches it to allowed_peers there"
-    ),
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refuses this engine",
 }
 """What ZMQ's monitor says when no answer can come any more, for people."""
 UNCLEAR = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -137,7 +135,7 @@ class Call:
     def _allowed(self) -> list[str]:
         allowed = [numeric for numeric in self.numeric if self.access.allows(numeric)]
         if not allowed:
-            raise HandshakeError(
+            raise AdmissionError(
                 f"it was not connected to, since {' and '.join(self.numeric)} is in none of the "
                 f"networks of allowed_peers ({self.access.networks}): add one, if an engine of "
                 "yours is there"
@@ -157,35 +155,50 @@ class Call:
                 event, value = struct.unpack("=hi", monitor.recv_multipart()[0])
                 if channel.poll(0):  # the answer came, and then the end
                     return
-                raise HandshakeError(self.why_ended(event, value))
+                raise self.why_ended(event, value)
             if left <= 0:
                 raise HandshakeError(
                     f"it took the connection, but did not answer within {self.timeout:g} s: its "
                     "process is stopped or overloaded"
                 )
 
-    def why_ended(self, event: int, value: int) -> str:
+    def why_ended(self, event: int, value: int) -> HandshakeError:
         """What an event of ZMQ's monitor, one of ``ENDINGS``, says, for people."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return AdmissionError(self._why_refused())
+        if event in UNCLEAR:
+            # Whichever of the two noticed first, the other only sees the connection end.
+            mechanism = _mechanism(self._found, self.port, min(self.timeout, LOOK_SECONDS))
+            mismatch = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+            reason = self._why_unlike(mechanism, mismatch)
+            if reason:
+                return AdmissionError(reason)
+        return HandshakeError(ENDINGS.get(event, STRANGER))
+
+    def _why_refused(self) -> str:
         own = self.access.own
-        if own is not None and event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        if own is None:
             return (
-                f"it refuses this engine's key, {own.public.hex()}, or this host's address: add "
-                "them to curve_peers and allowed_peers there; its log says which"
+                "it refuses this host: add the address by which this host reaches it to "
+                "allowed_peers there"
             )
-        if event not in UNCLEAR:
-            return ENDINGS.get(event, STRANGER)
-        # Whichever of the two noticed first, the other only sees the connection end.
-        mechanism = _mechanism(self._found, self.port, min(self.timeout, LOOK_SECONDS))
-        if mechanism == b"CURVE" and own is None:
+        return (
+            f"it refuses this engine's key, {own.public.hex()}, or this host's address: add them "
+            "to curve_peers and allowed_peers there; its log says which"
+        )
+
+    def _why_unlike(self, mechanism: bytes, mismatch: bool) -> str:
+        keyed = self.access.own is not None
+        if mechanism == b"CURVE" and not keyed:
             return "its side channel is encrypted: set curve_secret_key and curve_peers here"
-        if mechanism == b"NULL" and own is not None:
+        if mechanism == b"NULL" and keyed:
             return "its side channel is open: set curve_secret_key and curve_peers on that engine"
-        if mechanism == b"CURVE" and value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        if mechanism == b"CURVE" and not mismatch:
             return (
                 "whoever listens there does not have the secret key of the public key "
                 f"{self.key.hex()}, by which it is known here"
             )
-        return STRANGER
+        return ""
 
 
 def answer(channel: Socket) -> Reply:

@@ -48,8 +48,9 @@ def fetch(
     Raises:
         IncompatibleError: the two builds have no protocol version in common.
         RefusedError: whoever listens there is of kvferry, and refuses; says why.
-        HandshakeError: it may not be asked, there was no answer, or an answer that is none; says
-            where, why and what to do.
+        AdmissionError: one of the two does not admit the other, by key or by address.
+        HandshakeError: there was no answer, or an answer that is none; says where, why and what to
+            do.
     """
     call = Call(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     ask = Ask(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)

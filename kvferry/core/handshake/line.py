@@ -80,5 +80,5 @@ class Line:
         ready: dict[object, int] = dict(self._poller.poll(max(math.ceil(seconds * 1e3), 0)))
         if self._monitor in ready and self._channel not in ready:
             event, value = struct.unpack("=hi", self._monitor.recv_multipart()[0])
-            raise HandshakeError(self._call.why_ended(event, value))
+            raise self._call.why_ended(event, value)
         return ready

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.core.errors import HandshakeError, SecretError
+from kvferry.core.errors import AdmissionError, SecretError
 from kvferry.core.security.keys import KeyPair
 from kvferry.core.security.networks import Networks
 
@@ -48,20 +48,20 @@ class Access:
         """Whether this engine may ask a side channel, from the public key that it should have.
 
         Raises:
-            HandshakeError: only one of the two has keys, or its key is not listed here.
+            AdmissionError: only one of the two has keys, or its key is not listed here.
         """
         if self.own is None and key:
-            raise HandshakeError(
+            raise AdmissionError(
                 "its side channel is encrypted, and this engine has no keys: set curve_secret_key "
                 "and curve_peers here"
             )
         if self.own is not None and not key:
-            raise HandshakeError(
+            raise AdmissionError(
                 "its tickets name no key, and this engine has keys: set curve_secret_key and "
                 "curve_peers on that engine too"
             )
         if key and key not in self.peers:
-            raise HandshakeError(
+            raise AdmissionError(
                 f"its key is {key.hex()}, which is not listed here: add it to curve_peers, if it "
                 "is one of yours"
             )

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvferry.core.errors import HandshakeError, SecretError
+from kvferry.core.errors import AdmissionError, SecretError
 from kvferry.core.security import OPEN, Access, KeyPair, Networks, generate, public_keys
 
 OWN, PEER, OTHER = generate(), generate(), generate()
@@ -90,7 +90,7 @@ def test_keys_and_peers_come_together() -> None:
     ],
 )
 def test_who_may_not_be_asked(access: Access, key: bytes, words: str) -> None:
-    with pytest.raises(HandshakeError, match=words):
+    with pytest.raises(AdmissionError, match=words):
         access.check_server(key)
 
 
