@@ -19,6 +19,10 @@ from kvferry.drivers.ucx.place import has_ended
 from kvferry.drivers.ucx.ucp import Ucp
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 
+_TAKEN_SECONDS = 0.0003
+"""Who polls more often than that needs no thread beside it: they would only pass the interpreter's
+lock to and fro, at up to 5 ms a time."""
+
 _LOOK_SECONDS = 0.2
 """How often to see whether processes of this host live. UCX sees it by their connections, which a
 fork of a dead process may hold open."""
@@ -47,6 +51,7 @@ class Caller:
     Attributes:
         lock: for the workers, and for everything here, lines and jobs included.
         peers: by their ids.
+        driven: when somebody who waits for it last made a turn, by ``time.monotonic``.
     """
 
     def __init__(
@@ -68,11 +73,17 @@ class Caller:
         self._lines: dict[LineId, Line] = {}
         self._jobs: list[Job] = []
         self._next_look = 0.0
+        self.driven = 0.0
 
     @property
     def workers(self) -> list[Worker]:
         """Those that have to be driven."""
         return [outlet.worker for outlet in self._outlets]
+
+    @property
+    def taken(self) -> bool:
+        """Whether somebody else drives it just now, again and again."""
+        return time.monotonic() - self.driven < _TAKEN_SECONDS
 
     @property
     def waits(self) -> bool:

@@ -12,20 +12,32 @@ import importlib.util
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvferry.core.memory import U64Array
 from kvferry.drivers.ucx.posting import Batch, PlainPoster
-from kvferry.drivers.ucx.ucp import ERRORS_FROM, Endpoint, Ucp
+from kvferry.drivers.ucx.ucp import ERRORS_FROM, Endpoint, Ucp, WorkerHandle
 
 logger = logging.getLogger(__name__)
 
-WORTH_IT = 512
-"""Runs from which a batch is: fewer are posted by the loop in Python as fast."""
+WORTH_COMPILING = 512
+"""Runs from which a batch is: fewer are posted by the loop in Python before anybody notices."""
 
-_Loops = tuple[Callable[..., None], Callable[..., None], Callable[..., tuple[int, int]]]
+WORTH_CALLING = 16
+"""Runs from which the compiled loop, where there is one, is faster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loops:
+    """What has been compiled; the arguments are plain numbers and arrays."""
+
+    get: Callable[..., None]
+    put: Callable[..., None]
+    sweep: Callable[[U64Array, int], tuple[int, int]]
+    drive: Callable[[int, int], int]
 
 
 class CompiledPoster:
@@ -36,31 +48,37 @@ class CompiledPoster:
         compile_with: what compiles; ``None``: nothing does.
     """
 
-    def __init__(self, library: Ucp, compile_with: Callable[[Ucp], _Loops] | None) -> None:
+    def __init__(self, library: Ucp, compile_with: Callable[[Ucp], Loops] | None) -> None:
         self._ucp = library
         self._plain = PlainPoster(library)
         self._compile = compile_with
-        self._loops: _Loops | None = None
+        self._loops: Loops | None = None
         self._thread: threading.Thread | None = None
 
     def post(self, endpoint: Endpoint, batch: Batch, *, write: bool) -> U64Array:
         """As ``Poster.post``."""
-        if len(batch.local) < WORTH_IT:
-            return self._plain.post(endpoint, batch, write=write)
-        if self._loops is None:
+        n = len(batch.local)
+        if n >= WORTH_COMPILING:
             self._begin()
+        if self._loops is None or n < WORTH_CALLING:
             return self._plain.post(endpoint, batch, write=write)
-        answers = np.empty(len(batch.local), np.uint64)
-        loop = self._loops[1 if write else 0]
+        answers = np.empty(n, np.uint64)
+        loop = self._loops.put if write else self._loops.get
         loop(endpoint, batch.local, batch.nbytes, batch.remote, batch.keys, batch.params, answers)
         return answers
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
         """As ``Poster.sweep``."""
-        if self._loops is None or len(requests) < WORTH_IT:
+        if self._loops is None or len(requests) - start < WORTH_CALLING:
             return self._plain.sweep(requests, start)
-        swept, code = self._loops[2](requests, start)
+        swept, code = self._loops.sweep(requests, start)
         return int(swept), int(code)
+
+    def drive(self, worker: WorkerHandle, rounds: int) -> bool:
+        """As ``Poster.drive``."""
+        if self._loops is None:
+            return self._plain.drive(worker, rounds)
+        return bool(self._loops.drive(worker, rounds))
 
     def wait(self) -> bool:
         """Begin to compile, and wait for it; whether there are compiled loops."""
@@ -91,12 +109,13 @@ def poster(library: Ucp) -> CompiledPoster:
     return CompiledPoster(library, _compiled if there else None)
 
 
-def _compiled(library: Ucp) -> _Loops:
+def _compiled(library: Ucp) -> Loops:
     import numba
 
     jit: Any = numba.njit(nogil=True)
     get, put = library.function("ucp_get_nbx"), library.function("ucp_put_nbx")
     check, free = library.looping("ucp_request_check_status"), library.looping("ucp_request_free")
+    progress = library.function("ucp_worker_progress")
     errors_from = np.uint64(ERRORS_FROM)
     signed: Any = np.int64
 
@@ -131,9 +150,16 @@ def _compiled(library: Ucp) -> _Loops:
                 first = code
         return len(requests), first
 
-    loops = posting(get), posting(put), jit(sweep)
+    def drive(worker: int, rounds: int) -> int:
+        for _ in range(rounds):
+            if progress(worker) == 0:
+                return 0
+        return 1
+
+    loops = Loops(get=posting(get), put=posting(put), sweep=jit(sweep), drive=jit(drive))
     none = np.empty(0, np.uint64)
-    for loop in loops[:2]:
-        loop(0, none, none, none, none, none, none)
-    loops[2](none, 0)
+    for loop in (loops.get, loops.put):
+        loop(1, none, none, none, none, none, none)
+    loops.sweep(none, 0)
+    loops.drive(1, 0)
     return loops

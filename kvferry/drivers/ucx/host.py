@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.core.errors import TransportError
@@ -29,7 +30,7 @@ from kvferry.drivers.ucx.messages import (
     Welcome,
     Withdrawn,
 )
-from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp
+from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 
 
@@ -56,14 +57,18 @@ class _Visitor:
 class Host:
     """Serves peers. Every method but the constructor needs ``lock``.
 
+    Args:
+        make: makes a worker.
+        instance: this transport's.
+
     Attributes:
         lock: for the worker, and for everything here.
         worker: whose address peers get.
     """
 
-    def __init__(self, library: Ucp, context: Context, instance: Instance) -> None:
+    def __init__(self, make: Callable[[], Worker], instance: Instance) -> None:
         self.lock = threading.Lock()
-        self.worker = Worker(library, context)
+        self.worker = make()
         self._instance = instance
         self._visitors: dict[int, _Visitor] = {}
         self._lines: dict[LineId, _Visitor] = {}
@@ -90,6 +95,11 @@ class Host:
             self._answer(self._waiting.popleft())
             busy = True
         return busy
+
+    @property
+    def taken(self) -> bool:
+        """Whether somebody else drives it just now: nobody ever does."""
+        return False
 
     @property
     def waits(self) -> bool:

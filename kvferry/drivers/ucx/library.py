@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Version = tuple[int, int, int]
 Source = Literal["option", "system", "wheel"]
 
-LOWEST: Version = (1, 21, 0)
+LOWEST: Version = (1, 18, 0)
 """The oldest UCX that was tested. Another major version may lay out its structures otherwise."""
 
 SYSTEMS_OWN = "libucp.so.0"

@@ -19,6 +19,8 @@ WISHES: Mapping[str, str] = {
     "KEEPALIVE_INTERVAL": "500ms",
     # Connecting must not hold everything up.
     "TCP_CONN_NB": "y",
+    # Few calls for much: each is a turn.
+    "CMA_TX_QUOTA": "8",
     "WARN_UNUSED_ENV_VARS": "n",
 }
 """What the driver sets where this UCX knows it and the user does not say otherwise."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvferry.core.memory import U64Array
 from kvferry.drivers.ucx.structs import Code
-from kvferry.drivers.ucx.ucp import Endpoint, Ucp, status_of
+from kvferry.drivers.ucx.ucp import Endpoint, Ucp, WorkerHandle, status_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +49,9 @@ class Poster(Protocol):
             How many have been swept now, and the first error among those new ones, or 0.
         """
 
+    def drive(self, worker: WorkerHandle, rounds: int) -> bool:
+        """Let UCP work for some rounds, or until there is nothing to do; whether there may be."""
+
 
 class PlainPoster:
     """A loop in Python."""
@@ -59,6 +62,7 @@ class PlainPoster:
         self._put = library.function("ucp_put_nbx")
 
     def post(self, endpoint: Endpoint, batch: Batch, *, write: bool) -> U64Array:
+        """As ``Poster.post``."""
         columns = (batch.local, batch.nbytes, batch.remote, batch.keys, batch.params)
         answers = map(
             self._put if write else self._get,
@@ -67,7 +71,12 @@ class PlainPoster:
         )
         return np.fromiter(answers, np.uint64, len(batch.local))
 
+    def drive(self, worker: WorkerHandle, rounds: int) -> bool:
+        """As ``Poster.drive``."""
+        return all(self._ucp.progress(worker) for _ in range(rounds))
+
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
+        """As ``Poster.sweep``."""
         first = 0
         for index in range(start, len(requests)):
             answer = int(requests[index])

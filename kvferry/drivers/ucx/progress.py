@@ -13,6 +13,9 @@ from kvferry.drivers.ucx.worker import Worker
 _WAITING_MILLISECONDS = 20
 """While something is waited for, which may end without an event: a deadline, say."""
 
+_TAKEN_MILLISECONDS = 1
+"""While somebody else drives a side, which may end without an event, too."""
+
 
 class Side(Protocol):
     """What is driven."""
@@ -24,6 +27,10 @@ class Side(Protocol):
     @property
     def waits(self) -> bool:
         """Whether to look after it even if nothing happens."""
+
+    @property
+    def taken(self) -> bool:
+        """Whether somebody else drives it just now."""
 
     def turn(self) -> bool:
         """Do what there is to do, with the lock held; whether there may be more."""
@@ -52,29 +59,33 @@ class Progress:
 
     def _run(self) -> None:
         while not self._ending:
-            busy = False
-            for side in self._sides:
-                # Who has it will wake this thread.
-                if side.lock.acquire(blocking=False):
-                    try:
-                        busy |= side.turn()
-                    finally:
-                        side.lock.release()
-            if not busy:
-                self._sleep()
+            taken = [side for side in self._sides if side.taken]
+            # A list: every side has its turn.
+            if not any([_turn(side) for side in self._sides if side not in taken]):
+                self._sleep(taken)
 
-    def _sleep(self) -> None:
+    def _sleep(self, taken: list[Side]) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for side in self._sides:
-            for worker in side.workers:
+            for worker in side.workers if side not in taken else ():
                 poll.register(worker.descriptor, select.POLLIN)
-        waits = any(side.waits for side in self._sides)
-        poll.poll(_WAITING_MILLISECONDS if waits else None)
-        if self._wake_is_set():
+        events = poll.poll(self._patience(taken))
+        if any(descriptor == self._wake for descriptor, _ in events):
             os.eventfd_read(self._wake)
 
-    def _wake_is_set(self) -> bool:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        return bool(poll.poll(0))
+    def _patience(self, taken: list[Side]) -> int | None:
+        if any(side.waits for side in taken):
+            return _TAKEN_MILLISECONDS
+        waits = taken or any(side.waits for side in self._sides)
+        return _WAITING_MILLISECONDS if waits else None
+
+
+def _turn(side: Side) -> bool:
+    """Whether there may be more to do. Who has the lock will wake the thread."""
+    if not side.lock.acquire(blocking=False):
+        return False
+    try:
+        return side.turn()
+    finally:
+        side.lock.release()

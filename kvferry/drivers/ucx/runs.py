@@ -54,16 +54,15 @@ def runs_of(copies: Copies) -> Runs:
     )
     if n == 0:
         return _runs(copies.local, copies.remote, copies.nbytes, segment)
-    local_end, remote_end = np.empty((2, n), np.uint64)
-    check_bounds(copies, "local", local_end)
-    check_bounds(copies, "remote", remote_end)
+    spare = np.empty(n, np.uint64)
+    check_bounds(copies, "local", spare)
+    check_bounds(copies, "remote", spare)
     local, remote, nbytes = copies.local, copies.remote, copies.nbytes
     if not nbytes.all():
         full = np.flatnonzero(nbytes)
         local, remote, nbytes, segment = local[full], remote[full], nbytes[full], segment[full]
-        local_end, remote_end = local_end[full], remote_end[full]
-    apart = local[1:] != local_end[:-1]
-    apart |= remote[1:] != remote_end[:-1]
+    apart = local[1:] - local[:-1] != nbytes[:-1]
+    apart |= remote[1:] - remote[:-1] != nbytes[:-1]
     apart |= segment[1:] != segment[:-1]
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))[: len(nbytes)]
     merged = np.add.reduceat(nbytes, first) if len(first) else nbytes

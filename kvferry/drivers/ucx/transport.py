@@ -110,15 +110,16 @@ class UcxTransport(Transport):
         self._instance = secrets.token_bytes(16)
         self._context = self._ucp.open(self.name, settings_of(self._options), WISHES)
         self._memory = self._ucp.memory_kinds(self._context)
-        self._host = Host(self._ucp, self._context, self._instance)
+        self._poster = poster(self._ucp)
+        make = partial(Worker, self._ucp, self._context, self._poster)
+        self._host = Host(make, self._instance)
         self._caller = Caller(
             self._ucp,
-            partial(Worker, self._ucp, self._context),
+            make,
             self.name,
             self._options.deadline_seconds,
             self._options.connect_seconds,
         )
-        self._poster = poster(self._ucp)
         self._registered: dict[Region, _Registration] = {}
         self._jobs: dict[TransferId, Job] = {}
         self._ids = itertools.count(1)
@@ -399,6 +400,7 @@ class UcxTransport(Transport):
             return False
         try:
             busy = self._caller.turn()
+            self._caller.driven = time.monotonic()
         finally:
             self._caller.lock.release()
         if busy:

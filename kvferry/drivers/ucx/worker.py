@@ -13,13 +13,14 @@ from collections.abc import Iterator
 
 from kvferry.drivers.ucx import structs, ucp
 from kvferry.drivers.ucx.messages import MAX_MESSAGE, Message, decode, encode
+from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.structs import Code
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp, status_of
 
 _CLOSE_SECONDS = 0.5
 _TURN_SECONDS = 0.0005
 
-_ROUNDS = 32
+_ROUNDS = 16
 """How often ``turn`` lets UCP work before it lets others have the worker."""
 
 
@@ -30,8 +31,9 @@ class Worker:
         TransportError: UCX cannot make one.
     """
 
-    def __init__(self, library: Ucp, context: Context) -> None:
+    def __init__(self, library: Ucp, context: Context, poster: Poster) -> None:
         self._ucp = library
+        self._poster = poster
         self.handle = library.create_worker(context)
         self._arrived: deque[bytes] = deque()
         self._failed: deque[tuple[int, int]] = deque()
@@ -78,9 +80,7 @@ class Worker:
 
     def turn(self) -> bool:
         """Let UCP work for a while; whether there may be more to do."""
-        for _ in range(_ROUNDS):
-            if not self._ucp.progress(self.handle):
-                break
+        self._poster.drive(self.handle, _ROUNDS)
         self._sweep()
         return bool(self._arrived or self._failed) or not self._ucp.arm(self.handle)
 

@@ -1,0 +1,110 @@
+"""Addresses and messages come from strangers."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import ConnectError
+from kvferry.core.memory import Region
+from kvferry.drivers.ucx import address as wire
+from kvferry.drivers.ucx import messages, place
+from kvferry.drivers.ucx.address import Address, Place, RegisteredRegion
+
+ADDRESS = Address(
+    name="one",
+    instance=bytes(16),
+    place=place.here(),
+    ucx="1.22.0",
+    worker=b"UCX's own",
+    withdrawn=3,
+    regions=[RegisteredRegion(4096, 1 << 20, "cpu", 0, 7, b"a key")],
+)
+
+
+def test_what_goes_in_comes_out() -> None:
+    address = wire.decode(wire.encode(ADDRESS))
+    assert (address.name, address.worker, address.withdrawn) == ("one", b"UCX's own", 3)
+    [(region, row)] = wire.regions_of(address).items()
+    assert region == Region(address=4096, nbytes=1 << 20)
+    assert (row.key, row.packed) == (7, b"a key")
+
+
+@given(st.data())
+def test_damaged_ones_are_refused_or_as_good(data: st.DataObject) -> None:
+    """UCX never gets bytes that it did not make."""
+    good = wire.encode(ADDRESS)
+    at = data.draw(st.integers(0, len(good) - 1))
+    bad = data.draw(st.sampled_from([good[:at], good[:at] + b"\xff" + good[at + 1 :], good + b"x"]))
+    try:
+        address = wire.decode(bad)
+        wire.regions_of(address)
+    except ConnectError:
+        return
+    assert address.worker == b"UCX's own"
+    assert [row.packed for row in address.regions] == [b"a key"]
+
+
+def test_another_drivers_is_refused_by_what_it_lacks() -> None:
+    with pytest.raises(ConnectError, match="both sides must use the same driver"):
+        wire.decode(msgspec.msgpack.encode({"magic": "kvferry-nixl-1", "name": "x"}))
+
+
+def test_longer_than_any_is_refused_before_it_is_read() -> None:
+    with pytest.raises(ConnectError, match="at most 4194304"):
+        wire.decode(bytes(wire.MAX_ADDRESS_BYTES + 1))
+
+
+def test_a_region_that_is_none_is_refused() -> None:
+    none = msgspec.structs.replace(ADDRESS.regions[0], nbytes=0)
+    with pytest.raises(ConnectError, match="no valid region"):
+        wire.regions_of(msgspec.structs.replace(ADDRESS, regions=[none]))
+
+
+def test_a_process_that_lives_has_not_ended() -> None:
+    here = place.here()
+    assert not place.has_ended(here)
+    assert place.has_ended(msgspec.structs.replace(here, start_time=here.start_time + 1))
+
+
+def test_of_another_host_nothing_is_known() -> None:
+    here = place.here()
+    assert not place.has_ended(Place("another", here.namespace, here.pid, 0))
+    assert not place.has_ended(Place(here.boot, here.namespace + 1, here.pid, 0))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.Hello(bytes(16), bytes(16), "one", b"UCX's own", 3),
+        messages.Welcome(bytes(16), [1, 2]),
+        messages.Refused(bytes(16), "no"),
+        messages.Note(bytes(16), b"x" * messages.MAX_NOTIFICATION),
+        messages.Withdrawn(bytes(16), 1, 2),
+        messages.Released(bytes(16), 1),
+        messages.Bye(bytes(16)),
+        messages.Ended(bytes(16)),
+    ],
+)
+def test_messages_come_out_as_they_went_in(message: messages.Message) -> None:
+    data = messages.encode(message)
+    assert messages.decode(data) == message
+    assert len(data) <= messages.MAX_MESSAGE
+
+
+@given(st.binary(max_size=64))
+def test_what_is_no_message_is_dropped(data: bytes) -> None:
+    messages.decode(data)
+
+
+def test_messages_out_of_bounds_are_dropped() -> None:
+    for bad in (
+        messages.Note(bytes(16), b""),
+        messages.Note(bytes(16), bytes(messages.MAX_NOTIFICATION + 1)),
+        messages.Note(bytes(15), b"x"),
+        messages.Released(bytes(16), -1),
+        messages.Hello(bytes(16), bytes(16), "", b"x", 0),
+    ):
+        assert messages.decode(messages.encode(bad)) is None
