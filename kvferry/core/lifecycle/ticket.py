@@ -18,7 +18,7 @@ from kvferry.core.lifecycle.holds import GENERATION_LIMIT, Hold
 from kvferry.core.security import KEY_BYTES
 from kvferry.core.wire import RankPayload
 
-MAX_TICKET_PAGES = 1 << 22
+MAX_TICKET_PAGES = 1 << 20
 MAX_PAGE = 1 << 40
 MAX_TOKENS = 1 << 32
 MAX_TEXT = 256

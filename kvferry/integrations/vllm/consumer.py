@@ -161,7 +161,9 @@ class Consumer:
                 'this engine\'s kv_role is "kv_producer", so it may not load: set "kv_consumer" or '
                 '"kv_both"'
             )
-        ticket = tickets.read(request.kv_transfer_params, self._admission.secrets)
+        ticket = tickets.read(
+            request.kv_transfer_params, self._admission.secrets, prompt=request.num_prompt_tokens
+        )
         self._check_server(ticket)
         if ticket.engine == self._engine:
             raise TicketError(f"it was made by this very engine, {self._engine!r}")

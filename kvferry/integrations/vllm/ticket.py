@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvferry.core.errors import TicketError
+from kvferry.core.layout import MAX_GROUPS
 from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.lifecycle.ticket import MAX_TEXT, Ticket
+from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, Ticket
 from kvferry.core.security import TicketSecrets
 from kvferry.core.untrusted import MALFORMED
 
@@ -37,7 +38,7 @@ class _Own(Struct, frozen=True, kw_only=True):
     digest: Hex
     tokens: Integer
     computed: bool
-    first_index: list[Integer]
+    first_index: Annotated[list[Integer], Meta(max_length=MAX_GROUPS)]
     key: Hex = ""
     signature: Hex = ""
 
@@ -49,7 +50,7 @@ class _Params(Struct, frozen=True, kw_only=True):
     remote_request_id: str
     remote_host: str
     remote_port: Integer
-    remote_block_ids: list[list[Integer]]
+    remote_block_ids: Annotated[list[list[Integer]], Meta(max_length=MAX_GROUPS)]
     tp_size: Integer
 
 
@@ -129,16 +130,20 @@ class Offer:
         }
 
 
-def read(params: Mapping[str, Any], secrets: TicketSecrets | None = None) -> Ticket:
+def read(
+    params: Mapping[str, Any], secrets: TicketSecrets | None = None, *, prompt: int = MAX_TOKENS
+) -> Ticket:
     """The ticket in a decode request's ``kv_transfer_params``.
 
     Args:
         params: from a client.
         secrets: one of which it must be signed with; ``None`` if none here are signed.
+        prompt: how many tokens the request's has. No page covers less than one, so what a client
+            can have looked at is bounded by what it sent itself.
 
     Raises:
-        TicketError: it is another connector's, of another version, or malformed; or it is signed
-            and should not be, or is not signed as it should be.
+        TicketError: it is another connector's, of another version, malformed, or longer than the
+            prompt; or it is signed and should not be, or is not signed as it should be.
     """
     if KEY not in params:
         raise TicketError(
@@ -148,6 +153,7 @@ def read(params: Mapping[str, Any], secrets: TicketSecrets | None = None) -> Tic
     own = _convert(params[KEY], _Own, f"kv_transfer_params[{KEY!r}]")
     if own.version != VERSION:
         raise TicketError(f"the ticket has version {own.version}; this engine reads {VERSION}")
+    _check_lengths(params.get("remote_block_ids"), prompt)
     known = _convert(dict(params), _Params, "kv_transfer_params")
     _check_signature(params, bytes.fromhex(own.signature), secrets)
     return Ticket(
@@ -165,6 +171,13 @@ def read(params: Mapping[str, Any], secrets: TicketSecrets | None = None) -> Tic
         tp_size=known.tp_size,
         key=bytes.fromhex(own.key),
     )
+
+
+def _check_lengths(lists: object, prompt: int) -> None:
+    """Before anything looks at every page of them."""
+    for ids in lists if isinstance(lists, list | tuple) else ():
+        if isinstance(ids, list | tuple) and len(ids) > prompt:
+            raise TicketError(f"the ticket lists {len(ids)} blocks for a prompt of {prompt} tokens")
 
 
 def _check_signature(

@@ -111,6 +111,29 @@ def test_text_that_cannot_be_encoded(key: str) -> None:
         read(OFFER.params() | {key: json.loads('"\\ud800"')})
 
 
+class Counted(list[int]):
+    """Counts how often somebody looks at it."""
+
+    looks = 0
+
+    def __iter__(self) -> Any:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_more_pages_than_the_prompt_has_tokens_are_not_even_looked_at() -> None:
+    pages = Counted(range(1, 100))
+    with pytest.raises(TicketError, match="lists 99 blocks for a prompt of 98 tokens"):
+        read(OFFER.params() | {"remote_block_ids": [pages]}, prompt=98)
+    assert pages.looks == 0
+    assert read(OFFER.params(), prompt=3).pages == ((5, 4, 9),)
+
+
+def test_more_groups_than_there_can_be() -> None:
+    with pytest.raises(TicketError, match="remote_block_ids"):
+        read(OFFER.params() | {"remote_block_ids": [[]] * 257})
+
+
 # Signed.
 
 SECRETS = TicketSecrets.of(["the secret of both engines"])
