@@ -40,6 +40,8 @@ class Peer:
     """Tickets of it whose requests wait for pages."""
     used: float = 0.0
     """When it last had either."""
+    connected: bool = True
+    """It has not been given up."""
     suspect: bool = False
     """Something failed; it is connected anew as soon as it has no loads."""
 
@@ -51,11 +53,6 @@ class Peer:
     def incarnation(self) -> int:
         """Of the producer engine."""
         return self.payloads[0].incarnation
-
-    @property
-    def connected(self) -> bool:
-        """Whether it has not been given up."""
-        return bool(self.ids)
 
     @property
     def lease(self) -> float | None:
@@ -158,6 +155,7 @@ class Peers:
             del self._known[known]
         if (watch := self._watches.pop(peer, None)) is not None:
             watch.stop()
+        peer.connected = False
         ids, peer.ids = peer.ids, {}
         for peer_id in ids.values():
             self._partings.add(peer_id, known, self._clock())
