@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 import zmq
@@ -19,6 +20,8 @@ DOMAIN = b"kvferry"
 ADMITTED, REFUSED = b"200", b"400"
 """With 400 libzmq tells the peer that it is refused, but not why."""
 MAX_TOLD = 256
+TELL_SECONDS = 3600.0
+"""So much is logged in such a time at most."""
 
 
 class Gate:
@@ -32,6 +35,7 @@ class Gate:
     def __init__(self, context: Context, access: Access) -> None:
         self._access = access
         self._told: set[str] = set()
+        self._forgets = 0.0
         self.socket: Socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(ADDRESS)
@@ -54,7 +58,11 @@ class Gate:
         self.socket.send_multipart([VERSION, request, verdict, b"", b"", b""], zmq.DONTWAIT)
 
     def tell(self, text: str) -> None:
-        """Log once, and not without end: strangers choose what is logged."""
+        """Log what was not logged of late, and not without end: strangers choose what it is."""
+        now = time.monotonic()
+        if now >= self._forgets:
+            self._forgets = now + TELL_SECONDS
+            self._told.clear()
         if text not in self._told and len(self._told) < MAX_TOLD:
             self._told.add(text)
             logger.warning("side channel: %s", text)
