@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import select
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 import zmq
 
 from kvferry.core import wire
-from kvferry.core.errors import HandshakeError
+from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer, fetch, ping
+from kvferry.core.handshake.call import Call
+from kvferry.core.handshake.line import Line
 from kvferry.core.handshake.sockets import encrypt
 from kvferry.core.security import OPEN, Access, Networks, generate
 from tests.core.messages import encoded, payload
@@ -141,6 +144,34 @@ def test_a_key_that_may_not_be_asked_is_refused_before_anything_is_sent() -> Non
         text = refusal(server, READS, STRANGER.public)
     assert f"its key is {STRANGER.public.hex()}, which is not listed here" in text
     assert f"engine 'prefill' at 127.0.0.1 port {server.port}" in text
+
+
+@contextmanager
+def line(server: HandshakeServer, access: Access) -> Iterator[Line]:
+    """A connection that lasts, as signs of life have it."""
+    call = Call(
+        host=server.host,
+        port=server.port,
+        timeout=LONG,
+        context=None,
+        access=access,
+        key=PREFILL.public,
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        made = Line(call, theirs)
+        yield made
+        made.close()
+
+
+def test_a_connection_that_lasts_is_encrypted_likewise() -> None:
+    stranger = Access(own=STRANGER, peers=frozenset({PREFILL.public}))
+    with serve(SERVES) as server:
+        with line(server, READS) as admitted:
+            for _ in range(3):
+                assert admitted.ask(wire.Ping(engine="prefill")) == wire.Pong(incarnation=7)
+        with line(server, stranger) as refused, pytest.raises(AdmissionError, match="refuses"):
+            refused.ask(wire.Ping(engine="prefill"))
 
 
 # By address.
