@@ -61,6 +61,7 @@ RELEASE = wire.Release(
 )
 RENEWAL = wire.Renewal(incarnation=7, slot=3, generation=9)
 ASK, PING = wire.Ask(oldest=1, newest=1, engine="prefill"), wire.Ping(engine="prefill")
+REQUESTS = [wire.encode(each) for each in (ASK, PING, wire.Health(), wire.Health(engine="prefill"))]
 
 
 # What is decoded.
@@ -85,11 +86,12 @@ def packed(*right: bytes) -> Callable[[Mutator], bytes]:
 
 
 DECODERS: dict[str, tuple[Callable[[Mutator], bytes], Callable[[bytes], object]]] = {
-    "request": (packed(wire.encode(ASK), wire.encode(PING)), wire.decode_request),
+    "request": (packed(*REQUESTS), wire.decode_request),
     "reply": (
         packed(
             wire.encode(wire.Payloads(ranks=RANKS)),
             wire.encode(wire.Pong(incarnation=7)),
+            wire.encode(wire.Condition(engine="prefill", incarnation=7, problems=["none"])),
             wire.encode(wire.Refusal(reason="no")),
         ),
         wire.decode_reply,
@@ -210,7 +212,7 @@ def message(mutator: Mutator) -> list[bytes]:
     """Some frames, none of them longer than a request may be: that ends the connection."""
     pick = mutator.random.choice
     ahead = [pick([b"", b"", mutator.raw(b"abc")]) for _ in range(pick([0, 0, 0, 1, 1, 2, 9]))]
-    request = mutator.packed(wire.encode(pick([ASK, PING])))
+    request = mutator.packed(pick(REQUESTS))
     return [frame[: wire.MAX_REQUEST_BYTES] for frame in (*ahead, request)]
 
 
@@ -229,7 +231,7 @@ def test_messages_at_a_side_channel(keyed: bool) -> None:
                 for _ in range(min(1000, share - start)):
                     channel.send_multipart(message(mutator))
                     reply = wire.decode_reply(channel.recv_multipart()[-1])
-                    assert isinstance(reply, wire.Payloads | wire.Pong | wire.Refusal)
+                    assert isinstance(reply, wire.Reply)
             served.works()
             if start <= share // 4:
                 remember()
