@@ -1,0 +1,150 @@
+"""What it takes the driver ucx to post many scattered copies, in CPU time: its two loops."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import common
+import numpy as np
+
+from kvferry.core.copies import Copies
+from kvferry.core.memory import U64Array
+from kvferry.core.transport import PeerId
+from kvferry.drivers.ucx import UcxTransport
+from kvferry.drivers.ucx.compiled import CompiledPoster, poster
+from kvferry.drivers.ucx.posting import Batch, PlainPoster, Poster
+from kvferry.drivers.ucx.ucp import Endpoint
+
+COPIES, BLOCK = 40_000, 4 << 10
+GOAL = 1 / 3
+"""The largest ratio that the project holds itself to."""
+
+_WORD = ctypes.c_uint64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posting:
+    """What a call and its place in the loop cost: microseconds of CPU, of the best round."""
+
+    calls: str
+    compiled_us: float
+    plain_us: float
+    ratio: float
+
+
+class NoUcp:
+    """A libucp whose calls end at once, well, and do nothing: C's ``labs`` of a null pointer."""
+
+    def function(self, name: str) -> Any:
+        if name in ("ucp_get_nbx", "ucp_put_nbx"):
+            return _labs(_WORD, [ctypes.c_void_p, *[_WORD] * 5])
+        return self.looping(name)
+
+    def looping(self, name: str) -> Any:
+        del name
+        return _labs(ctypes.c_int, [_WORD])
+
+    check = free = len
+
+
+class Clocked:
+    """A poster that counts the CPU seconds of its calls."""
+
+    def __init__(self, real: Poster) -> None:
+        self._real = real
+        self.sweep = real.sweep
+        self.seconds = 0.0
+
+    def post(self, endpoint: Endpoint, batch: Batch, *, write: bool) -> U64Array:
+        start = time.thread_time()
+        answers = self._real.post(endpoint, batch, write=write)
+        self.seconds += time.thread_time() - start
+        return answers
+
+
+def _labs(result: Any, arguments: list[Any]) -> Any:
+    call = ctypes.CDLL(None).labs
+    call.restype, call.argtypes = result, arguments
+    return call
+
+
+def nothing(rounds: int) -> Posting:
+    """The loops themselves."""
+    numbers = np.random.default_rng(0).integers(1, 1 << 47, (5, COPIES), np.uint64)
+    local, nbytes, remote, keys, params = numbers
+    batch = Batch(local=local, nbytes=nbytes, remote=remote, keys=keys, params=params)
+    library: Any = NoUcp()
+    ways = [_posts(loop, batch) for loop in (_compiled(library), PlainPoster(library))]
+    return _posting("of nothing", common.by_turns(rounds, ways), COPIES)
+
+
+def of_ucx(
+    over: str, transport: UcxTransport, op: str, peer: PeerId, copies: Copies, rounds: int
+) -> Posting:
+    """The loops over UCX's calls, in transfers like any other."""
+    library = transport._ucp
+    move = common.mover(transport, op, peer, copies)
+    ways = [_moves(transport, loop, move) for loop in (_compiled(library), PlainPoster(library))]
+    return _posting(f"of UCX, {over}", common.by_turns(rounds, ways), len(copies))
+
+
+def show(found: Sequence[Posting]) -> None:
+    """Print a table."""
+    rows = [
+        (
+            one.calls,
+            f"{one.compiled_us:.2f}",
+            f"{one.plain_us:.2f}",
+            f"{one.ratio:.3f}",
+            common.goal(one.ratio, round(GOAL, 3)),
+        )
+        for one in found
+    ]
+    headings = ("calls", "compiled µs", "Python µs", "ratio", "goal")
+    title = f"posting {COPIES:,} scattered copies of {BLOCK >> 10} KiB"
+    common.show(title, headings, rows, {}, caption="CPU time for each copy")
+
+
+def _compiled(library: Any) -> CompiledPoster:
+    compiled = poster(library)
+    if not compiled.wait():
+        raise SystemExit("there is no compiled loop: install numba")
+    return compiled
+
+
+def _posts(loop: Poster, batch: Batch) -> common.Way:
+    clocked = Clocked(loop)
+
+    def way() -> list[float]:
+        clocked.seconds = 0.0
+        clocked.post(Endpoint(0), batch, write=False)
+        return [clocked.seconds]
+
+    return way
+
+
+def _moves(transport: UcxTransport, loop: Poster, move: Any) -> common.Way:
+    clocked = Clocked(loop)
+
+    def way() -> list[float]:
+        clocked.seconds = 0.0
+        # The driver takes the compiled loop as soon as it can: there is no option for the other.
+        transport._poster = clocked  # type: ignore[assignment]
+        move()
+        return [clocked.seconds]
+
+    return way
+
+
+def _posting(calls: str, times: common.Times, copies: int) -> Posting:
+    compiled, plain = times[:, :, 0] / copies * 1e6
+    return Posting(
+        calls=calls,
+        compiled_us=round(float(compiled.min()), 3),
+        plain_us=round(float(plain.min()), 3),
+        ratio=round(common.paired(compiled, plain), 3),
+    )
