@@ -47,6 +47,10 @@ class Partings:
         """Whether a connection to this peer is not closed yet."""
         return any(leaving.owner == owner for leaving in self._leaving.values())
 
+    def is_loud(self, owner: Hashable) -> bool:
+        """Whether a connection to this peer did not fall silent when it was closed."""
+        return any(each.owner == owner and each.tries for each in self._leaving.values())
+
     def add(self, peer: PeerId, owner: Hashable, now: float) -> None:
         """Close this connection to ``owner`` as soon as nothing runs on it; ends what does."""
         self._transfers.end(peer)

@@ -122,11 +122,6 @@ class Peers:
         """How many connections are being closed."""
         return len(self._partings)
 
-    @property
-    def up(self) -> int:
-        """How many producers are connected."""
-        return len(self._known)
-
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
         """All ranks of the own engine, and which one this is: the plan needs them all."""
         self._own, self._rank = tuple(own), rank
@@ -208,7 +203,10 @@ class Peers:
     ) -> None:
         if isinstance(result, Handshake) and self._partings.includes(_name(key, result)):
             # The driver would give us the connection that is being closed.
-            self._postponed.append(lambda: self._shaken(key, result, ready, failed))
+            if self._partings.is_loud(_name(key, result)):
+                failed(ConnectError(f"the last connection to {key.engine} does not fall silent"))
+            else:
+                self._postponed.append(lambda: self._shaken(key, result, ready, failed))
             return
         outcome = result if isinstance(result, KVFerryError) else self._connected(key, result)
         if isinstance(outcome, Peer):

@@ -93,11 +93,6 @@ class Puller:
         return len(self._loads)
 
     @property
-    def waiting(self) -> int:
-        """Tickets whose requests wait for pages."""
-        return len(self._waiting)
-
-    @property
     def loud(self) -> int:
         """Connections whose bytes may still land although they were closed."""
         return self._peers.loud

@@ -41,10 +41,6 @@ class Waiting:
         self._waits: dict[_Key, _Wait] = {}
         self._next_look = 0.0
 
-    def __len__(self) -> int:
-        """How many tickets wait."""
-        return len(self._waits)
-
     def add(self, ticket: Ticket) -> None:
         """A request waits with this ticket, until ``take``."""
         wait = self._waits.setdefault(_key(ticket), _Wait(ticket=ticket))

@@ -9,6 +9,7 @@ import pytest
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.handshake import HandshakeServer, health
+from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import PeerId
 from kvferry.core.wire import encode
 from tests.core.endpoint.engines import Watched, engine, eventually
@@ -40,6 +41,15 @@ def test_a_connection_that_does_not_fall_silent_is_a_problem_until_it_does() -> 
         assert endpoint.healthy
         prefill.server.close()
         eventually(lambda: not endpoint.healthy, "the problem is known")
+        with HandshakeServer(
+            [encode(rank.endpoint.payload) for rank in prefill.ranks],
+            engine="prefill",
+            incarnation=prefill.incarnation,
+            port=prefill.server.port,
+        ):
+            decode.pull("d-2", prefill.serve("p-2", [1], 4), [2])
+            error = decode.outcome("d-2").failed[RequestId("d-2")]
+            assert "does not fall silent" in str(error)
         assert "1 connections did not fall silent" in endpoint.problems[0]
         driver.loud = False
         eventually(lambda: endpoint.healthy, "the connection is closed after all")

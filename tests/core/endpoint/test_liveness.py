@@ -126,10 +126,10 @@ def test_a_side_channel_that_comes_back_in_time_is_the_same_producer() -> None:
 
 
 def test_a_producer_that_is_not_used_is_let_go_of_and_reached_again() -> None:
-    clock, driver = Clock(), Watched()
+    clock, driver, theirs = Clock(), Watched(), Watched()
     options = EndpointOptions(engine_ttl=100.0, load_timeout=1000.0)
     with (
-        engine("prefill", clock=clock) as prefill,
+        engine("prefill", transport=lambda: theirs, clock=clock) as prefill,
         engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
@@ -140,7 +140,9 @@ def test_a_producer_that_is_not_used_is_let_go_of_and_reached_again() -> None:
         assert driver.disconnected == set()
         clock.skip(90.0)
         waiting = prefill.serve("p-3", [1], 4)
+        theirs.heard.clear()
         decode.prepare(waiting)
+        eventually(lambda: bool(theirs.heard), "it is renewed")
         clock.skip(20.0)
         decode.pull("d-3", waiting, [2])
         assert not decode.outcome("d-3").failed

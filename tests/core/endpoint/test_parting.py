@@ -83,6 +83,8 @@ def test_a_connection_that_does_not_fall_silent_is_loud_and_tried_again_ever_les
         if len(driver.disconnected) > known:
             tries.append(now)
     assert leaving.loud == 1
+    assert leaving.is_loud("a")
+    assert not leaving.is_loud("b")
     assert tries == [2, 6, 14, 30, 62, 122, 182]
     driver.error = None
     leaving.progress(300.0)

@@ -292,7 +292,7 @@ def _rank(
                 transport=LoopbackTransport(),
                 layout=describe(caches, config, facts=facts, place=seat.place),
                 slots=shape.blocks,
-                options=EndpointOptions(handshake_timeout=60.0, lease=120.0),
+                options=EndpointOptions(handshake_timeout=60.0, lease=120.0, load_timeout=120.0),
             )
         )
         worker = FerryWorker(endpoint, lambda: None)
