@@ -79,13 +79,13 @@ class Agent:
         )
         with library.patient(options.progress_milliseconds):
             self._agent: Any = api.nixl_agent(name, config)
-        _pin(self._agent.agent)
         self._failed = False
         started = parameters(options, library, self._agent.agent)
         self._few_rows = few_rows(started)
         self._start(started)
         self.memory = self._memory()
         self.notifies = self._probe_notifications()
+        _pin(self._agent.agent)
 
     def close(self, *, quiet: bool) -> None:
         """End the agent, with its threads; its handles have been released.

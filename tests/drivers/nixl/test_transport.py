@@ -172,7 +172,8 @@ print("the end")
 def test_the_process_survives_the_peers_that_died_and_ends_well() -> None:
     """UCX aborts the process in which what a broken connection has left behind is destroyed."""
     run = _run(ENDING)
-    assert run.stdout == "the end\n", run.stderr
+    # UCX writes there, too.
+    assert run.stdout.endswith("the end\n"), run.stderr
     assert run.returncode == 0, run.stderr
 
 
