@@ -127,7 +127,7 @@ class HandshakeServer:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for each in (self._socket, self._gate.socket, self._watch.socket):
+        for each in (self._socket, self._gate.socket, *self._watch.sources):
             poller.register(each, zmq.POLLIN)
         while not self._stopped.is_set():
             try:

@@ -5,12 +5,16 @@ came, and it bounds a frame and the number of messages, but not the number of fr
 never ends its message fills the memory, at twenty times the bytes that it sends (frames of one byte
 or none). So what a connection may send without ending a message is bounded here, by asking the
 kernel how much it sent: a question of kvferry fits into one frame.
+
+Peers keep connections for days, so one is looked at only from when bytes arrive until it has fallen
+quiet: a side channel to which nobody talks costs nothing.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import select
 import socket
 import struct
 import time
@@ -29,9 +33,11 @@ MAX_BYTES = 1 << 17
 MAX_ALL_BYTES = 1 << 23
 """What all connections may have sent so; those that sent most are closed first."""
 LOOK_MS = 50
-"""How often it is looked at while there are connections."""
+"""How often those by which bytes arrive are looked at."""
 
 PLACE = "inproc://kvferry-watch"
+ARRIVAL = select.EPOLLIN | select.EPOLLONESHOT
+"""The next byte; then nothing more, until it is asked for again."""
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 RESET = struct.pack("=ii", 1, 0)
 """Lingers for no time: closing it throws away what is on its way, and tells the peer."""
@@ -52,6 +58,8 @@ class Watch:
         self._channel = channel
         self._tell = tell
         self._open: dict[int, _Connection] = {}
+        self._busy: dict[int, _Connection] = {}
+        self._arrivals = select.epoll()
         self._next_look = 0.0
         channel.monitor(PLACE, EVENTS)
         self.socket: Socket = context.socket(zmq.PAIR)
@@ -61,12 +69,17 @@ class Watch:
         self.socket.connect(PLACE)
 
     @property
+    def sources(self) -> tuple[Socket, int]:
+        """What has something to say when it can be read: a socket, and a descriptor."""
+        return self.socket, self._arrivals.fileno()
+
+    @property
     def pause(self) -> int | None:
-        """For how many milliseconds nothing need be looked at; ``None`` if there is nobody."""
-        return LOOK_MS if self._open else None
+        """For how many milliseconds nothing need be looked at; ``None`` if nobody says anything."""
+        return LOOK_MS if self._busy else None
 
     def hear(self) -> None:
-        """Take what libzmq says about connections."""
+        """Take what libzmq says about connections, and the kernel about bytes."""
         while self.socket.poll(0):
             event, value = struct.unpack("=hi", self.socket.recv_multipart()[0])
             if event == zmq.EVENT_ACCEPTED:
@@ -75,6 +88,10 @@ class Watch:
                 self._forget(value)
             else:
                 self._explain(value)
+        arrived = {second for second, _ in self._arrivals.poll(0)}
+        if arrived:
+            each = self._open.items()
+            self._busy.update((fd, one) for fd, one in each if one.socket.fileno() in arrived)
 
     def heard(self, fd: int) -> None:
         """A whole message came by this connection, and libzmq keeps it no longer."""
@@ -84,10 +101,14 @@ class Watch:
     def look(self) -> None:
         """Close connections that sent too much; not more often than there is need to."""
         now = time.monotonic()
-        if now < self._next_look:
+        if not self._busy or now < self._next_look:
             return
         self._next_look = now + LOOK_MS / 1e3
-        sent = {fd: each.unsettled() for fd, each in self._open.items()}
+        for fd, connection in list(self._busy.items()):
+            if not connection.grown():
+                del self._busy[fd]
+                self._arrivals.modify(connection.socket.fileno(), ARRIVAL)
+        sent = {fd: each.received - each.settled for fd, each in self._open.items()}
         total = sum(sent.values())
         for fd in sorted(sent, key=sent.__getitem__, reverse=True):
             if sent[fd] <= MAX_BYTES and total <= MAX_ALL_BYTES:
@@ -99,6 +120,7 @@ class Watch:
         """Let go of all connections, without ending them."""
         for fd in list(self._open):
             self._forget(fd)
+        self._arrivals.close()
         self.socket.close(0)
 
     def _accepted(self, fd: int) -> None:
@@ -111,6 +133,7 @@ class Watch:
             connection.close()
             return
         self._open[fd] = _Connection(socket=connection)
+        self._arrivals.register(connection.fileno(), ARRIVAL)
         if len(self._open) > _most():
             # Of those that asked for nothing yet, the oldest: a peer asks at once, and where there
             # are keys a stranger never can.
@@ -119,8 +142,12 @@ class Watch:
             self._forget(idle)
 
     def _forget(self, fd: int) -> None:
+        self._busy.pop(fd, None)
         if fd in self._open:
-            self._open.pop(fd).socket.close()
+            connection = self._open.pop(fd).socket
+            # Closing it would not end this: libzmq's descriptor is of the same connection.
+            self._arrivals.unregister(connection.fileno())
+            connection.close()
 
     def _cut(self, fd: int, why: str) -> None:
         connection = self._open[fd].socket
@@ -146,16 +173,19 @@ class Watch:
 
 @dataclass(slots=True, kw_only=True)
 class _Connection:
-    """One that is open, and how much it had sent when its last message was whole."""
+    """One that is open; how much it had sent when last looked at, and when a message was whole."""
 
     socket: socket.socket
+    received: int = 0
     settled: int = 0
 
-    def settle(self) -> None:
-        self.settled = _received(self.socket)
+    def grown(self) -> bool:
+        """Look; whether it sent anything since the last time."""
+        before, self.received = self.received, _received(self.socket)
+        return self.received != before
 
-    def unsettled(self) -> int:
-        return _received(self.socket) - self.settled
+    def settle(self) -> None:
+        self.settled = self.received = _received(self.socket)
 
 
 def _most() -> int:
