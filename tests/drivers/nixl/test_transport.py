@@ -156,9 +156,8 @@ from kvferry.testing.contract.killing import killed_soon
 from kvferry.testing.peers import Process
 from tests.drivers.nixl.test_contract import TestNixl
 
-gc.set_threshold(1)
 made = settings_of(TestNixl)
-for op in ("read", "write", "read"):
+for op in ("read", "write"):
     with Lab(made) as lab, Process(made.factory, made.options, "cpu", MIB) as process:
         peer = lab.transport.connect(process.address())
         with killed_soon(process):
