@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,6 +127,14 @@ class Soak:
             return not held
 
         eventually(released, f"all pages are given back: {held}", seconds=60.0)
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Iterator[None]:
+    """Every failure is logged, and pytest keeps all that is: that would grow."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("quiescence", Quiescence)
