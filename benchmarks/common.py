@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +40,55 @@ def by_turns(rounds: int, ways: Sequence[Way]) -> Times:
     before.
     """
     first = [way() for way in ways]
-    timed = np.empty((len(ways), rounds, len(first[0])))
-    for index in range(rounds):
-        for turn in range(len(ways)):
-            which = (index + turn) % len(ways)
-            timed[which, index] = ways[which]()
-    return timed
+    found = np.empty((len(ways), rounds, len(first[0])))
+    gc.collect()
+    gc.disable()
+    try:
+        for index in range(rounds):
+            for turn in range(len(ways)):
+                which = (index + turn) % len(ways)
+                found[which, index] = ways[which]()
+    finally:
+        gc.enable()
+    return found
 
 
-def paired(ours: Times, theirs: Times) -> float:
-    """The median of the ratios round by round, which a busy machine disturbs least."""
-    return statistics.median(map(float, ours / theirs))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """The median of the ratios round by round, which a busy machine disturbs least.
+
+    Attributes:
+        median: itself, and ``low`` and ``high``: the ends of its interval of 95 % confidence.
+    """
+
+    low: float
+    median: float
+    high: float
+
+    def goal(self, limit: float | None) -> str:
+        """A largest ratio, and what the interval says about it; nothing where there is none."""
+        if limit is None:
+            return ""
+        met = "met" if self.high <= limit else "missed" if self.low > limit else "open"
+        return f"{limit:.4g} {met}"
+
+
+def ratio(ours: Times, theirs: Times) -> Ratio:
+    """Of what two ways took in the same rounds; its interval is from their order alone."""
+    ordered, n = np.sort(ours / theirs), len(ours)
+    reach = 0.98 * n**0.5
+    ends = ordered[[max(0, int(n / 2 - reach)), n // 2, min(n - 1, int(n / 2 + reach) + 1)]]
+    low, median, high = (round(float(end), 3) for end in ends)
+    return Ratio(low=low, median=median, high=high)
 
 
 def timed(call: Callable[[], object]) -> Way:
-    """A way of one step."""
+    """A way of one step: what it took, and the CPU time of this process meanwhile."""
 
     def way() -> list[float]:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         call()
-        return [time.perf_counter() - start]
+        return [time.perf_counter() - start, time.process_time() - cpu]
 
     return way
 
@@ -173,12 +203,11 @@ def machine() -> dict[str, object]:
     }
 
 
-def goal(ratio: float, limit: float | None, *, least: bool = False) -> str:
-    """A goal and whether it was met; nothing where there is none."""
+def least(ratio: float, limit: float | None) -> str:
+    """The goal of a least ratio, and whether it was met; nothing where there is none."""
     if limit is None:
         return ""
-    met = ratio >= limit if least else ratio <= limit
-    return f"{limit} {'met' if met else 'missed'}"
+    return f"{limit} {'met' if ratio >= limit else 'missed'}"
 
 
 def show(

@@ -159,7 +159,7 @@ def _show(results: list[Result], conditions: dict[str, object]) -> None:
             f"{one.us_per_block:.2f}",
             f"{one.memcpy_gb_per_s:.2f}",
             f"{one.ratio:.2f}",
-            common.goal(one.ratio, _goal(one), least=True),
+            common.least(one.ratio, _goal(one)),
         )
         for one in results
     ]

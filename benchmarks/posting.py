@@ -28,12 +28,12 @@ _WORD = ctypes.c_uint64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posting:
-    """What a call and its place in the loop cost: microseconds of CPU, of the best round."""
+    """What a call and its place in the loop cost: microseconds of CPU, medians."""
 
     calls: str
     compiled_us: float
     plain_us: float
-    ratio: float
+    ratio: common.Ratio
 
 
 class NoUcp:
@@ -99,8 +99,8 @@ def show(found: Sequence[Posting]) -> None:
             one.calls,
             f"{one.compiled_us:.2f}",
             f"{one.plain_us:.2f}",
-            f"{one.ratio:.3f}",
-            common.goal(one.ratio, round(GOAL, 3)),
+            f"{one.ratio.median:.3f}",
+            one.ratio.goal(GOAL),
         )
         for one in found
     ]
@@ -144,7 +144,7 @@ def _posting(calls: str, times: common.Times, copies: int) -> Posting:
     compiled, plain = times[:, :, 0] / copies * 1e6
     return Posting(
         calls=calls,
-        compiled_us=round(float(compiled.min()), 3),
-        plain_us=round(float(plain.min()), 3),
-        ratio=round(common.paired(compiled, plain), 3),
+        compiled_us=round(float(np.median(compiled)), 3),
+        plain_us=round(float(np.median(plain)), 3),
+        ratio=common.ratio(compiled, plain),
     )

@@ -5,8 +5,9 @@
 
 Other processes have a buffer each; this one reads them (or writes them), in blocks in random order
 and in a row, by turns through the driver and through NIXL's own Python API. A time is from the call
-until the bytes have landed. ``ratio`` is the median of the ratios round by round; beside it stands
-what the same is between two agents of NIXL: where that is far from 1, the machine tells nothing.
+until the bytes have landed. ``ratio`` is the median of the ratios round by round, with its interval
+of 95 % confidence; beside it stands the same between two agents of NIXL: where that is not about 1,
+the machine was too busy to tell. ``CPU`` is the ratio of what this process's threads took meanwhile.
 
 Then, what it takes to post 40,000 scattered copies of 4 KiB, in CPU time, by the compiled loop and
 by the one in Python: of calls that do nothing, which is the loop itself, and of UCX's, which do
@@ -42,7 +43,7 @@ THREADS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One line of the table; times in milliseconds, of the best round."""
+    """One line of the table; times in milliseconds, medians."""
 
     over: str
     op: str
@@ -51,8 +52,9 @@ class Result:
     copies: int
     driver_ms: float
     nixl_ms: float
-    ratio: float
-    noise: float
+    ratio: common.Ratio
+    noise: common.Ratio
+    cpu: common.Ratio
 
 
 def main() -> None:
@@ -98,7 +100,7 @@ def _beside_nixl(over: str, options: argparse.Namespace) -> Iterator[Result]:
                     *(direct.mover(*agent, options.op, others) for agent in agents),
                 ]
                 times = common.by_turns(options.rounds, [common.timed(move) for move in moves])
-                yield _result(over, options.op, order, block, len(copies), times[:, :, 0])
+                yield _result(over, options.op, order, block, len(copies), times)
 
 
 def _posting(over: str, options: argparse.Namespace) -> posting.Posting:
@@ -121,17 +123,18 @@ def _connected(
 
 
 def _result(over: str, op: str, order: str, block: int, copies: int, times: common.Times) -> Result:
-    driver, nixl, other = times
+    driver, nixl, other = times[:, :, 0]
     return Result(
         over=over,
         op=op,
         order=order,
         block=block,
         copies=copies,
-        driver_ms=round(float(driver.min()) * 1e3, 3),
-        nixl_ms=round(float(nixl.min()) * 1e3, 3),
-        ratio=round(common.paired(driver, nixl), 3),
-        noise=round(common.paired(other, nixl), 3),
+        driver_ms=round(float(np.median(driver)) * 1e3, 3),
+        nixl_ms=round(float(np.median(nixl)) * 1e3, 3),
+        ratio=common.ratio(driver, nixl),
+        noise=common.ratio(other, nixl),
+        cpu=common.ratio(times[0, :, 1], times[1, :, 1]),
     )
 
 
@@ -182,7 +185,19 @@ def _conditions(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _show(results: list[Result], conditions: dict[str, object]) -> None:
-    headings = ("over", "op", "order", "KiB", "copies", "driver ms", "NIXL ms", "ratio", "noise")
+    headings = (
+        "over",
+        "op",
+        "order",
+        "KiB",
+        "copies",
+        "driver",
+        "NIXL",
+        "ratio",
+        "95 %",
+        "noise",
+        "CPU",
+    )
     rows = [
         (
             one.over,
@@ -192,13 +207,16 @@ def _show(results: list[Result], conditions: dict[str, object]) -> None:
             f"{one.copies:,}",
             f"{one.driver_ms:.2f}",
             f"{one.nixl_ms:.2f}",
-            f"{one.ratio:.3f}",
-            f"{one.noise:.3f}",
-            common.goal(one.ratio, GOAL),
+            f"{one.ratio.median:.3f}",
+            f"{one.ratio.low:.2f}-{one.ratio.high:.2f}",
+            f"{one.noise.median:.3f}",
+            f"{one.cpu.median:.3f}",
+            one.ratio.goal(GOAL),
         )
         for one in results
     ]
-    common.show("the driver ucx over NIXL", (*headings, "goal"), rows, conditions, words=3)
+    title, caption = "the driver ucx over NIXL", "medians; times in ms"
+    common.show(title, (*headings, "goal"), rows, conditions, caption=caption, words=3)
 
 
 if __name__ == "__main__":
