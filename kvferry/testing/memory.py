@@ -68,9 +68,19 @@ class CpuBuffer(Buffer):
 
 
 class CudaBuffer(Buffer):
-    """Memory of a CUDA device, by torch."""
+    """Memory of a CUDA device, by torch.
+
+    Raises:
+        RuntimeError: there is no torch, or none that sees this device; says which.
+    """
 
     def __init__(self, nbytes: int, device: int = 0) -> None:
+        missing = _why_no_cuda(device)
+        if missing:
+            raise RuntimeError(
+                f"memory = 'cuda:{device}' of these tests: {missing}; install a CUDA build of "
+                "torch on a machine with a GPU, or test with memory = 'cpu'"
+            )
         self._torch: Any = importlib.import_module("torch")
         self._bytes = self._torch.zeros(nbytes, dtype=self._torch.uint8, device=f"cuda:{device}")
         self._torch.cuda.synchronize(device)
@@ -99,7 +109,8 @@ def allocate(memory: str, nbytes: int) -> Buffer:
         nbytes: its size.
 
     Raises:
-        ImportError: the function, or torch, is not there.
+        ImportError: the function is not there.
+        RuntimeError: the device is not there; says why.
     """
     kind, _, rest = memory.partition(":")
     if kind == "cpu":
@@ -112,13 +123,20 @@ def allocate(memory: str, nbytes: int) -> Buffer:
 
 def available(kind: str) -> bool:
     """Whether ``allocate`` can make memory of this kind on this machine."""
-    if kind != "cuda":
-        return kind == "cpu"
+    return kind == "cpu" or (kind == "cuda" and not _why_no_cuda(0))
+
+
+def _why_no_cuda(device: int) -> str:
+    """What is missing for memory of a CUDA device; empty if nothing is."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
-        return False
-    return bool(torch.cuda.is_available())
+        return "torch is not installed"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device"
+    if device >= torch.cuda.device_count():
+        return f"there are {torch.cuda.device_count()} CUDA devices, from 0 on"
+    return ""
 
 
 def imported(name: str) -> Any:  # noqa: ANN401 - whoever asks knows what it is

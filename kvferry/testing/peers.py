@@ -62,6 +62,7 @@ class Process:
         nbytes: how large that is.
         seed: of its content, ``kvferry.testing.memory.pattern``.
         server: the class that obeys there, for commands of one's own (by ``ask``).
+        wait: whether it has started when this returns; if not, ``started`` waits.
 
     Attributes:
         meanwhile: called again and again while a command is obeyed, if it is set: for transports
@@ -81,6 +82,7 @@ class Process:
         seed: int = 1,
         *,
         server: str = "kvferry.testing.server:Server",
+        wait: bool = True,
     ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -105,11 +107,21 @@ class Process:
         self.content = pattern(nbytes, seed)
         self.name: str
         self.region: Region
+        if wait:
+            self.started()
+
+    def started(self) -> Self:
+        """Wait until it has started.
+
+        Raises:
+            RuntimeError: it ended at once.
+        """
         try:
             self.name, self.region = self._answer("start", _START_SECONDS)
         except BaseException:
             self.end()
             raise
+        return self
 
     def __enter__(self) -> Self:
         return self
@@ -146,7 +158,7 @@ class Process:
         return address
 
     def reset(self) -> None:
-        """Write its first content again."""
+        """Write its first content again, and drop the notifications that it has got."""
         self.ask("reset")
 
     def get(self) -> Bytes:
@@ -245,3 +257,24 @@ class Process:
                 return False
             self.meanwhile()
         return True
+
+
+class Spares:
+    """Processes for one use each: from the second on, the next one starts while one is used."""
+
+    def __init__(self, make: Callable[[], Process]) -> None:
+        self._make = make
+        self._next: Process | None = None
+        self._taken = 0
+
+    def take(self) -> Process:
+        """One that has started; its user ends it."""
+        taken = self._next or self._make()
+        self._taken += 1
+        self._next = self._make() if self._taken > 1 else None
+        return taken.started()
+
+    def end(self) -> None:
+        """Kill the one that is left."""
+        if self._next is not None:
+            self._next.end()

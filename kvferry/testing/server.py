@@ -56,7 +56,7 @@ class Server:
     def __init__(self, orders: Orders) -> None:
         self.buffer = allocate(orders.memory, orders.nbytes)
         self._content = pattern(orders.nbytes, orders.seed)
-        self.reset()
+        self.buffer.put(self._content)
         self.transport: Transport = imported(orders.factory)(**orders.options)
         self.transport.register(self.buffer.region)
         self.region = self.buffer.region
@@ -65,7 +65,12 @@ class Server:
         return self.transport.address()
 
     def reset(self) -> None:
+        """Begin anew: the first content, and nothing heard."""
         self.buffer.put(self._content)
+        self.turn()
+        while self.transport.notifications():
+            time.sleep(_TURN_SECONDS)
+            self.turn()
 
     def get(self) -> bytes:
         return self.buffer.get().tobytes()

@@ -1,34 +1,88 @@
 """The suite passes drivers that are correct, however little they can do.
 
-Each runs the topics that it is different in.
+Each runs the topics that it is different in; and, marked slow, those that differ most run it whole.
 """
 
 from __future__ import annotations
 
+import pytest
+
 from kvferry.testing import (
+    ContractSettings,
     FlightTests,
     MachineTests,
     NotificationTests,
-    ProcessTests,
+    QuietTests,
     TransferTests,
+    TransportContract,
 )
 
+LASTING = 200 << 30
 
-class TestModest(TransferTests, NotificationTests, FlightTests, MachineTests):
+
+class TestModest(NotificationTests, FlightTests, MachineTests):
     factory = "tests.testing.factories:Modest"
     lasting_bytes = 2 << 30
 
 
-class TestManual(NotificationTests, ProcessTests, MachineTests):
+class TestWriter(NotificationTests):
+    factory = "tests.testing.factories:Writer"
+    lasting_bytes = LASTING
+
+
+class TestManual(NotificationTests, MachineTests):
     factory = "tests.testing.factories:Manual"
-    lasting_bytes = 200 << 30
+    lasting_bytes = LASTING
 
 
-class TestDoomed(FlightTests, ProcessTests, MachineTests):
+class TestBlocking(FlightTests):
+    factory = "tests.testing.factories:Blocking"
+    lasting_bytes = 1 << 30
+
+
+class TestDoomed(FlightTests, QuietTests, MachineTests):
     factory = "tests.testing.factories:Doomed"
-    lasting_bytes = 200 << 30
+    lasting_bytes = LASTING
+    quiet_seconds = 0.05
 
 
-class TestLate(FlightTests, MachineTests):
+class TestLate(MachineTests):
     factory = "tests.testing.factories:late"
-    lasting_bytes = 200 << 30
+    lasting_bytes = LASTING
+
+
+class TestTwoKinds(ContractSettings):
+    factory = "tests.testing.factories:TwoKinds"
+    memory = "tests.testing.factories:OddBuffer"
+    test_several_regions = TransferTests.test_several_regions_in_one_transfer
+    test_two_kinds = TransferTests.test_two_memory_kinds_in_one_transfer
+
+
+@pytest.mark.slow
+class TestWholeMeek(TransportContract):
+    factory = "tests.testing.factories:Meek"
+    lasting_bytes = 1 << 30
+
+
+@pytest.mark.slow
+class TestWholeWriter(TransportContract):
+    factory = "tests.testing.factories:Writer"
+    lasting_bytes = LASTING
+
+
+@pytest.mark.slow
+class TestWholeManual(TransportContract):
+    factory = "tests.testing.factories:Manual"
+    lasting_bytes = LASTING
+
+
+@pytest.mark.slow
+class TestWholeBlocking(TransportContract):
+    factory = "tests.testing.factories:Blocking"
+    lasting_bytes = 1 << 30
+
+
+@pytest.mark.slow
+class TestWholeTwoKinds(TransportContract):
+    factory = "tests.testing.factories:TwoKinds"
+    memory = "tests.testing.factories:OddBuffer"

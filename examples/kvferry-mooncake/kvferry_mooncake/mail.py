@@ -7,9 +7,11 @@ milliseconds. A connection of ours also tells at once when the peer's process is
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import struct
+import weakref
 from dataclasses import dataclass, field
 
 import msgspec
@@ -33,6 +35,17 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True):
     sender: Name
 
 
+_inherited: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""What a fork must let go of: while it holds a connection, the peer does not see it end."""
+
+
+def _let_go() -> None:
+    for one in list(_inherited):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
 _hello = msgspec.msgpack.Decoder(_Hello)
 
 
@@ -50,6 +63,7 @@ class Channel:
                 f"cannot reach {to.name} at {to.host} port {to.port} ({exc}): it is closed, or its "
                 "driver_options: host is not an address that this machine can reach"
             ) from exc
+        _inherited.add(self._socket)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self.send(msgspec.msgpack.encode(_Hello(to.secret, sender)))
@@ -111,6 +125,7 @@ class Mailbox:
         self._inbox: list[Notification] = []
         self._selector = selectors.DefaultSelector()
         self._listener = socket.create_server((host, 0), backlog=_MAX_SENDERS)
+        _inherited.add(self._listener)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self.port: int = self._listener.getsockname()[1]
@@ -144,6 +159,7 @@ class Mailbox:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
+            _inherited.add(sock)
             sock.setblocking(False)
             if len(self._selector.get_map()) > _MAX_SENDERS:
                 sock.close()

@@ -15,6 +15,9 @@ from kvferry.testing.contract.neighbour import Neighbour
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.peers import Peer, Process
 
+_ATTEMPTS = 3
+_A_WHILE = 0.25
+
 
 class FlightTests(ContractSettings):
     """What begins with a transfer that takes seconds; see ``lasting_bytes``."""
@@ -191,19 +194,28 @@ class FlightTests(ContractSettings):
         if lab.notifies:
             lab.transport.notify(peer, lab.payload(1))
             lab.transport.notify(third, lab.payload(2))
+        copies = batch(spare.region, other.region, [0], [0], [MIB])
+        waiting = None
         if (lab.capabilities.max_outstanding or 2) >= 2:
-            copies = batch(spare.region, other.region, [0], [0], [MIB])
-            lab.finish(lab.start(lab.an_op, third, copies))
-        lab.transport.deregister(spare.region)
-        lab.transport.disconnect(third)
+            waiting = lab.start(lab.an_op, third, copies)
         if lab.notifies:
             assert [one.payload for one in remote.notifications(1)] == [lab.payload(1)]
         assert lab.state(lasting) in (State.PENDING, State.DONE)
         lab.transport.cancel(lasting)
+        if waiting is not None:
+            lab.finish(waiting)
         lab.settled(lasting, peer)
 
     def test_long_calls_release_the_interpreter(self, lab: Lab, shared_process: Process) -> None:
         """An engine runs on in other threads while ``read`` or ``disconnect`` take their time."""
+        kept: list[str] = []
+        for _ in range(_ATTEMPTS):  # a busy machine may hold everybody up, but not each time
+            kept = self._calls_that_keep_the_lock(lab, shared_process)
+            if not kept:
+                return
+        raise AssertionError(f"no other thread runs during {kept}")
+
+    def _calls_that_keep_the_lock(self, lab: Lab, remote: Peer) -> list[str]:
         beats = [time.monotonic()]
         stop = threading.Event()
 
@@ -214,15 +226,11 @@ class FlightTests(ContractSettings):
         thread = threading.Thread(target=beat)
         thread.start()
         try:
-            took = self._calls_that_may_block(lab, shared_process)
+            took = self._calls_that_may_block(lab, remote)
         finally:
             stop.set()
             thread.join()
-        for name, (began, ended) in took.items():
-            inside = [began, *(one for one in beats if began < one < ended), ended]
-            longest = float(np.diff(inside).max())
-            # What is short may pass between two beats, and a busy machine misses some.
-            assert longest < max(0.25, 0.75 * (ended - began)), f"{name} keeps the lock"
+        return [name for name, call in took.items() if _longest_gap(beats, *call) > _A_WHILE]
 
     @staticmethod
     def _calls_that_may_block(lab: Lab, remote: Peer) -> dict[str, tuple[float, float]]:
@@ -242,3 +250,10 @@ class FlightTests(ContractSettings):
         lab.transport.disconnect(peer)
         took["disconnect"] = (before, time.monotonic())
         return took
+
+
+def _longest_gap(beats: list[float], began: float, ended: float) -> float:
+    """For how long nobody else ran during a call; 0 if that was not most of it."""
+    inside = [began, *(one for one in beats if began < one < ended), ended]
+    longest = float(np.diff(inside).max())
+    return longest if longest > 0.75 * (ended - began) else 0.0

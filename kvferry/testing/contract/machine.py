@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -264,7 +264,7 @@ class DriverMachine(RuleBasedStateMachine):
             for (one, near), (other, far) in pairs
         ]
         none = batch(self.here.buffers[0].region, self.there.buffers[0].region, [], [], [])
-        return joined(cuts) if cuts else Copies(**_arrays(none), segments=())
+        return joined(cuts) if cuts else replace(none, segments=())
 
     @precondition(lambda self: self.moving)
     @rule(data=st.data())
@@ -395,7 +395,3 @@ class DriverMachine(RuleBasedStateMachine):
             return not Counter([*self.free, *self.bound]) - Counter(self.received)
 
         assert self.lab.until(there), "a notification has not arrived"
-
-
-def _arrays(copies: Copies) -> dict[str, np.ndarray[tuple[int], np.dtype[np.uint64]]]:
-    return {"local": copies.local, "remote": copies.remote, "nbytes": copies.nbytes}

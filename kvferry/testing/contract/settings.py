@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.testing.contract.lab import MIB, Lab, settings_of
 from kvferry.testing.contract.neighbour import Neighbour
-from kvferry.testing.peers import Peer, Process
+from kvferry.testing.peers import Peer, Process, Spares
 
 PLACES = ("itself", "neighbour", "other process")
 
@@ -62,11 +62,18 @@ class ContractSettings:
         yield lasting_process
         lasting_process.meanwhile = None
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spares(cls) -> Iterator[Spares]:
+        made = settings_of(cls)
+        spares = Spares(lambda: Process(made.factory, made.options, made.memory, MIB, wait=False))
+        yield spares
+        spares.end()
+
     @pytest.fixture
-    def process(self, lab: Lab) -> Iterator[Process]:
+    def process(self, lab: Lab, spares: Spares) -> Iterator[Process]:
         """A process for one test, which may kill it."""
-        made = settings_of(self)
-        with Process(made.factory, made.options, made.memory, MIB) as process:
+        with spares.take() as process:
             process.meanwhile = lab.turn
             process.patience = lab.settings.patience
             yield process
