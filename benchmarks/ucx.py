@@ -7,7 +7,7 @@ Other processes have a buffer each; this one reads them (or writes them), in blo
 and in a row, by turns through the driver and through NIXL's own Python API. A time is from the call
 until the bytes have landed. ``ratio`` is the median of the ratios round by round, with its interval
 of 95 % confidence; beside it stands the same between two agents of NIXL: where that is not about 1,
-the machine was too busy to tell. ``CPU`` is the ratio of what this process's threads took meanwhile.
+the machine was too busy to tell. ``CPU`` is the ratio of the CPU times of this process meanwhile.
 
 Then, what it takes to post 40,000 scattered copies of 4 KiB, in CPU time, by the compiled loop and
 by the one in Python: of calls that do nothing, which is the loop itself, and of UCX's, which do
@@ -216,7 +216,7 @@ def _show(results: list[Result], conditions: dict[str, object]) -> None:
         for one in results
     ]
     title, caption = "the driver ucx over NIXL", "medians; times in ms"
-    common.show(title, (*headings, "goal"), rows, conditions, caption=caption, words=3)
+    common.show(title, headings, rows, conditions, caption=caption, words=3)
 
 
 if __name__ == "__main__":
