@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from examples.tiny_llama import prompt
 from kvferry.cli import app
+from kvferry.cli.doctor.channel import own_address
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.steps import hand_over, pulled, texts
@@ -96,11 +97,26 @@ def test_engines_of_which_only_one_is_set_up(prefill: Engine, decode: Engine, pa
     assert "its side channel is encrypted" in refusal(decode, prompt(40), signed)
 
 
-def test_address_that_is_not_allowed(start_engine: StartEngine, prefill: Engine) -> None:
-    picky = start_engine("picky", "kv_consumer", extra={"allowed_peers": ["192.0.2.0/24"]})
+@pytest.fixture(scope="module")
+def picky(start_engine: StartEngine) -> Engine:
+    """Connects to nobody here, and listens where others reach it, if there are others."""
+    settings = {"allowed_peers": ["192.0.2.0/24"]}
+    address = own_address()
+    host = {"side_channel_host": address} if address else {}
+    return start_engine("picky", "kv_consumer", extra=settings | host)
+
+
+def test_address_that_is_not_allowed(picky: Engine, prefill: Engine) -> None:
     [ticket] = prefill.prefill(prompt(40))
     assert "in none of the networks of allowed_peers" in refusal(picky, prompt(40), ticket)
-    picky.close()
+
+
+@pytest.mark.skipif(own_address() is None, reason="this host has no network")
+def test_what_is_open_is_said_at_start(picky: Engine, decode: Engine, pair: Pair) -> None:
+    warnings = ("is open: whoever reaches it learns", "tickets are not signed")
+    assert [words for words in warnings if words not in picky.log()] == []
+    quiet = decode.log() + pair.prefill.log() + pair.decode.log()
+    assert [words for words in warnings if words in quiet] == []
 
 
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "open"])
