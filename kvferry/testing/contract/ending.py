@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,8 @@ from kvferry.testing.contract.neighbour import Neighbour
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.peers import Peer, Process
 from kvferry.testing.server import calls
+
+_FIRST, _MORE = 2, 6
 
 
 class EndingTests(ContractSettings):
@@ -53,6 +57,21 @@ class EndingTests(ContractSettings):
             with pytest.raises((TransportUnsupportedError, TransportUsageError)):
                 getattr(transport, op)(peer, copies)
         transport.close()
+
+    def test_close_gives_threads_and_descriptors_back(self, lab: Lab) -> None:
+        """A library may keep some for good; what grows with every transport is never enough."""
+        counts: list[int] = []
+        for index in range(_FIRST + _MORE):
+            transport = lab.make()
+            transport.register(lab.mine.region)
+            transport.connect(lab.transport.address())
+            lab.transport.disconnect(lab.transport.connect(transport.address()))
+            transport.close()
+            if index == _FIRST - 1:
+                lab.until(lambda: False, 0.1)
+                counts = _held()
+        back = lab.until(lambda: all(_held()[kind] < counts[kind] + _MORE for kind in (0, 1)), 5.0)
+        assert back, f"from {counts} descriptors and threads to {_held()}, {_MORE} transports later"
 
     def test_closing_one_leaves_others_alone(self, lab: Lab, remote: Peer) -> None:
         other = lab.make()
@@ -136,3 +155,8 @@ class EndingTests(ContractSettings):
             assert [one.payload for one in lab.receive(lab.transport, 1)] == [lab.payload(1)]
             lab.transport.notify(back, lab.payload(2))
             assert [one.payload for one in process.notifications(1)] == [lab.payload(2)]
+
+
+def _held() -> list[int]:
+    """How many descriptors and threads this process has."""
+    return [len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task")]

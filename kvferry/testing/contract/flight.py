@@ -55,6 +55,23 @@ class FlightTests(ContractSettings):
         assert lab.settled(transfer, peer).state is State.DONE
         np.testing.assert_array_equal(lab.mine.get(), remote.get())
 
+    def test_cancel_does_not_wait_for_the_end(self, lab: Lab, shared_process: Process) -> None:
+        """Nor does a notification, for what is under way."""
+        peer = lab.transport.connect(shared_process.address())
+        took = []
+        for _ in range(_ATTEMPTS):
+            transfer = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+            before = time.monotonic()
+            lab.transport.cancel(transfer)
+            if lab.notifies:
+                lab.transport.notify(peer, lab.payload(1))
+            took.append(time.monotonic() - before)
+            lab.settled(transfer, peer)
+            peer = lab.transport.connect(shared_process.address())
+            if min(took) < _A_WHILE:  # a busy machine may hold one call up, but not all
+                return
+        raise AssertionError(f"cancel takes {took} s")
+
     def test_cancel_after_the_end_changes_nothing(self, lab: Lab, remote: Peer) -> None:
         peer = lab.transport.connect(remote.address())
         transfer = lab.start(lab.an_op, peer, lab.whole(remote))

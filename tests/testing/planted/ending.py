@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.transport import (
     Notification,
+    PeerId,
 )
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.board import Board
@@ -88,3 +90,24 @@ class EndsThemWhenItIsDropped(LoopbackTransport):
     def __del__(self) -> None:
         if os.getpid() != self._owner.pid:
             _shut_down(self)
+
+
+@caught_by("test_close_gives_threads_and_descriptors_back")
+class KeepsASocket(LoopbackTransport):
+    """``close`` forgets one of the sockets."""
+
+    kept: list[socket.socket] = []  # noqa: RUF012 - the fault
+
+    def connect(self, address: bytes) -> PeerId:
+        peer = super().connect(address)
+        self.kept.append(self._peers[peer].channel.socket.dup())
+        return peer
+
+
+@caught_by("test_close_gives_threads_and_descriptors_back")
+class KeepsAThread(LoopbackTransport):
+    """``close`` leaves a thread that waits for work."""
+
+    def close(self) -> None:
+        threading.Thread(target=threading.Event().wait, args=(20,), daemon=True).start()
+        super().close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -133,3 +134,14 @@ class ForgetsTheDoomed(Doomed):
 
     def forget(self, transfer: TransferId) -> None:
         LoopbackTransport.forget(self, transfer)
+
+
+@caught_by("test_cancel_does_not_wait_for_the_end")
+class WaitsForTheEndOfACancel(LoopbackTransport):
+    """``cancel`` returns when the transfer is final, which takes a while."""
+
+    def cancel(self, transfer: TransferId) -> None:
+        running = not self._job(transfer).final
+        super().cancel(transfer)
+        if running:
+            time.sleep(0.5)
