@@ -51,7 +51,7 @@ class EndpointOptions:
     handshake_timeout: float = 10.0
     lease: float = 30.0
     load_timeout: float = 60.0
-    liveness_interval: float = 2.0
+    liveness_interval: float = 5.0
     liveness_misses: int = 3
     engine_ttl: float = 600.0
     judgements: Judgements = Judgements()  # noqa: RUF009 - frozen

@@ -7,6 +7,7 @@ may be gone because this engine itself said "done". No I/O happens here.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NewType
@@ -49,6 +50,8 @@ class Renewals:
     def __init__(self) -> None:
         self._renewed: dict[RenewalId, _Renewed] = {}
         self._ids = itertools.count(1)
+        self._soonest = math.inf
+        """Nothing is due before; thousands may wait, and it is asked hundreds of times a second."""
 
     def __len__(self) -> int:
         """How many holds are renewed."""
@@ -66,10 +69,10 @@ class Renewals:
             at_once: whether the first renewal is due now; otherwise it can wait a little.
         """
         renewal, interval = RenewalId(next(self._ids)), lease / LEASE_PART
+        due = now if at_once else now + min(interval, FIRST_SECONDS)
+        self._soonest = min(self._soonest, due)
         self._renewed[renewal] = _Renewed(
-            ranks={party.rank: party.reads for party in parties},
-            interval=interval,
-            due=now if at_once else now + min(interval, FIRST_SECONDS),
+            ranks={party.rank: party.reads for party in parties}, interval=interval, due=due
         )
         return renewal
 
@@ -87,6 +90,8 @@ class Renewals:
         """What to renew now, and what has not been answered since the last time: to be given up."""
         due: list[Ask] = []
         overdue: list[Ask] = []
+        if now < self._soonest:
+            return due, overdue
         for renewal, found in self._renewed.items():
             if found.due > now:
                 continue
@@ -95,6 +100,7 @@ class Renewals:
                 asks = overdue if rank in found.asked else due
                 asks.append(Ask(renewal=renewal, rank=rank))
             found.asked.update(found.ranks)
+        self._soonest = min((each.due for each in self._renewed.values()), default=math.inf)
         return due, overdue
 
     def answered(self, ask: Ask, *, stands: bool) -> bool:

@@ -86,7 +86,7 @@ class Config:
     drain_timeout: Annotated[float, Meta(ge=0, le=86400)] = 2.0
     handshake_timeout: Annotated[float, Meta(ge=0.001, le=3600)] = 10.0
     load_timeout: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0
-    liveness_interval: Annotated[float, Meta(ge=0, le=3600)] = 2.0
+    liveness_interval: Annotated[float, Meta(ge=0, le=3600)] = 5.0
     liveness_misses: Annotated[int, Meta(ge=1, le=1000)] = 3
     engine_ttl: Annotated[float, Meta(ge=0.001, le=86400 * 365)] = 600.0
     enforce_handshake_compat: bool = True

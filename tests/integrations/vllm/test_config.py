@@ -21,7 +21,7 @@ def test_nothing_set() -> None:
         drain_timeout=2.0,
         handshake_timeout=10.0,
         load_timeout=60.0,
-        liveness_interval=2.0,
+        liveness_interval=5.0,
         liveness_misses=3,
         engine_ttl=600.0,
         enforce_handshake_compat=True,
