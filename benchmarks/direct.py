@@ -11,21 +11,24 @@ import numpy as np
 
 from kvferry.core.copies import Copies
 from kvferry.core.memory import Region
-from kvferry.drivers.nixl import address
+from kvferry.drivers.nixl import address, library
+from kvferry.drivers.nixl.options import Options
 
 
-def agent(api: Any, region: Region, peer: bytes, threads: int) -> tuple[Any, str]:
+def agent(region: Region, peer: bytes, threads: int) -> tuple[Any, str]:
     """An agent over UCX that has registered a region, and its peer's name for it.
 
     Args:
-        api: NIXL's module of agents.
         region: of this process.
         peer: the address of a ``NixlTransport``.
         threads: of UCX.
     """
-    sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-    config = api.nixl_agent_config(backends=[], sync_mode=sync)
-    made = api.nixl_agent(f"direct-{secrets.token_hex(8)}", config)
+    found = library.load()
+    sync = found.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    config = found.api.nixl_agent_config(backends=[], sync_mode=sync)
+    # As the driver does: what spins on one side would take a core from both.
+    with found.patient(Options().progress_milliseconds):
+        made = found.api.nixl_agent(f"direct-{secrets.token_hex(8)}", config)
     made.create_backend("UCX", {"num_threads": str(threads)})
     made.register_memory([(region.address, region.nbytes, 0, "")], "DRAM")
     theirs = address.decode(peer)

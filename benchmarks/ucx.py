@@ -88,8 +88,7 @@ def _beside_nixl(over: str, options: argparse.Namespace) -> Iterator[Result]:
     with ExitStack() as stack:
         transport, peer, local, near = stack.enter_context(_connected(over, options))
         theirs, far = stack.enter_context(_peer("nixl", over, options))
-        api = library.load().api
-        agents = [direct.agent(api, local, theirs, THREADS) for _ in range(2)]
+        agents = [direct.agent(local, theirs, THREADS) for _ in range(2)]
         for order in ORDERS:
             for block in SIZES:
                 scattered = order == "random"
