@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -35,7 +36,8 @@ from kvferry.drivers.loopback.process import vm_copy
 from kvferry.drivers.loopback.reach import OtherProcess
 from tests.testing.planted.base import Watched, caught_by, cut
 
-_LATE_SECONDS = 0.2
+_LATE_SECONDS = 0.1
+_TIMES = 6
 _STAGED = b"staged" * 10
 
 
@@ -107,9 +109,15 @@ class Late(Watched):
         if batch is None:
             return
 
+        self.go_on(batch.land)
+
+    def go_on(self, land: Callable[[], None]) -> None:
+        """Do it again and again for a while."""
+
         def late() -> None:
-            time.sleep(_LATE_SECONDS)
-            batch.land()
+            for _ in range(_TIMES):
+                time.sleep(_LATE_SECONDS)
+                land()
 
         thread = threading.Thread(target=late)
         thread.start()
@@ -259,14 +267,11 @@ class LandsAWriteAfterAFailure(LateAfterFailure):
             return
         reach = self._peers[batch.peer].reach
         assert isinstance(reach, OtherProcess)
-        thread = threading.Thread(target=_poke, args=(reach.pid, batch))
-        thread.start()
-        self._landing.append(thread)
+        self.go_on(partial(_poke, reach.pid, batch))
 
 
 def _poke(process: int, batch: Batch) -> None:
-    """Write into a process without asking anybody."""
-    time.sleep(_LATE_SECONDS)
+    """Write into a process without asking anybody, for as long as there is one."""
     size = np.minimum(batch.copies.nbytes[:1], np.uint64(4096))
     local, remote = (
         np.stack([one[:1], size], 1) for one in (batch.copies.local, batch.copies.remote)
