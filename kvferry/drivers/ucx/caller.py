@@ -14,7 +14,16 @@ from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import Address, KeyId, RegisteredRegion
 from kvferry.drivers.ucx.job import Job
 from kvferry.drivers.ucx.line import Line, Outlet, Stage
-from kvferry.drivers.ucx.messages import Ended, LineId, Message, Refused, Welcome, Withdrawn
+from kvferry.drivers.ucx.messages import (
+    Ended,
+    Fetched,
+    LineId,
+    Message,
+    Refused,
+    Stored,
+    Welcome,
+    Withdrawn,
+)
 from kvferry.drivers.ucx.place import has_ended
 from kvferry.drivers.ucx.ucp import Ucp
 from kvferry.drivers.ucx.worker import Worker, wait_closed
@@ -199,6 +208,10 @@ class Caller:
                 line.welcomed(message.withdrawn)
             case Refused():
                 line.part(ConnectError(f"{line.host.name} refuses: {message.reason}"))
+            case Stored():
+                line.answers[message.number] = (message.refusal, b"")
+            case Fetched():
+                line.answers[message.number] = (message.refusal, message.data)
             case Withdrawn():
                 line.withdraw(message.number, KeyId(message.key))
             case _:  # what a caller says

@@ -15,21 +15,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.core.errors import TransportError
+from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
 from kvferry.drivers.ucx.address import Instance, KeyId
 from kvferry.drivers.ucx.messages import (
     MAX_WITHDRAWN,
     Bye,
     Ended,
+    Fetch,
+    Fetched,
     Hello,
     LineId,
     Message,
     Note,
     Refused,
     Released,
+    Store,
+    Stored,
     Welcome,
     Withdrawn,
 )
+from kvferry.drivers.ucx.relay import fetch, store
 from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 
@@ -64,6 +70,7 @@ class Host:
     Attributes:
         lock: for the worker, and for everything here.
         worker: whose address peers get.
+        regions: what is registered.
     """
 
     def __init__(self, make: Callable[[], Worker], instance: Instance) -> None:
@@ -77,6 +84,7 @@ class Host:
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
         self._notes: list[Notification] = []
         self.withdrawals = 0
+        self.regions: dict[KeyId, Region] = {}
 
     @property
     def workers(self) -> list[Worker]:
@@ -114,6 +122,7 @@ class Host:
     def withdraw(self, key: KeyId) -> int:
         """Tell everyone that a registration will be undone; its number."""
         self.withdrawals += 1
+        self.regions.pop(key, None)
         self._withdrawn.append(key)
         for visitor in list(self._lines.values()):
             self._say(visitor, Withdrawn(visitor.line, self.withdrawals, key))
@@ -166,6 +175,12 @@ class Host:
                 )
             case Released():
                 visitor.released = max(visitor.released, min(message.number, self.withdrawals))
+            case Store():
+                refusal = store(message, self.regions)
+                self._say(visitor, Stored(message.line, message.number, refusal))
+            case Fetch():
+                refusal, data = fetch(message, self.regions)
+                self._say(visitor, Fetched(message.line, message.number, refusal, data))
             case Bye():
                 self._part(visitor)
             case _:  # what a host says

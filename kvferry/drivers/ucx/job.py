@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.core.errors import TransportError
-from kvferry.core.memory import Region, U64Array
+from kvferry.core.errors import TransportError, TransportUnsupportedError
+from kvferry.core.memory import CPU, Region, U64Array
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, RegisteredRegion
 from kvferry.drivers.ucx.line import Line, Stage
+from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
 from kvferry.drivers.ucx.posting import Batch, Poster
+from kvferry.drivers.ucx.relay import gathered, reached_natively, rows_of, scatter
 from kvferry.drivers.ucx.runs import Runs
 from kvferry.drivers.ucx.structs import Code
 
@@ -22,6 +24,10 @@ WINDOW_BYTES = 32 << 20
 WINDOWS = 2
 """What is posted of a transfer at once: bounds UCX's memory, and what a cancelled one waits for."""
 
+ASKED = 16
+"""Likewise, where it goes by messages."""
+
+_NOTHING: U64Array = np.empty(0, np.uint64)
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
 
@@ -33,11 +39,15 @@ class Window:
     Attributes:
         requests: what UCP answered, for each run; ``swept``: how many of them have ended.
         flush: of a write: 0, or the request that ends when they have all arrived.
+        asked: of one by messages: its number, and ``start`` and ``stop``: its runs.
     """
 
     line: Line
     requests: U64Array
     flush: int = 0
+    asked: int = 0
+    start: int = 0
+    stop: int = 0
     swept: int = 0
     code: int = 0
 
@@ -120,10 +130,50 @@ class Job:
             self.status.state is State.PENDING
             and self.line.stage is Stage.READY
             and self.position < len(self.runs)
-            and len(self.windows) < WINDOWS
+            and len(self.windows) < (ASKED if self._by_messages else WINDOWS)
         )
 
+    @property
+    def _by_messages(self) -> bool:
+        """Whether UCX cannot do it on this line without the peer's help."""
+        return not reached_natively(self.line.transports, self._kinds)
+
+    @property
+    def _kinds(self) -> frozenset[str]:
+        kinds = {region.kind for _, region in self.segments}
+        return frozenset(kinds | {region.kind for region in self.local})
+
+    def _ask(self) -> None:
+        """Post a window as a message."""
+        if self._kinds - {CPU}:
+            over = ", ".join(sorted(self.line.transports))
+            self.fail(
+                TransportUnsupportedError(
+                    f"over {over} ucx reaches CPU memory only; {', '.join(sorted(self._kinds))} "
+                    "needs RDMA or, on one host, cuda_ipc (driver_options: transports)"
+                )
+            )
+            return
+        self.runs = self.runs.cut(MAX_RELAY_BYTES)
+        start = self.position
+        stop = self.runs.stop(start, MAX_RELAY_ROWS, MAX_RELAY_BYTES)
+        keys = np.array([region.key for _, region in self.segments], np.uint64)
+        nbytes = self.runs.nbytes[start:stop]
+        rows = rows_of(keys[self.runs.segment[start:stop]], self.runs.remote[start:stop], nbytes)
+        data = None
+        if self.write:
+            data = gathered(self.runs.local[start:stop].tolist(), nbytes.tolist())
+        asked = self.line.ask(rows, data)
+        self.windows.append(
+            Window(line=self.line, requests=_NOTHING, asked=asked, start=start, stop=stop)
+        )
+        self.position = stop
+        self.line.windows += 1
+
     def _post(self) -> None:
+        if self._by_messages:
+            self._ask()
+            return
         start = self.position
         stop = self.runs.stop(start, WINDOW_RUNS, WINDOW_BYTES)
         try:
@@ -169,6 +219,8 @@ class Job:
                 self._note(window)
 
     def _flushed(self, window: Window) -> bool:
+        if window.asked:
+            return self._answered(window)
         code = ucp.status_of(window.flush)
         if code == Code.IN_PROGRESS:
             library = window.line.library
@@ -179,6 +231,31 @@ class Job:
             window.flush = 0
         window.code = window.code or code
         return True
+
+    def _answered(self, window: Window) -> bool:
+        """Whether it is known what became of a message, or never will be."""
+        answer = window.line.answers.pop(window.asked, None)
+        if answer is None:
+            window.code = Code.CANCELED
+            return window.line.stage is Stage.BROKEN
+        window.code = Code.OK
+        refusal, data = answer
+        if refusal:
+            self.fail(TransportError(f"{window.line.host.name} refuses: {refusal}"))
+        elif not self.write and self.status.state is State.PENDING:
+            self._take(window, data)
+        return True
+
+    def _take(self, window: Window, data: bytes) -> None:
+        lengths = self.runs.nbytes[window.start : window.stop].tolist()
+        if len(data) != sum(lengths):
+            self.fail(
+                TransportError(
+                    f"{window.line.host.name} has sent {len(data)} bytes of {sum(lengths)}"
+                )
+            )
+            return
+        scatter(data, self.runs.local[window.start : window.stop].tolist(), lengths)
 
     def _note(self, window: Window) -> None:
         if window.code:

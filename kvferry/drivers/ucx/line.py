@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvferry.core.errors import TransportError
+from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.drivers.ucx.address import Address, Instance, KeyId, RegisteredRegion
-from kvferry.drivers.ucx.messages import Bye, Hello, LineId, Message, Note, Released
+from kvferry.drivers.ucx.messages import Bye, Fetch, Hello, LineId, Message, Note, Released, Store
 from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
 from kvferry.drivers.ucx.worker import Worker
 
@@ -56,6 +56,8 @@ class Line:
         ended: whether the host has said that it drops what arrives.
         notes: what is to be said once it is ready.
         windows: how many windows of transfers are under way on it.
+        transports: UCX's names of what carries it; known once it is ready.
+        answers: to stores and fetches, by their numbers: a refusal, or else the bytes.
     """
 
     id: LineId
@@ -72,6 +74,9 @@ class Line:
     unanswered: deque[tuple[int, KeyId]] = field(default_factory=deque)
     notes: deque[bytes] = field(default_factory=deque)
     windows: int = 0
+    transports: frozenset[str] = frozenset()
+    answers: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    _asked: int = 0
     _keys: dict[KeyId, RemoteKey] = field(default_factory=dict)
 
     @classmethod
@@ -82,7 +87,7 @@ class Line:
         try:
             line.endpoint, line.number = outlet.worker.connect(host.worker)
         except TransportError as exc:
-            line.stage, line.error = Stage.BROKEN, exc
+            line.stage, line.error = Stage.BROKEN, _advised(exc)
             return line
         outlet.lines[line.number] = line
         line._say(
@@ -110,6 +115,8 @@ class Line:
         if self.stage is not Stage.GREETING:
             return
         self.stage = Stage.READY
+        used = self.library.transports(self.endpoint)
+        self.transports = frozenset(name.partition("/")[0] for name in used)
         self.withdrawn.update(map(KeyId, withdrawn))
         while self.notes:
             self._say(Note(self.id, self.notes.popleft()))
@@ -120,6 +127,15 @@ class Line:
             self._say(Note(self.id, payload))
         elif self.stage is Stage.GREETING:
             self.notes.append(payload)
+
+    def ask(self, rows: bytes, data: bytes | None) -> int:
+        """Let the host write bytes, or send them; the number under which the answer will be."""
+        self._asked += 1
+        if data is None:
+            self._say(Fetch(self.id, self._asked, rows))
+        else:
+            self._say(Store(self.id, self._asked, rows, data))
+        return self._asked
 
     def withdraw(self, number: int, key: KeyId) -> None:
         """The host is about to undo a registration, and waits for an answer."""
@@ -171,3 +187,11 @@ class Line:
             self.outlet.worker.send(self.endpoint, message)
         except TransportError as exc:
             self.part(exc)
+
+
+def _advised(error: TransportError) -> TransportError:
+    """With what to do, for want of a way to the host at all."""
+    return PeerLostError(
+        f"{error}; both sides need a way in common that notices when a peer dies: tcp or RDMA, "
+        "beside which shared memory is used (driver_options: transports)"
+    )

@@ -18,7 +18,9 @@ MAX_NOTIFICATION = 4096
 stay in order."""
 
 MAX_WITHDRAWN = 1 << 14
-MAX_MESSAGE = MAX_NOTIFICATION + (1 << 18)
+MAX_RELAY_BYTES = 1 << 17
+MAX_RELAY_ROWS = 1 << 12
+MAX_MESSAGE = MAX_RELAY_BYTES + 24 * MAX_RELAY_ROWS + (1 << 18)
 
 LineId = Instance
 """Random, made by the caller."""
@@ -90,7 +92,60 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=8):
     line: LineId
 
 
-Message = Hello | Welcome | Refused | Note | Withdrawn | Released | Bye | Ended
+class Store(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """To a host: bytes for its memory, on a line that UCX cannot write on by itself.
+
+    Attributes:
+        number: of the line's stores and fetches.
+        rows: (n, 3) uint64, as bytes: the key of a region, an address in it, and a length.
+        data: what belongs there, one row's after the other's.
+    """
+
+    line: LineId
+    number: Word
+    rows: Annotated[bytes, msgspec.Meta(max_length=24 * MAX_RELAY_ROWS)]
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_RELAY_BYTES)]
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """To a caller: all of a store is in memory; or none of it, and why."""
+
+    line: LineId
+    number: Word
+    refusal: Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """To a host: a question for bytes of its memory; ``number`` and ``rows`` as of a ``Store``."""
+
+    line: LineId
+    number: Word
+    rows: Annotated[bytes, msgspec.Meta(max_length=24 * MAX_RELAY_ROWS)]
+
+
+class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """To a caller: the bytes, one row's after the other's; or why there are none."""
+
+    line: LineId
+    number: Word
+    refusal: Annotated[str, msgspec.Meta(max_length=512)]
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_RELAY_BYTES)]
+
+
+Message = (
+    Hello
+    | Welcome
+    | Refused
+    | Note
+    | Withdrawn
+    | Released
+    | Bye
+    | Ended
+    | Store
+    | Stored
+    | Fetch
+    | Fetched
+)
 
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

@@ -15,6 +15,8 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 WISHES: Mapping[str, str] = {
     # On one host: without it UCX reads through the peer, as soon as it is to notice that it died.
     "CMA_MEMORY_INVALIDATE": "y",
+    # See relay.py.
+    "PROTO_EMULATION_ENABLE": "n",
     # A peer that dies while nothing moves is noticed by asking.
     "KEEPALIVE_INTERVAL": "500ms",
     # Connecting must not hold everything up.

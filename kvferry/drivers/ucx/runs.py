@@ -34,6 +34,21 @@ class Runs:
     def __len__(self) -> int:
         return len(self.nbytes)
 
+    def cut(self, longest: int) -> Runs:
+        """The same with none longer than so many bytes."""
+        if not len(self) or int(self.nbytes.max()) <= longest:
+            return self
+        parts = (self.nbytes.astype(np.int64) + longest - 1) // longest
+        index = np.repeat(np.arange(len(self)), parts)
+        within = (np.arange(len(index)) - np.repeat(parts.cumsum() - parts, parts)) * longest
+        offset = within.astype(np.uint64)
+        return _runs(
+            self.local[index] + offset,
+            self.remote[index] + offset,
+            np.minimum(self.nbytes[index] - offset, np.uint64(longest)),
+            self.segment[index],
+        )
+
     def stop(self, start: int, count: int, nbytes: int) -> int:
         """Where a window ends that begins at a run: so many runs or bytes on, and at least one."""
         done = int(self.ends[start - 1]) if start else 0
@@ -66,24 +81,8 @@ def runs_of(copies: Copies) -> Runs:
     apart |= segment[1:] != segment[:-1]
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))[: len(nbytes)]
     merged = np.add.reduceat(nbytes, first) if len(first) else nbytes
-    return _cut(_runs(local[first], remote[first], merged, segment[first]))
+    return _runs(local[first], remote[first], merged, segment[first]).cut(LONGEST)
 
 
 def _runs(local: U64Array, remote: U64Array, nbytes: U64Array, segment: I64Array) -> Runs:
     return Runs(local=local, remote=remote, nbytes=nbytes, segment=segment, ends=np.cumsum(nbytes))
-
-
-def _cut(runs: Runs) -> Runs:
-    """The same with none longer than ``LONGEST``."""
-    if not len(runs) or int(runs.nbytes.max()) <= LONGEST:
-        return runs
-    parts = (runs.nbytes.astype(np.int64) + LONGEST - 1) // LONGEST
-    index = np.repeat(np.arange(len(runs)), parts)
-    within = (np.arange(len(index)) - np.repeat(parts.cumsum() - parts, parts)) * LONGEST
-    offset = within.astype(np.uint64)
-    return _runs(
-        runs.local[index] + offset,
-        runs.remote[index] + offset,
-        np.minimum(runs.nbytes[index] - offset, np.uint64(LONGEST)),
-        runs.segment[index],
-    )

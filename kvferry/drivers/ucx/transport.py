@@ -174,6 +174,8 @@ class UcxTransport(Transport):
             packed=self._ucp.pack(self._context, memory),
             params=structs.RequestParams.of(memh=memory),
         )
+        with self._host.lock:
+            self._host.regions[self._registered[region].key] = region
 
     def deregister(self, region: Region) -> None:
         """As ``Transport.deregister``. Waits until peers do not use the region any more: two

@@ -86,6 +86,10 @@ def test_of_another_host_nothing_is_known() -> None:
         messages.Released(bytes(16), 1),
         messages.Bye(bytes(16)),
         messages.Ended(bytes(16)),
+        messages.Store(bytes(16), 1, bytes(24), bytes(messages.MAX_RELAY_BYTES)),
+        messages.Stored(bytes(16), 1, ""),
+        messages.Fetch(bytes(16), 1, bytes(24 * messages.MAX_RELAY_ROWS)),
+        messages.Fetched(bytes(16), 1, "", bytes(messages.MAX_RELAY_BYTES)),
     ],
 )
 def test_messages_come_out_as_they_went_in(message: messages.Message) -> None:

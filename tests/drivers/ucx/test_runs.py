@@ -23,7 +23,8 @@ pieces = st.lists(
 
 def batch(segments: list[tuple[int, list[tuple[int, int, int]]]]) -> Copies:
     """Segments of copies, each in one of the pairs of regions; the places count in eights."""
-    rows, cuts = [], []
+    rows: list[tuple[int, int, int]] = []
+    cuts: list[Segment] = []
     for which, copies in segments:
         start = len(rows)
         rows += [
