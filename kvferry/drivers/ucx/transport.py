@@ -87,6 +87,9 @@ class UcxTransport(Transport):
     Every transport has a UCX context of its own, configured by its options, and threads that sleep
     until there is something to do: transfers go on, and peers are served, without calls.
 
+    Where UCX has no way of its own into the peer's memory (over tcp, say), bytes go by messages, for
+    CPU memory only; a transfer of device memory fails there, with ``TransportUnsupportedError``.
+
     **When a failed transfer is quiet.** UCX completes every request, with an error if its
     connection breaks, and not before what carries the connection has been taken down; so a read is
     FAILED as soon as nothing of it is under way. What a write has sent before its connection broke
