@@ -48,22 +48,21 @@ class QuietTests(ContractSettings):
 
     def test_quiet_after_a_cancel(self, lab: Lab, everywhere: list[Peer], op: str) -> None:
         """At once, and again when some of the bytes have arrived."""
-        watch = Watch(lab)
-        for remote in everywhere:
-            mine = _mine(lab)
-            for when in ("at once", "under way")[: 1 + lab.capabilities.cancel]:
+        for under_way in (False, True)[: 1 + lab.capabilities.cancel]:
+            watch = Watch(lab)
+            for remote in everywhere:
+                mine = _mine(lab)
                 peer = lab.transport.connect(remote.address())
                 copies = lab.lasting(remote, mine.region)
                 if lab.refuses(op, peer, copies):
                     return
-                target = mine if op == "read" else remote
                 transfer = lab.start(op, peer, copies)
-                if when == "under way":
-                    _await_some(lab, transfer, target)
+                if under_way:
+                    _await_some(lab, transfer, mine if op == "read" else remote)
                 lab.transport.cancel(transfer)
                 lab.settled(transfer, peer)
-            watch.overwrite(mine, remote)
-        watch.see()
+                watch.overwrite(mine, remote)
+            watch.see()
 
     def test_quiet_after_disconnect(self, lab: Lab, everywhere: list[Peer], op: str) -> None:
         watch = Watch(lab)
