@@ -19,6 +19,7 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
 from kvferry.drivers.ucx.address import Instance, KeyId
 from kvferry.drivers.ucx.messages import (
+    MAX_BACKLOG,
     MAX_WITHDRAWN,
     Bye,
     Ended,
@@ -38,6 +39,9 @@ from kvferry.drivers.ucx.messages import (
 from kvferry.drivers.ucx.relay import fetch, store
 from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker, wait_closed
+
+_NOTE_BYTES = 256
+"""What keeping a notification takes besides its payload."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -83,6 +87,7 @@ class Host:
         self._waiting: deque[Hello] = deque()
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
         self._notes: list[Notification] = []
+        self._noted = 0
         self.withdrawals = 0
         self.regions: dict[KeyId, Region] = {}
 
@@ -116,7 +121,7 @@ class Host:
 
     def take(self) -> list[Notification]:
         """The notifications since the last call."""
-        taken, self._notes = self._notes, []
+        taken, self._notes, self._noted = self._notes, [], 0
         return taken
 
     def withdraw(self, key: KeyId) -> int:
@@ -170,9 +175,7 @@ class Host:
             return
         match message:
             case Note():
-                self._notes.append(
-                    Notification(sender=visitor.caller, payload=message.payload),
-                )
+                self._note(visitor, message.payload)
             case Released():
                 visitor.released = max(visitor.released, min(message.number, self.withdrawals))
             case Store():
@@ -185,6 +188,14 @@ class Host:
                 self._part(visitor)
             case _:  # what a host says
                 return
+
+    def _note(self, visitor: _Visitor, payload: bytes) -> None:
+        """Keep a notification; cut off who sends more than anybody takes."""
+        self._noted += len(payload) + _NOTE_BYTES
+        if self._noted > MAX_BACKLOG:
+            self._part(visitor)
+        else:
+            self._notes.append(Notification(sender=visitor.caller, payload=payload))
 
     def _meet(self, hello: Hello) -> None:
         """Close the earlier line of a caller, and then answer."""

@@ -128,6 +128,11 @@ class Line:
         elif self.stage is Stage.GREETING:
             self.notes.append(payload)
 
+    @property
+    def backlog(self) -> int:
+        """Bytes of messages that have not left."""
+        return self.outlet.worker.backlog + sum(map(len, self.notes))
+
     def ask(self, rows: bytes, data: bytes | None) -> int:
         """Let the host write bytes, or send them; the number under which the answer will be."""
         self._asked += 1

@@ -17,6 +17,9 @@ MAX_NOTIFICATION = 4096
 """So that any message fits into one piece of any of UCX's transports: those of one connection then
 stay in order."""
 
+MAX_BACKLOG = 64 << 20
+"""Bytes that may wait, on either side, for whoever does not take them."""
+
 MAX_WITHDRAWN = 1 << 14
 MAX_RELAY_BYTES = 1 << 17
 MAX_RELAY_ROWS = 1 << 12

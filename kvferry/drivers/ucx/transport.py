@@ -8,7 +8,6 @@ import itertools
 import os
 import secrets
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ from kvferry.drivers.ucx.host import Host
 from kvferry.drivers.ucx.job import Job
 from kvferry.drivers.ucx.library import Library
 from kvferry.drivers.ucx.line import Stage
-from kvferry.drivers.ucx.messages import MAX_NOTIFICATION
+from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
 from kvferry.drivers.ucx.options import WISHES, parsed, settings_of
 from kvferry.drivers.ucx.progress import Progress, Side
 from kvferry.drivers.ucx.runs import runs_of
@@ -87,8 +86,9 @@ class UcxTransport(Transport):
     Every transport has a UCX context of its own, configured by its options, and threads that sleep
     until there is something to do: transfers go on, and peers are served, without calls.
 
-    Where UCX has no way of its own into the peer's memory (over tcp, say), bytes go by messages, for
-    CPU memory only; a transfer of device memory fails there, with ``TransportUnsupportedError``.
+    Where UCX has no way of its own into the peer's memory (over tcp, say), bytes go by messages,
+    for CPU memory only; a transfer of device memory fails there, with
+    ``TransportUnsupportedError``.
 
     **When a failed transfer is quiet.** UCX completes every request, with an error if its
     connection breaks, and not before what carries the connection has been taken down; so a read is
@@ -282,11 +282,22 @@ class UcxTransport(Transport):
     # Notifications.
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
+        """As ``Transport.notify``.
+
+        Raises:
+            TransportError: also if the peer lives but has let 64 MiB of messages pile up.
+        """
         self._owner.check()
         found = find_peer(self._caller.peers, peer)
         check_payload(payload, MAX_NOTIFICATION)
         with self._caller.lock:
-            self._caller.revive(found).note(payload)
+            line = self._caller.revive(found)
+            if line.backlog > MAX_BACKLOG:
+                raise TransportError(
+                    f"{line.backlog} bytes of messages have piled up on the way to "
+                    f"{found.address.name}, which takes none: it may be stopped"
+                )
+            line.note(payload)
         self._wake()
 
     def notifications(self) -> list[Notification]:
@@ -430,7 +441,8 @@ def _loaded(explicit: str | None) -> tuple[Library, Ucp]:
     return found, Ucp(library.load(found))
 
 
-_alive: weakref.WeakSet[UcxTransport] = weakref.WeakSet()
+_alive: set[UcxTransport] = set()
+"""Those that have not been closed: their threads run, so they are kept until the process ends."""
 
 
 @atexit.register

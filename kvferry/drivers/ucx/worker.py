@@ -85,6 +85,11 @@ class Worker:
         return bool(self._arrived or self._failed) or not self._ucp.arm(self.handle)
 
     @property
+    def backlog(self) -> int:
+        """Bytes of messages that are still on their way out."""
+        return sum(map(len, self._sending.values()))
+
+    @property
     def sending(self) -> bool:
         """Whether a message is still on its way out."""
         return bool(self._sending)
