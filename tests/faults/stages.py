@@ -49,9 +49,12 @@ class Staged(LoopbackTransport):
     def __init__(self) -> None:
         super().__init__()
         self.at: dict[str, Callable[[], None]] = {}
+        self.words = 0
+        """Reads of slot words so far."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         words = copies.total == 8 * len(copies)
+        self.words += words
         act = self.at.pop("fencing" if words else "reading", None)
         if act is not None:
             act()
@@ -109,6 +112,12 @@ def produce(pipe: Connection, port: int = 0) -> None:
 def _produced(prefill: Engine, what: str, *rest: str) -> Any:
     if what == "serve":
         return serve(prefill, rest[0])
+    if what == "promise":  # a drafter is still at work, and never ends
+        prefill.compute(rest[0], HELD, TOKENS)
+        return prefill.finish(rest[0], HELD, TOKENS, computed=False, lease=LEASE, order=False)
+    if what == "reset":
+        prefill.ledger.reset()
+        prefill.step()
     return sum(rank.endpoint.held for rank in prefill.ranks)
 
 

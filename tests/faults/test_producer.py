@@ -145,6 +145,26 @@ def through(world: Bench, fault: str, stage: str) -> str:
     return world.load("d-1", ticket)
 
 
+@pytest.mark.parametrize("fault", ["killed", "stopped", "restarted"])
+def test_a_fault_while_pages_are_computed(fault: str) -> None:
+    """No transfer fails of a process that is stopped: only its side channel tells."""
+    cell = Cell(side="producer", fault=fault, stage="computing")
+    with bench() as world:
+        world.begin("d-1", world.prefill.ask("promise", "p-1"))
+        eventually(lambda: world.driver.words > 3, "the pages are asked for again and again")
+        world.happen(fault)
+        outcome = world.outcome("d-1")
+        assert outcome == "PeerLostError"
+        cell.write(outcome)
+        world.mend(fault)
+        if fault == "stopped":
+            world.prefill.ask("reset")
+        if world.load("d-2", world.prefill.ask("serve", "p-2")) != "loaded":
+            assert world.load("d-3", world.prefill.ask("serve", "p-3")) == "loaded"
+        eventually(lambda: world.prefill.ask("held") == 0, "no page is held any more")
+        assert set(world.reported.values()) == {1}, world.reported
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_producer(fault: str, stage: str) -> None:
