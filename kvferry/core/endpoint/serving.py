@@ -80,8 +80,8 @@ class Server:
                 logger.warning("dropped a notification of %s: %s", notification.sender[:64], exc)
                 continue
             with self._lock:
-                verdicts = [self._take(note) for note in notes]
-                self._ignored += sum(verdict is Verdict.UNKNOWN for verdict in verdicts)
+                for note in notes:
+                    self._take(note)
 
     def tick(self) -> None:
         """Pages that became ready, leases that are over."""
@@ -108,7 +108,7 @@ class Server:
             return self._keeper.take_sent()
 
     def take_ignored(self) -> int:
-        """How many messages since the last call named no hold that stood."""
+        """How many "done" and "abandon" since the last call named no hold that stood."""
         with self._lock:
             ignored, self._ignored = self._ignored, 0
         return ignored
@@ -118,7 +118,8 @@ class Server:
         with self._lock:
             self._keeper.end_all()
 
-    def _take(self, note: Note) -> Verdict:
+    def _take(self, note: Note) -> None:
         if isinstance(note, Renewal):
-            return self._keeper.renew(note, self._clock())
-        return self._keeper.release(note)
+            self._keeper.renew(note, self._clock())  # the slot word says how it went
+        elif self._keeper.release(note) is Verdict.UNKNOWN:
+            self._ignored += 1

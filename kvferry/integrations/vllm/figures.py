@@ -16,7 +16,7 @@ COUNTERS = {
     FAILED: "Loads of KV cache from another engine that failed.",
     REFUSED: "Tickets that were refused before their engine was asked.",
     EVICTED: "Holds that were given up because more than max_held_fraction was held.",
-    IGNORED: "Messages of consumers about holds that did not stand (any more).",
+    IGNORED: "Messages that end holds, about holds that did not stand (any more).",
     TOKENS: "Tokens whose KV cache was pulled from another engine.",
     BYTES: "Bytes of KV cache that were pulled from another engine.",
 }
