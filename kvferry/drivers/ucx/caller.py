@@ -32,6 +32,8 @@ _TAKEN_SECONDS = 0.0003
 """Who polls more often than that needs no thread beside it: they would only pass the interpreter's
 lock to and fro, at up to 5 ms a time."""
 
+_BEGIN_SECONDS = 0.005
+
 _LOOK_SECONDS = 0.2
 """How often to see whether processes of this host live. UCX sees it by their connections, which a
 fork of a dead process may hold open."""
@@ -162,9 +164,14 @@ class Caller:
     # Transfers.
 
     def add(self, job: Job) -> None:
-        """Begin one."""
+        """Begin one, and go on with it for a moment: where this side moves the bytes itself, that
+        saves passing it on to the thread."""
         self._jobs.append(job)
-        job.advance(time.monotonic(), self._deadline)
+        now = time.monotonic()
+        job.advance(now, self._deadline)
+        while not job.final and self.turn() and time.monotonic() - now < _BEGIN_SECONDS:
+            pass
+        self.driven = time.monotonic()
 
     def of(self, peers: Iterable[PeerId]) -> list[Job]:
         """The unfinished transfers of some peers."""
