@@ -1,4 +1,4 @@
-"""UCP's structures and numbers, as its headers have them since 1.18.
+"""UCP's structures and numbers, as its headers have them.
 
 Every structure begins with a mask of the fields that are set, so that a library that knows more
 fields, or fewer, reads only those. Where the numbers come from: ``ucp/api/ucp.h`` and

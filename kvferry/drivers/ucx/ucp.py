@@ -26,8 +26,8 @@ RemoteKey = NewType("RemoteKey", int)
 MAJOR = 1
 """Of all versions that are known. Another one may lay out its structures otherwise."""
 
-MINOR = 18
-"""The interface that is asked for."""
+MINOR = 21
+"""The interface that is asked for: that of the oldest version that was tested."""
 
 ERRORS_FROM = (1 << 64) - 100
 """A ``ucs_status_ptr_t`` is 0 (done), an error's status from here on, or a request's address."""
