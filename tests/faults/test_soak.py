@@ -153,7 +153,8 @@ def test_nothing_grows(quiescence: Quiescence) -> None:
         soak.run(min(WARM, REQUESTS // 2))
         before = usage()
         soak.run(REQUESTS)
-        eventually(lambda: usage().threads <= before.threads, "no thread is left over")
+        # A connection that is up at one of the two moments and not at the other is no leak.
+        eventually(lambda: usage().threads <= before.threads + 2, "no thread is left over")
         after = usage()
         assert after.files <= before.files + 2
         assert after.memory <= before.memory + MEMORY

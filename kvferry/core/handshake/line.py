@@ -30,6 +30,7 @@ class Line:
     def __init__(self, call: Call, wake: socket.socket) -> None:
         self._call = call
         self._wake = wake
+        self._ended: HandshakeError | None = None
         call.access.check_server(call.key)
         call.numeric = numeric_hosts(call.host, call.port, call.timeout)
         numeric = call.listening(time.monotonic() + call.timeout)
@@ -77,8 +78,11 @@ class Line:
         self._channel.close(0)
 
     def _wait(self, seconds: float) -> dict[object, int]:
+        if self._ended is not None:
+            raise self._ended
         ready: dict[object, int] = dict(self._poller.poll(max(math.ceil(seconds * 1e3), 0)))
         if self._monitor in ready and self._channel not in ready:
             event, value = struct.unpack("=hi", self._monitor.recv_multipart()[0])
-            raise self._call.why_ended(event, value)
+            self._ended = self._call.why_ended(event, value)
+            raise self._ended
         return ready

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import DriverError
-from kvferry.drivers.ucx import library
+from kvferry.drivers.ucx import library, opening
 from kvferry.drivers.ucx.library import find
 from tests.drivers.ucx import fakes
 
@@ -218,7 +218,8 @@ def test_loads_with_its_neighbours_and_for_itself(tmp_path: Path) -> None:
     assert "driver_options: library" in said[2]
 
 
-def test_one_that_has_vanished_meanwhile(wheel: Path) -> None:
+def test_one_that_has_vanished_meanwhile(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "loaded_elsewhere", lambda _: None)
     with pytest.raises(DriverError, match="does not load"):
         library.load(find())
 
