@@ -100,7 +100,8 @@ class Capabilities:
         max_notification: longest payload of a notification, in bytes.
         cancel: whether ``cancel`` can end a transfer early.
         background_progress: whether transfers go on, and peers are served, without calls. That one
-            has ended may take a ``poll`` to be noticed, and its notification to be sent.
+            has ended may take a ``poll`` to be noticed, and its notification to be sent, and the
+            rest of a long one to be begun.
         quiescence: when a failed transfer becomes FAILED.
         max_outstanding: how many transfers may be unfinished at once; ``None``: no limit.
     """

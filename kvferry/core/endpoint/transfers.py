@@ -16,6 +16,9 @@ from kvferry.core.errors import (
 )
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 
+LONG_SECONDS = 0.001
+"""After a post that took longer one looks, before the next: what is heard may end the queued."""
+
 
 def as_ours(exc: Exception) -> KVFerryError:
     """Any exception as one of ours, so that it fails what it concerns and nothing else."""
@@ -81,8 +84,14 @@ class Transfers:
 
     def progress(self) -> bool:
         """Post and poll; whether anything came of it."""
-        posted = self._post()
-        return self._poll() or posted
+        busy = self._poll()
+        while self._may_post():
+            job = self._queued.popleft()
+            self._post_one(job)
+            busy = True
+            if time.perf_counter() - job.started > LONG_SECONDS:
+                self._poll()
+        return busy
 
     def cancel(self, tag: Hashable) -> None:
         """The job is not wanted by this tag any more; it ends early once nobody wants it."""
@@ -110,11 +119,8 @@ class Transfers:
             if job.peer == peer:
                 self._transport.cancel(transfer)
 
-    def _post(self) -> bool:
-        before = len(self._queued)
-        while self._queued and (self._limit is None or len(self._posted) < self._limit):
-            self._post_one(self._queued.popleft())
-        return len(self._queued) != before
+    def _may_post(self) -> bool:
+        return bool(self._queued) and (self._limit is None or len(self._posted) < self._limit)
 
     def _post_one(self, job: Job) -> None:
         job.started = time.perf_counter()

@@ -29,6 +29,9 @@ CUDA = "cuda"
 SEGMENTS = {CPU: "DRAM", CUDA: "VRAM"}
 """NIXL's names for memory kinds."""
 
+PART_ROWS = 4096
+"""How many copies a part has at most. Posting one may take as long as moving it."""
+
 Handle = NewType("Handle", object)
 """NIXL's handle of a transfer. It lasts until ``Agent.release``."""
 
@@ -100,9 +103,10 @@ class Agent:
         agent.agent = None
 
     @property
-    def most_rows(self) -> int | None:
-        """How many rows a transfer may have from now on, if that is limited."""
-        return self._few_rows if self._failed else None
+    def most_rows(self) -> int:
+        """How many rows a part of a transfer may have from now on."""
+        few = self._few_rows if self._failed else None
+        return PART_ROWS if few is None else min(few, PART_ROWS)
 
     # Memory.
 

@@ -353,7 +353,7 @@ class NixlTransport(Transport):
         return local
 
     def _advance(self, job: Job) -> None:
-        if job.running:
+        if not job.over:
             job.advance(self._agent)
             self._note_loss(job)
 
@@ -367,7 +367,7 @@ class NixlTransport(Transport):
         while True:
             for job in left:
                 self._advance(job)
-            left = [job for job in left if job.running]
+            left = [job for job in left if not job.over]
             if not left or time.monotonic() > deadline:
                 return not left
             time.sleep(_TURN_SECONDS)
