@@ -208,7 +208,7 @@ class Caller:
                 job.line.ended |= job.line.id == message.line
             return
         line = self._lines.get(message.line)
-        if line is None:
+        if line is None or line.stage is Stage.BROKEN:
             return
         match message:
             case Welcome():

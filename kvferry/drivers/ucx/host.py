@@ -2,8 +2,8 @@
 
 A peer's reads and writes of this side's memory may be carried out by this side's UCX, which checks
 nothing. So before memory is deregistered, everyone who may know of it is told, and answers when
-nothing of theirs uses it any more; who does not answer in time is cut off, after which UCX drops
-what still arrives from there.
+nothing of theirs uses it any more; who does not answer in time is cut off, after which what still
+arrives from there is dropped.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Line:
     @property
     def backlog(self) -> int:
         """Bytes of messages that have not left."""
-        return self.outlet.worker.backlog + sum(map(len, self.notes))
+        return self.outlet.worker.backlog(self.endpoint) + sum(map(len, self.notes))
 
     def ask(self, rows: bytes, data: bytes | None) -> int:
         """Let the host write bytes, or send them; the number under which the answer will be."""
@@ -170,17 +170,23 @@ class Line:
 
     def part(self, error: TransportError, *, bye: bool = False) -> None:
         """Break it. What is posted on it ends, as the worker is driven."""
-        if self.stage is Stage.BROKEN:
-            return
         if bye and self.stage is Stage.READY:
             self._say(Bye(self.id))
+        if self.stage is Stage.BROKEN:
+            return
+        worker = self.outlet.worker
+        # A greeting that lingers might arrive after that of the next line, and end it.
+        end = worker.end if self.stage is Stage.READY else worker.drop
         self.stage, self.error = Stage.BROKEN, error
         self.notes.clear()
-        self.outlet.worker.end(self.endpoint)
+        end(self.endpoint)
 
     def buried(self) -> bool:
         """Whether it is broken and nothing is left of it; lets the keys go."""
-        if self.stage is not Stage.BROKEN or self.windows or self.outlet.worker.closing:
+        worker = self.outlet.worker
+        if self.stage is not Stage.BROKEN or self.windows or worker.closing:
+            return False
+        if worker.lingers(self.endpoint):
             return False
         for key in self._keys.values():
             self.library.destroy_key(key)

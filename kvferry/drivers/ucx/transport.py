@@ -94,7 +94,7 @@ class UcxTransport(Transport):
     connection breaks, and not before what carries the connection has been taken down; so a read is
     FAILED as soon as nothing of it is under way. What a write has sent before its connection broke
     may lie in queues of a peer that lives. It stays DOOMED until the peer has ended, or has
-    closed its end of that connection, after which its UCX drops what arrives: it says so when it
+    closed its end of that connection, after which it drops what arrives: it says so when it
     is called again, which ``disconnect`` does.
 
     Not usable in a forked child.

@@ -38,9 +38,11 @@ class Worker:
         self._arrived: deque[bytes] = deque()
         self._failed: deque[tuple[int, int]] = deque()
         self._numbers = itertools.count(1)
-        # What UCP still needs of messages that are on their way, by their requests.
-        self._sending: dict[int, bytes] = {}
+        # What UCP still needs of messages that are on their way, and where to, by their requests.
+        self._sending: dict[int, tuple[Endpoint, bytes]] = {}
         self._closing: list[int] = []
+        # Endpoints that are to be closed, by the requests that end when nothing is on the way out.
+        self._lingering: dict[int, Endpoint] = {}
         # UCP keeps their addresses.
         self._on_message = structs.ON_MESSAGE(self._note_message)
         self._on_error = structs.ON_ERROR(self._note_error)
@@ -68,12 +70,25 @@ class Worker:
         answer = self._ucp.send(endpoint, data)
         code = status_of(answer)
         if code == Code.IN_PROGRESS:
-            self._sending[answer] = data
+            self._sending[answer] = endpoint, data
         elif code:
             raise ucp.error(code, "cannot send a message")
 
     def end(self, endpoint: Endpoint) -> None:
-        """Close an endpoint without its peer; ``closing`` says when it is."""
+        """Close an endpoint without its peer; ``closing`` says when it is.
+
+        Over tcp it lingers until all that was sent on it has left, or it has failed: UCX crashes
+        if its peer closes it, too, while a part of a message is still to be sent on it.
+        """
+        if any(name.startswith("tcp/") for name in self._ucp.transports(endpoint)):
+            answer = self._ucp.flush(endpoint)
+            if status_of(answer) == Code.IN_PROGRESS:
+                self._lingering[answer] = endpoint
+                return
+        self.drop(endpoint)
+
+    def drop(self, endpoint: Endpoint) -> None:
+        """Close one at once: for one on which next to nothing was sent."""
         answer = self._ucp.close_endpoint(endpoint)
         if status_of(answer) == Code.IN_PROGRESS:
             self._closing.append(answer)
@@ -84,10 +99,9 @@ class Worker:
         self._sweep()
         return bool(self._arrived or self._failed) or not self._ucp.arm(self.handle)
 
-    @property
-    def backlog(self) -> int:
-        """Bytes of messages that are still on their way out."""
-        return sum(map(len, self._sending.values()))
+    def backlog(self, endpoint: Endpoint) -> int:
+        """Bytes of messages that are still on their way out there."""
+        return sum(len(data) for where, data in self._sending.values() if where == endpoint)
 
     @property
     def sending(self) -> bool:
@@ -98,6 +112,15 @@ class Worker:
     def closing(self) -> bool:
         """Whether an endpoint is still being closed."""
         return bool(self._closing)
+
+    @property
+    def lingering(self) -> bool:
+        """Whether an endpoint is not closed yet because something is on its way out."""
+        return bool(self._lingering)
+
+    def lingers(self, endpoint: Endpoint) -> bool:
+        """Whether this one is not."""
+        return endpoint in self._lingering.values()
 
     def messages(self) -> Iterator[Message]:
         """Those that have arrived, in order."""
@@ -113,11 +136,15 @@ class Worker:
 
     def destroy(self) -> None:
         """Let it go, with everything on it."""
+        for endpoint in self._lingering.values():
+            self.drop(endpoint)
         self._ucp.destroy_worker(self.handle)
 
     def _sweep(self) -> None:
         for request in [r for r in self._sending if self._ended(r)]:
             del self._sending[request]
+        for request in [r for r in self._lingering if self._ended(r)]:
+            self.drop(self._lingering.pop(request))
         self._closing = [r for r in self._closing if not self._ended(r)]
 
     def _ended(self, request: int) -> bool:
@@ -150,6 +177,8 @@ class Worker:
 def wait_closed(worker: Worker) -> None:
     """Let a worker finish what it is sending and closing, within reason."""
     deadline = time.monotonic() + _CLOSE_SECONDS
-    while (worker.closing or worker.sending) and time.monotonic() < deadline:
+    while worker.closing or worker.lingering or worker.sending:
+        if time.monotonic() > deadline:
+            return
         if not worker.turn():
             time.sleep(_TURN_SECONDS)

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.ucx
 FACTORY = "kvferry.drivers.ucx:UcxTransport"
 MAPPED = "tests.drivers.ucx.serving:Mapped"
 TCP = {"transports": ["tcp"]}
+NARROW = TCP | {"settings": {"TCP_SNDBUF": "16k", "TCP_RCVBUF": "16k"}}
+"""Who stops has others stop in the middle of a message."""
 MIB = 1 << 20
 SECONDS = 60.0
 
@@ -200,16 +202,19 @@ def test_memory_that_is_unmapped_while_it_is_moved_harms_nobody(make: Make, op: 
         np.testing.assert_array_equal(buffer, process.content)
 
 
+@pytest.mark.parametrize("options", [TCP, NARROW])
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_stopped_reader_does_not_keep_memory_and_harms_nobody_later(make: Make, op: str) -> None:
+def test_a_stopped_reader_does_not_keep_memory_and_harms_nobody_later(
+    make: Make, op: str, options: dict[str, object]
+) -> None:
     """It is cut off; what it had asked for is dropped when it arrives."""
-    owner, memory = make(**TCP), mmap.mmap(-1, 4 * MIB)
+    owner, memory = make(**options), mmap.mmap(-1, 4 * MIB)
     array = np.frombuffer(memory, np.uint8)
     region = region_of(array)
     owner.register(region)
     kept = np.ones(MIB, np.uint8)
     owner.register(region_of(kept))
-    with Process(FACTORY, TCP, "cpu", MIB, server=MAPPED) as process:
+    with Process(FACTORY, options, "cpu", MIB, server=MAPPED) as process:
         peer = process.connect(owner.address())
         process.ask("start_only", op, peer, again_and_again(process.region, region))
         stop(process)
@@ -268,10 +273,13 @@ def test_a_transfer_in_which_nothing_moves_fails_by_the_deadline(make: Make) -> 
         assert one.poll([transfer])[0].state is State.FAILED
 
 
-def test_a_write_to_a_stopped_peer_stays_doomed_until_the_peer_answers(make: Make) -> None:
-    one, buffer = make(**TCP, connect_seconds=1.0), np.ones(MIB, np.uint8)
+@pytest.mark.parametrize("options", [TCP, NARROW])
+def test_a_write_to_a_stopped_peer_stays_doomed_until_the_peer_answers(
+    make: Make, options: dict[str, object]
+) -> None:
+    one, buffer = make(**options, connect_seconds=1.0), np.ones(MIB, np.uint8)
     one.register(region_of(buffer))
-    with Process(FACTORY, TCP, "cpu", MIB) as process:
+    with Process(FACTORY, options, "cpu", MIB) as process:
         peer = one.connect(process.address())
         stop(process)
         transfer = one.write(peer, again_and_again(region_of(buffer), process.region))
