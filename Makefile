@@ -24,7 +24,7 @@ STAMP := $(VENV)/.installed-kvferry
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test drivers lint types unit nixl ucx mooncake vllm venv clean
+.PHONY: help demo test lint types unit nixl ucx mooncake vllm venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,9 +32,7 @@ help: ## Show this text
 demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove it
 	$(BIN)/python examples/vllm_disaggregated.py
 
-test: lint types unit vllm ## Everything that has to pass before a change goes in
-
-drivers: nixl ucx mooncake ## What takes longer, before a driver or the suite is changed
+test: lint types unit vllm nixl mooncake ## Everything that has to pass before a change goes in
 
 lint: $(STAMP) ## Code style, formatting and the direction of imports
 	$(BIN)/ruff check .
@@ -47,10 +45,10 @@ types: $(STAMP) ## Static types
 unit: $(STAMP) ## The tests that need neither vLLM nor NIXL nor UCX
 	$(BIN)/pytest
 
-nixl: $(STAMP) ## The driver nixl: the conformance suite on it, and vLLM over it
+nixl: $(STAMP) ## The tests of the driver nixl: the conformance suite on it, and vLLM over it
 	$(BIN)/pytest -m 'nixl and not slow'
 
-ucx: $(STAMP) ## The driver ucx: likewise; and between two networks, whose link is cut
+ucx: $(STAMP) ## Likewise of the driver ucx (not yet in 'test'), and between two networks
 	$(BIN)/pytest -m 'ucx and not slow'
 
 # The guide's commands as they stand there, in an empty folder and an environment of its own. Where
