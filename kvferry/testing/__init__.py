@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         ProcessTests,
         QuietTests,
         RefusalTests,
+        StoppedTests,
         TransferTests,
         TransportContract,
     )
@@ -60,6 +61,7 @@ __all__ = [
     "QuietTests",
     "RefusalTests",
     "Schedule",
+    "StoppedTests",
     "TransferTests",
     "TransportContract",
 ]

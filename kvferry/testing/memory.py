@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import mmap
+import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +54,9 @@ class CpuBuffer(Buffer):
     """Anonymous memory of this process, from the start of a page."""
 
     def __init__(self, nbytes: int) -> None:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    def _map(self, memory: mmap.mmap) -> None:
         self._bytes: Bytes = np.frombuffer(memory, np.uint8)
         self._region = region_of(self._bytes)
 
@@ -65,6 +69,27 @@ class CpuBuffer(Buffer):
 
     def put(self, data: Bytes, offset: int = 0) -> None:
         self._bytes[offset : offset + len(data)] = data
+
+
+class SharedBuffer(CpuBuffer):
+    """A file's memory: whoever maps it sees what it is, also while another's process is stopped."""
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        self.path = path
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map(mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED))
+        finally:
+            os.close(file)
+
+    @classmethod
+    def made(cls, nbytes: int) -> Self:
+        """A new one. By ``path`` others can map it, as long as it is there."""
+        file = os.memfd_create("kvferry-testing", os.MFD_CLOEXEC)
+        os.ftruncate(file, nbytes)
+        made = cls(f"/proc/{os.getpid()}/fd/{file}", nbytes)
+        weakref.finalize(made, os.close, file)
+        return made
 
 
 class CudaBuffer(Buffer):
@@ -105,7 +130,8 @@ def allocate(memory: str, nbytes: int) -> Buffer:
     """A buffer of zeros.
 
     Args:
-        memory: ``cpu``, ``cuda``, ``cuda:INDEX``, or ``package.module:function``.
+        memory: ``cpu``, ``shared:PATH`` (of ``SharedBuffer``), ``cuda``, ``cuda:INDEX``, or
+            ``package.module:function``.
         nbytes: its size.
 
     Raises:
@@ -115,6 +141,8 @@ def allocate(memory: str, nbytes: int) -> Buffer:
     kind, _, rest = memory.partition(":")
     if kind == "cpu":
         return CpuBuffer(nbytes)
+    if kind == "shared":
+        return SharedBuffer(rest, nbytes)
     if kind == "cuda":
         return CudaBuffer(nbytes, int(rest or 0))
     make: Callable[[int], Buffer] = imported(memory)

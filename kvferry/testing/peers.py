@@ -146,8 +146,9 @@ class Process:
         self.process.wait()
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """SIGSTOP, and wait until it has stopped (or is gone)."""
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
         """SIGCONT."""

@@ -13,6 +13,7 @@ from kvferry.testing import (
     MachineTests,
     NotificationTests,
     QuietTests,
+    StoppedTests,
     TransferTests,
     TransportContract,
 )
@@ -20,17 +21,17 @@ from kvferry.testing import (
 LASTING = 200 << 30
 
 
-class TestModest(NotificationTests, FlightTests, MachineTests):
+class TestModest(NotificationTests, FlightTests, StoppedTests, MachineTests):
     factory = "tests.testing.factories:Modest"
     lasting_bytes = 2 << 30
 
 
-class TestWriter(NotificationTests):
+class TestWriter(NotificationTests, StoppedTests):
     factory = "tests.testing.factories:Writer"
     lasting_bytes = LASTING
 
 
-class TestManual(NotificationTests, MachineTests):
+class TestManual(NotificationTests, StoppedTests, MachineTests):
     factory = "tests.testing.factories:Manual"
     lasting_bytes = LASTING
 
@@ -40,7 +41,7 @@ class TestBlocking(FlightTests):
     lasting_bytes = 1 << 30
 
 
-class TestDoomed(FlightTests, QuietTests, MachineTests):
+class TestDoomed(FlightTests, QuietTests, StoppedTests, MachineTests):
     factory = "tests.testing.factories:Doomed"
     lasting_bytes = LASTING
     quiet_seconds = 0.05

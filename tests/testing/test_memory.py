@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvferry.testing.memory import allocate, available, pattern
+from kvferry.testing.memory import SharedBuffer, allocate, available, pattern
 
 
 def torch(devices: int) -> SimpleNamespace:
@@ -51,3 +51,11 @@ def test_memory_of_ones_own_is_made_by_a_function() -> None:
     assert allocate("tests.testing.factories:OddBuffer", 64).region.kind == "odd"
     with pytest.raises(ImportError, match="has no 'NoBuffer'"):
         allocate("tests.testing.factories:NoBuffer", 64)
+
+
+def test_what_one_writes_into_shared_memory_another_that_maps_it_sees() -> None:
+    one = SharedBuffer.made(4096)
+    other = allocate(f"shared:{one.path}", 4096)
+    one.put(pattern(100, 1), 7)
+    np.testing.assert_array_equal(other.get(7, 100), pattern(100, 1))
+    assert other.region.address != one.region.address

@@ -11,6 +11,7 @@ from kvferry.testing.contract.processes import ProcessTests
 from kvferry.testing.contract.quiet import QuietTests
 from kvferry.testing.contract.refusals import RefusalTests
 from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.stopped import StoppedTests
 from kvferry.testing.contract.transfers import TransferTests
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ProcessTests",
     "QuietTests",
     "RefusalTests",
+    "StoppedTests",
     "TransferTests",
     "TransportContract",
 ]
@@ -37,6 +39,7 @@ class TransportContract(
     QuietTests,
     EndingTests,
     ProcessTests,
+    StoppedTests,
     MachineTests,
 ):
     """Every rule for a driver. Inherit it, say how to make a transport, and run pytest."""

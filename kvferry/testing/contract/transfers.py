@@ -18,6 +18,7 @@ GIB = 1 << 30
 CHUNK = 4 << 20
 _LARGE = 64 << 20
 _MANY = 256
+_TIMES = 6
 
 
 class TransferTests(ContractSettings):
@@ -231,6 +232,29 @@ class TransferTests(ContractSettings):
         np.testing.assert_array_equal(
             target.get().reshape(-1, 4096), source.reshape(-1, 4096)[::-1]
         )
+
+    @pytest.mark.parametrize("size", [100, 1 << 16])
+    def test_the_arrays_of_a_few_copies_are_free_after_the_call(
+        self, lab: Lab, shared_process: Process, op: str, size: int
+    ) -> None:
+        """The caller writes its next transfer into them at once."""
+        peer = lab.transport.connect(shared_process.address())
+        if lab.refuses(op, peer, lab.whole(shared_process)):
+            return
+        sides: tuple[Buffer | Peer, Buffer | Peer] = (lab.mine, shared_process)
+        target, source = sides if op == "read" else sides[::-1]
+        source.put(content := lab.fresh())
+        for count in (1, 2, 7) * _TIMES:
+            target.put(before := lab.fresh())
+            starts = 2 * size * np.arange(count)
+            sizes = np.full(count, size)
+            copies = batch(lab.mine.region, shared_process.region, starts, starts, sizes)
+            transfer = lab.start(op, peer, copies)
+            for array in (copies.local, copies.remote):
+                array[:] = array[0] + np.uint64(MIB - size)
+            lab.finish(transfer)
+            expected = moved(before, starts, content, starts, sizes)
+            np.testing.assert_array_equal(target.get(), expected)
 
     def test_the_arrays_may_be_views_with_gaps_and_read_only(
         self, lab: Lab, shared_process: Process, op: str

@@ -14,9 +14,22 @@ from tests.testing.planted import (
     peers,
     processes,
     rare,
+    stopped,
 )
 from tests.testing.planted.base import CAUGHT_BY, FACTORIES
 
-TOPICS = (ending, flight, landing, memory, moving, notes, outcomes, peers, processes, rare)
+TOPICS = (
+    ending,
+    flight,
+    landing,
+    memory,
+    moving,
+    notes,
+    outcomes,
+    peers,
+    processes,
+    rare,
+    stopped,
+)
 
 __all__ = ["CAUGHT_BY", "FACTORIES", "TOPICS"]

@@ -180,9 +180,12 @@ class KeepsTheArraysOfWhatIsLarge(KeepsTheCallersArrays):
     """What is small is moved at once, and what is large with arrays that the caller has reused."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        if copies.total > 32 << 20:
+        if self.kept(copies):
             return super().read(peer, copies, notify)
         return LoopbackTransport.read(self, peer, copies, notify)
+
+    def kept(self, copies: Copies) -> bool:
+        return copies.total > 32 << 20
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         if set(transfers) <= set(self._later):
@@ -194,3 +197,11 @@ class KeepsTheArraysOfWhatIsLarge(KeepsTheCallersArrays):
             super().forget(transfer)
         else:
             LoopbackTransport.forget(self, transfer)
+
+
+@caught_by("test_the_arrays_of_a_few_copies_are_free_after_the_call")
+class KeepsTheArraysOfAFew(KeepsTheArraysOfWhatIsLarge):
+    """A few copies are looked at when the work begins, and only more of them within the call."""
+
+    def kept(self, copies: Copies) -> bool:
+        return 0 < len(copies) < 8
