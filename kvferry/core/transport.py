@@ -163,6 +163,11 @@ class Transport(ABC):
     def deregister(self, region: Region) -> None:
         """Make a region unreachable: transfers that name it are refused from now on.
 
+        That is promised of this side's transfers. A peer that connected before may still know the
+        region, and what it has begun or begins may be refused, fail, or be carried out: over shared
+        memory nobody here takes part in it. So the owner of the memory first learns from its peers
+        that they have ended.
+
         Raises:
             TransportUsageError: it is not registered, or a transfer of this side still uses it.
         """
@@ -177,7 +182,8 @@ class Transport(ABC):
 
         For a peer that is connected already, which it is until ``disconnect``, refreshes what is
         known of it (its regions, say) and returns the same id; transfers under way go on. The bytes
-        are untrusted.
+        are untrusted. That the peer was connected does not mean that its address is still good: one
+        that has died may be refused, or give the same id, whose transfers then fail.
 
         Raises:
             ConnectError: not an address of this driver, or the peer cannot be reached; says why.
@@ -197,6 +203,8 @@ class Transport(ABC):
     @abstractmethod
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         """The status of each transfer, in the order of the ids. Drives progress. Never blocks.
+
+        An id that is named twice is answered twice.
 
         Raises:
             TransportUsageError: an id is unknown or was forgotten.
@@ -230,7 +238,8 @@ class Transport(ABC):
     def close(self) -> None:
         """Release everything: disconnects peers, deregisters regions. Twice is fine.
 
-        An error means that grace failed, not that closing failed.
+        An error means that grace failed, not that closing failed: bytes of unfinished transfers may
+        still land. Without one, all is quiet.
         """
 
     # What a driver may add.
