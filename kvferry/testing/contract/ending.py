@@ -58,6 +58,14 @@ class EndingTests(ContractSettings):
                 getattr(transport, op)(peer, copies)
         transport.close()
 
+    def test_after_close_the_properties_go_on_answering(self, lab: Lab) -> None:
+        """The library, which is for people, may say less."""
+        transport = lab.make()
+        before = (transport.name, transport.capabilities)
+        transport.close()
+        assert (transport.name, transport.capabilities) == before
+        assert isinstance(transport.library, str)
+
     def test_close_gives_threads_and_descriptors_back(self, lab: Lab) -> None:
         """A library may keep some for good; what grows with every transport is never enough."""
         counts: list[int] = []

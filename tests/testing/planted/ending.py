@@ -35,6 +35,16 @@ class AnswersAfterClose(LoopbackTransport):
         return [] if self._owner.closed else super().notifications()
 
 
+@caught_by("test_after_close_the_properties_go_on_answering")
+class NamesNoLibraryAfterClose(LoopbackTransport):
+    """The library is asked for its version, and it is not there any more."""
+
+    @property
+    def library(self) -> str:
+        self._guard()
+        return "memcpy"
+
+
 @caught_by("test_closing_one_leaves_others_alone")
 class ClosesWhatIsShared(LoopbackTransport):
     """Closing the last one that was made ends what all of them share."""
