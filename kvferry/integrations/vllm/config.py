@@ -82,7 +82,7 @@ class Config:
     side_channel_host: Annotated[str, Meta(min_length=1, max_length=256)] = "127.0.0.1"
     side_channel_port: Annotated[int, Meta(ge=0, le=HIGHEST_PORT)] = 0
     kv_lease_duration: Annotated[float, Meta(ge=0.001, le=86400)] = 30.0
-    max_held_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    max_held_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
     drain_timeout: Annotated[float, Meta(ge=0, le=86400)] = 2.0
     handshake_timeout: Annotated[float, Meta(ge=0.001, le=3600)] = 10.0
     load_timeout: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0

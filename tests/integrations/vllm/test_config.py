@@ -17,7 +17,7 @@ def test_nothing_set() -> None:
         side_channel_host="127.0.0.1",
         side_channel_port=0,
         kv_lease_duration=30.0,
-        max_held_fraction=0.9,
+        max_held_fraction=1.0,
         drain_timeout=2.0,
         handshake_timeout=10.0,
         load_timeout=60.0,

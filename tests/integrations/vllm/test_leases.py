@@ -45,7 +45,9 @@ def test_a_request_that_waits_its_turn_keeps_its_pages(
 def test_clients_cannot_pin_the_whole_cache(decode: Engine, start_engine: StartEngine) -> None:
     """What they do not fetch goes first, and a request of its own gets no ticket."""
     prefill = start_engine("limited", "kv_producer", extra={"max_held_fraction": 0.02})
+    free = prefill.run(probes.free_blocks)
     tickets = prefill.prefill(*(prompt(100, seed=seed) for seed in range(4)))
+    eventually(lambda: free - prefill.run(probes.free_blocks) <= 0.02 * (free + 1))
     first, *_, last = range(4)
     [late] = decode.generate(prompt(100, seed=first), params=tickets[first])
     assert late.finish_reason == "error"

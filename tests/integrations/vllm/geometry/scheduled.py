@@ -8,6 +8,7 @@ that everything which kernels would read is what it must be, and writes what the
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +20,7 @@ import numpy as np
 from kvferry.core.layout import HOLE
 from tests.integrations.vllm.geometry.engine_of_ranks import LONGEST, Engine, Shape, engine
 from tests.integrations.vllm.geometry.model import Layer, Part
-from tests.integrations.vllm.geometry.rank import Extent, Rank
-
-STEPS = 5000
-"""After so many a request that has not ended never will."""
+from tests.integrations.vllm.geometry.rank import SECONDS, Extent, Rank
 
 
 class _Plain(SimpleNamespace):
@@ -79,11 +77,10 @@ class Server:
 
     def run_dry(self) -> None:
         """Step until the scheduler has forgotten every request, and every page is free."""
-        for _ in range(STEPS):
-            if not self.scheduler.requests:
-                break
+        deadline = time.monotonic() + SECONDS
+        while self.scheduler.requests:
+            assert time.monotonic() < deadline, list(self.scheduler.requests)
             self.step()
-        assert not self.scheduler.requests
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.free_block_queue.num_free_blocks == pool.num_gpu_blocks - 1
         assert all(rank.words == 0 for rank in self.engine.ranks)
@@ -360,13 +357,13 @@ def hand_over(prefill: Server, decode: Server, *prompts: tuple[int, int], follow
     """
     waiting = {prefill.add(*prompt, dict(PREFILL)): prompt for prompt in prompts}
     taken: list[str] = []
-    for _ in range(STEPS):
+    deadline = time.monotonic() + SECONDS
+    while waiting or not set(taken) <= decode.params.keys():
+        assert time.monotonic() < deadline, (waiting, taken)
         for name in [name for name in waiting if name in prefill.params]:
             params = prefill.params[name]
             assert params is not None, "no ticket was made"
             taken.append(decode.add(*waiting.pop(name), params, follow))
-        if not waiting and set(taken) <= decode.params.keys():
-            break
         prefill.step()
         decode.step()
     for name in taken:
