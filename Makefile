@@ -24,7 +24,7 @@ STAMP := $(VENV)/.installed-kvferry
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit nixl ucx mooncake vllm venv clean
+.PHONY: help demo test lint types unit faults nixl ucx mooncake vllm venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ help: ## Show this text
 demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove it
 	$(BIN)/python examples/vllm_disaggregated.py
 
-test: lint types unit vllm nixl mooncake ## Everything that has to pass before a change goes in
+test: lint types unit faults vllm nixl mooncake ## Everything that has to pass before a change goes in
 
 lint: $(STAMP) ## Code style, formatting and the direction of imports
 	$(BIN)/ruff check .
@@ -42,8 +42,11 @@ lint: $(STAMP) ## Code style, formatting and the direction of imports
 types: $(STAMP) ## Static types
 	$(BIN)/mypy
 
-unit: $(STAMP) ## The tests that need neither vLLM nor NIXL nor UCX
+unit: $(STAMP) ## The quick tests, which need neither vLLM nor NIXL nor UCX
 	$(BIN)/pytest
+
+faults: $(STAMP) ## Peers that fail at any stage, and drivers with planted faults
+	$(BIN)/pytest -m 'faults and not slow'
 
 nixl: $(STAMP) ## The tests of the driver nixl: the conformance suite on it, and vLLM over it
 	$(BIN)/pytest -m 'nixl and not slow'

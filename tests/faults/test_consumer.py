@@ -24,7 +24,7 @@ from tests.faults.stages import (
     serve,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 STAGES = ["waiting", "reading", "fencing"]
 LOCAL = [3, 4]

@@ -36,7 +36,7 @@ LONG = 60.0
 MEMORY = 32 << 20
 """By how much a process may grow: allocators keep some of what they had."""
 
-pytestmark = pytest.mark.timeout(120 + INPUTS // 100)
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120 + INPUTS // 100)]
 
 SECRETS = TicketSecrets.of(["a secret of both engines"])
 SERVER, CLIENT = generate(), generate()

@@ -31,7 +31,7 @@ from tests.faults.stages import (
     shaking,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 STAGES = ["before the handshake", "during the handshake", "reading", "fencing", "afterwards"]
 FAULTS = {

@@ -19,7 +19,7 @@ TRIES = int(os.environ.get("KVFERRY_REUSE", "300"))
 LOCAL = [3, 4]
 OPTIONS = EndpointOptions(liveness_interval=0)
 
-pytestmark = pytest.mark.timeout(120 + TRIES // 10)
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120 + TRIES // 10)]
 
 
 def reuse(prefill: Engine) -> None:

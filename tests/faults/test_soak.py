@@ -38,7 +38,7 @@ LEASE = 100.0
 PATIENCE = 240.0
 """Seconds, on a machine that has much else to do."""
 
-pytestmark = pytest.mark.timeout(600 + REQUESTS // 20)
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600 + REQUESTS // 20)]
 
 
 @dataclass(frozen=True, slots=True)

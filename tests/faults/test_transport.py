@@ -11,6 +11,8 @@ from kvferry.testing import Fault, FaultyTransport, Schedule
 from tests.core.endpoint.engines import engine, until
 from tests.faults.stages import OPTIONS, SHAPE, Cell, right, serve
 
+pytestmark = pytest.mark.faults
+
 LOCAL = [3, 4]
 CALLS = {"reading": 0, "fencing": 1}
 """Of the driver, in a load."""

@@ -18,6 +18,8 @@ from kvferry.testing import (
     TransportContract,
 )
 
+pytestmark = pytest.mark.faults
+
 LASTING = 200 << 30
 
 

@@ -18,7 +18,8 @@ from tests.testing.planted import CAUGHT_BY, FACTORIES
 
 _SECONDS = 600.0
 _AT_ONCE = 3
-pytestmark = pytest.mark.timeout(_SECONDS)  # all of them run within the first one's fixture
+# All of them run within the first one's fixture.
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(_SECONDS)]
 
 ROOT = Path(__file__).parents[2]
 
