@@ -38,6 +38,10 @@ ENDINGS: dict[int, str] = {
 """What ZMQ's monitor says when no answer can come any more, for people."""
 UNCLEAR = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
+AGAIN_SECONDS = 0.25
+"""After so long without an answer one asks again. Between a thread that writes to a socket with
+CONFLATE and one that goes to sleep on it libzmq may lose the wake-up; the next message makes it."""
+
 LOOK_SECONDS = 1.0
 """How long finding out more about a failure may take."""
 HALF_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
@@ -83,9 +87,7 @@ class Call:
         monitor: Socket = channel.get_monitor_socket(sum(ENDINGS))
         try:
             channel.connect(endpoint(numeric, self.port))
-            with suppress(zmq.Again):  # the connection has ended already: the monitor says how
-                channel.send(encode(request), zmq.DONTWAIT)
-            self._await_reply(channel, monitor, deadline)
+            self._await_reply(channel, monitor, encode(request), deadline)
             return answer(channel)
         except WireError as exc:
             raise HandshakeError(f"its answer is {exc}") from exc
@@ -142,13 +144,17 @@ class Call:
             )
         return allowed
 
-    def _await_reply(self, channel: Socket, monitor: Socket, deadline: float) -> None:
+    def _await_reply(
+        self, channel: Socket, monitor: Socket, request: bytes, deadline: float
+    ) -> None:
         poller = zmq.Poller()
         poller.register(channel, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
         while True:
+            with suppress(zmq.Again):  # the connection has ended already: the monitor says how
+                channel.send(request, zmq.DONTWAIT)
             left = deadline - time.monotonic()
-            ready = dict(poller.poll(max(math.ceil(left * 1e3), 0)))
+            ready = dict(poller.poll(max(math.ceil(min(left, AGAIN_SECONDS) * 1e3), 0)))
             if channel in ready:
                 return
             if monitor in ready:
