@@ -197,11 +197,6 @@ class NixlTransport(Transport):
             self._advance(job)
         return [job.status for job in jobs]
 
-    def cancel(self, transfer: TransferId) -> None:
-        """As ``Transport.cancel``: has no effect, because NIXL does not say when it took one."""
-        self._guard()
-        self._job(transfer)
-
     def forget(self, transfer: TransferId) -> None:
         self._guard()
         check_final(transfer, self._job(transfer).status)
