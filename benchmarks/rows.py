@@ -1,0 +1,177 @@
+"""What every benchmark hands to the page: rows, each a ratio to something of the same run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+AT_LEAST, AT_MOST = "≥ ", "≤ "
+
+Show = Callable[[str], None]
+"""Says what is done next; each call is a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measured case.
+
+    Attributes:
+        section: the table that it stands in, and ``case``: its line there.
+        measured: our own figure, and its ``unit``.
+        ratio: the median of the ratios round by round; ``low`` and ``high``: the ends of its
+            interval of 95 % confidence.
+        of: what the ratio is to, and which way round.
+        target: ``≥ 0.9`` or ``≤ 1.03``; none: nothing is promised.
+        met: whether all of the interval keeps it (or, where the run is too short for that, its
+            median); none: no target, or the interval lies on both sides.
+    """
+
+    section: str
+    case: str
+    measured: str | float
+    unit: str
+    ratio: float
+    of: str
+    target: str | None = None
+    met: bool | None = None
+    low: float
+    high: float
+
+
+def goal(limit: float, *, at_least: bool) -> str:
+    """A target, written as ``Row`` has it."""
+    return f"{AT_LEAST if at_least else AT_MOST}{limit:g}"
+
+
+def verdict(target: str | None, low: float, high: float) -> bool | None:
+    """Whether an interval keeps a target; none where it can't be said.
+
+    Raises:
+        ValueError: the target does not begin with ``≥`` or ``≤``.
+    """
+    if target is None:
+        return None
+    sign, limit = target[:2], float(target[2:])
+    if sign not in (AT_LEAST, AT_MOST):
+        raise ValueError(f"target {target!r}: write it as '≥ 0.9' or '≤ 1.03'")
+    if sign == AT_MOST:
+        low, high, limit = -high, -low, -limit
+    return True if low >= limit else False if high < limit else None
+
+
+def write(path: Path | None, rows: Sequence[Row]) -> None:
+    """Write rows as JSON, if the user wants them."""
+    if path is not None:
+        text = json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> list[Row]:
+    """What ``write`` wrote.
+
+    Raises:
+        ValueError: it is something else; says what.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as exc:
+        raise ValueError(f"{path.name} is no JSON: {exc}") from exc
+    if not isinstance(found, list):
+        raise ValueError(f"{path.name} is no list of rows")
+    return [row_of(one) for one in found]
+
+
+def row_of(found: Any) -> Row:
+    """A row from what JSON has of it.
+
+    Raises:
+        ValueError: it has other fields, or a field of another type.
+    """
+    wanted = {field.name for field in fields(Row)}
+    if not isinstance(found, dict) or set(found) != wanted:
+        raise ValueError(f"a row has the fields {', '.join(sorted(wanted))}, and this is {found!r}")
+    for name in ("section", "case", "unit", "of"):
+        if not isinstance(found[name], str):
+            raise ValueError(f"a row's {name} is text, and here {found[name]!r}")
+    for name in ("ratio", "low", "high"):
+        if isinstance(found[name], bool) or not isinstance(found[name], int | float):
+            raise ValueError(f"a row's {name} is a number, and here {found[name]!r}")
+    if found["met"] not in (None, True, False):
+        raise ValueError(f"a row's met is true, false or null, and here {found['met']!r}")
+    if found["target"] is not None:
+        verdict(found["target"], 0.0, 0.0)
+    return Row(**found)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print a table for each section."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for section, found in groupby(rows, key=lambda row: row.section):
+        table = Table(title=section, title_justify="left")
+        for heading in ("case", "ratio", "95 %", "of", "target", "measured"):
+            right = heading in ("ratio", "95 %", "measured")
+            table.add_column(heading, justify="right" if right else "left")
+        for row in found:
+            table.add_row(*cells(row))
+        console.print(table)
+
+
+def cells(row: Row) -> tuple[str, str, str, str, str, str]:
+    """A row for people: case, ratio, interval, of what, target with its verdict, our figure."""
+    target = f"{row.target} {said(row)}" if row.target else ""
+    interval = f"{number(row.low)} to {number(row.high)}"
+    measured = row.measured if isinstance(row.measured, str) else number(row.measured)
+    return (
+        row.case,
+        number(row.ratio),
+        interval,
+        row.of,
+        target,
+        f"{measured} {row.unit}".rstrip(),
+    )
+
+
+def said(row: Row) -> str:
+    """``met``, ``missed`` or, where the interval lies on both sides, ``open``."""
+    return "open" if row.met is None else "met" if row.met else "missed"
+
+
+def number(value: float) -> str:
+    """Three digits that mean something, and no exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{float(f'{value:.3g}'):g}"
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Show]:
+    """A bar on stderr; where that is no terminal, a line for each step."""
+    console = Console(stderr=True)
+    with Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        refresh_per_second=2,  # what it draws with is what is measured
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=total)
+        steps = iter(range(total + 1))
+
+        def show(what: str) -> None:
+            done = next(steps, total)
+            bar.update(task, description=what, completed=done)
+            if not console.is_terminal:
+                console.print(f"{done + 1}/{total} {what}", highlight=False)
+
+        yield show
