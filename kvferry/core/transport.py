@@ -4,7 +4,10 @@ A ``Transport`` moves bytes and carries small messages. It knows no model, no pa
 request. Users never call it: ``kvferry.core.endpoint.Endpoint`` does.
 
 **Threads.** Calls come from different threads, but one at a time. ``connect``, ``read``, ``write``
-and ``disconnect`` may block; they release the interpreter's lock while they do.
+and ``disconnect`` may block; they release the interpreter's lock while they do. Where
+``Capabilities.connects_aside`` says so, ``connect`` and ``disconnect`` come beside any calls but
+``close``, each other included, and hold none of them up; while one runs, no other call names its
+peer, or a transfer of that peer.
 
 **Memory** belongs to the caller, who keeps it alive from ``register`` until ``deregister`` has
 returned. The arrays of ``Copies`` are the caller's too: a driver that needs them after ``read`` or
@@ -104,6 +107,8 @@ class Capabilities:
             rest of a long one to be begun.
         quiescence: when a failed transfer becomes FAILED.
         max_outstanding: how many transfers may be unfinished at once; ``None``: no limit.
+        connects_aside: whether ``connect`` and ``disconnect`` may be called beside other calls. If
+            not, a peer that they wait for makes all other peers of the endpoint wait.
     """
 
     ops: frozenset[str]
@@ -113,6 +118,7 @@ class Capabilities:
     background_progress: bool
     quiescence: Quiescence
     max_outstanding: int | None = None
+    connects_aside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,7 +184,7 @@ class FaultyTransport(Transport):
         if not self._alive():
             return
         self._inner.disconnect(peer)
-        for transfer in self._transfers.values():
+        for transfer in list(self._transfers.values()):  # others may begin meanwhile
             if transfer.peer == peer:
                 transfer.polls = 0
                 self._look(transfer, count=False, quiet=True)

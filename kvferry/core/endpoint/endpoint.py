@@ -1,8 +1,9 @@
 """What an integration uses: one rank's memory, readable by others, and its loads from others.
 
-An endpoint owns its transport and serialises it: all of the transport's blocking calls are made on
-one thread of the endpoint's, so that an engine's step never waits for a driver. It knows no engine:
-requests are names, pages are numbers.
+An endpoint owns its transport and serialises it: its calls are made on one thread of the
+endpoint's, so that an engine's step never waits for a driver; ``connect`` and ``disconnect`` beside
+it where the driver allows that, so that no peer waits for another. It knows no engine: requests are
+names, pages are numbers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvferry.core.descriptors import Spans
+from kvferry.core.endpoint.aside import STUCK_SECONDS
 from kvferry.core.endpoint.context import Load
 from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
 from kvferry.core.endpoint.pulling import Puller
@@ -39,7 +41,7 @@ HELD_SECONDS = 0.005
 IDLE_SECONDS = 0.05
 """Pause while nothing is under way; whatever the engine asks for ends it at once."""
 JOIN_SECONDS = 10.0
-"""How long ``close`` waits for the thread, which a driver's call may hold up."""
+"""How long ``close`` waits for calls of the driver that are under way."""
 WIND_DOWN_SECONDS = 2.0
 """How long ``close`` waits for reads under way to be quiet before it closes the transport."""
 
@@ -182,6 +184,11 @@ class Endpoint:
                 "they may still write are quarantined until they do: restart the engine if that "
                 "lasts"
             )
+        if stuck := self._puller.stuck:
+            found.append(
+                f"{stuck} calls of the driver, to connect to a peer or to disconnect from one, "
+                f"have not returned for {STUCK_SECONDS:.0f} s: restart the engine if that lasts"
+            )
         return tuple(found)
 
     @property
@@ -232,13 +239,13 @@ class Endpoint:
         self._closing = True
         self._server.close()
         self._wake.set()
+        until = time.monotonic() + JOIN_SECONDS
         self._thread.join(JOIN_SECONDS)
-        if self._thread.is_alive():
+        if self._thread.is_alive() or not self._puller.close(until):
             raise TransportError(
                 f"the driver has been in one call for {JOIN_SECONDS:.0f} s; it is left alone, and "
                 "may still touch this endpoint's memory: keep it until the process ends"
             )
-        self._puller.close()
         self._transport.close()
 
     # Inside.
@@ -310,23 +317,31 @@ class Endpoint:
 
     def _wind_down(self) -> None:
         """Abandon what is under way; wait for it to be quiet, but not for ever."""
-        self._puller.abort_all()
         until = time.monotonic() + WIND_DOWN_SECONDS
-        while (self._puller.progress() or len(self._transfers)) and time.monotonic() < until:
+        while time.monotonic() < until:
+            self._obey()
+            self._puller.abort_all()
+            if not (self._puller.progress() or len(self._transfers)):
+                break
             if not self._transfers.progress():
                 time.sleep(BUSY_SECONDS)
 
     def _turn(self) -> bool:
         """One round of everything; whether there is reason not to pause."""
-        busy = False
-        while self._commands:
-            busy = True
-            self._commands.popleft()()
+        busy = self._obey()
         self._server.hear(self._transport.notifications())
         self._server.tick()
         self._note_sent()
         busy = self._puller.progress() or busy
         return self._transfers.progress() or busy
+
+    def _obey(self) -> bool:
+        """Do what was posted; whether there was anything."""
+        busy = False
+        while self._commands:
+            busy = True
+            self._commands.popleft()()
+        return busy
 
     def _note_sent(self) -> None:
         sent = self._server.take_sent()

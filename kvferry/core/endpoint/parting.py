@@ -1,20 +1,18 @@
-"""Connections that are given up: closed when nothing runs on them, and nobody waits for that."""
+"""Connections that are given up: the driver closes them, and nobody waits for that."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from kvferry.core.endpoint.aside import Aside
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
 
-RUN_OUT_SECONDS = 1.0
-"""How long what runs on a connection may take to end by itself, cancelled, before the driver is
-told to end it: that may block."""
 LONGEST_SECONDS = 60.0
 """Between two tries to close a connection that does not fall silent."""
 
@@ -22,16 +20,32 @@ LONGEST_SECONDS = 60.0
 @dataclass(slots=True, kw_only=True)
 class _Leaving:
     owner: Hashable
-    until: float
+    due: float = 0.0
     tries: int = 0
+    is_closing: bool = False
 
 
 class Partings:
-    """Connections on their way out. Used by the endpoint's thread only."""
+    """Connections on their way out. Used by the endpoint's thread only.
 
-    def __init__(self, transport: Transport, transfers: Transfers) -> None:
+    Args:
+        transport: whose connections they are.
+        transfers: of the same transport.
+        aside: makes the calls that close them.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        transfers: Transfers,
+        aside: Aside,
+        clock: Callable[[], float],
+    ) -> None:
         self._transport = transport
         self._transfers = transfers
+        self._aside = aside
+        self._clock = clock
         self._leaving: dict[PeerId, _Leaving] = {}
 
     def __len__(self) -> int:
@@ -41,7 +55,7 @@ class Partings:
     @property
     def loud(self) -> int:
         """How many did not fall silent when they were closed: bytes may still land."""
-        return sum(leaving.tries > 0 for leaving in self._leaving.values())
+        return sum(leaving.tries > 0 for leaving in list(self._leaving.values()))
 
     def includes(self, owner: Hashable) -> bool:
         """Whether a connection to this peer is not closed yet."""
@@ -51,38 +65,32 @@ class Partings:
         """Whether a connection to this peer did not fall silent when it was closed."""
         return any(each.owner == owner and each.tries for each in self._leaving.values())
 
-    def add(self, peer: PeerId, owner: Hashable, now: float) -> None:
-        """Close this connection to ``owner`` as soon as nothing runs on it; ends what does."""
-        self._transfers.end(peer)
-        self._leaving[peer] = _Leaving(owner=owner, until=now + RUN_OUT_SECONDS)
-        self._close_if_idle(peer, now)
+    def add(self, peer: PeerId, owner: Hashable) -> None:
+        """Close this connection to ``owner``; ends what runs on it."""
+        self._leaving[peer] = _Leaving(owner=owner)
+        self._close(peer)
 
     def progress(self, now: float) -> None:
-        """Close what can be closed without waiting, or has waited long enough."""
-        for peer in list(self._leaving):
-            self._close_if_idle(peer, now)
+        """Try again what is due."""
+        for peer, leaving in list(self._leaving.items()):
+            if not leaving.is_closing and now >= leaving.due:
+                self._close(peer)
 
-    def close(self) -> None:
-        """Close all of them now; may block."""
-        for peer in list(self._leaving):
-            self._close(peer, 0.0)
+    def _close(self, peer: PeerId) -> None:
+        self._leaving[peer].is_closing = True
+        self._transfers.leave(peer)
+        self._aside.run(
+            lambda: self._transport.disconnect(peer), lambda outcome: self._closed(peer, outcome)
+        )
 
-    def _close_if_idle(self, peer: PeerId, now: float) -> None:
+    def _closed(self, peer: PeerId, error: Exception | None) -> None:
+        self._transfers.left(peer)
+        if error is None or isinstance(error, TransportUsageError):  # disconnected already
+            del self._leaving[peer]
+            return
         leaving = self._leaving[peer]
-        runs = self._transfers.runs(peer) or leaving.tries > 0
-        if not runs or now >= leaving.until:
-            self._close(peer, now)
-
-    def _close(self, peer: PeerId, now: float) -> None:
-        try:
-            self._transport.disconnect(peer)
-        except TransportUsageError:  # it is disconnected already
-            del self._leaving[peer]
-        except Exception:  # whatever a driver raises, bytes may still land
-            leaving = self._leaving[peer]
-            if not leaving.tries:
-                logger.exception("connection %d did not fall silent; its pages stay", peer)
-            leaving.tries += 1
-            leaving.until = now + min(2.0**leaving.tries, LONGEST_SECONDS)
-        else:
-            del self._leaving[peer]
+        leaving.is_closing = False
+        if not leaving.tries:
+            logger.error("connection %d did not fall silent; its pages stay", peer, exc_info=error)
+        leaving.tries += 1
+        leaving.due = self._clock() + min(2.0**leaving.tries, LONGEST_SECONDS)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.core.endpoint.aside import Aside
 from kvferry.core.endpoint.liveness import Watch
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.parting import Partings
@@ -74,14 +75,24 @@ Ready = Callable[[Peer], None]
 Failed = Callable[[KVFerryError], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Connections:
+    """To the ranks of a producer: as many as there could be, and why not all."""
+
+    ids: dict[int, PeerId]
+    error: KVFerryError | None = None
+
+
 class Peers:
     """Producers by engine and incarnation, wherever a ticket says that they are.
 
-    Used by the endpoint's thread only; handshakes and pings run on threads of their own.
+    Used by the endpoint's thread only; handshakes, pings, and where the driver allows it,
+    connecting and disconnecting, run on threads of their own.
 
     Args:
         transport: to connect with.
-        transfers: of the same transport, to see when a connection is quiet.
+        transfers: of the same transport.
+        aside: makes the driver's calls that connect and disconnect.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
         options: times, and whom to connect to.
@@ -93,12 +104,14 @@ class Peers:
         *,
         transport: Transport,
         transfers: Transfers,
+        aside: Aside,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         options: EndpointOptions,
         lost: Callable[[Peer, KVFerryError], None],
     ) -> None:
         self._transport = transport
+        self._aside = aside
         self._post = post
         self._clock = clock
         self._options = options
@@ -109,7 +122,8 @@ class Peers:
         self._known: dict[tuple[str, int], Peer] = {}
         self._watches: dict[Peer, Watch] = {}
         self._handshakes = Handshakes(self._shake, post, clock)
-        self._partings = Partings(transport, transfers)
+        self._partings = Partings(transport, transfers, aside, clock)
+        self._connecting: dict[tuple[str, int], list[tuple[Ready, Failed]]] = {}
         self._postponed: list[Callable[[], None]] = []
 
     @property
@@ -153,7 +167,7 @@ class Peers:
         peer.connected = False
         ids, peer.ids = peer.ids, {}
         for peer_id in ids.values():
-            self._partings.add(peer_id, known, self._clock())
+            self._partings.add(peer_id, known)
 
     def progress(self, now: float) -> None:
         """Start handshakes that had to wait, close what is quiet, release who is idle."""
@@ -170,11 +184,10 @@ class Peers:
                 self.forget(peer)
 
     def close(self) -> None:
-        """Forget everybody; wait for no handshake."""
+        """Watch nobody; wait for no handshake. Closing the transport ends the connections."""
         self._handshakes.close()
-        for peer in list(self._known.values()):
-            self.forget(peer)
-        self._partings.close()
+        for watch in self._watches.values():
+            watch.stop()
 
     def _shake(self, key: PeerKey) -> Handshake:
         """On a thread of its own: everything that needs no transport."""
@@ -208,37 +221,56 @@ class Peers:
             else:
                 self._postponed.append(lambda: self._shaken(key, result, ready, failed))
             return
-        outcome = result if isinstance(result, KVFerryError) else self._connected(key, result)
-        if isinstance(outcome, Peer):
-            ready(outcome)
+        if isinstance(result, KVFerryError):
+            failed(result)
+        elif (peer := self._known.get(_name(key, result))) is not None:
+            ready(peer)
         else:
-            failed(outcome)
+            self._connect(key, result, ready, failed)
 
-    def _connected(self, key: PeerKey, shake: Handshake) -> Peer | KVFerryError:
-        known = _name(key, shake)
-        if known in self._known:
-            return self._known[known]
-        outcome = self._connect(key, shake)
-        if isinstance(outcome, Peer):
-            self._handshakes.succeeded(key)
-            self._forget_earlier(key.engine)
-            self._known[known] = outcome
-            self._warn(known, shake)
-            self._watch(outcome)
-        else:
-            self._handshakes.failed(key)
-        return outcome
+    def _connect(self, key: PeerKey, shake: Handshake, ready: Ready, failed: Failed) -> None:
+        """Once for all who shook hands meanwhile."""
+        waiting = self._connecting.setdefault(_name(key, shake), [])
+        waiting.append((ready, failed))
+        if len(waiting) == 1:
+            self._aside.run(
+                lambda: self._connections(key, shake),
+                lambda outcome: self._connected(key, shake, outcome),
+            )
 
-    def _connect(self, key: PeerKey, shake: Handshake) -> Peer | KVFerryError:
+    def _connections(self, key: PeerKey, shake: Handshake) -> _Connections:
+        """Beside the endpoint's thread."""
         ranks = {source.remote for source in shake.plan.sources} | set(shake.plan.tells)
-        peer = Peer(key=key, payloads=shake.payloads, plan=shake.plan, ids={}, used=self._clock())
+        ids: dict[int, PeerId] = {}
         for rank in sorted(ranks):
             try:
-                peer.ids[rank] = self._transport.connect(shake.payloads[rank].address)
+                ids[rank] = self._transport.connect(shake.payloads[rank].address)
             except Exception as exc:  # noqa: BLE001  whatever a driver raises fails only this peer
-                self.forget(peer)
-                return ConnectError(f"cannot connect to rank {rank} of engine {key.engine}: {exc}")
-        return peer
+                error = ConnectError(f"cannot connect to rank {rank} of engine {key.engine}: {exc}")
+                return _Connections(ids=ids, error=error)
+        return _Connections(ids=ids)
+
+    def _connected(self, key: PeerKey, shake: Handshake, made: _Connections | Exception) -> None:
+        known = _name(key, shake)
+        waiting = self._connecting.pop(known)
+        if isinstance(made, Exception):
+            made = _Connections(ids={}, error=ConnectError(f"cannot connect: {made!r}"))
+        peer = Peer(
+            key=key, payloads=shake.payloads, plan=shake.plan, ids=made.ids, used=self._clock()
+        )
+        if made.error is not None:
+            self.forget(peer)
+            self._handshakes.failed(key)
+            for _, failed in waiting:
+                failed(made.error)
+            return
+        self._handshakes.succeeded(key)
+        self._forget_earlier(key.engine)
+        self._known[known] = peer
+        self._warn(known, shake)
+        self._watch(peer)
+        for ready, _ in waiting:
+            ready(peer)
 
     def _watch(self, peer: Peer) -> None:
         if not self._options.liveness_interval:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.core.copies import Copies
 from kvferry.core.descriptors import Spans, Workspace, copies, unwritten
+from kvferry.core.endpoint.aside import Aside
 from kvferry.core.endpoint.context import Context, Load
 from kvferry.core.endpoint.fencing import WordRead, WordReads, fitting
 from kvferry.core.endpoint.options import EndpointOptions
@@ -67,9 +68,12 @@ class Puller:
         self._load_timeout = options.load_timeout
         self._clock = clock
         self._reported = reported
+        connects_aside = transport.capabilities.connects_aside
+        self._aside = Aside(threads=connects_aside, post=post, clock=clock)
         self._peers = Peers(
             transport=transport,
             transfers=transfers,
+            aside=self._aside,
             post=post,
             clock=clock,
             options=options,
@@ -96,6 +100,11 @@ class Puller:
     def loud(self) -> int:
         """Connections whose bytes may still land although they were closed."""
         return self._peers.loud
+
+    @property
+    def stuck(self) -> int:
+        """Calls of the driver that do not return."""
+        return self._aside.stuck
 
     @property
     def parting(self) -> int:
@@ -147,9 +156,17 @@ class Puller:
         for request in list(self._by_request):
             self.abort(request)
 
-    def close(self) -> None:
-        """Give all peers up; when the thread has ended."""
+    def close(self, until: float) -> bool:
+        """Watch peers no more; when the thread has ended.
+
+        Args:
+            until: by ``time.monotonic``: so long it waits for calls of the driver that run.
+
+        Returns:
+            Whether none runs any more: only then may the transport be closed.
+        """
         self._peers.close()
+        return self._aside.wait(until)
 
     # What the thread drives.
 

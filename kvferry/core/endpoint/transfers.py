@@ -73,6 +73,7 @@ class Transfers:
         self._limit = transport.capabilities.max_outstanding
         self._queued: deque[Job] = deque()
         self._posted: dict[TransferId, Job] = {}
+        self._leaving: set[PeerId] = set()
 
     def __len__(self) -> int:
         """Reads that are queued or under way."""
@@ -103,21 +104,20 @@ class Transfers:
         for transfer, job in self._posted.items():
             if tag in job.tags:
                 job.tags.discard(tag)
-                if not job.tags:
+                if not job.tags and job.peer not in self._leaving:
                     self._transport.cancel(transfer)
 
-    def runs(self, peer: PeerId) -> bool:
-        """Whether a read from this peer is under way and not yet known to fail."""
-        return any(job.peer == peer and not job.is_doomed for job in self._posted.values())
-
-    def end(self, peer: PeerId) -> None:
-        """The peer is given up: what is queued fails now, and what is under way is cancelled."""
+    def leave(self, peer: PeerId) -> None:
+        """The driver closes this connection: what is queued fails now, and what is under way is not
+        named to the driver until ``left``."""
+        self._leaving.add(peer)
         for job in [job for job in self._queued if job.peer == peer]:
             self._queued.remove(job)
             self._finish(job, PeerLostError("its peer was disconnected"))
-        for transfer, job in self._posted.items():
-            if job.peer == peer:
-                self._transport.cancel(transfer)
+
+    def left(self, peer: PeerId) -> None:
+        """The driver has done so, or given up for now: what was under way is heard of again."""
+        self._leaving.discard(peer)
 
     def _may_post(self) -> bool:
         return bool(self._queued) and (self._limit is None or len(self._posted) < self._limit)
@@ -134,9 +134,9 @@ class Transfers:
             self._posted[transfer] = job
 
     def _poll(self) -> bool:
-        if not self._posted:
+        ids = [each for each, job in self._posted.items() if job.peer not in self._leaving]
+        if not ids:
             return False
-        ids = list(self._posted)
         heard = False
         for transfer, status in zip(ids, self._transport.poll(ids), strict=True):
             heard = self._hear(transfer, status) or heard

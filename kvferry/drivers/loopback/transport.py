@@ -126,6 +126,7 @@ class LoopbackTransport(Transport):
             cancel=True,
             background_progress=True,
             quiescence=Quiescence.ALWAYS,
+            connects_aside=True,
         )
 
     # Memory.
@@ -182,7 +183,9 @@ class LoopbackTransport(Transport):
         theirs = wire.decode(address)
         regions = wire.entries(theirs)
         way = reach(theirs)
-        known = next((i for i, p in self._peers.items() if p.instance == theirs.instance), None)
+        # A copy, here and below: other calls may change it meanwhile.
+        peers = list(self._peers.items())
+        known = next((i for i, p in peers if p.instance == theirs.instance), None)
         if known is not None and not self._peers[known].channel.lost:
             self._peers[known].regions = regions
             return known
@@ -202,7 +205,7 @@ class LoopbackTransport(Transport):
     def disconnect(self, peer: PeerId) -> None:
         self._guard()
         found = self._peer(peer)
-        jobs = [job for owner, job in self._jobs.values() if owner == peer]
+        jobs = [job for owner, job in list(self._jobs.values()) if owner == peer]
         for job in jobs:
             self._workers.stop(job, PeerLostError(f"{found.name} was disconnected"))
         if not self._workers.wait_quiet(jobs, time.monotonic() + _GRACE_SECONDS):

@@ -144,6 +144,7 @@ class UcxTransport(Transport):
             cancel=True,
             background_progress=True,
             quiescence=Quiescence.AFTER_DISCONNECT,
+            connects_aside=True,
         )
 
     @property
@@ -236,7 +237,8 @@ class UcxTransport(Transport):
         self._until(lambda: line.stage is not Stage.GREETING, 2 * self._options.connect_seconds)
         if line.stage is not Stage.READY:
             if fresh:
-                del self._caller.peers[peer.id]
+                with self._caller.lock:
+                    del self._caller.peers[peer.id]
             raise ConnectError(f"cannot connect to {theirs.name}: {line.error}")
         return peer.id
 

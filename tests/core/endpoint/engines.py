@@ -101,7 +101,7 @@ class Engine:
         order: bool = True,
     ) -> Ticket:
         """Make the ticket, and (unless it is to come late) send the order that goes with it."""
-        hold = self.ledger.ticket(RequestId(request), lease)
+        hold = self.ledger.ticket(RequestId(request), lease, frozenset(pages))
         assert hold is not None
         if order:
             self.step()
