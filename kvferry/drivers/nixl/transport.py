@@ -109,6 +109,7 @@ class NixlTransport(Transport):
             cancel=False,
             background_progress=True,
             quiescence=Quiescence.AFTER_DISCONNECT,
+            connects_aside=True,
         )
 
     @property
@@ -161,7 +162,8 @@ class NixlTransport(Transport):
         check_backend(theirs, self._options.backend)
         regions = wire.regions_of(theirs)
         keys = frozenset(span.key for span in theirs.spans)
-        known = next((i for i, p in self._peers.items() if p.name == theirs.name), None)
+        # A copy, here and below: other calls may change it meanwhile.
+        known = next((i for i, p in list(self._peers.items()) if p.name == theirs.name), None)
         if known is None:
             return self._met(theirs, regions, keys)
         self._refresh(self._peers[known], theirs, keys)
@@ -171,7 +173,7 @@ class NixlTransport(Transport):
     def disconnect(self, peer: PeerId) -> None:
         self._guard()
         found = self._peer(peer)
-        jobs = [job for job in self._jobs.values() if job.peer == peer and not job.final]
+        jobs = [job for job in list(self._jobs.values()) if job.peer == peer and not job.final]
         for job in jobs:
             job.doom(PeerLostError(f"{found.name} was disconnected"))
         if not self._drained(jobs, time.monotonic() + _GRACE_SECONDS):
@@ -289,7 +291,7 @@ class NixlTransport(Transport):
         if peer.itself or (keys == peer.keys and not peer.lost):
             return
         if peer.lost or not peer.keys <= keys:
-            jobs = [job for job in self._jobs.values() if job.name == peer.name]
+            jobs = [job for job in list(self._jobs.values()) if job.name == peer.name]
             if not self._drained(jobs, time.monotonic() + _GRACE_SECONDS):
                 raise ConnectError(
                     f"transfers with {peer.name} run for more than {_GRACE_SECONDS} s, and its "
