@@ -43,6 +43,7 @@ def _capabilities(can: Capabilities) -> dict[str, object]:
         "background_progress": can.background_progress,
         "quiescence": can.quiescence.value,
         "max_outstanding": can.max_outstanding,
+        "connects_aside": can.connects_aside,
     }
 
 
@@ -87,6 +88,8 @@ def _more(can: Capabilities) -> str:
     ]
     if can.max_outstanding is not None:
         said.append(f"{can.max_outstanding} transfers at once")
+    if not can.connects_aside:
+        said.append("a peer that is slow to connect holds others up")
     return "; ".join(said)
 
 

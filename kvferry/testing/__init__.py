@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvferry.testing.contract import (
+        AsideTests,
         ContractSettings,
         EndingTests,
         FlightTests,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from kvferry.testing.memory import Buffer
 
 __all__ = [
+    "AsideTests",
     "Buffer",
     "ContractSettings",
     "EndingTests",

@@ -109,7 +109,7 @@ class Manual(Limited):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, background_progress=False)
+        return replace(super().capabilities, background_progress=False, connects_aside=False)
 
     def _start(
         self, peer: PeerId, copies: Copies, notify: bytes | None, *, write: bool

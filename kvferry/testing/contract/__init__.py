@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.testing.contract.aside import AsideTests
 from kvferry.testing.contract.ending import EndingTests
 from kvferry.testing.contract.flight import FlightTests
 from kvferry.testing.contract.machine import MachineTests
@@ -15,6 +16,7 @@ from kvferry.testing.contract.stopped import StoppedTests
 from kvferry.testing.contract.transfers import TransferTests
 
 __all__ = [
+    "AsideTests",
     "ContractSettings",
     "EndingTests",
     "FlightTests",
@@ -36,6 +38,7 @@ class TransportContract(
     RefusalTests,
     PeerTests,
     FlightTests,
+    AsideTests,
     QuietTests,
     EndingTests,
     ProcessTests,

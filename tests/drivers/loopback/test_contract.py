@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvferry.testing import (
+    AsideTests,
     FlightTests,
     MachineTests,
     NotificationTests,
@@ -18,7 +19,7 @@ class TestLoopback(TransportContract):
     lasting_bytes = LASTING
 
 
-class TestOnThreads(TransferTests, NotificationTests, FlightTests, MachineTests):
+class TestOnThreads(TransferTests, NotificationTests, FlightTests, AsideTests, MachineTests):
     factory = "kvferry.drivers.loopback:LoopbackTransport"
     options = {"inline_bytes": 0, "chunk_bytes": 4096, "threads": 3}  # noqa: RUF012
     lasting_bytes = LASTING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -145,3 +146,31 @@ class WaitsForTheEndOfACancel(LoopbackTransport):
         super().cancel(transfer)
         if running:
             time.sleep(0.5)
+
+
+@caught_by("test_a_stopped_peer_that_is_disconnected_holds_nobody_up")
+class DisconnectHoldsEverybodyUp(LoopbackTransport):
+    """``disconnect`` takes its time, and keeps a lock that all transfers need."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._lock = threading.Lock()
+
+    def disconnect(self, peer: PeerId) -> None:
+        with self._lock:
+            time.sleep(2.0)
+            super().disconnect(peer)
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        with self._lock:
+            return super().read(peer, copies, notify)
+
+
+@caught_by("test_peers_come_and_go_beside_transfers")
+class ConnectLooksAtWhatOthersChange(LoopbackTransport):
+    """``connect`` goes through the transfers while others begin and end."""
+
+    def connect(self, address: bytes) -> PeerId:
+        for _ in self._jobs:
+            time.sleep(0.001)
+        return super().connect(address)

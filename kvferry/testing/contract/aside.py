@@ -1,0 +1,112 @@
+"""Connecting and disconnecting beside other calls, where the driver says that they may be."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.core.errors import TransportError
+from kvferry.core.transport import State, TransferId
+from kvferry.testing.contract.batches import batch
+from kvferry.testing.contract.lab import Lab
+from kvferry.testing.contract.neighbour import Neighbour
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.peers import Process
+
+_ROUNDS = 20
+_KEPT = 4
+"""Transfers that have ended and are not forgotten yet."""
+_BYTES = 4096
+_LONG_SECONDS = 1.0
+"""What a call takes that others would notice if it held them up."""
+
+
+@dataclass(slots=True, eq=False)
+class Elsewhere:
+    """A call on a thread of its own: when it began and ended, and what went wrong."""
+
+    call: Callable[[], None]
+    wrong: list[BaseException] = field(default_factory=list)
+    began: float = 0.0
+    ended: float = 0.0
+    _thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.began = time.monotonic()
+        try:
+            self.call()
+        # The test's own thread says what it was.
+        except BaseException as exc:  # noqa: BLE001
+            self.wrong.append(exc)
+        self.ended = time.monotonic()
+
+    @property
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+
+class AsideTests(ContractSettings):
+    """Two threads at once: one connects and disconnects, the other does everything else."""
+
+    def test_peers_come_and_go_beside_transfers(self, lab: Lab, shared_process: Process) -> None:
+        if not lab.capabilities.connects_aside:
+            return
+        peer = lab.transport.connect(shared_process.address())
+
+        def comes_and_goes(address: bytes) -> None:
+            for _ in range(_ROUNDS):
+                lab.transport.disconnect(lab.transport.connect(address))
+
+        addresses = [Neighbour(lab, lab.make()).address() for _ in range(2)]
+        copies = batch(lab.mine.region, shared_process.region, [0], [0], [_BYTES])
+        others = [Elsewhere(lambda at=at: comes_and_goes(at)) for at in addresses]  # type: ignore[misc]
+        kept: deque[TransferId] = deque()
+        while any(other.runs for other in others):
+            kept.append(lab.start(lab.an_op, peer, copies))
+            assert lab.known(kept[-1]).state is State.DONE
+            if len(kept) > _KEPT:
+                lab.transport.forget(kept.popleft())
+            if lab.notifies:
+                lab.transport.notify(peer, lab.payload(1))
+            lab.transport.notifications()
+        assert not [error for other in others for error in other.wrong]
+        lab.works(shared_process)
+
+    def test_a_stopped_peer_that_is_disconnected_holds_nobody_up(
+        self, lab: Lab, process: Process, op: str
+    ) -> None:
+        """However long it takes, what others are read from and told goes on meanwhile."""
+        if not lab.capabilities.connects_aside or op not in lab.ops:
+            return
+        if (lab.capabilities.max_outstanding or 2) < 2:
+            return
+        there = Neighbour(lab, lab.make())
+        other = lab.transport.connect(there.address())
+        peer = lab.transport.connect(process.address())
+        spare = lab.buffer(_BYTES, lab.transport)
+        lab.start(op, peer, lab.lasting(process))
+        process.stop()
+        try:
+            leaving = Elsewhere(lambda: lab.transport.disconnect(peer))
+            moments = []
+            while leaving.runs:
+                copies = batch(spare.region, there.region, [0], [0], [_BYTES])
+                lab.finish(lab.start(lab.an_op, other, copies))
+                moments.append(time.monotonic())
+        finally:
+            process.go_on()
+        assert all(isinstance(error, TransportError) for error in leaving.wrong), leaving.wrong
+        inside = [one for one in moments if leaving.began < one < leaving.ended]
+        longest = float(np.diff([leaving.began, *inside, leaving.ended]).max())
+        took = leaving.ended - leaving.began
+        # A busy machine may hold one transfer up, but not for most of that time.
+        assert took < _LONG_SECONDS or longest < 0.75 * took, f"{longest} of {took} s"
