@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.copies import Copies
-from kvferry.core.memory import Region
+from kvferry.core.memory import CPU, Region
 from kvferry.drivers.nixl import address, library
 from kvferry.drivers.nixl.options import Options
 
@@ -23,6 +23,15 @@ def agent(region: Region, peer: bytes, threads: int) -> tuple[Any, str]:
         peer: the address of a ``NixlTransport``.
         threads: of UCX.
     """
+    made = bare(threads)
+    made.register_memory([(region.address, region.nbytes, region.device, "")], _kind(region))
+    theirs = address.decode(peer)
+    made.add_remote_agent(theirs.metadata)
+    return made, theirs.name
+
+
+def bare(threads: int) -> Any:
+    """An agent over UCX that knows nobody and has no memory."""
     found = library.load()
     sync = found.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     config = found.api.nixl_agent_config(backends=[], sync_mode=sync)
@@ -30,22 +39,24 @@ def agent(region: Region, peer: bytes, threads: int) -> tuple[Any, str]:
     with found.patient(Options().progress_milliseconds):
         made = found.api.nixl_agent(f"direct-{secrets.token_hex(8)}", config)
     made.create_backend("UCX", {"num_threads": str(threads)})
-    made.register_memory([(region.address, region.nbytes, 0, "")], "DRAM")
-    theirs = address.decode(peer)
-    made.add_remote_agent(theirs.metadata)
-    return made, theirs.name
+    return made
 
 
-def mover(agent: Any, name: str, op: str, copies: Copies) -> Callable[[], float]:
+def mover(
+    agent: Any, name: str, op: str, copies: Copies, notify: bytes = b""
+) -> Callable[[], float]:
     """As ``common.mover``, by NIXL's own calls."""
     local, remote = np.zeros((2, len(copies), 3), np.uint64)
+    [segment] = copies.segments
+    local[:, 2], remote[:, 2] = segment.local.device, segment.remote.device
+    near, far = _kind(segment.local), _kind(segment.remote)
 
     def move() -> float:
         # Somebody has to fill these arrays, whose form is NIXL's.
         local[:, 0], remote[:, 0] = copies.local, copies.remote
         local[:, 1] = remote[:, 1] = copies.nbytes
-        here, there = agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "DRAM")
-        handle = agent.initialize_xfer(op.upper(), here, there, name)
+        here, there = agent.get_xfer_descs(local, near), agent.get_xfer_descs(remote, far)
+        handle = agent.initialize_xfer(op.upper(), here, there, name, notify)
         state = agent.transfer(handle)
         submitted = time.perf_counter()
         while state == "PROC":
@@ -56,3 +67,8 @@ def mover(agent: Any, name: str, op: str, copies: Copies) -> Callable[[], float]
         return submitted
 
     return move
+
+
+def _kind(region: Region) -> str:
+    """NIXL's word for it."""
+    return "DRAM" if region.kind == CPU else "VRAM"

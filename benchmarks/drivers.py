@@ -1,0 +1,290 @@
+"""How fast the drivers move blocks, beside memcpy and NIXL's own Python API on the same work.
+
+    python benchmarks/drivers.py [--driver NAME]... [--op read] [--megabytes 128] [--rounds 15]
+                                 [--pages huge] [--quick] [--json FILE]
+
+For each driver another process has a buffer, and this one reads it, in blocks of several sizes, in
+random order on both sides and in a row; then the same within this process, between two transports.
+All drivers that work here, NIXL's own calls and a memcpy of as many bytes, in one piece and by one
+thread between buffers of the same kind, take turns in every round. A ratio is a speed as a part of
+another: of memcpy's, or a multiple of that of NIXL as it comes (no setting of UCX).
+
+Then latency, from the call until it is done: a read of one page, a fence (a read of eight bytes
+with a notification bound to it), and half of what a notification takes there and back. And last
+loopback again, in memory with pages of 4 KiB, which the kernel pins and copies one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import common
+import direct
+import far
+import latency
+import numpy as np
+import rows
+
+from kvferry.core.copies import Copies
+from kvferry.core.memory import Region
+from kvferry.core.registry import create, describe, installed
+from kvferry.core.transport import PeerId, Transport
+from kvferry.testing.memory import Bytes
+
+KIB = 1 << 10
+BLOCKS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
+QUICK_BLOCKS = (4 * KIB, 256 * KIB)
+ORDERS = ("scattered", "in a row")
+
+OF_MEMCPY = {64 * KIB: 0.65, 256 * KIB: 0.9, 1024 * KIB: 0.9}
+OF_NIXL = {(4 * KIB, "scattered"): 5.0}
+"""What the project holds loopback to: reads between two processes."""
+
+PAUSE_SECONDS = 0.0001
+"""Between two polls of loopback, whose threads need the cores."""
+
+NIXL = "NIXL's own calls"
+BETWEEN = {"there": "two processes", "here": "one process"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A way to move bytes from another process (``there``) or within this one (``here``).
+
+    Attributes:
+        name: for people.
+        regions: where it reads, and ``contents``: what it must find.
+        mover: of a batch: (where, op, copies) to something like ``common.mover``.
+    """
+
+    name: str
+    regions: dict[str, Region]
+    contents: dict[str, Bytes]
+    mover: Callable[[str, str, Copies], Callable[[], float]]
+
+
+class Lab:
+    """All that takes turns, in memory of one kind."""
+
+    def __init__(self, drivers: Sequence[str], pages: str, nbytes: int, stack: ExitStack) -> None:
+        self._stack = stack
+        starting = {
+            driver: stack.enter_context(far.Far(driver, pages, nbytes)) for driver in drivers
+        }
+        self.near, self.second = far.PAGES[pages](nbytes), far.PAGES[pages](nbytes)
+        self.others = {driver: process.started() for driver, process in starting.items()}
+        self.transports: dict[str, tuple[Transport, PeerId]] = {}
+        self.sides = [side for driver in drivers for side in self._connected(driver)]
+
+    def _connected(self, driver: str) -> Iterator[Side]:
+        transport, own = (self._transport(driver) for _ in range(2))
+        transport.register(self.near.region)
+        own.register(self.second.region)
+        addresses = {"there": self.others[driver].address(), "here": own.address()}
+        peers = {where: transport.connect(address) for where, address in addresses.items()}
+        self.transports[driver] = transport, peers["there"]
+        yield self._side(driver, driver, _by_driver(driver, transport, peers))
+        if driver == "nixl":
+            yield self._side(NIXL, driver, _by_nixl(self.near.region, addresses))
+
+    def _transport(self, driver: str) -> Transport:
+        made = create(driver)
+        self._stack.callback(made.close)
+        return made
+
+    def _side(self, name: str, driver: str, mover: Any) -> Side:
+        other = self.others[driver]
+        return Side(
+            name=name,
+            regions={"there": other.region, "here": self.second.region},
+            contents={"there": other.content, "here": self.second.view},
+            mover=mover,
+        )
+
+
+def _by_driver(driver: str, transport: Transport, peers: dict[str, PeerId]) -> Any:
+    pause = PAUSE_SECONDS if driver == "loopback" else 0.0
+
+    def mover(where: str, op: str, copies: Copies) -> Callable[[], float]:
+        made: Callable[[], float] = common.mover(transport, op, peers[where], copies, pause)
+        return made
+
+    return mover
+
+
+def _by_nixl(near: Region, addresses: dict[str, bytes]) -> Any:
+    agents = {
+        where: direct.agent(near, address, far.THREADS) for where, address in addresses.items()
+    }
+
+    def mover(where: str, op: str, copies: Copies) -> Callable[[], float]:
+        made: Callable[[], float] = direct.mover(*agents[where], op, copies)
+        return made
+
+    return mover
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What all sides do by turns."""
+
+    where: str
+    op: str
+    block: int
+    order: str
+
+    def __str__(self) -> str:
+        return f"{BETWEEN[self.where]}, {self.op}, blocks of {self.block >> 10} KiB, {self.order}"
+
+    def copies(self, near: Region, remote: Region) -> Copies:
+        """Every block of the buffers once."""
+        scattered = self.order == "scattered"
+        made: Copies = common.blocks(near, remote, self.block, scattered=scattered)
+        return made
+
+
+def speeds(lab: Lab, cases: Sequence[Case], rounds: int, show: rows.Show) -> list[rows.Row]:
+    """Every side in every case."""
+    found: list[rows.Row] = []
+    for case in cases:
+        show(str(case))
+        found += _compared(lab, case, _times(lab, case, rounds))
+    return found
+
+
+def _times(lab: Lab, case: Case, rounds: int) -> dict[str, common.Times]:
+    """Seconds of each round, by name; ``memcpy`` among them."""
+    ways: dict[str, common.Way] = {}
+    for side in lab.sides:
+        copies = case.copies(lab.near.region, side.regions[case.where])
+        move = side.mover(case.where, case.op, copies)
+        if case.op == "read":
+            _check(lab, side, case, copies, move)
+        ways[side.name] = common.timed(move)
+    ways["memcpy"] = common.timed(lambda: np.copyto(lab.near.view, lab.second.view))
+    if case.block == BLOCKS[0]:
+        rounds = max(2, rounds // 2)  # they take longest
+    found = common.by_turns(rounds, list(ways.values()))[:, :, 0]
+    return dict(zip(ways, found, strict=True))
+
+
+def _check(lab: Lab, side: Side, case: Case, copies: Copies, move: Callable[[], float]) -> None:
+    """Of some of the blocks, every byte."""
+    lab.near.view[:] = 0
+    move()
+    some = np.random.default_rng(1).integers(0, len(copies), 64)
+    near = (copies.local[some] - np.uint64(lab.near.region.address)).tolist()
+    remote = (copies.remote[some] - np.uint64(side.regions[case.where].address)).tolist()
+    for to, source in zip(near, remote, strict=True):
+        expected = side.contents[case.where][source : source + case.block]
+        if not np.array_equal(lab.near.view[to : to + case.block], expected):
+            raise SystemExit(f"{side.name} moved wrong bytes: {case}")
+
+
+def _compared(lab: Lab, case: Case, times: dict[str, common.Times]) -> Iterator[rows.Row]:
+    for side in lab.sides:
+        for of in ("memcpy", NIXL):
+            if of in times and side.name != of:
+                yield _row(lab, case, side.name, of, times)
+
+
+def _row(lab: Lab, case: Case, name: str, of: str, times: dict[str, common.Times]) -> rows.Row:
+    found = common.ratio(times[of], times[name])
+    target = _target(case, name, of)
+    speed = lab.near.region.nbytes / float(np.median(times[name])) / 1e9
+    return rows.Row(
+        section=f"{name}, {BETWEEN[case.where]}",
+        case=f"{case.op} of {case.block >> 10} KiB blocks, {case.order}",
+        measured=float(f"{speed:.3g}"),
+        unit="GB/s",
+        ratio=found.median,
+        of=f"speed of {of}",
+        target=target,
+        met=rows.verdict(target, found.low, found.high),
+        low=found.low,
+        high=found.high,
+    )
+
+
+def _target(case: Case, name: str, of: str) -> str | None:
+    if (case.where, case.op, name) != ("there", "read", "loopback"):
+        return None
+    limit = OF_MEMCPY.get(case.block) if of == "memcpy" else OF_NIXL.get((case.block, case.order))
+    found: str | None = None if limit is None else rows.goal(limit, at_least=True)
+    return found
+
+
+def main() -> None:
+    options = _options()
+    drivers = options.driver or working()
+    grid = [
+        Case(where=where, op=options.op, block=block, order=order)
+        for where in BETWEEN
+        for block in (QUICK_BLOCKS if options.quick else BLOCKS)
+        for order in ORDERS
+    ]
+    alone = [case for case in grid if case.where == "there"] * ("loopback" in drivers)
+    nbytes, rounds = options.megabytes << 20, options.rounds
+    with rows.progress(len(grid) + len(drivers) + len(alone)) as show:
+        with ExitStack() as stack:
+            lab = Lab(drivers, options.pages, nbytes, stack)
+            found = speeds(lab, grid, rounds, show)
+            found += latency.measured(lab, 20 if options.quick else 300, show)
+        with ExitStack() as stack:
+            found += _small(
+                Lab(["loopback"] * bool(alone), "small", nbytes, stack), alone, rounds, show
+            )
+    found.sort(key=lambda row: row.section)  # stable: cases stay in their order
+    rows.show(found)
+    rows.write(options.json, found)
+    common.leave()
+
+
+def _small(lab: Lab, cases: Sequence[Case], rounds: int, show: rows.Show) -> Iterator[rows.Row]:
+    """Without targets, and under another heading."""
+    for row in speeds(lab, cases, rounds, show):
+        yield rows.Row(
+            section=f"{row.section}, pages of 4 KiB",
+            case=row.case,
+            measured=row.measured,
+            unit=row.unit,
+            ratio=row.ratio,
+            of=row.of,
+            low=row.low,
+            high=row.high,
+        )
+
+
+def working() -> list[str]:
+    """The drivers of this project that work here; says what the others lack."""
+    found = []
+    for report in map(describe, installed()):
+        if report.info.distribution != "kvferry":
+            continue
+        if report.capabilities is None:
+            print(f"not measured: {report.info.name}: {report.reason}")
+        else:
+            found.append(report.info.name)
+    return found
+
+
+def _options() -> argparse.Namespace:
+    parser: argparse.ArgumentParser = common.parser(__doc__)
+    parser.add_argument("--driver", action="append", help="default: each that works here")
+    parser.add_argument("--op", choices=("read", "write"), default="read")
+    parser.add_argument("--megabytes", type=int, help="of each buffer; default 128")
+    parser.add_argument("--rounds", type=int, help="default 15")
+    parser.add_argument("--pages", choices=far.PAGES, default="huge", help="of the memory")
+    parser.add_argument("--quick", action="store_true", help="to see that it runs: a few seconds")
+    found = parser.parse_args()
+    found.megabytes = found.megabytes or (4 if found.quick else 128)
+    found.rounds = found.rounds or (2 if found.quick else 15)
+    return found
+
+
+if __name__ == "__main__":
+    main()
