@@ -1,64 +1,48 @@
-"""Engines in processes of their own, and a driver that stops at a stage for something to happen."""
+"""Engines in processes of their own, to which things happen."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import ctypes
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.transport import PeerId, TransferId
-from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.endpoint.engines import LAYERS, Engine, Shape, engine, expected
+from kvferry.core.registry import create
+from tests.core.endpoint.engines import LAYERS, Engine, Shape, engine, eventually, expected
+from tests.faults.cable import staged
 
 TOKENS = 8
 HELD = [1, 2]
 """The producer's pages of a request."""
+OTHERS = [5, 6]
+"""Those of another one."""
 LEASE = 3.0
 """Short: where nobody says that a hold is over, its end is waited for."""
 OPTIONS = EndpointOptions(
     lease=LEASE, handshake_timeout=5.0, load_timeout=15.0, liveness_interval=1.0, liveness_misses=3
 )
+PATIENT = replace(OPTIONS, handshake_timeout=60.0, load_timeout=120.0, liveness_interval=60.0)
+"""Nothing ends a load but what happens to it."""
 SHAPE = Shape(pages=16)
-
-REPORT = "KVFERRY_FAULTS_REPORT"
-"""Names a file that gets a line of JSON for each cell."""
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([__name__])
-
-
-class Staged(LoopbackTransport):
-    """Does what it is told before the first read of pages, or the first fence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at: dict[str, Callable[[], None]] = {}
-        self.words = 0
-        """Reads of slot words so far."""
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        words = copies.total == 8 * len(copies)
-        self.words += words
-        act = self.at.pop("fencing" if words else "reading", None)
-        if act is not None:
-            act()
-        return super().read(peer, copies, notify)
 
 
 @dataclass(kw_only=True)
@@ -101,35 +85,95 @@ def remote(target: Callable[..., None], *arguments: object) -> Iterator[Remote]:
         ours.close()
 
 
-def produce(pipe: Connection, port: int = 0) -> None:
-    """A producer: makes tickets, says what it holds, gives pages back and fills them anew."""
-    with engine("prefill", SHAPE, options=OPTIONS, port=port) as prefill:
+class Produced:
+    """A producer, and what it does when it is asked to by name."""
+
+    def __init__(self, prefill: Engine) -> None:
+        self.prefill = prefill
+        prefill.ledger = HoldLedger(SHAPE.pages, max_pages=len(HELD))
+        self._sent: Counter[str] = Counter()
+
+    def serve(self, request: str, lease: float) -> Ticket:
+        self.count()
+        return serve(self.prefill, request, lease)
+
+    def promise(self, request: str, lease: float) -> Ticket:
+        """One whose pages are never ready: a drafter is still at work, and never ends."""
+        self.count()
+        self.prefill.compute(request, HELD, TOKENS)
+        return self.prefill.finish(request, HELD, TOKENS, computed=False, lease=lease, order=False)
+
+    def held(self) -> int:
+        return sum(rank.endpoint.held for rank in self.prefill.ranks)
+
+    def count(self) -> dict[str, int]:
+        """How often each request was reported sent so far."""
+        for rank in self.prefill.ranks:
+            sent = rank.endpoint.results().sent
+            self._sent.update(sent)
+            for request in sent:
+                self.prefill.ledger.sent(request)
+        return dict(self._sent)
+
+    def reset(self) -> None:
+        """Give all pages up."""
+        self.prefill.ledger.reset()
+        self.prefill.step()
+
+    def reuse(self, spin: float = 0.0) -> None:
+        """Give all pages up, and let another request have them as soon as they are back.
+
+        After so many seconds, in which this process lets no other thread of it do anything.
+        """
+        until = time.perf_counter() + spin
+        while time.perf_counter() < until:
+            pass
+        self.reset()
+        self.scribble()
+
+    def crowd(self, request: str) -> None:
+        """Take another request on, with other pages: not both may be held."""
+        self.prefill.compute(request, OTHERS, TOKENS)
+        self.prefill.finish(request, OTHERS, TOKENS, lease=LEASE)
+        self.scribble(without=request)
+
+    def scribble(self, without: str = "") -> None:
+        """Another request's pages lie there now, once nothing but ``without`` is held."""
+        eventually(lambda: self.held() == bool(without), "the pages are back")
+        self.count()
+        for rank in self.prefill.ranks:
+            rank.cache[:, HELD] += 1.0
+
+    def babble(self) -> None:
+        """Noise in the slot table."""
+        table = self.prefill.ranks[0].endpoint.payload.slots
+        noise = random.Random(1).randbytes(table.nbytes)
+        ctypes.memmove(table.address, noise, table.nbytes)
+
+
+def produce(
+    pipe: Connection, port: int = 0, name: str = "prefill", driver: str = "loopback"
+) -> None:
+    """A producer that does what it is told."""
+    with engine(
+        name, SHAPE, options=OPTIONS, port=port, transport=lambda: create(driver)
+    ) as prefill:
+        produced = Produced(prefill)
         pipe.send(prefill.server.port)
         while (order := pipe.recv()) is not None:
-            pipe.send(_produced(prefill, *order))
+            name, *rest = order
+            pipe.send(getattr(produced, name)(*rest))
 
 
-def _produced(prefill: Engine, what: str, *rest: str) -> Any:
-    if what == "serve":
-        return serve(prefill, rest[0])
-    if what == "promise":  # a drafter is still at work, and never ends
-        prefill.compute(rest[0], HELD, TOKENS)
-        return prefill.finish(rest[0], HELD, TOKENS, computed=False, lease=LEASE, order=False)
-    if what == "reset":
-        prefill.ledger.reset()
-        prefill.step()
-    return sum(rank.endpoint.held for rank in prefill.ranks)
-
-
-def serve(prefill: Engine, request: str) -> Ticket:
+def serve(prefill: Engine, request: str, lease: float = LEASE) -> Ticket:
     """A ticket whose lease is short."""
     prefill.compute(request, HELD, TOKENS)
-    return prefill.finish(request, HELD, TOKENS, lease=LEASE)
+    return prefill.finish(request, HELD, TOKENS, lease=lease)
 
 
 def consume(pipe: Connection, stage: str) -> None:
     """A consumer that, once, stops at a stage until it is told to go on."""
-    driver = Staged()
+    driver = staged()
 
     def stop() -> None:
         pipe.send("here")
@@ -141,6 +185,7 @@ def consume(pipe: Connection, stage: str) -> None:
         ticket, pages = pipe.recv()
         if stage == "waiting":
             decode.prepare(ticket)
+        if stage in ("waiting", "before the handshake"):
             stop()
         decode.pull("d-1", ticket, pages)
         failed = decode.outcome("d-1").failed.get(RequestId("d-1"))
@@ -160,28 +205,3 @@ def right(decode: Engine, pages: list[int]) -> bool:
 def shaking() -> bool:
     """Whether a handshake of this process is under way."""
     return any(thread.name.startswith("kvferry-shake") for thread in threading.enumerate())
-
-
-@dataclass(kw_only=True)
-class Cell:
-    """One place in the table, while it is tried."""
-
-    side: str
-    fault: str
-    stage: str
-    driver: str = "loopback"
-    begun: float = field(default_factory=time.monotonic)
-
-    def write(self, outcome: str) -> None:
-        """Add a line to the report, if somebody wants one."""
-        if path := os.environ.get(REPORT):
-            line = {
-                "side": self.side,
-                "fault": self.fault,
-                "stage": self.stage,
-                "driver": self.driver,
-                "outcome": outcome,
-                "seconds": round(time.monotonic() - self.begun, 2),
-            }
-            with Path(path).open("a") as report:
-                report.write(json.dumps(line) + "\n")

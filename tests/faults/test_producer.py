@@ -1,4 +1,4 @@
-"""What becomes of a load when its producer is killed, stopped, started again, or pestered.
+"""What becomes of a load when something happens to its producer, or to the way to it.
 
 Whatever it is, and whenever: the load has its own bytes or has failed, it is reported once, no page
 stays held, and the next load works.
@@ -9,106 +9,35 @@ from __future__ import annotations
 import random
 import signal
 import socket
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 
 import pytest
 
-from kvferry.core.errors import KVFerryError
-from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.ticket import Ticket
-from tests.core.endpoint.engines import Engine, engine, eventually
-from tests.faults.stages import (
-    OPTIONS,
-    SHAPE,
-    Cell,
-    Remote,
-    Staged,
-    produce,
-    remote,
-    right,
-    shaking,
-)
+from tests.core.endpoint.engines import eventually
+from tests.faults.bench import Bench, bench
+from tests.faults.cells import STAGES, Cell
+from tests.faults.stages import OPTIONS, PATIENT
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
-STAGES = ["before the handshake", "during the handshake", "reading", "fencing", "afterwards"]
-FAULTS = {
-    "killed": {"before the handshake", "during the handshake", "reading", "fencing"},
-    "stopped": set[str](),
-    "restarted": {"before the handshake", "during the handshake", "reading", "fencing"},
-    "garbage": set[str](),
+SHAKING = {"before the handshake", "during the handshake"}
+LOADING = {*SHAKING, "reading", "fencing"}
+FAILS = {
+    "killed": LOADING,
+    "stopped": {"before the handshake"},
+    "restarted": LOADING,
+    "pestered": set[str](),
+    "cut off": LOADING,
+    "slow": set[str](),
+    "garbage": LOADING,
+    "aborted": LOADING,
+    "out of blocks": LOADING,
 }
-"""What happens, and the stages at which a load cannot come through it."""
-LOCAL = [3, 4]
-
-
-class Bench:
-    """A producer to which things happen, and a decode engine here."""
-
-    def __init__(self, decode: Engine, driver: Staged, stack: ExitStack) -> None:
-        self.decode, self.driver = decode, driver
-        self._stack = stack
-        self.prefill: Remote
-        self.port = self.start(0)
-        self.reported: Counter[RequestId] = Counter()
-
-    def start(self, port: int) -> int:
-        self.prefill = self._stack.enter_context(remote(produce, port))
-        return int(self.prefill.answer())
-
-    def happen(self, fault: str) -> None:
-        if fault == "killed":
-            self.prefill.kill()
-        elif fault == "stopped":
-            self.prefill.signal(signal.SIGSTOP)
-        elif fault == "restarted":
-            self.prefill.kill()
-            self.start(self.port)
-        else:
-            pester(self.port)
-
-    def mend(self, fault: str) -> None:
-        if fault == "killed":
-            self.start(self.port)
-        elif fault == "stopped":
-            self.prefill.signal(signal.SIGCONT)
-
-    def load(self, request: str, ticket: Ticket) -> str:
-        """Load, and say how that ended; bytes that are not the ticket's are no success."""
-        self.begin(request, ticket)
-        return self.outcome(request)
-
-    def begin(self, request: str, ticket: Ticket) -> None:
-        for rank in self.decode.ranks:
-            rank.cache[:, LOCAL] = -1.0
-        self.decode.pull(request, ticket, LOCAL)
-
-    def outcome(self, request: str) -> str:
-        error: KVFerryError | None = None
-        endpoint = self.decode.ranks[0].endpoint
-
-        def over() -> bool:
-            nonlocal error
-            results = endpoint.results()
-            self.reported.update(results.received)
-            error = results.failed.get(RequestId(request), error)
-            return self.reported[RequestId(request)] > 0
-
-        eventually(over, f"{request} is reported", seconds=60.0)
-        assert error is not None or right(self.decode, LOCAL), "bytes of something else"
-        return "loaded" if error is None else type(error).__name__
-
-
-@contextmanager
-def bench() -> Iterator[Bench]:
-    driver = Staged()
-    with (
-        ExitStack() as stack,
-        engine("decode", SHAPE, options=OPTIONS, transport=lambda: driver) as decode,
-    ):
-        yield Bench(decode, driver, stack)
+"""What happens, and the stages at which a load cannot come through it. (Who is stopped during the
+handshake goes on soon; before it, not before the deadline.)"""
+DIRECT = {"killed", "stopped", "restarted", "pestered"}
+"""What happens to the process itself: no proxy stands before it."""
+SLOW_SECONDS = 0.5
 
 
 def pester(port: int) -> None:
@@ -119,66 +48,69 @@ def pester(port: int) -> None:
             stranger.sendall(noise.randbytes(noise.randrange(1, 2000)))
 
 
-def through(world: Bench, fault: str, stage: str) -> str:
-    """Let the fault happen at that stage of a load; how the load ended."""
-    ticket = world.prefill.ask("serve", "p-1")
-    if stage == "before the handshake":
-        world.happen(fault)
-        if fault != "stopped":
-            return world.load("d-1", ticket)
-    if stage in ("before the handshake", "during the handshake"):
-        world.prefill.signal(signal.SIGSTOP)
-        world.begin("d-1", ticket)
-        eventually(shaking, "the handshake is under way")
-        if fault in ("killed", "restarted"):
-            world.happen(fault)
-        else:
-            world.prefill.signal(signal.SIGCONT)
-            if fault == "garbage":
-                world.happen(fault)
-        return world.outcome("d-1")
-    if stage == "afterwards":
-        outcome = world.load("d-1", ticket)
-        world.happen(fault)
-        return outcome
-    world.driver.at[stage] = lambda: world.happen(fault)
-    return world.load("d-1", ticket)
+def slow(world: Bench) -> None:
+    """All that it answers, and all that is read, takes longer; a handshake has many answers."""
+    world.driver.delay = world.far.channel.delay = SLOW_SECONDS
+
+
+def garbage(world: Bench) -> None:
+    """Its side channel answers noise, and its slot words are noise."""
+    world.far.channel.noisy = frozenset({"answers"})
+    world.far.process.ask("babble")
+
+
+HAPPENS: dict[str, Callable[[Bench], object]] = {
+    "killed": lambda world: world.far.process.kill(),
+    "stopped": lambda world: world.far.process.signal(signal.SIGSTOP),
+    "restarted": lambda world: world.far.restart(),
+    "pestered": lambda world: pester(world.far.port),
+    "cut off": lambda world: world.far.cut(),
+    "slow": slow,
+    "garbage": garbage,
+    "aborted": lambda world: world.far.process.ask("reuse"),
+    "out of blocks": lambda world: world.far.process.ask("crowd", "p-9"),
+}
+
+
+def mend(world: Bench, fault: str) -> None:
+    if fault == "killed":
+        world.far.start(world.far.port)
+    elif fault == "stopped":
+        world.far.process.signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped", "restarted"])
-def test_a_fault_while_pages_are_computed(fault: str) -> None:
+def test_while_pages_are_computed(fault: str) -> None:
     """No transfer fails of a process that is stopped: only its side channel tells."""
     cell = Cell(side="producer", fault=fault, stage="computing")
-    with bench() as world:
-        world.begin("d-1", world.prefill.ask("promise", "p-1"))
+    with bench(direct=True) as world:
+        world.begin("d-1", world.far.serve("p-1", "promise"))
         eventually(lambda: world.driver.words > 3, "the pages are asked for again and again")
-        world.happen(fault)
+        cell.strikes()
+        HAPPENS[fault](world)
         outcome = world.outcome("d-1")
         assert outcome == "PeerLostError"
         cell.write(outcome)
-        world.mend(fault)
+        mend(world, fault)
         if fault == "stopped":
-            world.prefill.ask("reset")
-        if world.load("d-2", world.prefill.ask("serve", "p-2")) != "loaded":
-            assert world.load("d-3", world.prefill.ask("serve", "p-3")) == "loaded"
-        eventually(lambda: world.prefill.ask("held") == 0, "no page is held any more")
-        assert set(world.reported.values()) == {1}, world.reported
+            world.far.process.ask("reset")
+        world.goes_on()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_producer(fault: str, stage: str) -> None:
+@pytest.mark.parametrize("fault", FAILS)
+def test_at_a_stage(fault: str, stage: str) -> None:
     cell = Cell(side="producer", fault=fault, stage=stage)
-    with bench() as world:
-        outcome = through(world, fault, stage)
-        assert (outcome != "loaded") is (stage in FAULTS[fault]), outcome
+
+    def happen() -> None:
+        cell.strikes()
+        HAPPENS[fault](world)
+
+    with bench(PATIENT if fault == "slow" else OPTIONS, direct=fault in DIRECT) as world:
+        if fault == "slow":
+            world.far.lease = PATIENT.load_timeout
+        outcome = world.through(stage, happen)
+        assert (outcome != "loaded") is (stage in FAILS[fault]), outcome
         cell.write(outcome)
-        world.mend(fault)
-        late = world.prefill.ask("serve", "p-2")
-        # A producer that has just come back may still be taken for dead, once.
-        if world.load("d-2", late) != "loaded":
-            assert world.load("d-3", world.prefill.ask("serve", "p-3")) == "loaded"
-        eventually(lambda: world.prefill.ask("held") == 0, "no page is held any more")
-        assert set(world.reported.values()) == {1}, world.reported
-        assert world.decode.ranks[0].endpoint.healthy
-        assert world.decode.ranks[0].endpoint.pending == 0
+        mend(world, fault)
+        world.goes_on()

@@ -9,7 +9,8 @@ from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
 from tests.core.endpoint.engines import engine, until
-from tests.faults.stages import OPTIONS, SHAPE, Cell, right, serve
+from tests.faults.cells import Cell
+from tests.faults.stages import OPTIONS, SHAPE, right, serve
 
 pytestmark = pytest.mark.faults
 
