@@ -80,11 +80,12 @@ class Caller:
         self._name = name
         self._deadline = deadline
         self._patience = patience
-        self._outlets = [Outlet(worker=make())]
+        self._outlets: list[Outlet] = []
         self._lines: dict[LineId, Line] = {}
         self._jobs: list[Job] = []
         self._next_look = 0.0
         self.driven = 0.0
+        self._open()
 
     @property
     def workers(self) -> list[Worker]:
@@ -147,8 +148,13 @@ class Caller:
         """
         outlet = next((o for o in self._outlets if address.instance not in o.called), None)
         if outlet is None:
-            outlet = Outlet(worker=self._make())
-            self._outlets.append(outlet)
+            outlet = self._open()
+        return outlet
+
+    def _open(self) -> Outlet:
+        outlet = Outlet(worker=self._make())
+        outlet.worker.carried = self._take
+        self._outlets.append(outlet)
         return outlet
 
     def revive(self, peer: Peer) -> Line:
@@ -216,13 +222,17 @@ class Caller:
             case Refused():
                 line.part(ConnectError(f"{line.host.name} refuses: {message.reason}"))
             case Stored():
-                line.answers[message.number] = (message.refusal, b"")
-            case Fetched():
-                line.answers[message.number] = (message.refusal, message.data)
+                line.answers[message.number] = message.refusal
             case Withdrawn():
                 line.withdraw(message.number, KeyId(message.key))
             case _:  # what a caller says
                 return
+
+    def _take(self, message: Message, body: int, nbytes: int) -> None:
+        if isinstance(message, Fetched):
+            line = self._lines.get(message.line)
+            if line is not None and line.stage is not Stage.BROKEN:
+                line.fetched(message, body, nbytes)
 
     def _look_after(self, line: Line, now: float, *, look: bool) -> None:
         if look and line.stage is not Stage.BROKEN and has_ended(line.host.place):

@@ -7,6 +7,7 @@ in Python does.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import logging
@@ -29,6 +30,8 @@ WORTH_COMPILING = 512
 WORTH_CALLING = 16
 """Runs from which the compiled loop, where there is one, is faster."""
 
+_WORD = ctypes.c_uint64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loops:
@@ -38,6 +41,7 @@ class Loops:
     put: Callable[..., None]
     sweep: Callable[[U64Array, int], tuple[int, int]]
     drive: Callable[[int, int], int]
+    move: Callable[[U64Array, U64Array, U64Array], None]
 
 
 class CompiledPoster:
@@ -80,6 +84,12 @@ class CompiledPoster:
             return self._plain.drive(worker, rounds)
         return bool(self._loops.drive(worker, rounds))
 
+    def move(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
+        """As ``Poster.move``."""
+        loops = self._loops
+        move = self._plain.move if loops is None or len(targets) < WORTH_CALLING else loops.move
+        move(targets, sources, nbytes)
+
     def wait(self) -> bool:
         """Begin to compile, and wait for it; whether there are compiled loops."""
         self._begin()
@@ -116,6 +126,8 @@ def _compiled(library: Ucp) -> Loops:
     get, put = library.function("ucp_get_nbx"), library.function("ucp_put_nbx")
     check, free = library.looping("ucp_request_check_status"), library.looping("ucp_request_free")
     progress = library.function("ucp_worker_progress")
+    memmove = ctypes.CDLL(None).memmove
+    memmove.restype, memmove.argtypes = _WORD, [_WORD, _WORD, _WORD]
     errors_from = np.uint64(ERRORS_FROM)
     signed: Any = np.int64
 
@@ -156,10 +168,17 @@ def _compiled(library: Ucp) -> Loops:
                 return 0
         return 1
 
-    loops = Loops(get=posting(get), put=posting(put), sweep=jit(sweep), drive=jit(drive))
+    def move(targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
+        for i in range(len(targets)):
+            memmove(targets[i], sources[i], nbytes[i])
+
+    loops = Loops(
+        get=posting(get), put=posting(put), sweep=jit(sweep), drive=jit(drive), move=jit(move)
+    )
     none = np.empty(0, np.uint64)
     for loop in (loops.get, loops.put):
         loop(1, none, none, none, none, none, none)
     loops.sweep(none, 0)
     loops.drive(1, 0)
+    loops.move(none, none, none)
     return loops

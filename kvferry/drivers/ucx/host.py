@@ -36,7 +36,7 @@ from kvferry.drivers.ucx.messages import (
     Welcome,
     Withdrawn,
 )
-from kvferry.drivers.ucx.relay import fetch, store
+from kvferry.drivers.ucx.relay import checked, lined_up, store
 from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 
@@ -80,12 +80,15 @@ class Host:
     def __init__(self, make: Callable[[], Worker], instance: Instance) -> None:
         self.lock = threading.Lock()
         self.worker = make()
+        self.worker.carried = self._store
         self._instance = instance
         self._visitors: dict[int, _Visitor] = {}
         self._lines: dict[LineId, _Visitor] = {}
         # Until the lines that they take the place of are closed.
         self._waiting: deque[Hello] = deque()
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
+        # What is to be said of what callers have sent with messages.
+        self._stored: deque[Stored] = deque()
         self._notes: list[Notification] = []
         self._noted = 0
         self.withdrawals = 0
@@ -102,6 +105,10 @@ class Host:
         for number, _ in self.worker.failures():
             if number in self._visitors:
                 self._part(self._visitors[number])
+        while self._stored:
+            stored = self._stored.popleft()
+            if stored.line in self._lines:
+                self._say(self._lines[stored.line], stored)
         for message in self.worker.messages():
             self._hear(message)
         while self._waiting and not self.worker.closing:
@@ -178,16 +185,26 @@ class Host:
                 self._note(visitor, message.payload)
             case Released():
                 visitor.released = max(visitor.released, min(message.number, self.withdrawals))
-            case Store():
-                refusal = store(message, self.regions)
-                self._say(visitor, Stored(message.line, message.number, refusal))
             case Fetch():
-                refusal, data = fetch(message, self.regions)
-                self._say(visitor, Fetched(message.line, message.number, refusal, data))
+                self._fetch(visitor, message)
             case Bye():
                 self._part(visitor)
             case _:  # what a host says
                 return
+
+    def _store(self, message: Message, body: int, nbytes: int) -> None:
+        if isinstance(message, Store) and message.line in self._lines:
+            move = self.worker.poster.move
+            refusal = store(message.rows, body, nbytes, self.regions, move)
+            self._stored.append(Stored(message.line, message.number, refusal))
+
+    def _fetch(self, visitor: _Visitor, message: Fetch) -> None:
+        refusal, addresses, lengths = checked(message.rows, self.regions)
+        buffer = self.worker.buffers.take()
+        self.worker.poster.move(lined_up(buffer.address, lengths), addresses, lengths)
+        answer = Fetched(message.line, message.number, refusal)
+        with contextlib.suppress(TransportError):
+            self.worker.send(visitor.endpoint, answer, buffer, int(lengths.sum()))
 
     def _note(self, visitor: _Visitor, payload: bytes) -> None:
         """Keep a notification; cut off who sends more than anybody takes."""

@@ -12,10 +12,10 @@ from kvferry.core.memory import CPU, Region, U64Array
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, RegisteredRegion
-from kvferry.drivers.ucx.line import Line, Stage
-from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
+from kvferry.drivers.ucx.line import Line, Sink, Stage
+from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS, ROW_BYTES
 from kvferry.drivers.ucx.posting import Batch, Poster
-from kvferry.drivers.ucx.relay import gathered, reached_natively, rows_of, scatter
+from kvferry.drivers.ucx.relay import lined_up, reached_natively, rows_of
 from kvferry.drivers.ucx.runs import Runs
 from kvferry.drivers.ucx.structs import Code
 
@@ -39,15 +39,13 @@ class Window:
     Attributes:
         requests: what UCP answered, for each run; ``swept``: how many of them have ended.
         flush: of a write: 0, or the request that ends when they have all arrived.
-        asked: of one by messages: its number, and ``start`` and ``stop``: its runs.
+        asked: of one by messages: its number.
     """
 
     line: Line
     requests: U64Array
     flush: int = 0
     asked: int = 0
-    start: int = 0
-    stop: int = 0
     swept: int = 0
     code: int = 0
 
@@ -118,6 +116,8 @@ class Job:
         """Let it fail; its first error stays."""
         if self.status.state is State.PENDING:
             self.status = Status(state=State.DOOMED, error=error)
+        for window in self.windows:
+            window.line.sinks.pop(window.asked, None)
 
     def settle(self) -> None:
         """The peer has dropped whatever had not arrived."""
@@ -158,17 +158,21 @@ class Job:
         start = self.position
         stop = self.runs.stop(start, MAX_RELAY_ROWS, MAX_RELAY_BYTES)
         keys = np.array([region.key for _, region in self.segments], np.uint64)
-        nbytes = self.runs.nbytes[start:stop]
+        local, nbytes = self.runs.local[start:stop], self.runs.nbytes[start:stop]
         rows = rows_of(keys[self.runs.segment[start:stop]], self.runs.remote[start:stop], nbytes)
-        data = None
         if self.write:
-            data = gathered(self.runs.local[start:stop].tolist(), nbytes.tolist())
-        asked = self.line.ask(rows, data)
-        self.windows.append(
-            Window(line=self.line, requests=_NOTHING, asked=asked, start=start, stop=stop)
-        )
+            asked = self._store(rows, local, nbytes)
+        else:
+            asked = self.line.fetch(rows.tobytes(), Sink(addresses=local, nbytes=nbytes))
+        self.windows.append(Window(line=self.line, requests=_NOTHING, asked=asked))
         self.position = stop
         self.line.windows += 1
+
+    def _store(self, rows: U64Array, local: U64Array, nbytes: U64Array) -> int:
+        body, head = self.line.outlet.worker.buffers.take(), ROW_BYTES * len(rows)
+        body.array[:head] = rows.view(np.uint8).reshape(-1)
+        self.poster.move(lined_up(body.address + head, nbytes), local, nbytes)
+        return self.line.store(len(rows), body, head + int(nbytes.sum()))
 
     def _post(self) -> None:
         if self._by_messages:
@@ -234,28 +238,14 @@ class Job:
 
     def _answered(self, window: Window) -> bool:
         """Whether it is known what became of a message, or never will be."""
-        answer = window.line.answers.pop(window.asked, None)
-        if answer is None:
+        refusal = window.line.answers.pop(window.asked, None)
+        if refusal is None:
             window.code = Code.CANCELED
             return window.line.stage is Stage.BROKEN
         window.code = Code.OK
-        refusal, data = answer
         if refusal:
             self.fail(TransportError(f"{window.line.host.name} refuses: {refusal}"))
-        elif not self.write and self.status.state is State.PENDING:
-            self._take(window, data)
         return True
-
-    def _take(self, window: Window, data: bytes) -> None:
-        lengths = self.runs.nbytes[window.start : window.stop].tolist()
-        if len(data) != sum(lengths):
-            self.fail(
-                TransportError(
-                    f"{window.line.host.name} has sent {len(data)} bytes of {sum(lengths)}"
-                )
-            )
-            return
-        scatter(data, self.runs.local[window.start : window.stop].tolist(), lengths)
 
     def _note(self, window: Window) -> None:
         if window.code:

@@ -9,8 +9,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import PeerLostError, TransportError
+from kvferry.core.memory import U64Array
 from kvferry.drivers.ucx.address import Address, Instance, KeyId, RegisteredRegion
-from kvferry.drivers.ucx.messages import Bye, Fetch, Hello, LineId, Message, Note, Released, Store
+from kvferry.drivers.ucx.buffers import Buffer
+from kvferry.drivers.ucx.messages import (
+    Bye,
+    Fetch,
+    Fetched,
+    Hello,
+    LineId,
+    Message,
+    Note,
+    Released,
+    Store,
+)
+from kvferry.drivers.ucx.relay import lined_up
 from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey, Ucp
 from kvferry.drivers.ucx.worker import Worker
 
@@ -43,6 +56,14 @@ class Outlet:
     lines: dict[int, Line] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sink:
+    """Where fetched bytes go, one range's after the other's: (n,) addresses and lengths."""
+
+    addresses: U64Array
+    nbytes: U64Array
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Line:
     """One line. It breaks once, and is then replaced by another.
@@ -57,7 +78,8 @@ class Line:
         notes: what is to be said once it is ready.
         windows: how many windows of transfers are under way on it.
         transports: UCX's names of what carries it; known once it is ready.
-        answers: to stores and fetches, by their numbers: a refusal, or else the bytes.
+        answers: to stores and fetches, by their numbers: a refusal, or an empty string.
+        sinks: of fetches that have not been answered, by their numbers.
     """
 
     id: LineId
@@ -75,7 +97,8 @@ class Line:
     notes: deque[bytes] = field(default_factory=deque)
     windows: int = 0
     transports: frozenset[str] = frozenset()
-    answers: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    answers: dict[int, str] = field(default_factory=dict)
+    sinks: dict[int, Sink] = field(default_factory=dict)
     _asked: int = 0
     _keys: dict[KeyId, RemoteKey] = field(default_factory=dict)
 
@@ -133,14 +156,31 @@ class Line:
         """Bytes of messages that have not left."""
         return self.outlet.worker.backlog(self.endpoint) + sum(map(len, self.notes))
 
-    def ask(self, rows: bytes, data: bytes | None) -> int:
-        """Let the host write bytes, or send them; the number under which the answer will be."""
+    def fetch(self, rows: bytes, sink: Sink) -> int:
+        """Ask the host for bytes; the number under which the answer will be."""
         self._asked += 1
-        if data is None:
-            self._say(Fetch(self.id, self._asked, rows))
-        else:
-            self._say(Store(self.id, self._asked, rows, data))
+        self.sinks[self._asked] = sink
+        self._say(Fetch(self.id, self._asked, rows))
         return self._asked
+
+    def store(self, rows: int, body: Buffer, nbytes: int) -> int:
+        """Let the host write bytes, from ``worker.buffers``; likewise."""
+        self._asked += 1
+        self._say(Store(self.id, self._asked, rows), body, nbytes)
+        return self._asked
+
+    def fetched(self, message: Fetched, body: int, nbytes: int) -> None:
+        """Put what has come where it belongs, if that is still wanted."""
+        sink = self.sinks.pop(message.number, None)
+        self.answers[message.number] = message.refusal
+        if sink is None or message.refusal:
+            return
+        wanted = int(sink.nbytes.sum())
+        if wanted == nbytes:
+            move = self.outlet.worker.poster.move
+            move(sink.addresses, lined_up(body, sink.nbytes), sink.nbytes)
+        else:
+            self.answers[message.number] = f"it has sent {nbytes} bytes of {wanted}"
 
     def withdraw(self, number: int, key: KeyId) -> None:
         """The host is about to undo a registration, and waits for an answer."""
@@ -179,6 +219,7 @@ class Line:
         end = worker.end if self.stage is Stage.READY else worker.drop
         self.stage, self.error = Stage.BROKEN, error
         self.notes.clear()
+        self.sinks.clear()
         end(self.endpoint)
 
     def buried(self) -> bool:
@@ -193,9 +234,9 @@ class Line:
         self._keys.clear()
         return True
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: Message, body: Buffer | None = None, nbytes: int = 0) -> None:
         try:
-            self.outlet.worker.send(self.endpoint, message)
+            self.outlet.worker.send(self.endpoint, message, body, nbytes)
         except TransportError as exc:
             self.part(exc)
 

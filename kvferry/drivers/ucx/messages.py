@@ -21,9 +21,11 @@ MAX_BACKLOG = 64 << 20
 """Bytes that may wait, on either side, for whoever does not take them."""
 
 MAX_WITHDRAWN = 1 << 14
-MAX_RELAY_BYTES = 1 << 17
+MAX_RELAY_BYTES = 1 << 18
 MAX_RELAY_ROWS = 1 << 12
-MAX_MESSAGE = MAX_RELAY_BYTES + 24 * MAX_RELAY_ROWS + (1 << 18)
+ROW_BYTES = 24
+MAX_BODY = MAX_RELAY_BYTES + ROW_BYTES * MAX_RELAY_ROWS
+MAX_MESSAGE = MAX_BODY + (1 << 18)
 
 LineId = Instance
 """Random, made by the caller."""
@@ -98,16 +100,17 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=8):
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """To a host: bytes for its memory, on a line that UCX cannot write on by itself.
 
+    Its body: the rows, (n, 3) uint64: the key of a region, an address in it, and a length; then
+    what belongs there, one row's after the other's.
+
     Attributes:
         number: of the line's stores and fetches.
-        rows: (n, 3) uint64, as bytes: the key of a region, an address in it, and a length.
-        data: what belongs there, one row's after the other's.
+        rows: how many.
     """
 
     line: LineId
     number: Word
-    rows: Annotated[bytes, msgspec.Meta(max_length=24 * MAX_RELAY_ROWS)]
-    data: Annotated[bytes, msgspec.Meta(max_length=MAX_RELAY_BYTES)]
+    rows: Annotated[int, msgspec.Meta(ge=0, le=MAX_RELAY_ROWS)]
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=10):
@@ -119,20 +122,19 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """To a host: a question for bytes of its memory; ``number`` and ``rows`` as of a ``Store``."""
+    """To a host: a question for bytes of its memory; ``number`` and rows as of a ``Store``."""
 
     line: LineId
     number: Word
-    rows: Annotated[bytes, msgspec.Meta(max_length=24 * MAX_RELAY_ROWS)]
+    rows: Annotated[bytes, msgspec.Meta(max_length=ROW_BYTES * MAX_RELAY_ROWS)]
 
 
 class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """To a caller: the bytes, one row's after the other's; or why there are none."""
+    """To a caller: as its body, the bytes, one row's after the other's; or why there are none."""
 
     line: LineId
     number: Word
     refusal: Annotated[str, msgspec.Meta(max_length=512)]
-    data: Annotated[bytes, msgspec.Meta(max_length=MAX_RELAY_BYTES)]
 
 
 Message = (

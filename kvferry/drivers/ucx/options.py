@@ -23,6 +23,7 @@ WISHES: Mapping[str, str] = {
     "TCP_CONN_NB": "y",
     # Few calls for much: each is a turn.
     "CMA_TX_QUOTA": "8",
+    "TCP_TX_SEG_SIZE": "64k",
     "WARN_UNUSED_ENV_VARS": "n",
 }
 """What the driver sets where this UCX knows it and the user does not say otherwise."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import ctypes
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
@@ -52,6 +54,9 @@ class Poster(Protocol):
     def drive(self, worker: WorkerHandle, rounds: int) -> bool:
         """Let UCP work for some rounds, or until there is nothing to do; whether there may be."""
 
+    def move(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
+        """Copy (n,) ranges of this process's memory, which do not overlap."""
+
 
 class PlainPoster:
     """A loop in Python."""
@@ -74,6 +79,12 @@ class PlainPoster:
     def drive(self, worker: WorkerHandle, rounds: int) -> bool:
         """As ``Poster.drive``."""
         return all(self._ucp.progress(worker) for _ in range(rounds))
+
+    def move(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
+        """As ``Poster.move``."""
+        moves = map(ctypes.memmove, targets.tolist(), sources.tolist(), nbytes.tolist())
+        # The loop itself runs in C: map, consumed by a deque that keeps nothing.
+        collections.deque(moves, maxlen=0)
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
         """As ``Poster.sweep``."""

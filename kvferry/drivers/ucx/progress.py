@@ -13,7 +13,7 @@ from kvferry.drivers.ucx.worker import Worker
 _WAITING_MILLISECONDS = 20
 """While something is waited for, which may end without an event: a deadline, say."""
 
-_TAKEN_MILLISECONDS = 1
+_TAKEN_MILLISECONDS = 2
 """While somebody else drives a side, which may end without an event, too."""
 
 
@@ -43,23 +43,25 @@ class Progress:
         self._sides = sides
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ending = False
+        self._soon = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Look at the workers again: somebody has used one."""
-        os.eventfd_write(self._wake, 1)
+        """Look at the workers again: somebody has used one. It may do so soon by itself."""
+        if not self._soon:
+            os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
         """End, and wait for it."""
         self._ending = True
-        self.wake()
+        os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
 
     def _run(self) -> None:
         while not self._ending:
-            taken = [side for side in self._sides if side.taken]
+            taken = [side for side in self._sides if side.taken or side.lock.locked()]
             # A list: every side has its turn.
             if not any([_turn(side) for side in self._sides if side not in taken]):
                 self._sleep(taken)
@@ -70,7 +72,10 @@ class Progress:
         for side in self._sides:
             for worker in side.workers if side not in taken else ():
                 poll.register(worker.descriptor, select.POLLIN)
-        events = poll.poll(self._patience(taken))
+        patience = self._patience(taken)
+        self._soon = patience == _TAKEN_MILLISECONDS
+        events = poll.poll(patience)
+        self._soon = False
         if any(descriptor == self._wake for descriptor, _ in events):
             os.eventfd_read(self._wake)
 

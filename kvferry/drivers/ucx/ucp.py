@@ -71,7 +71,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ucp_rkey_destroy": (None, [Pointer]),
     "ucp_am_send_nbx": (
         _WORD,
-        [Pointer, ctypes.c_uint, Pointer, _SIZE, ctypes.c_char_p, _SIZE, Pointer],
+        [Pointer, ctypes.c_uint, Pointer, _SIZE, Pointer, _SIZE, Pointer],
     ),
     "ucp_get_nbx": (_WORD, [Pointer, _WORD, _SIZE, _WORD, _WORD, _WORD]),
     "ucp_put_nbx": (_WORD, [Pointer, _WORD, _SIZE, _WORD, _WORD, _WORD]),
@@ -114,7 +114,7 @@ class Ucp:
         self._quieten(library)
         self._plain = structs.RequestParams()
         self._force = structs.RequestParams.of(flags=structs.CLOSE_BY_FORCE)
-        self._eager = structs.RequestParams.of(flags=structs.SEND_EAGERLY)
+        self._eager = structs.RequestParams.of(flags=structs.SEND_EAGERLY | structs.SEND_A_COPY)
 
     # What belongs to a whole transport.
 
@@ -297,17 +297,18 @@ class Ucp:
         """Learn when everything that was posted has arrived: 0, an error, or a request."""
         return self._nbx("ucp_ep_flush_nbx", endpoint, ctypes.byref(self._plain))
 
-    def send(self, endpoint: Endpoint, message: bytes) -> int:
-        """Send a message, which the caller keeps until the request has ended. As ``flush``."""
+    def send(self, endpoint: Endpoint, head: bytes, body: bytes | int, nbytes: int) -> int:
+        """Send a message. As ``flush``.
+
+        Args:
+            endpoint: to its peer.
+            head: what comes first, which may be nothing; copied.
+            body: what comes then, or where that lies; kept until the request has ended.
+            nbytes: of it.
+        """
+        params = ctypes.byref(self._eager)
         return self._nbx(
-            "ucp_am_send_nbx",
-            endpoint,
-            _MESSAGE_ID,
-            None,
-            0,
-            message,
-            len(message),
-            ctypes.byref(self._eager),
+            "ucp_am_send_nbx", endpoint, _MESSAGE_ID, head, len(head), body, nbytes, params
         )
 
     def transports(self, endpoint: Endpoint) -> list[str]:

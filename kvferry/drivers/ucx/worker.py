@@ -9,9 +9,10 @@ import ctypes
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvferry.drivers.ucx import structs, ucp
+from kvferry.drivers.ucx.buffers import Buffer, Buffers
 from kvferry.drivers.ucx.messages import MAX_MESSAGE, Message, decode, encode
 from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.structs import Code
@@ -24,8 +25,18 @@ _ROUNDS = 16
 """How often ``turn`` lets UCP work before it lets others have the worker."""
 
 
+Carried = Callable[[Message, int, int], None]
+"""What to do with a message that has a body: the body's address, and its bytes."""
+
+
 class Worker:
     """One worker.
+
+    Attributes:
+        poster: moves bytes for whoever has the worker.
+        buffers: for bodies that are to be sent.
+        carried: called while the worker has its turn; the body lies there only until it returns.
+            It must not raise, and uses no UCP. Other messages are ``messages``.
 
     Raises:
         TransportError: UCX cannot make one.
@@ -33,13 +44,15 @@ class Worker:
 
     def __init__(self, library: Ucp, context: Context, poster: Poster) -> None:
         self._ucp = library
-        self._poster = poster
+        self.poster = poster
+        self.buffers = Buffers()
+        self.carried: Carried = _ignored
         self.handle = library.create_worker(context)
-        self._arrived: deque[bytes] = deque()
+        self._arrived: deque[Message] = deque()
         self._failed: deque[tuple[int, int]] = deque()
         self._numbers = itertools.count(1)
         # What UCP still needs of messages that are on their way, and where to, by their requests.
-        self._sending: dict[int, tuple[Endpoint, bytes]] = {}
+        self._sending: dict[int, tuple[Endpoint, bytes | Buffer, int]] = {}
         self._closing: list[int] = []
         # Endpoints that are to be closed, by the requests that end when nothing is on the way out.
         self._lingering: dict[int, Endpoint] = {}
@@ -60,19 +73,40 @@ class Worker:
         made = self._ucp.create_endpoint(self.handle, address, self._on_error, number)
         return made, number
 
-    def send(self, endpoint: Endpoint, message: Message) -> None:
+    def send(
+        self, endpoint: Endpoint, message: Message, body: Buffer | None = None, nbytes: int = 0
+    ) -> None:
         """Send a message.
+
+        Args:
+            endpoint: to its peer.
+            message: what to say.
+            body: what goes with it, from ``buffers``, and ``nbytes``: so much of it.
 
         Raises:
             TransportError: the endpoint is broken.
         """
-        data = encode(message)
-        answer = self._ucp.send(endpoint, data)
+        head = encode(message)
+        if body is None:
+            self._send(endpoint, b"", head, head, len(head))
+        else:
+            self._send(endpoint, head, body, body.address, nbytes)
+
+    def _send(
+        self, endpoint: Endpoint, head: bytes, kept: bytes | Buffer, where: bytes | int, nbytes: int
+    ) -> None:
+        answer = self._ucp.send(endpoint, head, where, nbytes)
         code = status_of(answer)
         if code == Code.IN_PROGRESS:
-            self._sending[answer] = endpoint, data
-        elif code:
+            self._sending[answer] = endpoint, kept, nbytes
+            return
+        self._let_go(kept)
+        if code:
             raise ucp.error(code, "cannot send a message")
+
+    def _let_go(self, kept: bytes | Buffer) -> None:
+        if isinstance(kept, Buffer):
+            self.buffers.give(kept)
 
     def end(self, endpoint: Endpoint) -> None:
         """Close an endpoint without its peer; ``closing`` says when it is.
@@ -95,13 +129,13 @@ class Worker:
 
     def turn(self) -> bool:
         """Let UCP work for a while; whether there may be more to do."""
-        self._poster.drive(self.handle, _ROUNDS)
+        self.poster.drive(self.handle, _ROUNDS)
         self._sweep()
         return bool(self._arrived or self._failed) or not self._ucp.arm(self.handle)
 
     def backlog(self, endpoint: Endpoint) -> int:
         """Bytes of messages that are still on their way out there."""
-        return sum(len(data) for where, data in self._sending.values() if where == endpoint)
+        return sum(nbytes for where, _, nbytes in self._sending.values() if where == endpoint)
 
     @property
     def sending(self) -> bool:
@@ -125,9 +159,7 @@ class Worker:
     def messages(self) -> Iterator[Message]:
         """Those that have arrived, in order."""
         while self._arrived:
-            message = decode(self._arrived.popleft())
-            if message is not None:
-                yield message
+            yield self._arrived.popleft()
 
     def failures(self) -> Iterator[tuple[int, int]]:
         """Endpoints that have failed: number and status."""
@@ -142,7 +174,8 @@ class Worker:
 
     def _sweep(self) -> None:
         for request in [r for r in self._sending if self._ended(r)]:
-            del self._sending[request]
+            _, kept, _ = self._sending.pop(request)
+            self._let_go(kept)
         for request in [r for r in self._lingering if self._ended(r)]:
             self.drop(self._lingering.pop(request))
         self._closing = [r for r in self._closing if not self._ended(r)]
@@ -164,14 +197,27 @@ class Worker:
         length: int,
         more: int | None,
     ) -> int:
-        del argument, header, header_length, more
-        if data and length <= MAX_MESSAGE:
-            self._arrived.append(ctypes.string_at(data, length))
+        del argument, more
+        if length > MAX_MESSAGE:
+            return Code.OK
+        if header and header_length:
+            message = decode(ctypes.string_at(header, header_length))
+            if message is not None:
+                self.carried(message, data or 0, length)
+        elif data:
+            message = decode(ctypes.string_at(data, length))
+            if message is not None:
+                self._arrived.append(message)
         return Code.OK
 
     def _note_error(self, number: int | None, endpoint: int | None, code: int) -> None:
         del endpoint
         self._failed.append((number or 0, code))
+
+
+def _ignored(message: Message, body: int, nbytes: int) -> None:
+    """For whom no messages with bodies are meant."""
+    del message, body, nbytes
 
 
 def wait_closed(worker: Worker) -> None:
