@@ -32,7 +32,7 @@ from kvferry.core.memory import Region, region_of
 from kvferry.drivers.nixl import NixlTransport, library
 
 THREADS = 4
-CASES = ((64 << 10, 512, 1), (64 << 10, 2048, 1), (4 << 10, 40_000, 5))
+CASES = ((64 << 10, 512, 1), (64 << 10, 1024, 1), (64 << 10, 2048, 1), (4 << 10, 40_000, 5))
 """Bytes of a block, how many, and by what to divide the number of rounds: these take longer."""
 STEPS = ("prepare", "submit", "whole")
 TARGETS = {("whole", 64 << 10): 1.03, ("submit", 4 << 10): 2.0}

@@ -12,6 +12,8 @@ from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.memory import ADDRESS_LIMIT, Region, U64Array
 
+_U64 = np.dtype(np.uint64)
+
 
 def checked_length(copies: Copies) -> int:
     """The number of copies n, after a look at the form of the batch.
@@ -21,24 +23,49 @@ def checked_length(copies: Copies) -> int:
             copies in order and without gaps.
     """
     n = len(copies.nbytes)
-    for name in ("local", "remote", "nbytes"):
-        array = getattr(copies, name)
-        if array.dtype != np.uint64 or array.shape != (n,):
-            raise TransportUsageError(
-                f"copies.{name} has type {array.dtype} and shape {array.shape}; "
-                f"it must be uint64 of shape ({n},), as long as copies.nbytes"
-            )
-    edges = [0, *(segment.stop for segment in copies.segments)]
-    if [segment.start for segment in copies.segments] != edges[:-1] or edges[-1] != n:
-        raise TransportUsageError(
-            f"the segments do not cover the {n} copies in order and without gaps: "
-            f"{[(segment.start, segment.stop) for segment in copies.segments][:8]}"
-        )
-    if edges != sorted(edges):
-        raise TransportUsageError("a segment stops before it starts")
-    if n and int(copies.nbytes.max()) * n >= ADDRESS_LIMIT:
+    if not _well_formed(copies, n):
+        raise _malformed(copies, n)
+    position = 0
+    for segment in copies.segments:
+        if segment.start != position or segment.stop < position:
+            raise _uncovered(copies, n)
+        position = segment.stop
+    if position != n:
+        raise _uncovered(copies, n)
+    if n and _largest(copies.nbytes) * n >= ADDRESS_LIMIT:
         raise TransportUsageError(f"the copies have more than {ADDRESS_LIMIT} bytes together")
     return n
+
+
+def _well_formed(copies: Copies, n: int) -> bool:
+    local, remote, nbytes = copies.local, copies.remote, copies.nbytes
+    typed = local.dtype == remote.dtype == nbytes.dtype == _U64
+    return typed and local.shape == remote.shape == nbytes.shape == (n,)
+
+
+def _malformed(copies: Copies, n: int) -> TransportUsageError:
+    arrays = {"local": copies.local, "remote": copies.remote, "nbytes": copies.nbytes}
+    said = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
+    return TransportUsageError(
+        f"copies have types and shapes {said}; each must be uint64 of shape ({n},), the length "
+        "of nbytes"
+    )
+
+
+def _uncovered(copies: Copies, n: int) -> TransportUsageError:
+    return TransportUsageError(
+        f"the segments do not cover the {n} copies in order and without gaps: "
+        f"{[(segment.start, segment.stop) for segment in copies.segments][:8]}"
+    )
+
+
+def _largest(values: U64Array) -> int:
+    """As ``values.max()``, which has a longer way to go: for a small batch, that is most of it."""
+    return int(values[values.argmax()])
+
+
+def _smallest(values: U64Array) -> int:
+    return int(values[values.argmin()])
 
 
 def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
@@ -63,15 +90,15 @@ def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
     base = np.array([region.address for region in regions], np.uint64)
     stop = np.array([region.end for region in regions], np.uint64)
     # An address so high that its end wrapped around is not seen in ``high``.
-    if ((low < base) | (high > stop)).any() or int(address.max()) >= ADDRESS_LIMIT:
+    if ((low < base) | (high > stop)).any() or _largest(address) >= ADDRESS_LIMIT:
         raise _outside(side, segments, regions, address, copies.nbytes)
 
 
 def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
     """Whether even the longest copy would be within the region wherever one begins."""
-    if int(address.min()) < region.address:
+    if _smallest(address) < region.address:
         return False
-    return int(address.max()) + int(nbytes.max()) <= region.end
+    return _largest(address) + _largest(nbytes) <= region.end
 
 
 def _outside(

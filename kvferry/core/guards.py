@@ -160,7 +160,7 @@ def local_regions(copies: Copies, registered: Collection[Region]) -> frozenset[R
     Raises:
         TransportUsageError: one is not registered.
     """
-    regions = frozenset(segment.local for segment in copies.segments)
+    regions = frozenset([segment.local for segment in copies.segments])
     for region in regions:
         if region not in registered:
             raise TransportUsageError(
@@ -180,7 +180,7 @@ def remote_regions(copies: Copies, known: Collection[Region], name: str) -> froz
     Raises:
         TransportUsageError: one is not known.
     """
-    regions = frozenset(segment.remote for segment in copies.segments)
+    regions = frozenset([segment.remote for segment in copies.segments])
     for region in regions:
         if region not in known:
             raise TransportUsageError(

@@ -158,26 +158,36 @@ class Agent:
             remote: likewise.
             name: of the agent with the remote side.
         """
-        with self._mapped(f"cannot prepare a transfer with {name}", known=True):
+        try:
             here = self._agent.get_xfer_descs(local, SEGMENTS[kinds[0]])
             there = self._agent.get_xfer_descs(remote, SEGMENTS[kinds[1]])
             op = "WRITE" if write else "READ"
             return Handle(self._agent.initialize_xfer(op, here, there, name))
+        except self._library.errors as exc:
+            raise self._ours(exc, f"cannot prepare a transfer with {name}", known=True) from exc
 
     def post(self, handle: Handle, name: str) -> bool:
         """Start a transfer, which may take as long as all of it; whether it has ended already."""
-        with self._moving(name):
-            return self._ended(self._agent.transfer(handle), name)
+        try:
+            state = self._agent.transfer(handle)
+        except self._library.errors as exc:
+            raise self._failing(exc, name) from exc
+        return state == "DONE" or self._running(state, name)
 
     def check(self, handle: Handle, name: str) -> bool:
         """Whether a transfer has ended. Drives it, too."""
-        with self._moving(name):
-            return self._ended(self._agent.check_xfer_state(handle), name)
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except self._library.errors as exc:
+            raise self._failing(exc, name) from exc
+        return state == "DONE" or self._running(state, name)
 
     def release(self, handle: Handle) -> None:
         """Give a handle back. NIXL tries to cancel what still runs, and does not wait for it."""
-        with self._mapped("cannot release a transfer"):
+        try:
             self._agent.release_xfer_handle(handle)
+        except self._library.errors as exc:
+            raise self._ours(exc, "cannot release a transfer") from exc
 
     def telemetry(self, handle: Handle) -> Telemetry:
         """Of a transfer that has ended well; before, NIXL gives numbers that mean nothing."""
@@ -205,37 +215,39 @@ class Agent:
 
     @contextlib.contextmanager
     def _mapped(self, trouble: str, *, known: bool = False) -> Iterator[None]:
-        """Turn NIXL's errors into ours.
+        """Turn NIXL's errors into ours. What is called per transfer does without this: a context
+        manager costs as much as a call of NIXL's."""
+        try:
+            yield
+        except self._library.errors as exc:
+            raise self._ours(exc, trouble, known=known) from exc
+
+    def _ours(self, error: Exception, trouble: str, *, known: bool = False) -> TransportError:
+        """What to raise for an error of NIXL's, which loses its frames.
 
         If the peer and its memory are ``known``, and NIXL says that it knows no such thing, then
         it has dropped the peer, which it does by itself when a connection breaks.
         """
-        library = self._library
-        try:
-            yield
-        except library.lost as exc:
-            raise PeerLostError(f"{trouble}: the connection is broken ({exc})") from bare(exc)
-        except library.errors as exc:
-            if known and isinstance(exc, library.unknown):
-                raise PeerLostError(f"{trouble}: the connection was closed ({exc})") from bare(exc)
-            raise TransportError(
-                f"{trouble}: {type(exc).__name__}: {exc}; NIXL_LOG_LEVEL=DEBUG says more"
-            ) from bare(exc)
+        bare(error)
+        if isinstance(error, self._library.lost):
+            return PeerLostError(f"{trouble}: the connection is broken ({error})")
+        if known and isinstance(error, self._library.unknown):
+            return PeerLostError(f"{trouble}: the connection was closed ({error})")
+        return TransportError(
+            f"{trouble}: {type(error).__name__}: {error}; NIXL_LOG_LEVEL=DEBUG says more"
+        )
 
-    @contextlib.contextmanager
-    def _moving(self, name: str) -> Iterator[None]:
-        """As ``_mapped``, for what moves bytes: remember that it has failed."""
-        try:
-            with self._mapped(f"a transfer with {name} failed", known=True):
-                yield
-        except TransportError:
-            self._failed = True
-            raise
+    def _failing(self, error: Exception, name: str) -> TransportError:
+        """As ``_ours``, for what moves bytes: remember that it has failed."""
+        self._failed = True
+        return self._ours(error, f"a transfer with {name} failed", known=True)
 
-    def _ended(self, state: str, name: str) -> bool:
-        if state not in ("DONE", "PROC"):
-            raise TransportError(f"a transfer with {name} failed: NIXL says {state}")
-        return state == "DONE"
+    def _running(self, state: str, name: str) -> bool:
+        """False, if a transfer that has not ended has not failed either."""
+        if state == "PROC":
+            return False
+        self._failed = True
+        raise TransportError(f"a transfer with {name} failed: NIXL says {state}")
 
     def _start(self, params: dict[str, str]) -> None:
         try:

@@ -117,7 +117,8 @@ class Job:
         if self.timed is not None:
             with contextlib.suppress(TransportError):
                 self.timed.append(agent.telemetry(handle))
-        _release(agent, [handle])
+        with contextlib.suppress(TransportError):
+            agent.release(handle)
 
     def _ended_badly(self, handle: Handle, error: TransportError) -> None:
         self.running.remove(handle)

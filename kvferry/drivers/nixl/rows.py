@@ -51,13 +51,13 @@ class Table:
 
     def _reserve(self, capacity: int) -> None:
         self._ends = np.empty(capacity, np.uint64)
-        self._rows = np.empty((2, capacity, 3), np.uint64)
+        self._local, self._remote = np.empty((2, capacity, 3), np.uint64)
         self._devices: _Devices = (-1, -1)
 
     def _filled(self, copies: Copies, n: int) -> tuple[Rows, Rows]:
-        local, remote = self._rows[:, :n]
+        local, remote = self._local[:n], self._remote[:n]
         local[:, 0], remote[:, 0] = copies.local, copies.remote
-        self._rows[:, :n, 1] = copies.nbytes
+        local[:, 1] = remote[:, 1] = copies.nbytes
         devices = {(segment.local.device, segment.remote.device) for segment in copies.segments}
         if devices != {self._devices}:
             self._fill_devices(copies, devices)
@@ -67,17 +67,17 @@ class Table:
         """Where all copies have the same devices, for the next batches as well."""
         if len(devices) == 1:
             (self._devices,) = devices
-            self._rows[:, :, 2] = np.array([self._devices], np.uint64).T
+            self._local[:, 2], self._remote[:, 2] = self._devices
             return
         self._devices = (-1, -1)
         for segment in copies.segments:
-            self._rows[0, segment.start : segment.stop, 2] = segment.local.device
-            self._rows[1, segment.start : segment.stop, 2] = segment.remote.device
+            self._local[segment.start : segment.stop, 2] = segment.local.device
+            self._remote[segment.start : segment.stop, 2] = segment.remote.device
 
     def _grouped(
         self, copies: Copies, local: Rows, remote: Rows
     ) -> Iterator[tuple[Kinds, Rows, Rows]]:
-        empty = not copies.nbytes.all()
+        empty = not copies.nbytes[copies.nbytes.argmin()]
         groups: dict[Kinds, list[Segment]] = {}
         for segment in copies.segments:
             groups.setdefault((segment.local.kind, segment.remote.kind), []).append(segment)
