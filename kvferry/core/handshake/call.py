@@ -1,14 +1,11 @@
-"""One question to one side channel: reach it, ask, and say what is wrong if no answer comes."""
+"""To one side channel: how it is reached, and what is wrong if no answer comes."""
 
 from __future__ import annotations
 
-import math
 import os
 import socket
-import struct
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +13,9 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.core.errors import AdmissionError, HandshakeError, WireError
-from kvferry.core.handshake.sockets import (
-    Context,
-    Socket,
-    encrypt,
-    endpoint,
-    make_socket,
-    numeric_hosts,
-)
+from kvferry.core.handshake.sockets import Context, Socket, encrypt, make_socket
 from kvferry.core.security import Access
-from kvferry.core.wire import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
+from kvferry.core.wire import MAX_REPLY_BYTES, Reply, decode_reply
 
 STRANGER = "what listens there is no side channel of kvferry, or the engine has just ended"
 ENDINGS: dict[int, str] = {
@@ -38,10 +28,6 @@ ENDINGS: dict[int, str] = {
 """What ZMQ's monitor says when no answer can come any more, for people."""
 UNCLEAR = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
-AGAIN_SECONDS = 0.25
-"""After so long without an answer one asks again. Between a thread that writes to a socket with
-CONFLATE and one that goes to sleep on it libzmq may lose the wake-up; the next message makes it."""
-
 LOOK_SECONDS = 1.0
 """How long finding out more about a failure may take."""
 HALF_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
@@ -53,11 +39,11 @@ MECHANISM = slice(12, 32)
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """One question to one side channel.
+    """Where a side channel is, and how it is to be asked.
 
     Attributes:
         host, port: where it is.
-        timeout: seconds for everything.
+        timeout: seconds to reach it, and for each answer.
         context: to make the socket in; ``None`` for the one that is shared.
         access: this engine's keys, and whom it may ask.
         key: the public key that the side channel should have; empty for none.
@@ -72,29 +58,6 @@ class Call:
     key: bytes
     numeric: list[str] = field(default_factory=list)
     _found: str = field(default="", init=False)
-
-    def exchange(self, request: Request) -> Reply:
-        """Ask, and wait for the answer.
-
-        Raises:
-            HandshakeError: there is none; says why, but not where.
-        """
-        deadline = time.monotonic() + self.timeout
-        self.access.check_server(self.key)
-        self.numeric = numeric_hosts(self.host, self.port, self.timeout)
-        numeric = self.listening(deadline)
-        channel = self.channel(numeric)
-        monitor: Socket = channel.get_monitor_socket(sum(ENDINGS))
-        try:
-            channel.connect(endpoint(numeric, self.port))
-            self._await_reply(channel, monitor, encode(request), deadline)
-            return answer(channel)
-        except WireError as exc:
-            raise HandshakeError(f"its answer is {exc}") from exc
-        finally:
-            channel.disable_monitor()
-            monitor.close(0)
-            channel.close(0)
 
     def channel(self, numeric: str) -> Socket:
         """An unconnected socket for a numeric address, with this engine's keys.
@@ -143,30 +106,6 @@ class Call:
                 "yours is there"
             )
         return allowed
-
-    def _await_reply(
-        self, channel: Socket, monitor: Socket, request: bytes, deadline: float
-    ) -> None:
-        poller = zmq.Poller()
-        poller.register(channel, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
-        while True:
-            with suppress(zmq.Again):  # the connection has ended already: the monitor says how
-                channel.send(request, zmq.DONTWAIT)
-            left = deadline - time.monotonic()
-            ready = dict(poller.poll(max(math.ceil(min(left, AGAIN_SECONDS) * 1e3), 0)))
-            if channel in ready:
-                return
-            if monitor in ready:
-                event, value = struct.unpack("=hi", monitor.recv_multipart()[0])
-                if channel.poll(0):  # the answer came, and then the end
-                    return
-                raise self.why_ended(event, value)
-            if left <= 0:
-                raise HandshakeError(
-                    f"it took the connection, but did not answer within {self.timeout:g} s: its "
-                    "process is stopped or overloaded"
-                )
 
     def why_ended(self, event: int, value: int) -> HandshakeError:
         """What an event of ZMQ's monitor, one of ``ENDINGS``, says, for people."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from kvferry.core.errors import HandshakeError, IncompatibleError, RefusedError
 from kvferry.core.handshake.agree import EngineInfo, engine_info
 from kvferry.core.handshake.call import Call
+from kvferry.core.handshake.line import Line
 from kvferry.core.handshake.sockets import Context, is_loopback, place
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.security import OPEN, Access
@@ -22,6 +24,7 @@ from kvferry.core.wire import (
     Pong,
     Refusal,
     Reply,
+    Request,
 )
 
 
@@ -55,7 +58,7 @@ def fetch(
     call = Call(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     ask = Ask(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)
     with _explained(engine, call):
-        reply = call.exchange(ask)
+        reply = _asked(call, ask)
         if not isinstance(reply, Payloads):
             raise _unexpected(reply)
         info = engine_info(reply.ranks)
@@ -77,7 +80,7 @@ def ping(
     """Ask whether an engine lives, and which start of it. As ``fetch``."""
     call = Call(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with _explained(engine, call):
-        reply = call.exchange(Ping(engine=engine))
+        reply = _asked(call, Ping(engine=engine))
         if not isinstance(reply, Pong):
             raise _unexpected(reply)
         return Incarnation(reply.incarnation)
@@ -96,10 +99,19 @@ def health(
     """Ask an engine how it is; without ``engine``, whichever listens there. As ``fetch``."""
     call = Call(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with _explained(engine, call):
-        reply = call.exchange(Health(engine=engine))
+        reply = _asked(call, Health(engine=engine))
         if not isinstance(reply, Condition):
             raise _unexpected(reply)
         return reply
+
+
+def _asked(call: Call, request: Request) -> Reply:
+    deadline = time.monotonic() + call.timeout
+    with closing(Line(call)) as line:
+        reply = line.ask(request, deadline)
+    if reply is None:  # only a line that can be woken says so
+        raise HandshakeError("nobody waits for an answer any more")
+    return reply
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A lasting connection to a side channel, which tells at once when the other end has gone."""
+"""A connection to a side channel, which tells at once when the other end has gone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from kvferry.core.handshake.call import ENDINGS, Call, answer
 from kvferry.core.handshake.sockets import Socket, endpoint, numeric_hosts
 from kvferry.core.wire import Reply, Request, encode
 
+AGAIN_SECONDS = 0.25
+"""After so long without an answer one asks again. Where a socket keeps one frame, as that of
+``Call.channel`` does, libzmq may lose the wake-up between who writes a message and who goes to
+sleep at that moment, in either direction: then both ends sleep, until the next message."""
+
 
 class Line:
-    """One connection, for any number of questions. Used by one thread.
+    """One connection, for any number of questions that are alike. Used by one thread.
 
     Args:
         call: where to, with which keys; its timeout is for connecting and for each answer.
@@ -27,40 +32,51 @@ class Line:
         HandshakeError: nobody can be reached there; says why, but not where.
     """
 
-    def __init__(self, call: Call, wake: socket.socket) -> None:
+    def __init__(self, call: Call, wake: socket.socket | None = None) -> None:
         self._call = call
         self._wake = wake
         self._ended: HandshakeError | None = None
+        self._unanswered = 0
         call.access.check_server(call.key)
         call.numeric = numeric_hosts(call.host, call.port, call.timeout)
         numeric = call.listening(time.monotonic() + call.timeout)
         try:
-            self._channel = call.channel(numeric)
-            self._monitor: Socket = self._channel.get_monitor_socket(sum(ENDINGS))
-            self._channel.connect(endpoint(numeric, call.port))
+            self._channel, self._monitor = _connected(call, numeric)
         except zmq.ZMQError as exc:
             raise HandshakeError(f"no connection can be made from here: {exc}") from exc
         self._poller = zmq.Poller()
-        for waited in (self._channel, self._monitor, wake):
+        for waited in filter(None, (self._channel, self._monitor, wake)):
             self._poller.register(waited, zmq.POLLIN)
 
-    def ask(self, request: Request) -> Reply | None:
-        """Ask, and wait for the answer; ``None`` if the wait was ended.
+    def ask(self, request: Request, deadline: float | None = None) -> Reply | None:
+        """Ask, again if need be, and wait for the answer; ``None`` if the wait was ended.
+
+        Args:
+            request: the question.
+            deadline: by ``time.monotonic``; ``None`` for the call's timeout from now.
 
         Raises:
             HandshakeError: there is none, or the connection has ended.
         """
-        with suppress(zmq.Again):  # the connection has ended already: the monitor says how
-            self._channel.send(encode(request), zmq.DONTWAIT)
-        ready = self._wait(self._call.timeout)
-        if self._wake.fileno() in ready:
-            return None
-        if self._channel not in ready:
-            raise HandshakeError(f"no answer within {self._call.timeout:g} s")
-        try:
-            return answer(self._channel)
-        except WireError as exc:
-            raise HandshakeError(f"its answer is {exc}") from exc
+        if deadline is None:
+            deadline = time.monotonic() + self._call.timeout
+        while self._channel.poll(0):
+            self._drop()
+        while True:
+            with suppress(zmq.Again):  # the connection has ended already: the monitor says how
+                self._channel.send(encode(request), zmq.DONTWAIT)
+                self._unanswered += 1
+            left = deadline - time.monotonic()
+            ready = self._wait(min(left, AGAIN_SECONDS))
+            if self._wake is not None and self._wake.fileno() in ready:
+                return None
+            if self._channel in ready:
+                return self._answer()
+            if left <= 0:
+                raise HandshakeError(
+                    f"it took the connection, but did not answer within {self._call.timeout:g} s: "
+                    "its process is stopped or overloaded"
+                )
 
     def rest(self, seconds: float) -> None:
         """Say nothing for a while, or until the wait is ended.
@@ -68,8 +84,9 @@ class Line:
         Raises:
             HandshakeError: the connection has ended, or the other end spoke unasked.
         """
-        if self._channel in self._wait(seconds):
-            raise HandshakeError("it sent what was not asked for")
+        until = time.monotonic() + seconds
+        while self._channel in self._wait(until - time.monotonic()):
+            self._drop()
 
     def close(self) -> None:
         """Hang up."""
@@ -77,12 +94,39 @@ class Line:
         self._monitor.close(0)
         self._channel.close(0)
 
+    def _answer(self) -> Reply:
+        self._unanswered -= 1
+        try:
+            return answer(self._channel)
+        except WireError as exc:
+            raise HandshakeError(f"its answer is {exc}") from exc
+
+    def _drop(self) -> None:
+        """Take what came late, to a question that was asked twice."""
+        self._answer()
+        if self._unanswered < 0:
+            raise HandshakeError("it sent what was not asked for")
+
     def _wait(self, seconds: float) -> dict[object, int]:
         if self._ended is not None:
             raise self._ended
         ready: dict[object, int] = dict(self._poller.poll(max(math.ceil(seconds * 1e3), 0)))
         if self._monitor in ready and self._channel not in ready:
-            event, value = struct.unpack("=hi", self._monitor.recv_multipart()[0])
-            self._ended = self._call.why_ended(event, value)
-            raise self._ended
+            if not self._channel.poll(0):
+                event, value = struct.unpack("=hi", self._monitor.recv_multipart()[0])
+                self._ended = self._call.why_ended(event, value)
+                raise self._ended
+            ready[self._channel] = zmq.POLLIN  # the answer came, and then the end
         return ready
+
+
+def _connected(call: Call, numeric: str) -> tuple[Socket, Socket]:
+    """A connection that is being made, and what says how it ends."""
+    channel = call.channel(numeric)
+    try:
+        monitor: Socket = channel.get_monitor_socket(sum(ENDINGS))
+        channel.connect(endpoint(numeric, call.port))
+    except zmq.ZMQError:
+        channel.close(0)
+        raise
+    return channel, monitor

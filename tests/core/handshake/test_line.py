@@ -5,13 +5,16 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import zmq
 
 from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.handshake.call import Call
 from kvferry.core.handshake.line import Line
+from kvferry.core.handshake.sockets import Context, Socket
 from kvferry.core.security import Access, generate
 from kvferry.core.wire import Ping, Pong, Refusal, encode
 from tests.core.messages import payload
@@ -88,3 +91,73 @@ def test_nobody_is_there(wakers: tuple[socket.socket, socket.socket]) -> None:
     call = Call(host="127.0.0.1", port=port, timeout=LONG, context=None, access=Access(), key=b"")
     with pytest.raises(HandshakeError, match="nobody listens there"):
         Line(call, wakers[1])
+
+
+# Another end, which does what the test says: libzmq may lose a wake-up, so that a question or an
+# answer is not taken before the next one comes.
+
+
+class Other:
+    """A side channel that does not answer by itself."""
+
+    def __init__(self, channel: Socket, asked: ThreadPoolExecutor, line: Line) -> None:
+        self.channel = channel
+        self.line = line
+        self._asked = asked
+
+    def ask(self) -> Future[object]:
+        """What the line gets for a question."""
+        return self._asked.submit(self.line.ask, PING)
+
+    def hear(self) -> bytes:
+        """Wait for a question; from whom."""
+        assert self.channel.poll(int(LONG * 1e3)), "nobody asks"
+        return self.channel.recv_multipart()[0]
+
+    def say(self, to: bytes) -> None:
+        self.channel.send_multipart([to, encode(Pong(incarnation=7))])
+
+
+@pytest.fixture
+def other() -> Iterator[Other]:
+    context: Context = zmq.Context()
+    with context, context.socket(zmq.ROUTER) as channel, ThreadPoolExecutor(1) as asked:
+        channel.linger = 0
+        port = channel.bind_to_random_port("tcp://127.0.0.1")
+        call = Call(
+            host="127.0.0.1", port=port, timeout=LONG, context=None, access=Access(), key=b""
+        )
+        line = Line(call)
+        yield Other(channel, asked, line)
+        line.close()
+
+
+def test_a_question_that_is_not_answered_is_asked_again(other: Other) -> None:
+    answer = other.ask()
+    other.hear()
+    other.say(other.hear())
+    assert answer.result(LONG) == Pong(incarnation=7)
+
+
+def test_an_answer_that_came_late_is_dropped(other: Other) -> None:
+    answer = other.ask()
+    asker = other.hear()
+    assert other.hear() == asker
+    other.say(asker)
+    assert answer.result(LONG) == Pong(incarnation=7)
+    other.say(asker)
+    other.line.rest(0.2)
+    answer = other.ask()
+    other.say(other.hear())
+    assert answer.result(LONG) == Pong(incarnation=7)
+
+
+def test_what_was_not_asked_for_ends_the_line(other: Other) -> None:
+    answer = other.ask()
+    asker = other.hear()
+    other.say(asker)
+    assert answer.result(LONG) == Pong(incarnation=7)
+    with pytest.raises(HandshakeError, match="not asked for"):
+        while True:  # the question may have been asked more than once
+            other.say(asker)
+            other.line.rest(1.0)
