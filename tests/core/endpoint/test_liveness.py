@@ -138,6 +138,7 @@ def test_a_producer_that_is_not_used_is_let_go_of_and_reached_again() -> None:
         decode.pull("d-2", prefill.serve("p-2", [1], 4), [2])
         assert not decode.outcome("d-2").failed
         assert driver.disconnected == set()
+        prefill.released("p-2")  # what is heard from here on is no "done"
         clock.skip(90.0)
         waiting = prefill.serve("p-3", [1], 4)
         theirs.heard.clear()
