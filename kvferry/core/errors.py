@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 
 class KVFerryError(Exception):
     """Base of all of them: catch it to catch whatever kvferry refuses."""
@@ -39,8 +41,42 @@ class IncompatibleError(HandshakeError):
     """Two engines must not exchange pages; names what differs, with both values."""
 
 
+class TicketReason(enum.StrEnum):
+    """Why a ticket is refused."""
+
+    MALFORMED = "malformed"
+    """A part is missing, of the wrong type, or out of bounds."""
+    FOREIGN = "foreign"
+    """Another connector made it."""
+    VERSION = "version"
+    SIGNATURE = "signature"
+    """It is not signed as it should be: altered, made up, or with other secrets."""
+    ROLE = "role"
+    """This engine may not load."""
+    OWN = "own"
+    """This very engine made it."""
+    PROMPT = "prompt"
+    """It was made for another prompt."""
+    TOKENS = "tokens"
+    """Its states and windows are those after another number of tokens."""
+    ADMISSION = "admission"
+    """This engine would not ask the one that made it, by its key."""
+    RESTARTED = "restarted"
+    """Its engine was restarted since."""
+    MISMATCH = "mismatch"
+    """Its engine has another shape than it says."""
+
+
 class TicketError(KVFerryError, ValueError):
-    """A ticket is refused before anything is read."""
+    """A ticket is refused before anything is read.
+
+    Attributes:
+        reason: why, in a word for figures.
+    """
+
+    def __init__(self, text: str = "", *, reason: TicketReason = TicketReason.MALFORMED) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class SecretError(KVFerryError, ValueError):

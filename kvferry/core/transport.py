@@ -255,6 +255,12 @@ class Transport(ABC):
         """The library that moves the bytes and its version, for people; empty if it needs none."""
         return ""
 
+    def path(self, peer: PeerId) -> str:
+        """What carries a connected peer's bytes, in a few words that stay the same (``rc_mlx5``,
+        say), for figures and people; empty if the driver cannot tell, or there is no such peer."""
+        del peer
+        return ""
+
     # What the capabilities may deny; the defaults refuse.
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:

@@ -9,11 +9,13 @@ import numpy as np
 
 from kvferry.core.descriptors import Pages, ReadRequest
 from kvferry.core.endpoint.peers import Peer
+from kvferry.core.endpoint.transfers import Outcome
 from kvferry.core.errors import EndpointClosedError, KVFerryError
+from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.renewals import RenewalId
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.stats import LoadRecord
+from kvferry.core.stats import LoadRecord, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,16 @@ class Load:
         return any(wanted is not None for wanted in self.ranges)
 
 
+STAGES = {
+    "handshake": Stage.HANDSHAKE,
+    "checking": Stage.CHECK,
+    "recheck": Stage.CHECK,
+    "reading": Stage.TRANSFER,
+    "fencing": Stage.FENCE,
+}
+"""By what ``Loads.stage`` calls them."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Context:
     """What the endpoint knows of a load that the machine need not know."""
@@ -54,7 +66,12 @@ class Context:
     shaken: float = 0.0
     copies: int = 0
     nbytes: int = 0
-    read_seconds: float = 0.0
+    failed_at: Stage | None = None
+    """Where it failed, if that was before it began."""
+    wait_seconds: float = 0.0
+    check_seconds: float = 0.0
+    post_seconds: float = 0.0
+    transfer_seconds: float = 0.0
     fence_seconds: float = 0.0
     request: ReadRequest = field(init=False)
 
@@ -73,19 +90,45 @@ class Context:
             raise EndpointClosedError("a load has no peer: its handshake is not over")
         return self.peer
 
-    def record(self, error: KVFerryError | None) -> LoadRecord:
-        """Figures, now that the load is over."""
+    @property
+    def pages(self) -> int:
+        """How many pages are the load's to fill."""
+        return sum(int(np.count_nonzero(pages.ids != HOLE)) for pages in self.load.local)
+
+    def add(self, outcome: Outcome) -> None:
+        """A read of the load's pages has ended."""
+        self.copies += outcome.copies
+        self.nbytes += outcome.nbytes
+        if outcome.begun:
+            self.check_seconds = max(self.check_seconds, outcome.begun - self.shaken)
+            self.post_seconds = max(self.post_seconds, outcome.post_seconds)
+            moved = outcome.seconds - outcome.post_seconds
+            self.transfer_seconds = max(self.transfer_seconds, moved)
+
+    def record(self, error: KVFerryError | None, stage: str) -> LoadRecord:
+        """Figures, now that the load is over.
+
+        Args:
+            error: why it failed.
+            stage: where, as ``Loads`` says it.
+        """
         now = time.perf_counter()
         return LoadRecord(
             request=self.load.request,
             engine=self.load.ticket.engine,
-            error=None if error is None else str(error),
+            reached=self.peer is not None,
+            path=(self.peer.path or "") if self.peer is not None else "",
+            error=error,
+            stage=None if error is None else self.failed_at or STAGES.get(stage, Stage.HANDSHAKE),
             reads=self.load.reads,
             tokens=max((last - first for first, last in filter(None, self.load.ranges)), default=0),
             copies=self.copies,
             nbytes=self.nbytes,
             seconds=now - self.begun,
+            wait_seconds=self.wait_seconds,
             handshake_seconds=max(self.shaken - self.begun, 0.0),
-            read_seconds=self.read_seconds,
+            check_seconds=self.check_seconds,
+            post_seconds=self.post_seconds,
+            transfer_seconds=self.transfer_seconds,
             fence_seconds=self.fence_seconds,
         )

@@ -22,12 +22,14 @@ from kvferry.core.endpoint.pulling import Puller
 from kvferry.core.endpoint.serving import Server
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.endpoint.words import Scratch, SlotTable
-from kvferry.core.errors import EndpointClosedError, KVFerryError, TransportError
+from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TransportError
+from kvferry.core.failures import Cause, cause_of, explained, on_one_line
+from kvferry.core.handshake.sockets import place
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ledger import Orders
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.stats import LoadRecord
+from kvferry.core.stats import REFUSED, Data, Figures, LoadRecord
 from kvferry.core.transport import Transport
 from kvferry.core.wire import NEWEST_PROTOCOL, OLDEST_PROTOCOL, RankPayload
 from kvferry.core.zeroing import zero_cpu
@@ -84,7 +86,8 @@ class Endpoint:
         self.payload = self._publish(driver, layout)
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
-        self._server = Server(self._table, identity.incarnation, clock)
+        self._figures = Figures(driver=driver, rank=str(identity.rank))
+        self._server = Server(self._table, identity.incarnation, clock, self._figures)
         self._transfers = Transfers(transport)
         self._puller = Puller(
             own=self.payload,
@@ -95,6 +98,7 @@ class Endpoint:
             options=options,
             post=self._post,
             clock=clock,
+            figures=self._figures,
             reported=self._reported,
         )
         self._changed = threading.Condition()
@@ -210,8 +214,12 @@ class Endpoint:
             received=frozenset(received),
             failed={request: error for request, error in received.items() if error is not None},
             loads=tuple(records),
-            ignored=self._server.take_ignored(),
         )
+
+    def take_figures(self) -> Data | None:
+        """What was counted since the last call (``kvferry.core.stats.FIGURES``), which is the
+        caller's from now on; ``None`` if nothing was. Never blocks."""
+        return self._figures.take()
 
     def wait(self, timeout: float) -> bool:
         """Sleep until a result is there, or ``timeout`` seconds; whether one is.
@@ -294,6 +302,9 @@ class Endpoint:
     def _reported(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
         """A load is over; on the endpoint's thread."""
         _log(load, error, record)
+        self._figures.count_load(record)
+        if isinstance(error, TicketError) and self._identity.rank == 0:  # all ranks refuse alike
+            self._figures.add(REFUSED, reason=error.reason.value)
         with self._changed:
             self._records.append(record)
             if load.report:
@@ -363,13 +374,11 @@ class Endpoint:
 
 
 def _log(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+    if error is not None:
+        _log_failure(load, error, record)
+        return
     if not load.reads:
         logger.debug("request %s: nothing to pull from engine %s", load.request, record.engine)
-        return
-    if error is not None:
-        logger.warning(
-            "request %s: not loaded from engine %s: %s", load.request, record.engine, error
-        )
         return
     logger.info(
         "request %s: pulled %d tokens, %d bytes in %d copies from engine %s in %.1f ms",
@@ -379,4 +388,20 @@ def _log(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
         record.copies,
         record.engine,
         record.seconds * 1e3,
+    )
+
+
+def _log_failure(load: Load, error: KVFerryError, record: LoadRecord) -> None:
+    """In one line: the request, the peer, the stage, the cause, and what to do."""
+    cause = cause_of(error)
+    logger.log(
+        logging.INFO if cause is Cause.GIVEN_UP else logging.WARNING,
+        "request %s: %s engine %s at %s (stage %s, cause %s): %s",
+        on_one_line(load.request),
+        "not loaded from" if load.reads else "nothing to pull, and not told so:",
+        on_one_line(record.engine),
+        on_one_line(place(load.ticket.host, load.ticket.port)),
+        record.stage,
+        cause,
+        explained(error),
     )

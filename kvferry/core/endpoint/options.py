@@ -70,11 +70,9 @@ class Results:
         received: requests whose pages no byte lands in any more.
         failed: those of ``received`` whose pages must not be used, and why.
         loads: figures of every load, also of those that are not reported.
-        ignored: messages of consumers about holds that did not stand.
     """
 
     sent: frozenset[RequestId] = frozenset()
     received: frozenset[RequestId] = frozenset()
     failed: Mapping[RequestId, KVFerryError] = field(default_factory=dict)
     loads: tuple[LoadRecord, ...] = ()
-    ignored: int = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvferry.core.endpoint.aside import Aside
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import TransportUsageError
+from kvferry.core.failures import on_one_line
 from kvferry.core.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,12 @@ class Partings:
         leaving = self._leaving[peer]
         leaving.is_closing = False
         if not leaving.tries:
-            logger.error("connection %d did not fall silent; its pages stay", peer, exc_info=error)
+            logger.error(
+                "connection %d, to %s, did not fall silent (stage disconnect): the pages that it "
+                "may still write are quarantined until it does; restart the engine if that lasts",
+                peer,
+                on_one_line(str(leaving.owner)),
+                exc_info=error,
+            )
         leaving.tries += 1
         leaving.due = self._clock() + min(2.0**leaving.tries, LONGEST_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,12 +12,14 @@ from kvferry.core.endpoint.liveness import Watch
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.parting import Partings
 from kvferry.core.endpoint.shaking import Handshake, Handshakes, PeerKey
+from kvferry.core.endpoint.standing import Standing
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, PeerLostError
 from kvferry.core.handshake import agree, fetch
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import Party
 from kvferry.core.lifecycle.ticket import Ticket, page_limits
+from kvferry.core.stats import LOST_PEERS, MAX_NAME, Figures, Stage
 from kvferry.core.topology import Plan, Source, plan
 from kvferry.core.transport import PeerId, Transport
 from kvferry.core.wire import RankPayload
@@ -45,6 +48,8 @@ class Peer:
     """It has not been given up."""
     suspect: bool = False
     """Something failed; it is connected anew as soon as it has no loads."""
+    path: str | None = None
+    """What carries its bytes, in the driver's words, once something was read."""
 
     def __post_init__(self) -> None:
         self.sources = {source.remote: source for source in self.plan.sources}
@@ -96,6 +101,7 @@ class Peers:
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
         options: times, and whom to connect to.
+        figures: told of handshakes, and of who is up and down.
         lost: called when a producer is dead, or is another one now; it is to be given up.
     """
 
@@ -108,6 +114,7 @@ class Peers:
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         options: EndpointOptions,
+        figures: Figures,
         lost: Callable[[Peer, KVFerryError], None],
     ) -> None:
         self._transport = transport
@@ -115,6 +122,8 @@ class Peers:
         self._post = post
         self._clock = clock
         self._options = options
+        self._figures = figures
+        self._standing = Standing(figures, clock, options.engine_ttl)
         self._lost = lost
         self._warned: set[tuple[str, int]] = set()
         self._own: tuple[RankPayload, ...] = ()
@@ -162,6 +171,7 @@ class Peers:
         known = (peer.key.engine, peer.incarnation)
         if self._known.get(known) is peer:
             del self._known[known]
+            self._standing.released(known)
         if (watch := self._watches.pop(peer, None)) is not None:
             watch.stop()
         peer.connected = False
@@ -169,10 +179,28 @@ class Peers:
         for peer_id in ids.values():
             self._partings.add(peer_id, known)
 
+    def lose(self, peer: Peer) -> None:
+        """As ``forget``, because it failed."""
+        self._figures.add(LOST_PEERS, peer=peer.key.engine[:MAX_NAME])
+        self._standing.lost(peer.key.engine)
+        self.forget(peer)
+
+    def is_loud(self, peer: Peer) -> bool:
+        """Whether a connection to it did not fall silent when it was closed."""
+        return self._partings.is_loud((peer.key.engine, peer.incarnation))
+
+    def path(self, peer: Peer) -> str:
+        """What carries a peer's bytes, in the driver's words; empty if it cannot tell."""
+        if peer.path is None:
+            paths = {self._transport.path(peer_id) for peer_id in peer.ids.values()}
+            peer.path = "+".join(sorted(filter(None, paths)))
+        return peer.path
+
     def progress(self, now: float) -> None:
         """Start handshakes that had to wait, close what is quiet, release who is idle."""
         self._handshakes.progress(now)
         self._partings.progress(now)
+        self._standing.progress(now)
         postponed, self._postponed = self._postponed, []
         for connect in postponed:
             connect()
@@ -193,7 +221,7 @@ class Peers:
         """On a thread of its own: everything that needs no transport."""
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
-        options = self._options
+        begun, options = time.perf_counter(), self._options
         info = fetch(
             key.host,
             key.port,
@@ -209,6 +237,7 @@ class Peers:
             payloads=info.ranks,
             plan=plan(layouts, [payload.layout for payload in info.ranks], self._rank),
             overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
+            begun=begun,
         )
 
     def _shaken(
@@ -222,6 +251,7 @@ class Peers:
                 self._postponed.append(lambda: self._shaken(key, result, ready, failed))
             return
         if isinstance(result, KVFerryError):
+            self._standing.lost(key.engine)
             failed(result)
         elif (peer := self._known.get(_name(key, result))) is not None:
             ready(peer)
@@ -261,12 +291,16 @@ class Peers:
         if made.error is not None:
             self.forget(peer)
             self._handshakes.failed(key)
+            self._standing.lost(key.engine)
             for _, failed in waiting:
                 failed(made.error)
             return
         self._handshakes.succeeded(key)
         self._forget_earlier(key.engine)
         self._known[known] = peer
+        self._standing.connected(key.engine, known)
+        seconds = time.perf_counter() - shake.begun
+        self._figures.count_stage(Stage.HANDSHAKE, seconds, key.engine)
         self._warn(known, shake)
         self._watch(peer)
         for ready, _ in waiting:

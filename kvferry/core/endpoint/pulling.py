@@ -23,13 +23,16 @@ from kvferry.core.errors import (
     KVFerryError,
     PeerLostError,
     TicketError,
+    TicketReason,
     TransferCancelledError,
     TransportError,
 )
+from kvferry.core.failures import cause_of, explained, on_one_line
+from kvferry.core.handshake.sockets import place
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op
 from kvferry.core.lifecycle.ticket import Ticket, check_against
-from kvferry.core.stats import LoadRecord
+from kvferry.core.stats import MAX_NAME, QUARANTINED, UNTOLD, Figures, LoadRecord, Stage
 from kvferry.core.transport import Quiescence, Transport
 from kvferry.core.wire import RankPayload, Release, encode
 
@@ -59,6 +62,7 @@ class Puller:
         options: EndpointOptions,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
+        figures: Figures,
         reported: Reported,
     ) -> None:
         self._own = own
@@ -67,6 +71,7 @@ class Puller:
         self._zero = zero
         self._load_timeout = options.load_timeout
         self._clock = clock
+        self._figures = figures
         self._reported = reported
         connects_aside = transport.capabilities.connects_aside
         self._aside = Aside(threads=connects_aside, post=post, clock=clock)
@@ -77,6 +82,7 @@ class Puller:
             post=post,
             clock=clock,
             options=options,
+            figures=figures,
             lost=self._part,
         )
         self._loads = Loads()
@@ -91,6 +97,7 @@ class Puller:
         self._maybe_over: set[LoadId] = set()
         self._cancelled: dict[LoadId, float] = {}
         self._next_tick = 0.0
+        self._quarantined = 0
 
     def __len__(self) -> int:
         """Loads that are not over."""
@@ -131,13 +138,16 @@ class Puller:
             reads=load.reads,
             deadline=self._clock() + self._load_timeout,
         )
-        self._contexts[load_id] = Context(load=load, begun=time.perf_counter())
+        context = Context(load=load, begun=time.perf_counter())
+        self._contexts[load_id] = context
         self._by_request[load.request] = load_id
         if load.ticket.engine == self._own.engine:
-            self._refuse(load_id, TicketError("the ticket is from this very engine"))
+            reason = TicketReason.OWN
+            self._refuse(load_id, TicketError("the ticket is from this very engine", reason=reason))
             return
-        gone = self._waiting.take(load.ticket)
+        context.wait_seconds, gone = self._waiting.take(load.ticket)
         if gone is not None:
+            context.failed_at = Stage.WAIT
             self._loads.abort(load_id, gone)
         self._peers.reach(
             load.ticket,
@@ -180,6 +190,7 @@ class Puller:
             self._renewer.progress(now)
             self._loads.tick(now)
             self._silence(now)
+            self._count_quarantined()
         busy = False
         while actions := self._loads.take_actions():
             busy = True
@@ -196,6 +207,17 @@ class Puller:
             peer = self._contexts[load_id].peer
             if peer is not None and peer.connected:
                 self._part(peer, PeerLostError("disconnected, to end a read that was cancelled"))
+
+    def _count_quarantined(self) -> None:
+        if not self._peers.loud and not self._quarantined:
+            return
+        contexts = [self._contexts[load_id] for load_id in self._by_request.values()]
+        self._quarantined = sum(
+            context.pages
+            for context in contexts
+            if context.peer is not None and self._peers.is_loud(context.peer)
+        )
+        self._figures.set(QUARANTINED, self._quarantined)
 
     def _perform(self, actions: Sequence[Action]) -> None:
         tell: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
@@ -258,9 +280,7 @@ class Puller:
             return copies(peer.sources[rank], context.request, self._workspace)
 
         def finished(outcome: Outcome) -> None:
-            context.copies += outcome.copies
-            context.nbytes += outcome.nbytes
-            context.read_seconds = max(context.read_seconds, outcome.seconds)
+            context.add(outcome)
             if outcome.error is None:
                 self._loads.read(load_id, rank)
             else:
@@ -317,8 +337,15 @@ class Puller:
         """Give a peer up: its loads fail now, and are reported when they are quiet."""
         if not peer.connected:
             return
-        logger.warning("engine %s: given up: %s", peer.key.engine, error)
-        self._peers.forget(peer)
+        logger.warning(
+            "engine %s at %s: given up with %d loads (stage liveness, cause %s): %s",
+            on_one_line(peer.key.engine),
+            on_one_line(place(peer.key.host, peer.key.port)),
+            peer.loads,
+            cause_of(error),
+            explained(error),
+        )
+        self._peers.lose(peer)
         for load_id, context in self._contexts.items():
             if context.peer is peer:
                 self._loads.abort(load_id, error)
@@ -358,12 +385,15 @@ class Puller:
                 if rank in peer.ids:
                     self._transport.notify(peer.ids[rank], encode(part))
             except Exception as exc:  # noqa: BLE001  whatever a driver raises: the lease ends it
+                self._figures.add(UNTOLD, len(part), peer=peer.key.engine[:MAX_NAME])
                 logger.warning(
-                    "%d requests: rank %d of engine %s was not told that they are over: %s",
+                    "%d requests: rank %d of engine %s was not told that they are over (stage "
+                    "release, cause %s): %s; their leases end them, so nothing is to be done",
                     len(part),
                     rank,
-                    peer.key.engine,
-                    exc,
+                    on_one_line(peer.key.engine),
+                    cause_of(as_ours(exc)),
+                    on_one_line(str(exc)),
                 )
 
     # The end.
@@ -373,7 +403,9 @@ class Puller:
         self._renewer.end(context.renewal)
         if self._by_request.get(load.request) == action.load:
             del self._by_request[load.request]
-        self._reported(load, action.error, context.record(action.error))
+        if action.error is None and context.peer is not None and load.reads:
+            self._peers.path(context.peer)
+        self._reported(load, action.error, context.record(action.error, action.stage))
 
     def _drop_what_is_over(self) -> None:
         for load_id in self._maybe_over:

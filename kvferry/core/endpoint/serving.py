@@ -15,6 +15,7 @@ from kvferry.core.errors import WireError
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
 from kvferry.core.lifecycle.ledger import Orders
+from kvferry.core.stats import EXPIRED, IGNORED, LATE, Figures
 from kvferry.core.transport import Notification
 from kvferry.core.wire import Note, Renewal, decode_notes
 
@@ -47,12 +48,16 @@ class Server:
     """Holds of one rank, and who may end them."""
 
     def __init__(
-        self, table: SlotTable, incarnation: Incarnation, clock: Callable[[], float]
+        self,
+        table: SlotTable,
+        incarnation: Incarnation,
+        clock: Callable[[], float],
+        figures: Figures,
     ) -> None:
         self._keeper = HoldKeeper(table, incarnation)
         self._clock = clock
+        self._figures = figures
         self._awaited: list[_Awaited] = []
-        self._ignored = 0
         self._lock = threading.Lock()
 
     @property
@@ -97,21 +102,19 @@ class Server:
                     waiting.append(awaited)
             self._awaited = waiting
             expired = self._keeper.expire(now)
+        self._figures.add(EXPIRED, len(expired))
         for request in expired:
             logger.warning(
-                "request %s: nobody read its pages within the lease; they are given back", request
+                "request %s: nobody read its pages within the lease; they are given back (stage "
+                "held, cause expired; if its client did not go away, let decode take it sooner, or "
+                "set a longer kv_lease_duration)",
+                request,
             )
 
     def take_sent(self) -> list[RequestId]:
         """Requests to report sent."""
         with self._lock:
             return self._keeper.take_sent()
-
-    def take_ignored(self) -> int:
-        """How many "done" and "abandon" since the last call named no hold that stood."""
-        with self._lock:
-            ignored, self._ignored = self._ignored, 0
-        return ignored
 
     def close(self) -> None:
         """Clear every word: no read that ends after this is valid."""
@@ -121,5 +124,9 @@ class Server:
     def _take(self, note: Note) -> None:
         if isinstance(note, Renewal):
             self._keeper.renew(note, self._clock())  # the slot word says how it went
-        elif self._keeper.release(note) is Verdict.UNKNOWN:
-            self._ignored += 1
+            return
+        verdict = self._keeper.release(note)
+        if verdict is Verdict.LATE:
+            self._figures.add(LATE)
+        elif verdict is Verdict.UNKNOWN:
+            self._figures.add(IGNORED)

@@ -41,11 +41,13 @@ class Handshake:
 
     Attributes:
         overridden: differences that an operator has judged to mean nothing.
+        begun: when it was, by ``time.perf_counter``.
     """
 
     payloads: tuple[RankPayload, ...]
     plan: Plan
     overridden: tuple[str, ...] = ()
+    begun: float = 0.0
 
 
 Heard = Callable[[Handshake | KVFerryError], None]

@@ -31,12 +31,20 @@ def as_ours(exc: Exception) -> KVFerryError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a transfer ended: ``error`` is ``None`` if all bytes arrived. It is quiet."""
+    """How a transfer ended: ``error`` is ``None`` if all bytes arrived. It is quiet.
+
+    Attributes:
+        begun: when it was to be posted, by ``time.perf_counter``; 0 if it never was.
+        seconds: from then to its end.
+        post_seconds: of these, until the driver had it.
+    """
 
     error: KVFerryError | None
     copies: int
     nbytes: int
+    begun: float
     seconds: float
+    post_seconds: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,6 +68,7 @@ class Job:
     notify: bytes | None = None
     tags: set[Hashable] = field(default_factory=set)
     started: float = 0.0
+    posted: float = 0.0
     copies: int = 0
     nbytes: int = 0
     is_doomed: bool = False
@@ -131,6 +140,7 @@ class Transfers:
         except Exception as exc:  # noqa: BLE001  a driver's bug, or no memory, fails this job only
             self._finish(job, as_ours(exc))
         else:
+            job.posted = time.perf_counter()
             self._posted[transfer] = job
 
     def _poll(self) -> bool:
@@ -157,5 +167,13 @@ class Transfers:
         return True
 
     def _finish(self, job: Job, error: KVFerryError | None) -> None:
-        seconds = time.perf_counter() - job.started if job.started else 0.0
-        job.finished(Outcome(error=error, copies=job.copies, nbytes=job.nbytes, seconds=seconds))
+        now = time.perf_counter()
+        outcome = Outcome(
+            error=error,
+            copies=job.copies,
+            nbytes=job.nbytes,
+            begun=job.started,
+            seconds=now - (job.started or now),
+            post_seconds=(job.posted or now) - (job.started or now),
+        )
+        job.finished(outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ _Key = tuple[str, int, Hold]
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Wait:
     ticket: Ticket
+    begun: float
     requests: int = 0
     """How many requests came with this ticket and wait."""
     peer: Peer | None = None
@@ -43,21 +45,26 @@ class Waiting:
 
     def add(self, ticket: Ticket) -> None:
         """A request waits with this ticket, until ``take``."""
-        wait = self._waits.setdefault(_key(ticket), _Wait(ticket=ticket))
+        begun = time.perf_counter()
+        wait = self._waits.setdefault(_key(ticket), _Wait(ticket=ticket, begun=begun))
         wait.requests += 1
         if wait.requests == 1:
             self._reach(wait)
 
-    def take(self, ticket: Ticket) -> KVFerryError | None:
-        """A request with this ticket waits no more. The error, if the hold is known to be gone."""
+    def take(self, ticket: Ticket) -> tuple[float, KVFerryError | None]:
+        """A request with this ticket waits no more.
+
+        Returns:
+            For how many seconds one did, and the error if the hold is known to be gone.
+        """
         wait = self._waits.get(_key(ticket))
         if wait is None:
-            return None
+            return 0.0, None
         wait.requests -= 1
         if wait.requests == 0:
             del self._waits[_key(ticket)]
             self._part(wait)
-        return wait.gone
+        return time.perf_counter() - wait.begun, wait.gone
 
     def progress(self, now: float) -> None:
         """Reach the producers of tickets that have none, or none any more."""

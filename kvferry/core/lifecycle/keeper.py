@@ -33,6 +33,8 @@ class Verdict(enum.Enum):
     """It was the last of its consumer engine: the hold is over."""
     REPEATED = "repeated"
     RENEWED = "renewed"
+    LATE = "late"
+    """A "done" about a hold whose lease was over: its consumer's fence has refused the read."""
     UNKNOWN = "unknown"
     """Another incarnation, another generation, or a hold that is over."""
 
@@ -65,6 +67,8 @@ class HoldKeeper:
         self._incarnation = incarnation
         self._held: dict[int, _Held] = {}
         self._sent: list[RequestId] = []
+        self._expired: dict[int, int] = {}
+        """Slot to the generation of the last hold whose lease was over, to know the late by."""
 
     @property
     def held(self) -> int:
@@ -149,7 +153,7 @@ class HoldKeeper:
         """
         held = self._named(message)
         if held is None:
-            return Verdict.UNKNOWN
+            return Verdict.LATE if self._is_late(message) else Verdict.UNKNOWN
         if message.engine not in held.readers and len(held.readers) >= MAX_READERS:
             return Verdict.UNKNOWN
         ranks = held.readers.setdefault(message.engine, set())
@@ -165,6 +169,7 @@ class HoldKeeper:
         """End the holds whose lease is over; says of which requests."""
         over = [h for h in self._held.values() if h.deadline is not None and h.deadline <= now]
         for held in over:
+            self._expired[held.hold.slot] = held.hold.generation
             self._over(held)
         return [held.request for held in over]
 
@@ -177,6 +182,11 @@ class HoldKeeper:
         held = self._held.get(message.slot)
         known = held is not None and held.hold.generation == message.generation
         return held if known and message.incarnation == self._incarnation else None
+
+    def _is_late(self, message: Release) -> bool:
+        if message.abandoned or message.incarnation != self._incarnation:
+            return False
+        return self._expired.get(message.slot) == message.generation
 
     def _find(self, hold: Hold) -> _Held | None:
         held = self._held.get(hold.slot)

@@ -77,6 +77,11 @@ class HoldLedger:
         """How many requests have a hold, computing or ticketed."""
         return len(self._entries)
 
+    @property
+    def held_pages(self) -> int:
+        """How many pages tickets hold, each counted once."""
+        return len(self._pages)
+
     def take_on(self, request: RequestId) -> Hold | None:
         """A hold for a request that another engine will decode; the same one after preemption.
 

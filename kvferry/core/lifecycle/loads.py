@@ -42,12 +42,16 @@ class Op(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One thing to do; ``rank`` is the producer rank that it concerns, -1 for a report."""
+    """One thing to do; ``rank`` is the producer rank that it concerns, -1 for a report.
+
+    A report of a failure says where the load stood, as ``Loads.stage`` does.
+    """
 
     op: Op
     load: LoadId
     rank: int = -1
     error: KVFerryError | None = None
+    stage: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,15 @@ class _Load:
     parties: tuple[Party, ...] | None = None
     at: dict[int, _At] = field(default_factory=dict)
     failure: KVFerryError | None = None
+    failed_at: str = ""
     reported: bool = False
+
+    @property
+    def stage(self) -> str:
+        """Where it stands, in a word."""
+        if self.parties is None:
+            return "handshake"
+        return next((at.name.lower() for at in self.at.values() if at is not _At.OVER), "over")
 
 
 class Loads:
@@ -114,9 +126,7 @@ class Loads:
         load = self._loads.get(load_id)
         if load is None or load.reported:
             return "over"
-        if load.parties is None:
-            return "handshake"
-        return next((at.name.lower() for at in load.at.values() if at is not _At.OVER), "over")
+        return load.stage
 
     def wanted(self, load_id: LoadId) -> bool:
         """Whether the pages are still the load's to fill: it has neither failed nor ended."""
@@ -168,6 +178,7 @@ class Loads:
         if load.reported:
             del self._loads[load_id]
             return
+        load.failed_at = load.failed_at or load.stage
         load.parties = ()
         load.failure = load.failure or error
         self._finish_if_over(load_id, load)
@@ -252,6 +263,8 @@ class Loads:
         self._actions.append(Action(op=op, load=load_id, rank=rank))
 
     def _over(self, load_id: LoadId, load: _Load, rank: int, error: KVFerryError | None) -> None:
+        if error is not None:
+            load.failed_at = load.failed_at or load.at[rank].name.lower()
         load.at[rank] = _At.OVER
         if error is not None:
             self._fail(load_id, load, error)
@@ -261,7 +274,7 @@ class Loads:
     def _fail(self, load_id: LoadId, load: _Load, error: KVFerryError) -> None:
         """The first failure counts; the rest of the load is wound down."""
         if load.failure is None:
-            load.failure = error
+            load.failure, load.failed_at = error, load.failed_at or load.stage
             for rank, at in load.at.items():
                 if at is _At.RECHECK:
                     load.at[rank] = _At.OVER
@@ -279,7 +292,9 @@ class Loads:
         else:
             self._tell_done(load_id, load)
         load.reported = True
-        self._actions.append(Action(op=Op.REPORT, load=load_id, error=load.failure))
+        self._actions.append(
+            Action(op=Op.REPORT, load=load_id, error=load.failure, stage=load.failed_at)
+        )
         if load.parties is not None:
             del self._loads[load_id]
 

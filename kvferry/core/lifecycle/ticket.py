@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from kvferry.core.errors import TicketError
+from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import HOLE, MAX_GROUPS
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
 from kvferry.core.lifecycle.holds import GENERATION_LIMIT, Hold
@@ -129,18 +129,19 @@ def check_against(ticket: Ticket, payloads: Sequence[RankPayload], limits: Seque
         TicketError: another incarnation, another number of groups or tensor-parallel ranks, or a
             block past the end of the producer's cache.
     """
+    for incarnation in {payload.incarnation for payload in payloads} - {ticket.incarnation}:
+        raise TicketError(
+            f"the ticket is from another life of engine {ticket.engine!r} (incarnation "
+            f"{ticket.incarnation}, now {incarnation}): it was restarted since",
+            reason=TicketReason.RESTARTED,
+        )
     for problem in _handshake_problems(ticket, payloads, limits):
-        raise TicketError(problem)
+        raise TicketError(problem, reason=TicketReason.MISMATCH)
 
 
 def _handshake_problems(
     ticket: Ticket, payloads: Sequence[RankPayload], limits: Sequence[int]
 ) -> Iterator[str]:
-    for now in {p.incarnation for p in payloads} - {ticket.incarnation}:
-        yield (
-            f"the ticket is from another life of engine {ticket.engine!r} (incarnation "
-            f"{ticket.incarnation}, now {now}): it was restarted since"
-        )
     tp_size = 1 + max(payload.coordinates.tp for payload in payloads)
     if ticket.tp_size != tp_size:
         yield f"the ticket says tp_size {ticket.tp_size}, the handshake {tp_size}"

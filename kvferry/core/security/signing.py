@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.core.errors import SecretError, TicketError
+from kvferry.core.errors import SecretError, TicketError, TicketReason
 
 MIN_SECRET_BYTES = 16
 MAX_SECRETS = 8
@@ -68,14 +68,16 @@ class TicketSecrets:
         if not signature:
             raise TicketError(
                 "the ticket is not signed, and this engine has ticket_secrets: give its engine the "
-                "same ones"
+                "same ones",
+                reason=TicketReason.SIGNATURE,
             )
         content = _canonical(said)
         fits = [hmac.compare_digest(_mac(secret, content), signature) for secret in self.secrets]
         if not any(fits):
             raise TicketError(
                 "the ticket's signature does not fit: it was altered or made up on its way, or its "
-                f"engine signs with none of the {len(fits)} ticket_secrets of this one"
+                f"engine signs with none of the {len(fits)} ticket_secrets of this one",
+                reason=TicketReason.SIGNATURE,
             )
 
 

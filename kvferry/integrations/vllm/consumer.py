@@ -7,18 +7,19 @@ takes the way of any other, and the worker reports it as failed.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint import Load
-from kvferry.core.errors import HandshakeError, TicketError
+from kvferry.core.errors import HandshakeError, TicketError, TicketReason
+from kvferry.core.failures import explained, on_one_line
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.integrations.vllm import figures
+from kvferry.core.stats import REFUSED, Figures
 from kvferry.integrations.vllm import ticket as tickets
 from kvferry.integrations.vllm.admission import Admission
+from kvferry.integrations.vllm.figures import FAILED, LOADS, TOKENS
 from kvferry.integrations.vllm.groups import NOTHING, CacheGroup
 from kvferry.integrations.vllm.prompts import digest_of, handed_over
 
@@ -44,6 +45,7 @@ class Consumer:
 
     Args:
         groups: the engine's, those that are transferred.
+        figures: told of what becomes of tickets.
         engine: the engine's id.
         may_load: whether vLLM orders this engine's frees for a loader (its role is a consumer's).
         verify_prompt: refuse tickets that were made for another prompt.
@@ -55,6 +57,7 @@ class Consumer:
         self,
         groups: Sequence[CacheGroup],
         *,
+        figures: Figures,
         engine: str,
         may_load: bool,
         verify_prompt: bool,
@@ -63,6 +66,7 @@ class Consumer:
     ) -> None:
         self._groups = groups
         self._bounded = any(group.bounded for group in groups)
+        self._figures = figures
         self._engine = engine
         self._may_load = may_load
         self._verify_prompt = verify_prompt
@@ -74,7 +78,6 @@ class Consumer:
         self._loads: list[Load] = []
         self._refused: list[tuple[str, str]] = []
         self._aborted: list[str] = []
-        self._figures = Counter[str]()
 
     def on_new_request(self, request: Request) -> None:
         """Check the ticket of a request that was prefilled elsewhere."""
@@ -87,9 +90,9 @@ class Consumer:
         try:
             ticket = self._admit(request)
         except TicketError as error:
-            logger.warning("request %s: ticket refused: %s", request.request_id, error)
+            _log_refusal(request, error)
             self._waiting[request.request_id] = error
-            self._figures[figures.REFUSED] += 1
+            self._figures.add(REFUSED, reason=error.reason.value)
         else:
             self._waiting[request.request_id] = ticket
             self._prepare.append(ticket)
@@ -128,9 +131,10 @@ class Consumer:
             if tokens is None:
                 continue
             if request_id in failed:
-                self._figures[figures.FAILED] += 1
+                self._figures.add(FAILED)
             else:
-                self._figures.update({figures.LOADS: 1, figures.TOKENS: tokens})
+                self._figures.add(LOADS)
+                self._figures.add(TOKENS, tokens)
 
     def drain(self) -> Arrivals:
         """What the workers must hear in this step."""
@@ -144,11 +148,6 @@ class Consumer:
             pending.clear()
         return arrivals
 
-    def take_figures(self) -> dict[str, int]:
-        """What happened since the last call, by the names in ``figures``."""
-        counted, self._figures = self._figures, Counter()
-        return dict(counted)
-
     @property
     def pending(self) -> bool:
         """Whether the workers have yet to hear something."""
@@ -159,18 +158,22 @@ class Consumer:
         if not self._may_load:
             raise TicketError(
                 'this engine\'s kv_role is "kv_producer", so it may not load: set "kv_consumer" or '
-                '"kv_both"'
+                '"kv_both"',
+                reason=TicketReason.ROLE,
             )
         ticket = tickets.read(
             request.kv_transfer_params, self._admission.secrets, prompt=request.num_prompt_tokens
         )
         self._check_server(ticket)
         if ticket.engine == self._engine:
-            raise TicketError(f"it was made by this very engine, {self._engine!r}")
+            raise TicketError(
+                f"it was made by this very engine, {self._engine!r}", reason=TicketReason.OWN
+            )
         if self._verify_prompt and digest_of(request, ticket.tokens) != ticket.digest:
             raise TicketError(
                 f"it was made for another prompt than this one of {request.num_prompt_tokens} "
-                f"tokens (producer's request {ticket.request!r}, {ticket.tokens} tokens)"
+                f"tokens (producer's request {ticket.request!r}, {ticket.tokens} tokens)",
+                reason=TicketReason.PROMPT,
             )
         self._check_tokens(request, ticket.tokens)
         return ticket
@@ -180,7 +183,9 @@ class Consumer:
         try:
             self._admission.access.check_server(ticket.key)
         except HandshakeError as exc:
-            raise TicketError(f"engine {ticket.engine!r}: {exc}") from exc
+            raise TicketError(
+                f"engine {ticket.engine!r}: {exc}", reason=TicketReason.ADMISSION
+            ) from exc
 
     def _check_tokens(self, request: Request, tokens: int) -> None:
         """A state, or the pages of a window, are those after exactly so many tokens.
@@ -192,7 +197,8 @@ class Consumer:
         if self._bounded and tokens != expected and not request.skip_reading_prefix_cache:
             raise TicketError(
                 f"its states and windows are those after {tokens} tokens, and this engine needs "
-                f"those after {expected} of the prompt's {request.num_prompt_tokens}"
+                f"those after {expected} of the prompt's {request.num_prompt_tokens}",
+                reason=TicketReason.TOKENS,
             )
 
     def _total(self, request: Request, entry: Ticket | TicketError) -> int:
@@ -224,3 +230,14 @@ class Consumer:
             local=(NOTHING,) * groups,
             report=False,
         )
+
+
+def _log_refusal(request: Request, error: TicketError) -> None:
+    peer = (request.kv_transfer_params or {}).get("remote_engine_id")
+    logger.warning(
+        "request %s: ticket refused: %s (stage ticket, cause %s, of engine %s)",
+        on_one_line(request.request_id),
+        explained(error),
+        error.reason,
+        on_one_line(str(peer), 64),
+    )

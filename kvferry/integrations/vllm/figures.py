@@ -1,23 +1,56 @@
-"""The names of what is counted about loads."""
+"""What is counted about requests, beside what each rank's endpoint counts."""
 
 from __future__ import annotations
 
-LOADS = "loads"
-FAILED = "failed_loads"
-REFUSED = "refused_tickets"
-EVICTED = "evicted_holds"
-IGNORED = "ignored_releases"
-TOKENS = "tokens"
-BYTES = "bytes"
-SECONDS = "load_seconds"
+import enum
 
-COUNTERS = {
-    LOADS: "Loads of KV cache from another engine that succeeded.",
-    FAILED: "Loads of KV cache from another engine that failed.",
-    REFUSED: "Tickets that were refused before their engine was asked.",
-    EVICTED: "Holds that were given up because more than max_held_fraction was held.",
-    IGNORED: "Messages that end holds, about holds that did not stand (any more).",
-    TOKENS: "Tokens whose KV cache was pulled from another engine.",
-    BYTES: "Bytes of KV cache that were pulled from another engine.",
-}
-"""The figures that are sums. The metric of each is called ``vllm:kvferry_`` and its name."""
+from kvferry.core import stats
+from kvferry.core.stats import Figure, Kind
+
+
+class NoTicket(enum.StrEnum):
+    """Why a request that was to be decoded elsewhere got no ticket."""
+
+    NO_HOLD = "no_hold"
+    """No slot is free, or a request of its id is still held."""
+    TOO_LARGE = "too_large"
+    """It alone has more blocks than may be held."""
+    WENT_ON = "went_on"
+    """It was decoded here for too long: its states and windows are past its prompt."""
+
+
+LOADS = Figure(
+    name="loads",
+    kind=Kind.COUNTER,
+    text="Loads of KV cache from another engine that succeeded, each once.",
+)
+FAILED = Figure(
+    name="failed_loads",
+    kind=Kind.COUNTER,
+    text="Loads of KV cache from another engine that failed, each once.",
+)
+TOKENS = Figure(
+    name="tokens",
+    kind=Kind.COUNTER,
+    text="Tokens whose KV cache was pulled from another engine.",
+)
+EVICTED = Figure(
+    name="evicted_holds",
+    kind=Kind.COUNTER,
+    text="Holds that were given up because more than max_held_fraction was held.",
+)
+NO_TICKETS = Figure(
+    name="tickets_not_made",
+    kind=Kind.COUNTER,
+    text="Requests that were to be decoded elsewhere and got no ticket, by reason.",
+    labels=("driver", "reason"),
+)
+HELD = Figure(
+    name="held_pages",
+    kind=Kind.GAUGE,
+    text="Blocks that are held for other engines, each counted once.",
+)
+
+FIGURES = (LOADS, FAILED, TOKENS, EVICTED, NO_TICKETS, HELD, *stats.FIGURES)
+"""All. The metric of each is called ``vllm:kvferry_`` and its name."""
+BY_NAME = {figure.name: figure for figure in FIGURES}

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvferry.core.failures import on_one_line
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 from kvferry.core.security import TicketSecrets
-from kvferry.integrations.vllm.figures import EVICTED
+from kvferry.core.stats import Figures
+from kvferry.integrations.vllm.figures import EVICTED, HELD, NO_TICKETS, NoTicket
 from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.prompts import digest_of, shorten
 from kvferry.integrations.vllm.ticket import Offer, Sizes
@@ -34,6 +36,7 @@ class Producer:
 
     Args:
         groups: the engine's, those that are transferred.
+        figures: told of tickets that were not made, and of what is held.
         slots: how many requests can be held at once: as many as the engine has blocks.
         max_held: how many blocks may be held for others; ``None`` for any number.
         lease: seconds for which the pages of a ticket are kept.
@@ -47,6 +50,7 @@ class Producer:
         self,
         groups: Sequence[CacheGroup],
         *,
+        figures: Figures,
         slots: int,
         lease: float,
         backoff: int,
@@ -56,6 +60,7 @@ class Producer:
         secrets: TicketSecrets | None = None,
     ) -> None:
         self._groups = groups
+        self._figures = figures
         self._bounded = any(group.bounded for group in groups)
         self._ledger = HoldLedger(slots, max_pages=max_held)
         self._max_held = max_held
@@ -81,10 +86,11 @@ class Producer:
         if not _for_another(request):
             return
         if self._ledger.take_on(RequestId(request.request_id)) is None:
-            logger.warning(
-                "request %s: no ticket will be made; its id is that of a request whose pages "
-                "another engine may still read, or no slot is free",
-                request.request_id,
+            self._no_ticket(
+                request,
+                NoTicket.NO_HOLD,
+                "its id is that of a request whose pages another engine may still read, or no slot "
+                "is free: give requests ids of their own",
             )
 
     def finished(
@@ -93,7 +99,7 @@ class Producer:
         """The ticket of a request that ended; ``None`` if its blocks are vLLM's at once."""
         request_id = RequestId(request.request_id)
         tokens = self._handed_over(request)
-        hold = self._hold(request_id, block_ids) if tokens else None
+        hold = self._hold(request, block_ids) if tokens and _for_another(request) else None
         if hold is None:
             self._ledger.drop(request_id)
             return None
@@ -115,17 +121,25 @@ class Producer:
             key=serving.key,
         ).params(self._secrets)
 
-    def _hold(self, request_id: RequestId, block_ids: Sequence[Sequence[int]]) -> Hold | None:
+    def _hold(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Hold | None:
         blocks = frozenset().union(*block_ids) - {HOLE}
         if not self._ledger.fits(len(blocks)):
-            logger.warning(
-                "request %s: no ticket is made; it has %d blocks, and %d may be held "
-                "(max_held_fraction)",
-                request_id,
-                len(blocks),
-                self._max_held,
+            self._no_ticket(
+                request,
+                NoTicket.TOO_LARGE,
+                f"it has {len(blocks)} blocks, and {self._max_held} may be held: set a larger "
+                "max_held_fraction, or decode it here",
             )
-        return self._ledger.ticket(request_id, self._lease, blocks)
+        return self._ledger.ticket(RequestId(request.request_id), self._lease, blocks)
+
+    def _no_ticket(self, request: Request, reason: NoTicket, why: str) -> None:
+        self._figures.add(NO_TICKETS, reason=reason.value)
+        logger.warning(
+            "request %s: no ticket is made (stage prefill, cause %s): %s",
+            on_one_line(request.request_id),
+            reason,
+            why,
+        )
 
     def _handed_over(self, request: Request) -> int:
         """How many tokens a ticket of this request covers; 0 if it gets none.
@@ -136,12 +150,11 @@ class Producer:
             return 0
         tokens: int = min(request.num_computed_tokens, request.num_prompt_tokens)
         if self._bounded and request.num_computed_tokens != tokens and _for_another(request):
-            logger.warning(
-                "request %s: no ticket is made; %d tokens were computed, and the states and "
-                "windows of its prompt of %d are gone (prefill with max_tokens 1)",
-                request.request_id,
-                request.num_computed_tokens,
-                request.num_prompt_tokens,
+            self._no_ticket(
+                request,
+                NoTicket.WENT_ON,
+                f"{request.num_computed_tokens} tokens were computed, and the states and windows "
+                f"of its prompt of {request.num_prompt_tokens} are gone: prefill with max_tokens 1",
             )
             return 0
         return tokens
@@ -155,17 +168,19 @@ class Producer:
         """Give up what is held: tickets become stale, pages come back."""
         self._ledger.reset()
 
-    def take_figures(self) -> dict[str, int]:
-        """What happened since the last call, by the names in ``figures``."""
+    def count(self) -> None:
+        """Tell the figures what is held now, and what was given up since the last call."""
+        self._figures.set(HELD, self._ledger.held_pages)
         evicted = self._ledger.take_evicted()
         if evicted:
             logger.warning(
                 "%d tickets were given up before they were used: more than %s blocks were held "
-                "(max_held_fraction); their requests prefill again",
+                "(stage held, cause max_held_fraction): their requests must prefill again; decode "
+                "them sooner, or set a larger one",
                 evicted,
                 self._max_held,
             )
-        return {EVICTED: evicted} if evicted else {}
+            self._figures.add(EVICTED, evicted)
 
     def drain(self) -> Orders:
         """What the workers must hear in this step."""

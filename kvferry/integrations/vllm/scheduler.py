@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
+from kvferry.core.stats import Figures
 from kvferry.integrations.vllm import admission
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.consumer import Consumer
@@ -46,8 +47,10 @@ class FerryScheduler:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
         tail = backoff(vllm_config, groups)
+        self._figures = Figures(driver=self._config.driver)
         self._producer = Producer(
             groups,
+            figures=self._figures,
             slots=kv_cache_config.num_blocks,
             lease=self._config.kv_lease_duration,
             backoff=tail,
@@ -58,6 +61,7 @@ class FerryScheduler:
         )
         self._consumer = Consumer(
             groups,
+            figures=self._figures,
             engine=transfer.engine_id,
             may_load=transfer.is_kv_consumer,
             verify_prompt=self._config.verify_prompt,
@@ -145,7 +149,8 @@ class FerryScheduler:
 
     def take_stats(self) -> FerryStats | None:
         """What became of tickets since the last call: loads of all ranks together are one."""
-        figures = self._consumer.take_figures() | self._producer.take_figures()
+        self._producer.count()
+        figures = self._figures.take()
         return FerryStats(data=figures) if figures else None
 
     @property

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from kvferry.core.errors import TicketError
+from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import MAX_GROUPS
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, Ticket
@@ -148,11 +148,15 @@ def read(
     if KEY not in params:
         raise TicketError(
             f"the ticket has no {KEY!r} key, so another connector made it: let both engines use "
-            "KVFerryConnector, and the router pass kv_transfer_params on whole"
+            "KVFerryConnector, and the router pass kv_transfer_params on whole",
+            reason=TicketReason.FOREIGN,
         )
     own = _convert(params[KEY], _Own, f"kv_transfer_params[{KEY!r}]")
     if own.version != VERSION:
-        raise TicketError(f"the ticket has version {own.version}; this engine reads {VERSION}")
+        raise TicketError(
+            f"the ticket has version {own.version}; this engine reads {VERSION}",
+            reason=TicketReason.VERSION,
+        )
     _check_lengths(params.get("remote_block_ids"), prompt)
     known = _convert(dict(params), _Params, "kv_transfer_params")
     _check_signature(params, bytes.fromhex(own.signature), secrets)
@@ -177,7 +181,10 @@ def _check_lengths(lists: object, prompt: int) -> None:
     """Before anything looks at every page of them."""
     for ids in lists if isinstance(lists, list | tuple) else ():
         if isinstance(ids, list | tuple) and len(ids) > prompt:
-            raise TicketError(f"the ticket lists {len(ids)} blocks for a prompt of {prompt} tokens")
+            raise TicketError(
+                f"the ticket lists {len(ids)} blocks for a prompt of {prompt} tokens",
+                reason=TicketReason.PROMPT,
+            )
 
 
 def _check_signature(
@@ -188,7 +195,8 @@ def _check_signature(
     elif signature:
         raise TicketError(
             "the ticket is signed, and this engine has no ticket_secrets to check it with: give it "
-            "those of the ticket's engine"
+            "those of the ticket's engine",
+            reason=TicketReason.SIGNATURE,
         )
 
 

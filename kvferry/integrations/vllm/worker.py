@@ -12,7 +12,6 @@ from kvferry.core import wire
 from kvferry.core.endpoint import Endpoint, EndpointOptions
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
-from kvferry.core.stats import LoadRecord
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support
 from kvferry.integrations.vllm.admission import admission_of
@@ -57,8 +56,6 @@ class FerryWorker:
         self._endpoint = endpoint
         self._drain = drain
         self._passed = passed
-        self._records: list[LoadRecord] = []
-        self._ignored = 0
         self._idle = False
         self._problems: tuple[str, ...] = ()
         self.handshake = Handshake(payload=wire.encode(endpoint.payload))
@@ -122,8 +119,6 @@ class FerryWorker:
         if self._idle and self._endpoint.pending:
             self._endpoint.wait(IDLE_SECONDS)
         results = self._endpoint.results()
-        self._records.extend(results.loads)
-        self._ignored += results.ignored
         return KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
@@ -131,10 +126,9 @@ class FerryWorker:
         )
 
     def take_stats(self) -> FerryStats | None:
-        """Figures of what ended since the last call."""
-        records, self._records = self._records, []
-        ignored, self._ignored = self._ignored, 0
-        return FerryStats.of(records, ignored) if records or ignored else None
+        """What was counted since the last call; ``None`` if nothing was."""
+        figures = self._endpoint.take_figures()
+        return FerryStats(data=figures) if figures else None
 
     def take_health(self) -> Health | None:
         """What is wrong here, if that has changed since the last call."""

@@ -153,7 +153,7 @@ def test_a_late_message_about_an_earlier_hold_of_the_slot_is_ignored() -> None:
     bench.keeper.expire(130.0)
     new = Hold(slot=1, generation=8)
     bench.keeper.take_on(B, new)
-    assert bench.release() is Verdict.UNKNOWN
+    assert bench.release() is Verdict.LATE
     assert bench.words == [NOTHING, new.computing]
 
 
@@ -172,7 +172,9 @@ def test_a_lease_ends_on_time_and_once() -> None:
     assert bench.keeper.expire(130.0) == [A]
     assert bench.over
     assert bench.keeper.expire(131.0) == []
-    assert bench.release() is Verdict.UNKNOWN
+    assert bench.release() is Verdict.LATE
+    assert bench.release(abandoned=True) is Verdict.UNKNOWN, "its fence found out"
+    assert bench.release(incarnation=98) is Verdict.UNKNOWN
     assert bench.keeper.take_sent() == [A]
 
 

@@ -76,31 +76,32 @@ def serve_foreign_handshake(engine: Any, model: str) -> None:
 
 def added_figures(engine: Any) -> dict[str, float]:
     """Two ranks' figures and the scheduler's, added and sent to the process that logs."""
-    from kvferry.core.stats import LoadRecord
+    from msgspec import msgpack
+
+    from kvferry.core.stats import LATE, PEERS_DOWN, REFUSED, Figures, LoadRecord
     from kvferry.integrations.vllm import KVFerryConnector
-    from kvferry.integrations.vllm.figures import LOADS, REFUSED
+    from kvferry.integrations.vllm.figures import LOADS, TOKENS
     from kvferry.integrations.vllm.stats import FerryStats
 
-    def record(tokens: int, seconds: float, error: str | None = None) -> LoadRecord:
-        return LoadRecord(
-            request="r",
-            engine="e",
-            error=error,
-            reads=tokens > 0 or error is not None,
-            tokens=tokens,
-            copies=1,
-            nbytes=10 * tokens,
-            seconds=seconds,
-            handshake_seconds=0.0,
-            read_seconds=0.0,
-            fence_seconds=0.0,
-        )
+    def rank(index: int, *seconds: float) -> FerryStats:
+        figures = Figures(driver="loopback", rank=str(index))
+        for each in seconds:
+            record = LoadRecord(
+                request="r", engine="e", reads=True, tokens=9, copies=1, nbytes=2000, seconds=each
+            )
+            figures.count_load(record)
+        figures.set(PEERS_DOWN, 2)
+        return FerryStats(data=figures.take() or {})
 
-    first = FerryStats.of([record(10, 0.001), record(0, 0.5)])
-    second = FerryStats.of([record(20, 0.003), record(7, 9.0, "stale")])
-    total = first.aggregate(second).aggregate(FerryStats(data={REFUSED: 4, LOADS: 1}))
-    rebuilt = KVFerryConnector.build_kv_connector_stats(total.to_dict())
-    assert FerryStats.of([]).is_empty()
+    scheduler = Figures(driver="loopback")
+    for figure, value in ((LOADS, 2), (TOKENS, 18), (LATE, 0)):
+        scheduler.add(figure, value)
+    scheduler.add(REFUSED, reason="prompt")
+    total = rank(0, 0.001, 0.002).aggregate(rank(1, 0.003, 0.002))
+    total.aggregate(FerryStats(data=scheduler.take() or {}))
+    sent = msgpack.decode(msgpack.encode(total.to_dict()))
+    rebuilt = KVFerryConnector.build_kv_connector_stats(sent)
+    assert FerryStats().is_empty()
     assert not rebuilt.is_empty()
     return rebuilt.reduce()
 

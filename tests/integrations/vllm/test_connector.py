@@ -48,9 +48,11 @@ class TestInVllm:
     def test_figures_add_up(self, reference: Engine) -> None:
         """As vLLM adds them over ranks and steps, and rebuilds them in the process that logs."""
         assert reference.run(inside.added_figures) == {
-            "loads": 1,
-            "refused_tickets": 4,
-            "bytes": 300,
-            "average load (ms)": 2.0,
-            "longest load (ms)": 3.0,
+            "loads": 2,
+            "tokens": 18,
+            "MB": 0.008,
+            "average ms": 2.0,
+            "longest ms": 3.0,
+            "refused tickets": 1,
+            "peers down": 2,
         }

@@ -11,9 +11,9 @@ import pytest
 
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import Access, TicketSecrets, generate
+from kvferry.core.stats import Figures
 from kvferry.integrations.vllm.admission import Admission
 from kvferry.integrations.vllm.consumer import Consumer
-from kvferry.integrations.vllm.figures import EVICTED, FAILED, LOADS, REFUSED, TOKENS
 from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.serving import Serving
@@ -64,9 +64,11 @@ def producer(
     groups: Sequence[CacheGroup] = full(),
     secrets: TicketSecrets | None = None,
     max_held: int | None = None,
+    figures: Figures | None = None,
 ) -> Producer:
     return Producer(
         groups,
+        figures=figures or Figures(driver="loopback"),
         slots=64,
         lease=30.0,
         backoff=tail,
@@ -79,6 +81,7 @@ def producer(
 
 def consumer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Consumer:
     common: dict[str, Any] = {"engine": "decode", "may_load": True, "verify_prompt": True}
+    common["figures"] = Figures(driver="loopback")
     return Consumer(groups, **({"backoff": 0} | common | settings))
 
 
@@ -161,27 +164,32 @@ class TestProducer:
         made.take_on(each)
         assert made.finished(each, [[1, 2, 3]], SERVING)
         made.take_on(each)
-        assert "request r: no ticket will be made" in caplog.text
+        assert "request r: no ticket is made" in caplog.text
         assert made.finished(each, [[4, 5, 6]], SERVING) is None
         made.sent(["r"])
         made.take_on(each)
         assert made.finished(each, [[4, 5, 6]], SERVING)
 
     def test_clients_cannot_pin_the_whole_cache(self, caplog: pytest.LogCaptureFixture) -> None:
-        made = producer(max_held=4)
+        figures = Figures(driver="loopback")
+        made = producer(max_held=4, figures=figures)
         for name, ids in (("old", [1, 2, 3]), ("new", [4, 5, 6])):
             each = request(40, PREFILL, name=name)
             made.take_on(each)
             assert made.finished(each, [ids], SERVING)
         orders = made.drain()
         assert orders.ends == (orders.take_ons[0][1],)
-        assert made.take_figures() == {EVICTED: 1}
-        assert made.take_figures() == {}
+        made.count()
+        counted = {"evicted_holds": {"loopback": 1}, "held_pages": {"loopback": 3}}
+        assert figures.take() == counted
+        made.count()
+        assert figures.take() is None
         assert "max_held_fraction" in caplog.text
         large = request(90, PREFILL, name="large")
         made.take_on(large)
         assert made.finished(large, [[0, 7, 8, 9, 10, 11]], SERVING) is None
         assert "it has 5 blocks, and 4 may be held" in caplog.text
+        assert figures.take() == {"tickets_not_made": {"loopback": {"too_large": 1}}}
 
     def test_state_before_the_last_token(self) -> None:
         """The prompt is shortened once, though a preempted request comes again."""
@@ -252,15 +260,18 @@ class TestConsumer:
 
     def test_loads_are_counted_once(self) -> None:
         """However many ranks take part, and whatever else was received."""
-        made = consumer()
+        figures = Figures(driver="loopback")
+        made = consumer(figures=figures)
         for name in ("good", "bad"):
             each = request(40, ticket())
             each.request_id = name
             made.on_new_request(each)
             made.allocated(each, blocks(21, 22, 23), 40)
         made.received(["good", "bad", "another connector's"], failed={"bad"})
-        assert made.take_figures() == {LOADS: 1, TOKENS: 40, FAILED: 1}
-        assert made.take_figures() == {}
+        once = {"loopback": 1}
+        counted = {"loads": once, "tokens": {"loopback": 40}, "failed_loads": once}
+        assert figures.take() == counted
+        assert figures.take() is None
 
     def test_full_local_hit_only_tells_the_producer(self) -> None:
         made = consumer()
@@ -290,7 +301,8 @@ class TestConsumer:
         assert made.drain().aborted == ("r",)
 
     def test_refused_ticket_goes_the_way_of_a_good_one(self) -> None:
-        made = consumer()
+        figures = Figures(driver="loopback")
+        made = consumer(figures=figures)
         each = request(40, ticket() | {"kvferry": {}})
         made.on_new_request(each)
         assert made.matched(each, 16) == 24
@@ -302,7 +314,7 @@ class TestConsumer:
         assert name == "r"
         assert "version" in reason
         made.received(["r"], failed=["r"])
-        assert made.take_figures() == {REFUSED: 1}
+        assert figures.take() == {"refused_tickets": {"loopback": {"malformed": 1}}}
 
     def test_refused_ticket_where_nothing_is_pulled(self) -> None:
         made = consumer()
