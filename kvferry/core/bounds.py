@@ -45,10 +45,13 @@ def _well_formed(copies: Copies, n: int) -> bool:
 
 def _malformed(copies: Copies, n: int) -> TransportUsageError:
     arrays = {"local": copies.local, "remote": copies.remote, "nbytes": copies.nbytes}
-    said = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
+    wrong = [
+        f"copies.{name} has type {array.dtype} and shape {array.shape}"
+        for name, array in arrays.items()
+        if (array.dtype, array.shape) != (_U64, (n,))
+    ]
     return TransportUsageError(
-        f"copies have types and shapes {said}; each must be uint64 of shape ({n},), the length "
-        "of nbytes"
+        f"{' and '.join(wrong)}; it must be uint64 of shape ({n},), as long as copies.nbytes"
     )
 
 
