@@ -184,6 +184,8 @@ FIGURES = (
 )
 """What an endpoint counts."""
 
+MAX_OBSERVED = 1 << 14
+"""Values of a distribution that are kept until somebody takes them: nobody may ever do."""
 MAX_PEERS = 32
 """So many producers are told apart in a figure; see ``PeerNames``."""
 OTHER = "other"
@@ -374,7 +376,8 @@ def _added(kind: Kind, mine: Any, theirs: Any, depth: int) -> Any:  # noqa: ANN4
         return mine
     for label, value in theirs.items():
         if kind is Kind.HISTOGRAM:
-            mine.setdefault(label, []).extend(value)
+            observed = mine.setdefault(label, [])
+            observed.extend(value[: MAX_OBSERVED - len(observed)])
         elif kind is Kind.COUNTER:
             mine[label] = mine.get(label, 0) + value
         else:

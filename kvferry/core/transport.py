@@ -17,7 +17,7 @@ returned. The arrays of ``Copies`` are the caller's too: a driver that needs the
 ``TransportUnsupportedError``), and then nothing has started. The outcome of a transfer is a value
 from ``poll``, never an exception. A driver maps its library's errors in one place, with
 ``raise ... from exc``. Every method but ``close`` raises ``TransportUsageError`` after ``close``,
-while the properties go on answering; an op that the capabilities deny raises
+while the properties, and ``path``, go on answering; an op that the capabilities deny raises
 ``TransportUnsupportedError``, closed or not.
 
 **Fork.** A transport belongs to the process that made it. In a forked child every method but

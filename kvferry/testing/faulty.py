@@ -143,6 +143,9 @@ class FaultyTransport(Transport):
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
+    def path(self, peer: PeerId) -> str:
+        return self._inner.path(peer)
+
     def die(self) -> None:
         """Die now, as by ``Fault.DIE``."""
         if self._dead:

@@ -6,6 +6,7 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -30,6 +31,9 @@ _BRIEF_RUNS = 16
 
 class Reach(ABC):
     """Access to one peer's memory. Safe to use from several threads."""
+
+    path: ClassVar[str]
+    """What it is, for people."""
 
     @abstractmethod
     def check(self, claims: Claims) -> None:
@@ -97,6 +101,8 @@ def _reach_there(address: Address) -> Reach:
 class SameProcess(Reach):
     """A transport of this process, this side's own among them."""
 
+    path: ClassVar[str] = "memcpy"
+
     owner: str
     target: Board
 
@@ -119,6 +125,8 @@ class OtherProcess(Reach):
         board: address of its board, there.
         instance: what its board starts with.
     """
+
+    path: ClassVar[str] = "process_vm"
 
     owner: str
     pid: int

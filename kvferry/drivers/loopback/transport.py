@@ -129,6 +129,10 @@ class LoopbackTransport(Transport):
             connects_aside=True,
         )
 
+    def path(self, peer: PeerId) -> str:
+        found = self._peers.get(peer)
+        return found.reach.path if found is not None else ""
+
     # Memory.
 
     def register(self, region: Region) -> None:

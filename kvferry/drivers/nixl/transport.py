@@ -116,6 +116,10 @@ class NixlTransport(Transport):
     def library(self) -> str:
         return f"{self._agent.library}, {self._options.backend}"
 
+    def path(self, peer: PeerId) -> str:
+        """The backend: which way that goes is not said."""
+        return self._options.backend if peer in self._peers else ""
+
     # Memory.
 
     def register(self, region: Region) -> None:

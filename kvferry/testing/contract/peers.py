@@ -92,6 +92,17 @@ class PeerTests(ContractSettings):
             lab.works(remote)
             lab.transport.disconnect(peer)
 
+    def test_the_path_to_a_peer_is_said_or_not(self, lab: Lab, remote: Peer) -> None:
+        """It is a label of figures, so it may not change while the peer is connected."""
+        peer = lab.transport.connect(remote.address())
+        lab.works(remote)
+        path = lab.transport.path(peer)
+        assert isinstance(path, str)
+        lab.works(remote)
+        assert lab.transport.path(peer) == path
+        lab.transport.disconnect(peer)
+        assert lab.transport.path(peer) == ""
+
     def test_a_transport_may_connect_to_itself(self, lab: Lab, op: str) -> None:
         other = lab.buffer(MIB, lab.transport)
         lab.mine.put(pattern(MIB, 3))

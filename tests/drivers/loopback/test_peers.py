@@ -37,6 +37,11 @@ def lost(transport: LoopbackTransport, copies: Any, peer: Any) -> bool:
     return status.state is State.FAILED and isinstance(status.error, PeerLostError)
 
 
+def test_it_says_how_a_peer_is_reached(transport: LoopbackTransport, shared_peer: Peer) -> None:
+    itself, other = (transport.connect(a) for a in (transport.address(), shared_peer.address()))
+    assert [transport.path(peer) for peer in (itself, other)] == ["memcpy", "process_vm"]
+
+
 # Death.
 
 
