@@ -24,7 +24,7 @@ STAMP := $(VENV)/.installed-kvferry
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit faults nixl ucx mooncake vllm venv clean
+.PHONY: help demo test lint types unit faults nixl ucx mooncake vllm bench venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,10 @@ mooncake: ## The guide to writing a driver, and the example it leads to, likewis
 
 vllm: $(STAMP) ## The tests with real vLLM engines
 	$(BIN)/pytest -m 'vllm and not nixl and not ucx'
+
+# Not part of 'test': figures mean little on a machine that does something else meanwhile.
+bench: $(STAMP) ## Measure everything against its peers (some minutes), and write docs/performance.md
+	$(BIN)/python benchmarks/everything.py
 
 venv: $(STAMP) ## Only install what the other targets need
 

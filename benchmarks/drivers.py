@@ -33,7 +33,7 @@ from kvferry.core.copies import Copies
 from kvferry.core.memory import Region
 from kvferry.core.registry import create, describe, installed
 from kvferry.core.transport import PeerId, Transport
-from kvferry.testing.memory import Bytes
+from kvferry.testing.memory import Buffer, Bytes
 
 KIB = 1 << 10
 BLOCKS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
@@ -67,24 +67,60 @@ class Side:
     mover: Callable[[str, str, Copies], Callable[[], float]]
 
 
-class Lab:
-    """All that takes turns, in memory of one kind."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Where the bytes are.
 
-    def __init__(self, drivers: Sequence[str], pages: str, nbytes: int, stack: ExitStack) -> None:
-        self._stack = stack
+    Attributes:
+        near: what is read into, and ``second``: what is read within this process.
+        other: the other processes' memory, as ``kvferry.testing.memory.allocate`` takes it.
+        copy: copies all of ``second`` to ``near`` without a driver, and ``name`` says how.
+    """
+
+    near: Buffer
+    second: Buffer
+    other: str
+    copy: Callable[[], object]
+    name: str
+
+
+def cpu(pages: str, nbytes: int) -> Memory:
+    """Of the CPU, in huge or small pages."""
+    near, second = far.PAGES[pages](nbytes), far.PAGES[pages](nbytes)
+    return Memory(
+        near=near,
+        second=second,
+        other=f"far:{far.PAGES[pages].__name__}",
+        copy=lambda: np.copyto(near.view, second.view),
+        name="memcpy",
+    )
+
+
+class Lab:
+    """All that takes turns, in memory of one kind; ``within``: also within this process."""
+
+    def __init__(
+        self, drivers: Sequence[str], memory: Memory, stack: ExitStack, *, within: bool = True
+    ) -> None:
+        self._stack, self._within = stack, within
+        self.memory, self.near, self.second = memory, memory.near, memory.second
+        nbytes = self.near.region.nbytes
         starting = {
-            driver: stack.enter_context(far.Far(driver, pages, nbytes)) for driver in drivers
+            driver: stack.enter_context(far.Far(driver, memory.other, nbytes)) for driver in drivers
         }
-        self.near, self.second = far.PAGES[pages](nbytes), far.PAGES[pages](nbytes)
+        self._second_content = self.second.get()
         self.others = {driver: process.started() for driver, process in starting.items()}
         self.transports: dict[str, tuple[Transport, PeerId]] = {}
         self.sides = [side for driver in drivers for side in self._connected(driver)]
 
     def _connected(self, driver: str) -> Iterator[Side]:
-        transport, own = (self._transport(driver) for _ in range(2))
+        transport = self._transport(driver)
         transport.register(self.near.region)
-        own.register(self.second.region)
-        addresses = {"there": self.others[driver].address(), "here": own.address()}
+        addresses = {"there": self.others[driver].address()}
+        if self._within:
+            own = self._transport(driver)
+            own.register(self.second.region)
+            addresses["here"] = own.address()
         peers = {where: transport.connect(address) for where, address in addresses.items()}
         self.transports[driver] = transport, peers["there"]
         yield self._side(driver, driver, _by_driver(driver, transport, peers))
@@ -101,7 +137,7 @@ class Lab:
         return Side(
             name=name,
             regions={"there": other.region, "here": self.second.region},
-            contents={"there": other.content, "here": self.second.view},
+            contents={"there": other.content, "here": self._second_content},
             mover=mover,
         )
 
@@ -157,7 +193,7 @@ def speeds(lab: Lab, cases: Sequence[Case], rounds: int, show: rows.Show) -> lis
 
 
 def _times(lab: Lab, case: Case, rounds: int) -> dict[str, common.Times]:
-    """Seconds of each round, by name; ``memcpy`` among them."""
+    """Seconds of each round, by name; the plain copy among them."""
     ways: dict[str, common.Way] = {}
     for side in lab.sides:
         copies = case.copies(lab.near.region, side.regions[case.where])
@@ -165,7 +201,7 @@ def _times(lab: Lab, case: Case, rounds: int) -> dict[str, common.Times]:
         if case.op == "read":
             _check(lab, side, case, copies, move)
         ways[side.name] = common.timed(move)
-    ways["memcpy"] = common.timed(lambda: np.copyto(lab.near.view, lab.second.view))
+    ways[lab.memory.name] = common.timed(lab.memory.copy)
     if case.block == BLOCKS[0]:
         rounds = max(2, rounds // 2)  # they take longest
     found = common.by_turns(rounds, list(ways.values()))[:, :, 0]
@@ -174,20 +210,20 @@ def _times(lab: Lab, case: Case, rounds: int) -> dict[str, common.Times]:
 
 def _check(lab: Lab, side: Side, case: Case, copies: Copies, move: Callable[[], float]) -> None:
     """Of some of the blocks, every byte."""
-    lab.near.view[:] = 0
+    lab.near.put(np.zeros(lab.near.region.nbytes, np.uint8))
     move()
     some = np.random.default_rng(1).integers(0, len(copies), 64)
     near = (copies.local[some] - np.uint64(lab.near.region.address)).tolist()
     remote = (copies.remote[some] - np.uint64(side.regions[case.where].address)).tolist()
     for to, source in zip(near, remote, strict=True):
         expected = side.contents[case.where][source : source + case.block]
-        if not np.array_equal(lab.near.view[to : to + case.block], expected):
+        if not np.array_equal(lab.near.get(to, case.block), expected):
             raise SystemExit(f"{side.name} moved wrong bytes: {case}")
 
 
 def _compared(lab: Lab, case: Case, times: dict[str, common.Times]) -> Iterator[rows.Row]:
     for side in lab.sides:
-        for of in ("memcpy", NIXL):
+        for of in (lab.memory.name, NIXL):
             if of in times and side.name != of:
                 yield _row(lab, case, side.name, of, times)
 
@@ -231,13 +267,13 @@ def main() -> None:
     nbytes, rounds = options.megabytes << 20, options.rounds
     with rows.progress(len(grid) + len(drivers) + len(alone)) as show:
         with ExitStack() as stack:
-            lab = Lab(drivers, options.pages, nbytes, stack)
+            lab = Lab(drivers, cpu(options.pages, nbytes), stack)
             found = speeds(lab, grid, rounds, show)
             found += latency.measured(lab, 20 if options.quick else 300, show)
-        with ExitStack() as stack:
-            found += _small(
-                Lab(["loopback"] * bool(alone), "small", nbytes, stack), alone, rounds, show
-            )
+        if alone:
+            with ExitStack() as stack:
+                lab = Lab(["loopback"], cpu("small", nbytes), stack)
+                found += _small(lab, alone, rounds, show)
     found.sort(key=lambda row: row.section)  # stable: cases stay in their order
     rows.show(found)
     rows.write(options.json, found)
@@ -247,16 +283,7 @@ def main() -> None:
 def _small(lab: Lab, cases: Sequence[Case], rounds: int, show: rows.Show) -> Iterator[rows.Row]:
     """Without targets, and under another heading."""
     for row in speeds(lab, cases, rounds, show):
-        yield rows.Row(
-            section=f"{row.section}, pages of 4 KiB",
-            case=row.case,
-            measured=row.measured,
-            unit=row.unit,
-            ratio=row.ratio,
-            of=row.of,
-            low=row.low,
-            high=row.high,
-        )
+        yield rows.renamed(row, f"{row.section}, pages of 4 KiB", target=False)
 
 
 def working() -> list[str]:

@@ -83,9 +83,8 @@ class Echo(Server):
 class Far(Process):
     """A process with a driver's transport."""
 
-    def __init__(self, driver: str, pages: str, nbytes: int) -> None:
-        arguments = {"name": driver, "options": {}}
-        factory, memory = "kvferry.core.registry:create", f"far:{PAGES[pages].__name__}"
+    def __init__(self, driver: str, memory: str, nbytes: int) -> None:
+        arguments, factory = {"name": driver, "options": {}}, "kvferry.core.registry:create"
         super().__init__(factory, arguments, memory, nbytes, server="far:Echo", wait=False)
 
     def nothing(self) -> None:

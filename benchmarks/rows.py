@@ -6,16 +6,19 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 AT_LEAST, AT_MOST = "≥ ", "≤ "
+
+NOTHING = 3
+"""The exit status of a benchmark that finds nothing here to measure."""
 
 Show = Callable[[str], None]
 """Says what is done next; each call is a step."""
@@ -69,11 +72,22 @@ def verdict(target: str | None, low: float, high: float) -> bool | None:
     return True if low >= limit else False if high < limit else None
 
 
+def renamed(row: Row, section: str, *, target: bool = True) -> Row:
+    """The same row in another section; without its target, if that does not hold there."""
+    moved = replace(row, section=section)
+    return moved if target else replace(moved, target=None, met=None)
+
+
 def write(path: Path | None, rows: Sequence[Row]) -> None:
     """Write rows as JSON, if the user wants them."""
     if path is not None:
-        text = json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False)
+        text = json.dumps([fields_of(row) for row in rows], indent=1, ensure_ascii=False)
         path.write_text(text + "\n", encoding="utf-8")
+
+
+def fields_of(row: Row) -> dict[str, Any]:
+    """What JSON has of it."""
+    return asdict(row)
 
 
 def read(path: Path) -> list[Row]:
@@ -149,6 +163,12 @@ def said(row: Row) -> str:
 def number(value: float) -> str:
     """Three digits that mean something, and no exponent."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{float(f'{value:.3g}'):g}"
+
+
+def nothing(why: str) -> NoReturn:
+    """End a benchmark that cannot be run here, with a sentence."""
+    print(why, flush=True)
+    raise SystemExit(NOTHING)
 
 
 @contextmanager

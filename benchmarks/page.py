@@ -1,0 +1,212 @@
+"""``docs/performance.md`` and its plots, from the figures that are kept.
+
+    python benchmarks/page.py
+
+``benchmarks/everything.py`` measures, keeps what it found in ``benchmarks/results/bench.json`` and
+calls this. Parts that it could not run stand here as they were measured last, with their date.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import rows
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results/bench.json"
+LIMITS = ROOT / "benchmarks/limits.toml"
+PAGE = ROOT / "docs/performance.md"
+PLOTS = "plots"
+"""A folder beside the page."""
+
+Store = dict[str, dict[str, Any]]
+"""By part: ``conditions`` and ``rows`` of the last run that measured something, and ``missing`` or
+``failed`` (with its ``date``) where a later one did not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A script of this folder."""
+
+    name: str
+    title: str
+
+
+PARTS = (
+    Part(name="planning", title="handshake and planning, beside vLLM's worker"),
+    Part(name="request", title="one request, from the plan to posted, beside vLLM's worker"),
+    Part(name="drivers", title="each driver, beside memcpy and NIXL"),
+    Part(name="nixl", title="the driver nixl, beside NIXL's own API"),
+    Part(name="ucx", title="the driver ucx, beside NIXL on the same transports"),
+    Part(name="end_to_end", title="real vLLM engines, beside NixlConnector"),
+    Part(name="steps", title="what an engine step costs"),
+    Part(name="channel", title="the side channel, and memory for each peer"),
+    Part(name="fence", title="what the fence costs"),
+    Part(name="gpu", title="VRAM to VRAM"),
+)
+
+HEAD = """# Performance
+
+Written by `make bench` (some minutes, no GPU needed) from what it measured; run it where you mean
+to use kvferry. Rates depend on the machine, so what counts here are the ratios: each is the median
+of ratios between two things done by turns in the same rounds, with its interval of 95 % confidence.
+A target is met if all of the interval keeps it, missed if none of it does, and otherwise open.
+`kvferry bench DRIVER` measures one driver on its own.
+"""
+
+MISSING = """## Missing
+
+No figure with a GPU or an RDMA NIC exists yet. The code for CUDA memory (registration, zeroing, the
+event behind a hold, the conformance suite's `memory = "cuda"`) has not run on a GPU, nor has
+`benchmarks/gpu.py`, which measures VRAM to VRAM where there is one. All engines and processes here
+share one host.
+"""
+
+
+def load(path: Path) -> Store:
+    """What is kept; nothing yet where there is no file."""
+    found: Store = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def save(path: Path, store: Store) -> None:
+    """Keep it."""
+    text = json.dumps(store, indent=1, ensure_ascii=False, sort_keys=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def remember(store: Store, name: str, entry: Mapping[str, Any]) -> None:
+    """Put what came of a run in place of what was there; rows stay until there are others."""
+    kept = {} if "rows" in entry else store.get(name, {})
+    kept = {key: kept[key] for key in ("conditions", "rows") if key in kept}
+    store[name] = kept | dict(entry)
+
+
+def write(store: Store, path: Path = PAGE) -> None:
+    """Write the page and its plots."""
+    sections = {name: sections_of(entry) for name, entry in store.items()}
+    drawn = _plots(path.parent / PLOTS, sections)
+    path.write_text(text(store, drawn), encoding="utf-8")
+
+
+def sections_of(entry: Mapping[str, Any]) -> dict[str, list[rows.Row]]:
+    """A part's rows, by section."""
+    found = [rows.row_of(one) for one in entry.get("rows", ())]
+    return {key: list(group) for key, group in groupby(found, key=lambda row: row.section)}
+
+
+def text(store: Store, drawn: Mapping[str, str]) -> str:
+    """The page.
+
+    Args:
+        store: what is kept.
+        drawn: the file of each section that has a plot.
+    """
+    parts = [HEAD, *_targets(store), *_bodies(store, drawn), MISSING, *_absent(store)]
+    return "\n".join(part.strip("\n") + "\n" for part in parts if part)
+
+
+def _targets(store: Store) -> Iterator[str]:
+    found = [row for part in PARTS for row in _rows(store, part.name) if row.target is not None]
+    if not found:
+        return
+    yield "## Targets\n"
+    yield _table(found, ("work", "target", "ratio", "95 %", "of", "verdict"), _target_cells)
+    yield from _reasons([row for row in found if row.met is not True])
+
+
+def _rows(store: Store, name: str) -> Iterator[rows.Row]:
+    for section in sections_of(store.get(name, {})).values():
+        yield from section
+
+
+def _target_cells(row: rows.Row) -> Sequence[str]:
+    said = rows.said(row)
+    return (
+        f"{row.section}: {row.case}",
+        row.target or "",
+        f"**{rows.number(row.ratio)}**",
+        f"{rows.number(row.low)} to {rows.number(row.high)}",
+        row.of,
+        said if row.met else f"**{said}**",
+    )
+
+
+def _reasons(unmet: Sequence[rows.Row]) -> Iterator[str]:
+    """What ``limits.toml`` says about rows that miss their target."""
+    limits = tomllib.loads(LIMITS.read_text(encoding="utf-8"))["limit"] if LIMITS.exists() else []
+    said = [limit for limit in limits if any(_about(limit, row) for row in unmet)]
+    rest = [row for row in unmet if not any(_about(limit, row) for limit in limits)]
+    if said or rest:
+        yield "### Why not\n"
+    for limit in said:
+        yield f"- *{limit['work']}*: {' '.join(limit['why'].split())}"
+    if rest:
+        yield f"- Nobody has looked yet into: {'; '.join(f'{r.section}: {r.case}' for r in rest)}."
+    yield ""
+
+
+def _about(limit: Mapping[str, Any], row: rows.Row) -> bool:
+    return limit["section"] in row.section and limit.get("case", "") in row.case
+
+
+def _bodies(store: Store, drawn: Mapping[str, str]) -> Iterator[str]:
+    for part in PARTS:
+        entry = store.get(part.name, {})
+        if not entry.get("rows"):
+            continue
+        yield f"## {part.title[0].upper()}{part.title[1:]}\n"
+        yield f"`python benchmarks/{part.name}.py`. {_conditions(entry['conditions'])}\n"
+        if why := entry.get("missing") or entry.get("failed"):
+            yield f"Not measured again on {entry['date']}: {why}\n"
+        for section, found in sections_of(entry).items():
+            yield f"### {section[0].upper()}{section[1:]}\n"
+            if section in drawn:
+                yield f"![{section}]({drawn[section]})\n"
+            yield _table(found, ("case", "ratio", "95 %", "of", "target", "measured"), rows.cells)
+
+
+def _conditions(found: Mapping[str, Any]) -> str:
+    load = f"load {found['load']} before and {found['load after']} after"
+    rest = {key: value for key, value in found.items() if key not in ("date", "load", "load after")}
+    return f"{found['date']}, {load}; " + ", ".join(f"{k} {v}" for k, v in rest.items()) + "."
+
+
+def _table(found: Sequence[rows.Row], headings: Sequence[str], cells: Any) -> str:
+    lines = [headings, ["---"] * len(headings), *(cells(row) for row in found)]
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
+def _cell(said: str) -> str:
+    return said.replace("|", "\\|").replace("\n", " ")
+
+
+def _absent(store: Store) -> Iterator[str]:
+    """The parts that have never been measured."""
+    for part in PARTS:
+        entry = store.get(part.name, {})
+        if not entry.get("rows"):
+            why = entry.get("missing") or entry.get("failed") or "it has not been run"
+            yield f"- {part.title} (`benchmarks/{part.name}.py`): {why}"
+
+
+def _plots(
+    folder: Path, sections: Mapping[str, Mapping[str, Sequence[rows.Row]]]
+) -> dict[str, str]:
+    try:
+        import plots
+    except ModuleNotFoundError:
+        print("no plots: matplotlib is not installed (pip install 'kvferry[plot]')")
+        return {}
+    found: dict[str, str] = plots.draw_all(folder, sections)
+    return found
+
+
+if __name__ == "__main__":
+    write(load(RESULTS))
