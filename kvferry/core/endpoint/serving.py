@@ -102,7 +102,7 @@ class Server:
                     waiting.append(awaited)
             self._awaited = waiting
             expired = self._keeper.expire(now)
-        self._figures.add(EXPIRED, len(expired))
+            self._figures.add(EXPIRED, len(expired))
         for request in expired:
             logger.warning(
                 "request %s: nobody read its pages within the lease; they are given back (stage "
