@@ -17,6 +17,20 @@ import typer
 import kvferry
 from kvferry.core.errors import KVFerryError
 
+CurveSecretKey = Annotated[
+    str,
+    typer.Option(
+        metavar="PLACE",
+        help="Where this command's own secret key is, for a side channel with keys: file:PATH or "
+        "env:NAME. The engine's curve_peers has to list the public one.",
+        show_default=False,
+    ),
+]
+CurvePeer = Annotated[
+    str,
+    typer.Option(metavar="KEY", help="That engine's public key, or its place.", show_default=False),
+]
+
 app = typer.Typer(
     name="kvferry",
     help="Moves the KV cache between LLM serving engines.",
@@ -137,6 +151,8 @@ def doctor(
         str | None,
         typer.Option(metavar="ID", help="Which engine should answer there.", show_default=False),
     ] = None,
+    curve_secret_key: CurveSecretKey = "",
+    curve_peer: CurvePeer = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say what this machine can do for a hand-over, and what to change.
@@ -148,8 +164,10 @@ def doctor(
     Exit status 0 unless something is bad; what is only worth knowing does not change it.
     """
     from kvferry.cli.doctor import run
+    from kvferry.cli.keys import keys_of
 
-    _leave_after(lambda: run(host=host, port=port, engine=engine, as_json=as_json))
+    keys = keys_of(curve_secret_key, curve_peer)
+    _leave_after(lambda: run(host=host, port=port, engine=engine, keys=keys, as_json=as_json))
 
 
 @app.command()
@@ -157,15 +175,8 @@ def health(
     host: Annotated[str, typer.Argument(help="Of the engine's side channel.", show_default=False)],
     port: Annotated[int, typer.Argument(help="Likewise.", show_default=False)],
     timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = 5.0,
-    secret_key: Annotated[
-        str,
-        typer.Option(
-            metavar="PLACE", help="Where the probe's own secret key is: file:PATH or env:NAME."
-        ),
-    ] = "",
-    server_key: Annotated[
-        str, typer.Option(metavar="HEX", help="The engine's public key, where it has one.")
-    ] = "",
+    curve_secret_key: CurveSecretKey = "",
+    curve_peer: CurvePeer = "",
 ) -> None:
     """Ask an engine how it is: exit status 0 if nothing is wrong.
 
@@ -173,8 +184,10 @@ def health(
     find wrong: a transport that failed, or pages that are quarantined.
     """
     from kvferry.cli.health import run
+    from kvferry.cli.keys import keys_of
 
-    raise typer.Exit(run(host, port, timeout=timeout, secret_key=secret_key, server_key=server_key))
+    keys = keys_of(curve_secret_key, curve_peer)
+    raise typer.Exit(run(host, port, timeout=timeout, keys=keys))
 
 
 @app.command()

@@ -18,6 +18,7 @@ import pytest
 from kvferry.cli.doctor import DoctorError, channel, devices, kernel, run, software, worst
 from kvferry.cli.doctor.finding import Finding, Verdict, bad, ok, warn
 from kvferry.cli.doctor.probe import Driver, Probed, Ucx
+from kvferry.cli.keys import keys_of
 from kvferry.core import wire
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, generate
@@ -350,6 +351,18 @@ def test_an_encrypted_side_channel_is_worth_knowing() -> None:
         finding = channel.running("127.0.0.1", server.port, "prefill")
     assert finding.verdict is Verdict.WARN
     assert "does not admit everybody: its side channel is encrypted" in finding.found
+    assert "--curve-secret-key" in finding.remedy
+
+
+def test_asks_a_running_engine_with_keys() -> None:
+    own, engine = generate(), generate()
+    listed = Access(own=engine, peers=frozenset({own.public}))
+    keys = keys_of("env:OWN", engine.public.hex(), {"OWN": own.secret.hex()})
+    with HandshakeServer(
+        encoded(payload()), engine="prefill", incarnation=7, access=listed
+    ) as server:
+        finding = channel.running("127.0.0.1", server.port, "prefill", keys)
+    assert (finding.verdict, "incarnation 7" in finding.found) == (Verdict.OK, True)
 
 
 def test_asks_a_running_engine() -> None:

@@ -6,21 +6,23 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
+from typer.testing import CliRunner
 
+from kvferry.cli import app
 from kvferry.cli.health import run
-from kvferry.core.errors import HandshakeError, SecretError
+from kvferry.cli.keys import NONE, Keys, keys_of
+from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, generate
 from kvferry.core.wire import encode
 from tests.core.messages import payload
 
 PROBE, ENGINE = generate(), generate()
-KEYS = {"secret_key": "env:PROBE", "server_key": ENGINE.public.hex()}
-ENVIRONMENT = {"PROBE": PROBE.secret.hex()}
+KEYS = keys_of("env:PROBE", ENGINE.public.hex(), {"PROBE": PROBE.secret.hex()})
 
 
 @pytest.fixture(params=["open", "encrypted"])
-def serving(request: pytest.FixtureRequest) -> Iterator[tuple[HandshakeServer, dict[str, str]]]:
+def serving(request: pytest.FixtureRequest) -> Iterator[tuple[HandshakeServer, Keys]]:
     """A side channel, and what the probe must say to be answered."""
     encrypted = request.param == "encrypted"
     access = Access(own=ENGINE, peers=frozenset({PROBE.public})) if encrypted else Access()
@@ -31,7 +33,7 @@ def serving(request: pytest.FixtureRequest) -> Iterator[tuple[HandshakeServer, d
         access=access,
         problems=lambda: PROBLEMS,
     ) as server:
-        yield server, KEYS if encrypted else {}
+        yield server, KEYS if encrypted else NONE
     PROBLEMS.clear()
 
 
@@ -39,10 +41,10 @@ PROBLEMS: list[str] = []
 
 
 def test_the_exit_status_says_it(
-    serving: tuple[HandshakeServer, dict[str, str]], capsys: pytest.CaptureFixture[str]
+    serving: tuple[HandshakeServer, Keys], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, keys = serving
-    probe = partial(run, server.host, server.port, timeout=20.0, environment=ENVIRONMENT, **keys)
+    probe = partial(run, server.host, server.port, timeout=20.0, keys=keys)
     assert probe() == 0
     assert capsys.readouterr().out == "engine prefill is well\n"
     PROBLEMS.append("rank 1: it burns")
@@ -51,7 +53,7 @@ def test_the_exit_status_says_it(
 
 
 def test_a_probe_without_an_answer_says_why(
-    serving: tuple[HandshakeServer, dict[str, str]],
+    serving: tuple[HandshakeServer, Keys],
 ) -> None:
     server, _ = serving
     server.close()
@@ -59,6 +61,26 @@ def test_a_probe_without_an_answer_says_why(
         run(server.host, server.port, timeout=20.0)
 
 
-def test_a_key_that_is_none() -> None:
-    with pytest.raises(SecretError):
-        run("127.0.0.1", 1, timeout=1.0, server_key="abc")
+def test_an_engine_with_keys_answers_nobody_without() -> None:
+    access = Access(own=ENGINE, peers=frozenset({PROBE.public}))
+    with (
+        HandshakeServer(
+            [encode(payload())], engine="prefill", incarnation=7, access=access
+        ) as server,
+        pytest.raises(AdmissionError, match="set curve_secret_key and curve_peers"),
+    ):
+        run(server.host, server.port, timeout=20.0)
+
+
+def test_the_options_are_called_as_an_engine_s_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PROBE", PROBE.secret.hex())
+    access = Access(own=ENGINE, peers=frozenset({PROBE.public}))
+    with HandshakeServer(
+        [encode(payload())], engine="prefill", incarnation=7, access=access
+    ) as server:
+        keys = ["--curve-secret-key", "env:PROBE", "--curve-peer", ENGINE.public.hex()]
+        asked = ["health", server.host, str(server.port), "--timeout", "20", *keys]
+        result = CliRunner().invoke(app, asked)
+    assert (result.exit_code, result.output) == (0, "engine prefill is well\n")

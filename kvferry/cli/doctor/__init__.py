@@ -13,6 +13,7 @@ from rich.table import Table
 from kvferry.cli.doctor import channel, devices, kernel, software
 from kvferry.cli.doctor.finding import Finding, Verdict
 from kvferry.cli.doctor.probe import probe
+from kvferry.cli.keys import NONE, Keys
 from kvferry.core.errors import KVFerryError
 
 MARKS = {
@@ -32,6 +33,7 @@ def run(
     host: str | None = None,
     port: int | None = None,
     engine: str | None = None,
+    keys: Keys = NONE,
     as_json: bool = False,
 ) -> int:
     """Look at everything, and print what was found.
@@ -39,18 +41,20 @@ def run(
     Args:
         host, port: the side channel of a running engine, to be asked, too.
         engine: which engine should answer there; None for any.
+        keys: to ask it with.
         as_json: print JSON instead of a table.
 
     Returns:
         The exit status: 1 if something is bad, 130 after Ctrl-C, otherwise 0.
 
     Raises:
-        DoctorError: of host and port only one is given, or an engine without them.
+        DoctorError: of host and port only one is given, or an engine or keys without them.
     """
-    if (host is None) != (port is None) or (engine is not None and host is None):
+    about = engine is not None or keys != NONE
+    if (host is None) != (port is None) or (about and host is None):
         raise DoctorError("a running engine is asked at --host HOST --port PORT; give both")
     try:
-        findings = list(_findings(host, port, engine))
+        findings = list(_findings(host, port, engine, keys))
     except KeyboardInterrupt:
         return INTERRUPTED
     if as_json:
@@ -66,7 +70,9 @@ def worst(findings: Sequence[Finding]) -> Verdict:
     return max((finding.verdict for finding in findings), key=order.index, default=Verdict.OK)
 
 
-def _findings(host: str | None, port: int | None, engine: str | None) -> Iterator[Finding]:
+def _findings(
+    host: str | None, port: int | None, engine: str | None, keys: Keys
+) -> Iterator[Finding]:
     with _step("loading the drivers"):
         probed = probe()
     yield software.python()
@@ -79,7 +85,7 @@ def _findings(host: str | None, port: int | None, engine: str | None) -> Iterato
     yield kernel.shared_memory()
     yield from channel.channels()
     if host is not None and port is not None:
-        yield channel.running(host, port, engine)
+        yield channel.running(host, port, engine, keys)
 
 
 def _hardware() -> Iterator[Finding]:

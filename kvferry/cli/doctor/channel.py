@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 
 from kvferry.cli.doctor.finding import Finding, bad, ok, warn
+from kvferry.cli.keys import NONE, Keys
 from kvferry.core.errors import AdmissionError, HandshakeError, RefusedError
 from kvferry.core.handshake import HandshakeServer, ping
 from kvferry.core.layout import Group, GroupKind, Layout
@@ -71,16 +72,19 @@ def _served(host: str) -> Finding:
     return ok(name, "bound, and reached from here")
 
 
-def running(host: str, port: int, engine: str | None) -> Finding:
+def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Finding:
     """The side channel of a running engine.
 
     Args:
         host, port: where its tickets say that it listens.
         engine: its id; if that is None, whoever answers is fine.
+        keys: to ask with.
     """
     name = f"engine at {host} port {port}"
     try:
-        incarnation = ping(host, port, engine or ENGINE, timeout=SECONDS)
+        incarnation = ping(
+            host, port, engine or ENGINE, timeout=SECONDS, access=keys.access, key=keys.server
+        )
     except RefusedError as exc:
         if engine is None:
             return ok(name, f"a side channel of kvferry answers; it {_why(exc)}")
@@ -89,7 +93,8 @@ def running(host: str, port: int, engine: str | None) -> Finding:
         return warn(
             name,
             f"a side channel is there, and does not admit everybody: {_why(exc)}",
-            "look into the logs of the two engines, which have their keys; this command has none",
+            "give this command keys, by --curve-secret-key and --curve-peer, and the engine this "
+            "one's public key in its curve_peers",
         )
     except HandshakeError as exc:
         return bad(

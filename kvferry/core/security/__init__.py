@@ -8,7 +8,7 @@ from kvferry.core.security.access import OPEN, Access
 from kvferry.core.security.keys import KEY_BYTES, KeyPair, generate, public_keys
 from kvferry.core.security.networks import Networks
 from kvferry.core.security.signing import TicketSecrets
-from kvferry.core.security.vault import Secret, read_secret
+from kvferry.core.security.vault import Secret, listed_keys, read_secret
 
 __all__ = [
     "KEY_BYTES",
@@ -19,6 +19,7 @@ __all__ = [
     "Secret",
     "TicketSecrets",
     "generate",
+    "listed_keys",
     "public_keys",
     "read_secret",
 ]

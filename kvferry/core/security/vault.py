@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvferry.core.errors import SecretError
+from kvferry.core.security.keys import public_keys
 
 FILE = "file:"
 ENVIRONMENT = "env:"
@@ -60,6 +61,25 @@ def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secr
         f"a text of {len(place)} characters says what a secret is, or nothing at all, and not "
         f"where it is: {HOW}"
     )
+
+
+def listed_keys(
+    listed: Sequence[str], name: str, environment: Mapping[str, str] = os.environ
+) -> frozenset[bytes]:
+    """Public keys, each as text or by the place of a text with one a line.
+
+    Args:
+        listed: the keys and places.
+        name: of the setting that lists them, for errors.
+        environment: of this process.
+
+    Raises:
+        SecretError: one is no key, or a place cannot be read.
+    """
+    keys = public_keys((text for text in listed if not is_place(text)), name)
+    for place in filter(is_place, listed):
+        keys |= public_keys(read_secret(place, environment).text.splitlines(), place)
+    return keys
 
 
 def _from_file(place: str, path: Path) -> Secret:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.core.errors import HandshakeError, SecretError
@@ -16,10 +16,9 @@ from kvferry.core.security import (
     Networks,
     Secret,
     TicketSecrets,
-    public_keys,
+    listed_keys,
     read_secret,
 )
-from kvferry.core.security.vault import is_place
 from kvferry.integrations.vllm.config import Config, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ def admission_of(config: Config, environment: Mapping[str, str] = os.environ) ->
         own = secret_of(config.curve_secret_key) if config.curve_secret_key else None
         access = Access(
             own=KeyPair.of(own.text, own.place) if own else None,
-            peers=_peers(config.curve_peers, environment),
+            peers=listed_keys(config.curve_peers, "curve_peers", environment),
             networks=None if config.allowed_peers is None else Networks.of(config.allowed_peers),
         )
         secrets = TicketSecrets.of(tickets) if tickets else None
@@ -82,13 +81,6 @@ def warn(admission: Admission, host: str) -> None:
         return
     for text in _open(admission, host):
         logger.warning("%s", text)
-
-
-def _peers(listed: Sequence[str], environment: Mapping[str, str]) -> frozenset[bytes]:
-    keys = public_keys((text for text in listed if not is_place(text)), "curve_peers")
-    for place in filter(is_place, listed):
-        keys |= public_keys(read_secret(place, environment).text.splitlines(), place)
-    return keys
 
 
 def _is_private(host: str) -> bool:

@@ -1,0 +1,49 @@
+"""Keys that a command asks with, as options name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.keygen import run as keygen
+from kvferry.cli.keys import NONE, keys_of
+from kvferry.core.errors import SecretError
+from kvferry.core.security import generate
+
+OWN, ENGINE = generate(), generate()
+ENVIRONMENT = {"OWN": OWN.secret.hex(), "NONE": "abc", "TWO": f"{'ab' * 32}\n{'cd' * 32}\n"}
+
+
+def test_without_options_there_are_none() -> None:
+    assert keys_of("", "") is NONE
+
+
+def test_a_key_as_text_and_one_by_its_place() -> None:
+    keys = keys_of("env:OWN", ENGINE.public.hex(), ENVIRONMENT)
+    assert (keys.access.own, keys.server) == (OWN, ENGINE.public)
+    keys.access.check_server(ENGINE.public)
+
+
+def test_the_files_that_keygen_writes(tmp_path: Path) -> None:
+    keygen(tmp_path, ["prefill", "probe"])
+    keys = keys_of(f"file:{tmp_path}/probe.secret", f"file:{tmp_path}/prefill.public")
+    assert keys.server.hex() in (tmp_path / "prefill.public").read_text()
+
+
+@pytest.mark.parametrize(
+    ("secret_key", "peer", "why"),
+    [
+        ("env:OWN", "", "with both --curve-secret-key"),
+        ("", ENGINE.public.hex(), "with both --curve-secret-key"),
+        ("env:NONE", ENGINE.public.hex(), "env:NONE holds 3 characters"),
+        ("env:NOBODY", ENGINE.public.hex(), "env:NOBODY is empty or not set"),
+        ("env:OWN", "abc", "line 1 of --curve-peer is no public key"),
+        ("env:OWN", "env:TWO", "--curve-peer names 2 keys"),
+        (OWN.secret.hex(), ENGINE.public.hex(), "and not where it is"),
+    ],
+)
+def test_what_is_no_key_is_refused(secret_key: str, peer: str, why: str) -> None:
+    with pytest.raises(SecretError, match=why) as caught:
+        keys_of(secret_key, peer, ENVIRONMENT)
+    assert OWN.secret.hex() not in str(caught.value)
