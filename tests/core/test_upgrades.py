@@ -109,6 +109,9 @@ def test_older_and_newer_requests() -> None:
     assert wire.decode_request(packed(newer(ask))) == wire.decode_request(packed(ask))
     knock = {"type": "ping", "engine": "prefill"}
     assert wire.decode_request(packed(newer(knock))) == wire.Ping(engine="prefill")
+    probe = {"type": "health"}
+    assert wire.decode_request(packed(probe)) == wire.Health()
+    assert wire.decode_request(packed(newer(probe | {"engine": "p"}))) == wire.Health(engine="p")
 
 
 def test_older_and_newer_replies() -> None:
@@ -116,6 +119,10 @@ def test_older_and_newer_replies() -> None:
     assert wire.decode_reply(packed(newer(pong))) == wire.decode_reply(packed(pong))
     refusal = {"type": "refusal", "reason": "no"}
     assert wire.decode_reply(packed(newer(refusal))) == wire.Refusal(reason="no")
+    condition = {"type": "condition", "engine": "prefill", "incarnation": 7}
+    known = wire.Condition(engine="prefill", incarnation=7)
+    assert wire.decode_reply(packed(condition)) == known
+    assert wire.decode_reply(packed(newer(condition))) == known
 
 
 def test_older_and_newer_messages_about_holds() -> None:
@@ -124,6 +131,9 @@ def test_older_and_newer_messages_about_holds() -> None:
     )
     assert wire.decode_notes(packed([OLDER_RELEASE])) == [known]
     assert wire.decode_notes(packed([newer(OLDER_RELEASE)])) == [known]
+    renewal = {"type": "renewal", "incarnation": 7, "slot": 3, "generation": 9}
+    waits = wire.Renewal(incarnation=7, slot=3, generation=9)
+    assert wire.decode_notes(packed([newer(renewal), OLDER_RELEASE])) == [waits, known]
 
 
 def test_versions_meet_in_the_newest_that_both_speak() -> None:
