@@ -7,7 +7,8 @@ For each driver another process has a buffer, and this one reads it, in blocks o
 random order on both sides and in a row; then the same within this process, between two transports.
 All drivers that work here, NIXL's own calls and a memcpy of as many bytes, in one piece and by one
 thread between buffers of the same kind, take turns in every round. A ratio is a speed as a part of
-another: of memcpy's, or a multiple of that of NIXL as it comes (no setting of UCX).
+another: of memcpy's, or a multiple of that of NIXL as it comes (no setting of UCX). Beside loopback
+stands what it cannot surpass, the kernel's process_vm_readv alone, from two threads.
 
 Then latency, from the call until it is done: a read of one page, a fence (a read of eight bytes
 with a notification bound to it), and half of what a notification takes there and back. And last
@@ -17,9 +18,12 @@ loopback again, in memory with pages of 4 KiB, which the kernel pins and copies 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import common
@@ -33,6 +37,8 @@ from kvferry.core.copies import Copies
 from kvferry.core.memory import Region
 from kvferry.core.registry import create, describe, installed
 from kvferry.core.transport import PeerId, Transport
+from kvferry.drivers.loopback.copying import Chunk, Runs
+from kvferry.drivers.loopback.process import vm_copy
 from kvferry.testing.memory import Buffer, Bytes
 
 KIB = 1 << 10
@@ -47,7 +53,10 @@ OF_NIXL = {(4 * KIB, "scattered"): 5.0}
 PAUSE_SECONDS = 0.0001
 """Between two polls of loopback, whose threads need the cores."""
 
-NIXL = "NIXL's own calls"
+NIXL, KERNEL = "NIXL's own calls", "process_vm_readv alone"
+KERNEL_THREADS = 2
+"""As loopback has, unless told otherwise."""
+
 BETWEEN = {"there": "two processes", "here": "one process"}
 
 
@@ -113,6 +122,10 @@ class Lab:
         self.transports: dict[str, tuple[Transport, PeerId]] = {}
         self.sides = [side for driver in drivers for side in self._connected(driver)]
 
+    def in_case(self, case: Case) -> list[Side]:
+        """Those that can do it."""
+        return [side for side in self.sides if case.where in side.regions]
+
     def _connected(self, driver: str) -> Iterator[Side]:
         transport = self._transport(driver)
         transport.register(self.near.region)
@@ -124,6 +137,8 @@ class Lab:
         peers = {where: transport.connect(address) for where, address in addresses.items()}
         self.transports[driver] = transport, peers["there"]
         yield self._side(driver, driver, _by_driver(driver, transport, peers))
+        if driver == "loopback":
+            yield self._side(KERNEL, driver, _by_kernel(self.others[driver].process.pid))
         if driver == "nixl":
             yield self._side(NIXL, driver, _by_nixl(self.near.region, addresses))
 
@@ -134,9 +149,10 @@ class Lab:
 
     def _side(self, name: str, driver: str, mover: Any) -> Side:
         other = self.others[driver]
+        regions = {"there": other.region, "here": self.second.region}
         return Side(
             name=name,
-            regions={"there": other.region, "here": self.second.region},
+            regions={"there": other.region} if name == KERNEL else regions,
             contents={"there": other.content, "here": self._second_content},
             mover=mover,
         )
@@ -162,6 +178,41 @@ def _by_nixl(near: Region, addresses: dict[str, bytes]) -> Any:
         return made
 
     return mover
+
+
+def _by_kernel(pid: int) -> Any:
+    """What loopback stands on, and no more: no faster can it be."""
+    pool = ThreadPoolExecutor(KERNEL_THREADS)
+
+    def mover(where: str, op: str, copies: Copies) -> Callable[[], float]:
+        del where
+        write = op == "write"
+        calls = [
+            partial(vm_copy, pid, chunk.local, chunk.remote, write=write)
+            for chunk in _chunks(copies, write=write)
+        ]
+
+        def move() -> float:
+            begun = [pool.submit(call) for call in calls]
+            submitted = time.perf_counter()
+            for one in begun:
+                one.result()
+            return submitted
+
+        return move
+
+    return mover
+
+
+def _chunks(copies: Copies, *, write: bool) -> Iterator[Chunk]:
+    """As loopback cuts it: at most so many iovecs as a call takes, and some for each thread."""
+    runs = Runs(len(copies))
+    runs.fill(copies, write=write)
+    start, share = 0, runs.total // (2 * KERNEL_THREADS)
+    while start < runs.total:
+        stop = runs.next_stop(start, share)
+        yield runs.chunk(start, stop)
+        start = stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +246,7 @@ def speeds(lab: Lab, cases: Sequence[Case], rounds: int, show: rows.Show) -> lis
 def _times(lab: Lab, case: Case, rounds: int) -> dict[str, common.Times]:
     """Seconds of each round, by name; the plain copy among them."""
     ways: dict[str, common.Way] = {}
-    for side in lab.sides:
+    for side in lab.in_case(case):
         copies = case.copies(lab.near.region, side.regions[case.where])
         move = side.mover(case.where, case.op, copies)
         if case.op == "read":
@@ -222,9 +273,10 @@ def _check(lab: Lab, side: Side, case: Case, copies: Copies, move: Callable[[], 
 
 
 def _compared(lab: Lab, case: Case, times: dict[str, common.Times]) -> Iterator[rows.Row]:
-    for side in lab.sides:
-        for of in (lab.memory.name, NIXL):
-            if of in times and side.name != of:
+    for side in lab.in_case(case):
+        for of in (lab.memory.name, NIXL, KERNEL):
+            # Of what it stands on, only loopback is a part.
+            if of in times and of != side.name and (of != KERNEL or side.name == "loopback"):
                 yield _row(lab, case, side.name, of, times)
 
 
@@ -249,7 +301,8 @@ def _row(lab: Lab, case: Case, name: str, of: str, times: dict[str, common.Times
 def _target(case: Case, name: str, of: str) -> str | None:
     if (case.where, case.op, name) != ("there", "read", "loopback"):
         return None
-    limit = OF_MEMCPY.get(case.block) if of == "memcpy" else OF_NIXL.get((case.block, case.order))
+    ofs = {"memcpy": OF_MEMCPY.get(case.block), NIXL: OF_NIXL.get((case.block, case.order))}
+    limit = ofs.get(of)
     found: str | None = None if limit is None else rows.goal(limit, at_least=True)
     return found
 

@@ -1,0 +1,58 @@
+"""Every benchmark runs, and hands rows to the page that it can show."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.scripts import quick_rows, run
+
+nixl = pytest.mark.nixl
+limit = pytest.mark.timeout(600)
+
+
+def test_loopback_alone(tmp_path: Path) -> None:
+    found = quick_rows("drivers", tmp_path, "--driver", "loopback")
+    sections = {row["section"] for row in found}
+    assert {
+        "loopback, one process",
+        "loopback, two processes",
+        "loopback, two processes, pages of 4 KiB",
+        "latency between two processes",
+    } <= sections
+    assert [row["section"] for row in found if row["target"]] == ["loopback, two processes"] * 2
+
+
+@nixl
+@limit
+def test_drivers_beside_nixl(tmp_path: Path) -> None:
+    found = quick_rows("drivers", tmp_path, "--driver", "loopback", "--driver", "nixl")
+    beside = {row["of"] for row in found if row["section"] == "loopback, two processes"}
+    assert beside == {"speed of memcpy", "speed of NIXL's own calls"}
+
+
+def test_writes(tmp_path: Path) -> None:
+    found = quick_rows("drivers", tmp_path, "--driver", "loopback", "--op", "write")
+    assert any(row["case"].startswith("write of ") for row in found)
+    assert not any(row["target"] for row in found)
+
+
+@pytest.mark.vllm
+@nixl
+@limit
+def test_end_to_end(tmp_path: Path) -> None:
+    found = quick_rows("end_to_end", tmp_path, "--driver", "loopback")
+    assert {row["case"] for row in found} == {"loopback, 2 at once"}
+
+
+def test_no_gpu() -> None:
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU")
+    done = run("gpu", "--quick")
+    assert done.returncode == 3
+    assert "nothing was measured" in done.stdout or "no GPU was looked for" in done.stdout
