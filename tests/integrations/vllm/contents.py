@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 Contents = dict[str, npt.NDArray[np.uint8]]
 """By layer and part, the bytes of each token (or channel, or head) of a rank."""
 
-STEPS = 20_000
+LOADED_SECONDS = 60.0
 STEP_SECONDS = 0.001
+"""Pause after a step, for the connector's thread."""
 
 
 def of_both(
@@ -69,7 +70,8 @@ def step_until_loaded(engine: Any) -> str:
     Returns whose load that was.
     """
     scheduler = engine.engine_core.engine_core.scheduler
-    for _ in range(STEPS):
+    until = time.monotonic() + LOADED_SECONDS
+    while time.monotonic() < until:
         if scheduler.finished_recving_kv_req_ids:
             [request] = scheduler.finished_recving_kv_req_ids
             return str(request)
