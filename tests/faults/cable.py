@@ -6,9 +6,10 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from kvferry.core.copies import Copies
@@ -36,8 +37,8 @@ def is_fence(notify: bytes | None) -> bool:
 class Staged(Transport):
     """Does what it is told, once, at a stage of a load; for drivers to inherit first."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)
         self.at: dict[str, Callable[[], None]] = {}
         self.words = 0
         """Reads of slot words so far."""
@@ -170,10 +171,12 @@ class Cable(Staged, Wire):
     """Both."""
 
 
-def staged(driver: str = "loopback") -> Staged:
-    """A driver to which things happen at a stage."""
+def staged(
+    driver: str = "loopback", settings: Mapping[str, object] = MappingProxyType({})
+) -> Staged:
+    """A driver to which things happen at a stage; ``settings`` are its own."""
     kind = load(driver)
-    made: Staged = type(f"Staged{kind.__name__}", (Staged, kind), {})()
+    made: Staged = type(f"Staged{kind.__name__}", (Staged, kind), {})(**settings)
     return made
 
 
@@ -237,3 +240,11 @@ class Channel:
         with suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR)
             source.shutdown(socket.SHUT_RDWR)
+
+
+def pester(port: int) -> None:
+    """Strangers at the side channel."""
+    noise = random.Random(port)
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(noise.randbytes(noise.randrange(1, 2000)))

@@ -55,9 +55,15 @@ DRIVER = [
     for stage in ("reading", "fencing")
     for quiescence in Quiescence
 ]
+NETWORKS = [Key("producer", "cut off", stage, "ucx") for stage in STAGES]
+"""By a cable between two networks that is pulled."""
 VLLM = [
     Key("producer", "killed", "before the read", "vllm"),
-    Key("producer", "killed", "reading", "vllm"),
+    *[
+        Key("producer", fault, "reading", where)
+        for where in ("vllm", "vllm over nixl", "vllm over ucx")
+        for fault in ("killed", "killed, and decode recomputes")
+    ],
     Key("producer", "stopped", "before the handshake", "vllm"),
     Key("producer", "cut off", "before the handshake", "vllm"),
     Key("producer", "pestered", "before the read", "vllm"),
@@ -70,11 +76,11 @@ VLLM = [
     Key("consumer", "restarted", "reading", "vllm"),
     Key("consumer", "slow", "before the handshake", "vllm"),
     Key("consumer", "slow", "reading", "vllm"),
+    Key("consumer", "busy", "waiting", "vllm"),
     Key("consumer", "aborted", "before the handshake", "vllm"),
     Key("consumer", "aborted", "reading", "vllm"),
-    Key("consumer", "out of blocks", "waiting", "vllm"),
 ]
-CELLS = frozenset([*MATRIX, *WAITING, *COMPUTING, *PESTERED, *DRIVER, *VLLM])
+CELLS = frozenset([*MATRIX, *WAITING, *COMPUTING, *PESTERED, *DRIVER, *NETWORKS, *VLLM])
 
 
 @dataclass(kw_only=True)
@@ -98,15 +104,15 @@ class Cell:
         """The fault happens now: time runs from here."""
         self.begun = time.monotonic()
 
-    def write(self, outcome: str) -> None:
-        """Add a line to the report, if somebody wants one."""
-        seconds = round(time.monotonic() - self.begun, 2)
-        _add(self.key._asdict() | {"outcome": outcome, "seconds": seconds})
+    def write(self, outcome: str, seconds: float | None = None) -> None:
+        """Add a line to the report, if somebody wants one; as of now, unless ``seconds`` says."""
+        took = time.monotonic() - self.begun if seconds is None else seconds
+        _add(self.key._asdict() | {"outcome": outcome, "seconds": round(took, 2)})
 
 
-def figure(name: str, **values: str | float) -> None:
+def figure(name: str, seconds: float, **values: str | float) -> None:
     """Add what a long test has counted to the report, if somebody wants one."""
-    _add({"figure": name, **values})
+    _add({"figure": name, **values, "seconds": round(seconds, 1)})
 
 
 def _add(line: dict[str, object]) -> None:

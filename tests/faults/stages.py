@@ -11,10 +11,11 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.registry import create
+from kvferry.core.transport import Transport
 from tests.core.endpoint.engines import LAYERS, Engine, Shape, engine, eventually, expected
 from tests.faults.cable import staged
 
@@ -71,10 +73,16 @@ class Remote:
 
 
 @contextlib.contextmanager
-def remote(target: Callable[..., None], *arguments: object) -> Iterator[Remote]:
-    """Run ``target(pipe, *arguments)`` in a process, and kill it in the end."""
-    ours, theirs = _processes.Pipe()
-    process = _processes.Process(target=target, args=(theirs, *arguments), daemon=True)
+def remote(
+    target: Callable[..., None], *arguments: object, networked: bool = False
+) -> Iterator[Remote]:
+    """Run ``target(pipe, *arguments)`` in a process, and kill it in the end.
+
+    ``networked``: in the network of this thread, which costs a second; otherwise in the first one.
+    """
+    processes = multiprocessing.get_context("spawn") if networked else _processes
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=target, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
     made = Remote(process=process, pipe=ours)
@@ -152,12 +160,19 @@ class Produced:
 
 
 def produce(
-    pipe: Connection, port: int = 0, name: str = "prefill", driver: str = "loopback"
+    pipe: Connection,
+    port: int = 0,
+    name: str = "prefill",
+    driver: str = "loopback",
+    settings: Mapping[str, object] = MappingProxyType({}),
+    host: str = "127.0.0.1",
 ) -> None:
-    """A producer that does what it is told."""
-    with engine(
-        name, SHAPE, options=OPTIONS, port=port, transport=lambda: create(driver)
-    ) as prefill:
+    """A producer that does what it is told; ``settings`` are its driver's."""
+
+    def transport() -> Transport:
+        return create(driver, settings)
+
+    with engine(name, SHAPE, options=OPTIONS, host=host, port=port, transport=transport) as prefill:
         produced = Produced(prefill)
         pipe.send(prefill.server.port)
         while (order := pipe.recv()) is not None:
@@ -171,16 +186,21 @@ def serve(prefill: Engine, request: str, lease: float = LEASE) -> Ticket:
     return prefill.finish(request, HELD, TOKENS, lease=lease)
 
 
-def consume(pipe: Connection, stage: str) -> None:
+def consume(
+    pipe: Connection,
+    stage: str,
+    driver: str = "loopback",
+    settings: Mapping[str, object] = MappingProxyType({}),
+) -> None:
     """A consumer that, once, stops at a stage until it is told to go on."""
-    driver = staged()
+    made = staged(driver, settings)
 
     def stop() -> None:
         pipe.send("here")
         pipe.recv()
 
-    driver.at = {stage: stop}
-    with engine("decode", SHAPE, options=OPTIONS, transport=lambda: driver) as decode:
+    made.at = {stage: stop}
+    with engine("decode", SHAPE, options=OPTIONS, transport=lambda: made) as decode:
         pipe.send("ready")
         ticket, pages = pipe.recv()
         if stage == "waiting":

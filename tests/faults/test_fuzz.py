@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.security import OPEN, Access, TicketSecrets, generate
 from kvferry.integrations.vllm import ticket as tickets
 from tests.core.messages import payload
+from tests.faults.cells import figure
 from tests.faults.mutations import Mutator
 
 INPUTS = int(os.environ.get("KVFERRY_FUZZ", "20000"))
@@ -108,7 +110,7 @@ def test_what_is_decoded(kind: str) -> None:
     make, decode = DECODERS[kind]
     mutator = Mutator(SEED)
     share = INPUTS * 6 // 10 // len(DECODERS)
-    refused, before = 0, 0
+    refused, before, begun = 0, 0, time.monotonic()
     for count in range(share):
         data = make(mutator)
         try:
@@ -121,6 +123,7 @@ def test_what_is_decoded(kind: str) -> None:
             before = resident("self")
     assert refused > share // 2
     assert resident("self") - before < MEMORY
+    figure("fuzz", time.monotonic() - begun, what=kind, inputs=share)
 
 
 # What a side channel is sent.
@@ -219,7 +222,7 @@ def message(mutator: Mutator) -> list[bytes]:
 @pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
 def test_messages_at_a_side_channel(keyed: bool) -> None:
     """From a peer that is admitted; each is answered, or dropped where it is not even one."""
-    mutator, share = Mutator(SEED), INPUTS * 35 // 100 // 2
+    mutator, share, begun = Mutator(SEED), INPUTS * 35 // 100 // 2, time.monotonic()
     with serving(keyed) as served, zmq.Context() as context, flat(served) as remember:
         for start in range(0, share, 1000):
             with context.socket(zmq.DEALER) as channel:
@@ -235,6 +238,8 @@ def test_messages_at_a_side_channel(keyed: bool) -> None:
             served.works()
             if start <= share // 4:
                 remember()
+    what = f"messages, {'keyed' if keyed else 'open'}"
+    figure("fuzz", time.monotonic() - begun, what=what, inputs=share)
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00%s" + bytes(28)
@@ -260,7 +265,7 @@ def session(mutator: Mutator) -> bytes:
 @pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
 def test_bytes_at_a_side_channel(keyed: bool) -> None:
     """From anybody: on the bare connection, also in the middle of ZMQ's own handshake."""
-    mutator, share = Mutator(SEED), max(INPUTS * 5 // 100 // 2, 1)
+    mutator, share, begun = Mutator(SEED), max(INPUTS * 5 // 100 // 2, 1), time.monotonic()
     with serving(keyed) as served, flat(served) as remember:
         for count in range(share):
             with (
@@ -276,3 +281,5 @@ def test_bytes_at_a_side_channel(keyed: bool) -> None:
                 served.works()
             if count == share // 4:
                 remember()
+    what = f"bytes, {'keyed' if keyed else 'open'}"
+    figure("fuzz", time.monotonic() - begun, what=what, inputs=share)

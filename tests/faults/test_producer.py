@@ -6,15 +6,14 @@ stays held, and the next load works.
 
 from __future__ import annotations
 
-import random
 import signal
-import socket
 from collections.abc import Callable
 
 import pytest
 
 from tests.core.endpoint.engines import eventually
 from tests.faults.bench import Bench, bench
+from tests.faults.cable import pester
 from tests.faults.cells import STAGES, Cell
 from tests.faults.stages import OPTIONS, PATIENT
 
@@ -38,14 +37,6 @@ handshake goes on soon; before it, not before the deadline.)"""
 DIRECT = {"killed", "stopped", "restarted", "pestered"}
 """What happens to the process itself: no proxy stands before it."""
 SLOW_SECONDS = 0.5
-
-
-def pester(port: int) -> None:
-    """Strangers at the side channel."""
-    noise = random.Random(port)
-    for _ in range(20):
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(noise.randbytes(noise.randrange(1, 2000)))
 
 
 def slow(world: Bench) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
@@ -24,6 +25,7 @@ from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
 from tests.core.endpoint.engines import Clock, Engine, Shape, engine, eventually
+from tests.faults.cells import figure
 from tests.faults.stages import TOKENS, right
 
 REQUESTS = int(os.environ.get("KVFERRY_SOAK", "1500"))
@@ -167,12 +169,24 @@ def test_nothing_grows(quiescence: Quiescence) -> None:
         soak.run(min(WARM, REQUESTS // 2))
         # A look may find a connection up, down, or down and up at once while an old one parts.
         before = most(soak.looks(LOOKS))
+        begun = time.monotonic()
         soak.run(REQUESTS)
         eventually(lambda: usage().threads <= before.threads, "no thread is left over")
         eventually(lambda: usage().files <= before.files, "no file is left over")
-        after = usage()
+        after, seconds = usage(), time.monotonic() - begun
         assert after.memory <= before.memory + MEMORY
         assert soak.outcomes["loaded"] > soak.outcomes["failed"] > 0
         assert prefill.ranks[0].endpoint.held == 0
         assert decode.ranks[0].endpoint.pending == 0
         assert decode.ranks[0].endpoint.healthy
+        figure(
+            "soak",
+            seconds,
+            quiescence=quiescence.value,
+            requests=REQUESTS,
+            loaded=soak.outcomes["loaded"],
+            failed=soak.outcomes["failed"],
+            memory=round((after.memory - before.memory) / (1 << 20), 1),
+            files=after.files - before.files,
+            threads=after.threads - before.threads,
+        )

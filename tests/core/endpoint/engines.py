@@ -278,6 +278,7 @@ def engine(
     options: EndpointOptions | None = None,
     transport: Callable[[], Transport] = LoopbackTransport,
     agreement: dict[str, str] | None = None,
+    host: str = "127.0.0.1",
     port: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Engine]:
@@ -319,6 +320,7 @@ def engine(
             [encode(payload) for payload in payloads],
             engine=name,
             incarnation=incarnation,
+            host=host,
             port=port,
         )
         stack.enter_context(server)
