@@ -17,7 +17,7 @@ from kvferry.core.errors import KVFerryError
 SMALL = 16 << 10
 """Copies below this many bytes are small: what each costs then outweighs what its bytes cost. A
 read between two processes moves 16 KiB at half of memcpy's rate and 4 KiB at a quarter, and a
-transport for networks pays more still (benchmarks/results/loopback.md)."""
+transport for networks pays more still (docs/performance.md)."""
 
 WORTH = 2
 """A change that does not save half of the copies, or more, is not worth advising."""
