@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ from kvferry.core.endpoint import EndpointOptions, Results
 from kvferry.core.endpoint import endpoint as module
 from kvferry.core.errors import DeadlineError, KVFerryError, PeerLostError, TransportError
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.transport import PeerId, State, Status, TransferId
+from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
+from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.endpoint.engines import (
     LAYERS,
     Clock,
@@ -82,12 +83,14 @@ class Slow(Watched):
 
 
 @contextlib.contextmanager
-def three(driver: Slow, clock: Clock) -> Iterator[tuple[Engine, Engine, Engine]]:
+def three(
+    driver: Slow, clock: Clock, theirs: Callable[[], Transport] = LoopbackTransport
+) -> Iterator[tuple[Engine, Engine, Engine]]:
     """A producer that is slow, another one, and who reads from both."""
     options = EndpointOptions(liveness_interval=0.0, load_timeout=100.0)
     with (
         engine("slow") as slow,
-        engine("other") as other,
+        engine("other", transport=theirs) as other,
         engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
     ):
         try:
@@ -109,8 +112,8 @@ def loads_go_on(other: Engine, decode: Engine, count: int = 20) -> None:
 
 
 def test_loads_and_renewals_go_on_while_another_peer_is_parted_from() -> None:
-    driver, clock = Slow(), Clock()
-    with three(driver, clock) as (slow, other, decode):
+    driver, clock, theirs = Slow(), Clock(), Watched()
+    with three(driver, clock, lambda: theirs) as (slow, other, decode):
         decode.pull("d-1", slow.serve("p-1", [1], TOKENS), [2])
         eventually(lambda: driver.slow is not None, "the slow peer is connected")
         waiting = other.serve("w", [7], TOKENS)
@@ -118,13 +121,16 @@ def test_loads_and_renewals_go_on_while_another_peer_is_parted_from() -> None:
         clock.skip(200.0)  # the load is too late, and so its peer is given up
         eventually(driver.parting.is_set, "it is being disconnected")
         loads_go_on(other, decode)
+        theirs.heard.clear()
+        clock.skip(15.0)
+        eventually(lambda: bool(theirs.heard), "what waits is renewed")
         assert not driver.let_go.is_set()
         results = decode.ranks[0].endpoint.results()
         assert RequestId("d-1") not in results.received, "bytes may still land in its pages"
         decode.pull("d-w", waiting, [8])
         assert not decode.outcome("d-w").failed
         assert decode.ranks[0].endpoint.healthy
-        clock.skip(40.0)
+        clock.skip(30.0)
         assert "have not returned for 30 s" in decode.ranks[0].endpoint.problems[0]
         driver.let_go.set()
         error = decode.outcome("d-1").failed[RequestId("d-1")]
