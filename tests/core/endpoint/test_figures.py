@@ -65,7 +65,7 @@ class Counted:
         return {labels[1:]: value for labels, value in found.items()}
 
     def total(self, figure: Figure) -> float:
-        return sum(self.of(figure).values())
+        return float(sum(self.of(figure).values()))
 
 
 def test_a_load_is_counted_where_it_was_read() -> None:

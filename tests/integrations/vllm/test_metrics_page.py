@@ -1,0 +1,68 @@
+"""`docs/metrics.md` says of every metric what the code does, and of nothing else."""
+
+from __future__ import annotations
+
+import enum
+import re
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.errors import TicketReason
+from kvferry.core.failures import Cause
+from kvferry.core.stats import MAX_OBSERVED, MAX_PEERS, OTHER, UNREACHED, Figures, Kind, Stage
+from kvferry.integrations.vllm.figures import FIGURES, NoTicket
+
+PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+
+
+def tables() -> list[list[list[str]]]:
+    """The cells of every table, without its head."""
+    found = re.findall(r"(?:^\|.*\n)+", PAGE, re.MULTILINE)
+    return [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+        for table in found
+    ]
+
+
+METRICS, STAGES, CAUSES, REASONS, NOT_MADE = tables()
+
+
+def test_every_metric_is_there_as_the_code_has_it() -> None:
+    wanted = [
+        [
+            f"`vllm:kvferry_{figure.name}{'_total' if figure.kind is Kind.COUNTER else ''}`",
+            figure.kind.value,
+            ", ".join(figure.labels),
+            figure.text,
+        ]
+        for figure in FIGURES
+    ]
+    assert [row[:4] for row in METRICS] == wanted
+    assert all(row[4] for row in METRICS)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [(STAGES, Stage), (CAUSES, Cause), (REASONS, TicketReason), (NOT_MADE, NoTicket)],
+)
+def test_every_word_is_explained(table: list[list[str]], words: type[enum.StrEnum]) -> None:
+    assert [row[0] for row in table] == [word.value for word in words]
+    assert all(all(row) for row in table)
+
+
+def test_numbers_and_names_are_those_of_the_code() -> None:
+    assert f"told apart: {MAX_PEERS}; the others are `{OTHER}`" in PAGE
+    assert f"never connected is `{UNREACHED}`" in PAGE
+    assert f"stops growing at {MAX_OBSERVED}" in PAGE
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    [example] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    counting = Figures(driver="loopback", rank="0")
+    counting.count_stage(Stage.HANDSHAKE, 0.5, "prefill")
+    counting.take_figures = counting.take  # type: ignore[attr-defined]
+    exec(example, {"endpoints": [counting]})
+    assert "stage_seconds {'driver': 'loopback', 'stage': 'handshake'} [0.5]" in (
+        capsys.readouterr().out.splitlines()
+    )
