@@ -26,5 +26,8 @@ def run(host: str, port: int, *, timeout: float, keys: Keys = NONE) -> int:
     for problem in condition.problems:
         typer.echo(f"engine {condition.engine}: {problem}")
     if not condition.problems:
-        typer.echo(f"engine {condition.engine} is well")
+        typer.echo(
+            f"engine {condition.engine} is well: its driver and its side channel are up, and "
+            "nothing is quarantined"
+        )
     return int(bool(condition.problems))
