@@ -41,6 +41,8 @@ class Book:
         self._incarnation = incarnation
         self.standing: dict[Hold, Standing] = {}
         self.over: dict[Hold, Cause] = {}
+        self.expired: dict[int, Hold] = {}
+        """Slot to the last hold there whose lease ended it."""
 
     def words(self, slots: int) -> list[int]:
         """What the slot table has to be."""
@@ -75,6 +77,7 @@ class Book:
         holds = self.standing.items()
         late = {h: s.request for h, s in holds if s.deadline is not None and s.deadline <= now}
         for hold in late:
+            self.expired[hold.slot] = hold
             self.end(hold, Cause(why="expired"))
         return list(late.values())
 
@@ -94,7 +97,7 @@ class Book:
         hold = Hold(slot=release.slot, generation=release.generation)
         standing = self.standing.get(hold)
         if standing is None or release.incarnation != self._incarnation:
-            return Verdict.UNKNOWN
+            return self._unheard(release, hold)
         said = standing.said.setdefault(release.engine, {})
         if release.rank in said:
             return Verdict.REPEATED
@@ -104,6 +107,12 @@ class Book:
         cause = Cause(why="released", engine=release.engine, origins=frozenset(said.values()))
         self.end(hold, cause)
         return Verdict.ENDED
+
+    def _unheard(self, release: Release, hold: Hold) -> Verdict:
+        """About a hold that does not stand: only a "done" that missed its lease is told apart."""
+        late = not release.abandoned and self.expired.get(hold.slot) == hold
+        ours = release.incarnation == self._incarnation
+        return Verdict.LATE if late and ours else Verdict.UNKNOWN
 
     def knows(self, hold: Hold, engine: str, rank: int) -> bool:
         """Whether that consumer rank need say no more."""
