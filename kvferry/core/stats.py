@@ -315,12 +315,11 @@ class Figures:
             self.add(STALE, peer=record.peer)
 
     def _put(self, figure: Figure, value: Any, labels: Mapping[str, str]) -> None:  # noqa: ANN401
-        given = {**self._common, **labels}
-        for name in reversed(figure.labels):
-            value = {given[name]: value}
-        self._new[figure.name] = _added(
-            figure.kind, self._new.get(figure.name, {}), value, len(figure.labels)
-        )
+        at = self._new.setdefault(figure.name, {})
+        *outer, last = figure.labels
+        for name in outer:
+            at = at.setdefault(labels[name] if name in labels else self._common[name], {})
+        _add_to(at, figure.kind, labels[last] if last in labels else self._common[last], value)
 
 
 class PeerNames:
@@ -375,11 +374,15 @@ def _added(kind: Kind, mine: Any, theirs: Any, depth: int) -> Any:  # noqa: ANN4
             mine[label] = _added(kind, mine.get(label, {}), inner, depth - 1)
         return mine
     for label, value in theirs.items():
-        if kind is Kind.HISTOGRAM:
-            observed = mine.setdefault(label, [])
-            observed.extend(value[: MAX_OBSERVED - len(observed)])
-        elif kind is Kind.COUNTER:
-            mine[label] = mine.get(label, 0) + value
-        else:
-            mine[label] = value
+        _add_to(mine, kind, label, value)
     return mine
+
+
+def _add_to(values: Data, kind: Kind, label: str, value: Any) -> None:  # noqa: ANN401
+    if kind is Kind.COUNTER:
+        values[label] = values.get(label, 0) + value
+    elif kind is Kind.GAUGE:
+        values[label] = value
+    else:
+        observed = values.setdefault(label, [])
+        observed.extend(value[: MAX_OBSERVED - len(observed)])
