@@ -1,6 +1,7 @@
 """What the fence costs: one small read for each producer rank and request.
 
-    python benchmarks/fence.py [--driver NAME]... [--blocks 256] [--rounds 200] [--json FILE]
+    python benchmarks/fence.py [--driver NAME]... [--blocks 256] [--rounds 200] [--quick]
+                               [--json FILE]
 
 Two processes of one host, each with an endpoint for each of its ranks. Decode loads a request of
 256 blocks of 64 KiB, again and again, from a producer of one rank and from one of two. The share is
@@ -244,8 +245,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--driver", action="append", help="default: each that works here")
     parser.add_argument("--blocks", type=int, default=256, help="of 64 KiB, in a request")
     parser.add_argument("--ranks", type=int, action="append", help="of the producer; default 1, 2")
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, help="default 200")
+    parser.add_argument("--quick", action="store_true", help="to see that it runs: a few seconds")
     found = parser.parse_args()
+    found.rounds = found.rounds or (4 if found.quick else 200)
     found.ranks = found.ranks or RANKS
     return found
 
