@@ -12,6 +12,7 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import Address, KeyId, RegisteredRegion
+from kvferry.drivers.ucx.beside import Helper, cores
 from kvferry.drivers.ucx.job import Job
 from kvferry.drivers.ucx.line import Line, Outlet, Stage
 from kvferry.drivers.ucx.messages import (
@@ -25,6 +26,7 @@ from kvferry.drivers.ucx.messages import (
     Withdrawn,
 )
 from kvferry.drivers.ucx.place import has_ended
+from kvferry.drivers.ucx.relay import copied
 from kvferry.drivers.ucx.ucp import Ucp
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 
@@ -41,12 +43,19 @@ fork of a dead process may hold open."""
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Peer:
-    """A peer: what is known of it, and the line to it, which may be broken."""
+    """A peer: what is known of it, and the line to it, which may be broken; and perhaps another
+    beside it, for reads only."""
 
     id: PeerId
     address: Address
     regions: dict[Region, RegisteredRegion]
     line: Line
+    beside: Line | None = None
+
+    @property
+    def lines(self) -> list[Line]:
+        """The one or two."""
+        return [self.line] if self.beside is None else [self.line, self.beside]
 
 
 class Caller:
@@ -58,6 +67,7 @@ class Caller:
         name: this transport's.
         deadline: seconds until a transfer in which nothing moves fails.
         patience: seconds until a host that does not answer is given up.
+        readers: how many threads may copy at once where UCX copies, 1 or 2.
 
     Attributes:
         lock: for the workers, and for everything here, lines and jobs included.
@@ -72,6 +82,7 @@ class Caller:
         name: str,
         deadline: float,
         patience: float,
+        readers: int,
     ) -> None:
         self.lock = threading.Lock()
         self.peers: dict[PeerId, Peer] = {}
@@ -80,6 +91,8 @@ class Caller:
         self._name = name
         self._deadline = deadline
         self._patience = patience
+        self._readers = min(readers, cores())
+        self._helper: Helper | None = None
         self._outlets: list[Outlet] = []
         self._lines: dict[LineId, Line] = {}
         self._jobs: list[Job] = []
@@ -107,8 +120,9 @@ class Caller:
     def turn(self) -> bool:
         """Do what there is to do; whether there may be more."""
         busy = False
+        driven = self._drive()
         for outlet in self._outlets:
-            busy |= outlet.worker.turn()
+            busy |= outlet.worker.turn(0) if outlet in driven else outlet.worker.turn()
             for number, code in outlet.worker.failures():
                 if number in outlet.lines:
                     self._broke(outlet.lines[number], code)
@@ -128,13 +142,28 @@ class Caller:
         self._answer()
         return busy
 
+    def _drive(self) -> list[Outlet]:
+        """Let UCP move bytes, where that may take a while."""
+        moving = [w.line.outlet for job in self._jobs for w in job.windows if not w.asked]
+        if not moving:
+            return []
+        rounds = min(job.rounds for job in self._jobs)
+        first, second = moving[0], next((o for o in moving if o is not moving[0]), None)
+        if second is None:
+            first.worker.drive(rounds)
+            return [first]
+        if self._helper is None:
+            self._helper = Helper(f"{self._name}-beside")
+        self._helper.together(first.worker, second.worker, rounds)
+        return [first, second]
+
     # Lines.
 
-    def line_to(self, address: Address) -> Line:
+    def line_to(self, address: Address, lane: int = 0) -> Line:
         """A new line, which greets; broken already if there is nothing to call with."""
         now = time.monotonic()
         try:
-            line = Line.to(address, self._outlet_to(address), self._ucp, self._name, now)
+            line = Line.to(address, self._outlet_to(address), self._ucp, self._name, now, lane)
         except TransportError as exc:
             line = Line.broken(address, self._outlets[0], self._ucp, now, exc)
         self._lines[line.id] = line
@@ -163,9 +192,22 @@ class Caller:
             peer.line = self.line_to(peer.address)
         return peer.line
 
+    def beside(self, peer: Peer) -> Line | None:
+        """A second line to a peer, where UCX copies by itself; it may not be ready yet."""
+        compiled = self._outlets[0].worker.poster.compiled
+        if self._readers < 2 or not compiled or not copied(peer.line.transports):
+            return None
+        old = peer.beside
+        if old is None or (
+            old.stage is Stage.BROKEN and time.monotonic() - old.born > self._patience
+        ):
+            peer.beside = self.line_to(peer.address, lane=1)
+        return peer.beside
+
     def part(self, peer: Peer) -> None:
-        """Say good-bye, and break the line."""
-        peer.line.part(PeerLostError(f"{peer.address.name} was disconnected"), bye=True)
+        """Say good-bye, and break the lines."""
+        for line in peer.lines:
+            line.part(PeerLostError(f"{peer.address.name} was disconnected"), bye=True)
 
     # Transfers.
 
@@ -189,8 +231,15 @@ class Caller:
         """The local regions of unfinished transfers."""
         return {region for job in self._jobs for region in job.local}
 
+    def stop(self) -> None:
+        """End the thread that helps, if there is one."""
+        if self._helper is not None:
+            self._helper.stop()
+            self._helper = None
+
     def close(self) -> None:
         """Break all lines, and let the workers go."""
+        self.stop()
         for line in self._lines.values():
             line.part(PeerLostError(f"{self._name} was closed"), bye=True)
         for outlet in self._outlets:
@@ -268,5 +317,5 @@ class Caller:
     def _answer(self) -> None:
         for line in self._lines.values():
             if line.unanswered:
-                used = [job.keys for job in self._jobs if job.line is line and job.windows]
+                used = [job.keys for job in self._jobs if job.uses(line)]
                 line.answer(frozenset().union(*used))

@@ -59,6 +59,11 @@ class CompiledPoster:
         self._loops: Loops | None = None
         self._thread: threading.Thread | None = None
 
+    @property
+    def compiled(self) -> bool:
+        """Whether there are compiled loops by now."""
+        return self._loops is not None
+
     def post(self, endpoint: Endpoint, batch: Batch, *, write: bool) -> U64Array:
         """As ``Poster.post``."""
         n = len(batch.local)

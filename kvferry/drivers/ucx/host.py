@@ -51,6 +51,7 @@ class _Visitor:
     Attributes:
         worker: the address of the caller's worker.
         number: of the endpoint, in this side's.
+        lane: which of the caller's.
         released: up to which withdrawal it has answered.
         welcome: whether it may read and write.
     """
@@ -60,6 +61,7 @@ class _Visitor:
     worker: bytes
     endpoint: Endpoint
     number: int
+    lane: int
     released: int
     welcome: bool
 
@@ -217,7 +219,7 @@ class Host:
     def _meet(self, hello: Hello) -> None:
         """Close the earlier line of a caller, and then answer."""
         for visitor in list(self._lines.values()):
-            if visitor.caller == hello.caller:
+            if (visitor.caller, visitor.lane) == (hello.caller, hello.lane):
                 self._part(visitor)
         self._waiting.append(hello)
 
@@ -238,6 +240,7 @@ class Host:
             worker=hello.worker,
             endpoint=endpoint,
             number=number,
+            lane=hello.lane,
             released=self.withdrawals,
             welcome=not reason,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from kvferry.core.memory import CPU, Region, U64Array
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, RegisteredRegion
+from kvferry.drivers.ucx.beside import rounds_of
 from kvferry.drivers.ucx.line import Line, Sink, Stage
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS, ROW_BYTES
 from kvferry.drivers.ucx.posting import Batch, Poster
@@ -19,10 +21,11 @@ from kvferry.drivers.ucx.relay import lined_up, reached_natively, rows_of
 from kvferry.drivers.ucx.runs import Runs
 from kvferry.drivers.ucx.structs import Code
 
-WINDOW_RUNS = 1 << 13
-WINDOW_BYTES = 32 << 20
+WINDOW_RUNS = 1 << 11
+WINDOW_BYTES = 8 << 20
 WINDOWS = 2
-"""What is posted of a transfer at once: bounds UCX's memory, and what a cancelled one waits for."""
+"""What is posted of a transfer on a line at once: bounds UCX's memory, and what a cancelled one
+waits for."""
 
 ASKED = 16
 """Likewise, where it goes by messages."""
@@ -63,6 +66,7 @@ class Job:
     Attributes:
         segments: of each segment, the local registration's parameters and the remote region.
         local: the local regions that it uses, and ``keys``: the remote registrations.
+        beside: a second line, on which it may go on, too, when that is ready.
         send: sends its notification.
         moved: when it last moved on, by ``time.monotonic``.
         unconfirmed: whether it is such a write.
@@ -78,7 +82,8 @@ class Job:
     keys: frozenset[KeyId]
     send: Callable[[], None] | None
     poster: Poster
-    moved: float
+    moved: float = field(default_factory=time.monotonic)
+    beside: Line | None = None
     status: Status = _PENDING
     position: int = 0
     windows: list[Window] = field(default_factory=list)
@@ -96,7 +101,7 @@ class Job:
         self._sweep(now)
         if self.line.stage is Stage.BROKEN and self.line.error is not None:
             self.fail(self.line.error)
-        elif self.keys & self.line.withdrawn:
+        elif any(self.keys & line.withdrawn for line in self._lines):
             self.fail(
                 TransportError(f"{self.line.host.name} has deregistered memory that it names")
             )
@@ -107,8 +112,8 @@ class Job:
                     "or the network cut (driver_options: deadline_seconds)"
                 )
             )
-        while self._may_post():
-            self._post()
+        while self._may_post() and (line := self._free()) is not None:
+            self._post(line)
         if not self.windows:
             self._conclude()
 
@@ -130,13 +135,37 @@ class Job:
             self.status.state is State.PENDING
             and self.line.stage is Stage.READY
             and self.position < len(self.runs)
-            and len(self.windows) < (ASKED if self._by_messages else WINDOWS)
         )
+
+    def _free(self) -> Line | None:
+        """A line on which more may be posted."""
+        if self._by_messages:
+            return self.line if len(self.windows) < ASKED else None
+        posted = [window.line for window in self.windows]
+        ready = [s for s in self._lines if s.stage is Stage.READY and self._natively(s)]
+        line = min(ready, key=posted.count)
+        return line if posted.count(line) < WINDOWS else None
+
+    def uses(self, line: Line) -> bool:
+        """Whether something of it is under way there."""
+        return any(window.line is line for window in self.windows)
+
+    @property
+    def rounds(self) -> int:
+        """For how long to let UCX work on it before looking at anything else."""
+        return rounds_of(int(self.runs.ends[-1]) / len(self.runs)) if len(self.runs) else 1
+
+    @property
+    def _lines(self) -> list[Line]:
+        return [self.line] if self.beside is None else [self.line, self.beside]
 
     @property
     def _by_messages(self) -> bool:
-        """Whether UCX cannot do it on this line without the peer's help."""
-        return not reached_natively(self.line.transports, self._kinds)
+        """Whether UCX cannot do it without the peer's help."""
+        return not self._natively(self.line)
+
+    def _natively(self, line: Line) -> bool:
+        return reached_natively(line.transports, self._kinds)
 
     @property
     def _kinds(self) -> frozenset[str]:
@@ -174,18 +203,17 @@ class Job:
         self.poster.move(lined_up(body.address + head, nbytes), local, nbytes)
         return self.line.store(len(rows), body, head + int(nbytes.sum()))
 
-    def _post(self) -> None:
+    def _post(self, line: Line) -> None:
         if self._by_messages:
             self._ask()
             return
         start = self.position
         stop = self.runs.stop(start, WINDOW_RUNS, WINDOW_BYTES)
         try:
-            batch = self._batch(start, stop)
+            batch = self._batch(line, start, stop)
         except TransportError as exc:
             self.fail(exc)
             return
-        line = self.line
         requests = self.poster.post(line.endpoint, batch, write=self.write)
         window = Window(line=line, requests=requests)
         if self.write:
@@ -194,13 +222,13 @@ class Job:
         self.windows.append(window)
         line.windows += 1
 
-    def _batch(self, start: int, stop: int) -> Batch:
+    def _batch(self, line: Line, start: int, stop: int) -> Batch:
         segment = self.runs.segment[start:stop]
         used = np.unique(segment)
         keys, params = np.zeros((2, int(used[-1]) + 1), np.uint64)
         for index in used.tolist():
             params[index], region = self.segments[index]
-            keys[index] = self.line.key(region)
+            keys[index] = line.key(region)
         return Batch(
             local=self.runs.local[start:stop],
             nbytes=self.runs.nbytes[start:stop],

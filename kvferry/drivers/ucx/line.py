@@ -103,7 +103,9 @@ class Line:
     _keys: dict[KeyId, RemoteKey] = field(default_factory=dict)
 
     @classmethod
-    def to(cls, host: Address, outlet: Outlet, library: Ucp, caller: str, now: float) -> Line:
+    def to(
+        cls, host: Address, outlet: Outlet, library: Ucp, caller: str, now: float, lane: int = 0
+    ) -> Line:
         """A line that greets; broken already if the host cannot be reached at all."""
         line = cls(id=secrets.token_bytes(16), host=host, outlet=outlet, library=library, born=now)
         outlet.called.add(host.instance)
@@ -114,7 +116,7 @@ class Line:
             return line
         outlet.lines[line.number] = line
         line._say(
-            Hello(line.id, host.instance, caller, outlet.worker.address, host.withdrawn),
+            Hello(line.id, host.instance, caller, outlet.worker.address, host.withdrawn, lane),
         )
         return line
 

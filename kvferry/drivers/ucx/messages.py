@@ -31,12 +31,16 @@ LineId = Instance
 """Random, made by the caller."""
 
 
+Lane = Annotated[int, msgspec.Meta(ge=0, le=1)]
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """To a host: a line.
 
     Attributes:
         host: the instance that is meant.
-        caller: the caller's name; its earlier line, if there is one, ends with this.
+        caller: the caller's name.
+        lane: of its lines side by side, which; the earlier one, if there is one, ends with this.
         worker: where the host's answers go.
         since: how many withdrawals the caller knows, from the address.
     """
@@ -46,6 +50,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     caller: Name
     worker: WorkerAddress
     since: Word
+    lane: Lane
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):

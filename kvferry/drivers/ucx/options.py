@@ -38,6 +38,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         settings: any others of UCX's, by UCX's names.
         library: the libucp to load; ``None``: the system's, else the wheel's.
         threads: 1: one thread serves peers and drives transfers; 2: one for each.
+        readers: how many threads may copy at once what is read within one host (by cma).
         deadline_seconds: a transfer in which nothing moves for so long fails.
         connect_seconds: how long a peer may take to answer.
     """
@@ -47,6 +48,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     settings: dict[_Name, Annotated[str, msgspec.Meta(max_length=4096)]] = {}
     library: _Name | None = None
     threads: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+    readers: Annotated[int, msgspec.Meta(ge=1, le=2)] = 2
     deadline_seconds: _Seconds = 30.0
     connect_seconds: _Seconds = 5.0
 

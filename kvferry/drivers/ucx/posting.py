@@ -35,7 +35,14 @@ class Batch:
 
 
 class Poster(Protocol):
-    """A way to make the calls."""
+    """A way to make the calls.
+
+    Attributes:
+        compiled: whether its loops leave the interpreter to others.
+    """
+
+    @property
+    def compiled(self) -> bool: ...
 
     def post(self, endpoint: Endpoint, batch: Batch, *, write: bool) -> U64Array:
         """Post all of it: (n,) what UCP answered, each 0, an error or a request."""
@@ -60,6 +67,8 @@ class Poster(Protocol):
 
 class PlainPoster:
     """A loop in Python."""
+
+    compiled = False
 
     def __init__(self, library: Ucp) -> None:
         self._ucp = library

@@ -36,6 +36,11 @@ def reached_natively(transports: frozenset[str], kinds: frozenset[str]) -> bool:
     return all(any(name.startswith(NATIVE.get(kind, ())) for name in transports) for kind in kinds)
 
 
+def copied(transports: frozenset[str]) -> bool:
+    """Whether what moves bytes of CPU memory is this process, and not a device."""
+    return "cma" in transports
+
+
 def lined_up(base: int, nbytes: U64Array) -> U64Array:
     """(n,) addresses: where ranges begin that lie one behind the other from an address on."""
     return np.cumsum(nbytes) - nbytes + np.uint64(base)

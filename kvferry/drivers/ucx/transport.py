@@ -7,10 +7,7 @@ import functools
 import itertools
 import os
 import secrets
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -44,8 +41,9 @@ from kvferry.core.transport import (
     Transport,
 )
 from kvferry.drivers.ucx import address as wire
-from kvferry.drivers.ucx import library, place, structs
-from kvferry.drivers.ucx.address import Address, KeyId, RegisteredRegion
+from kvferry.drivers.ucx import library, place
+from kvferry.drivers.ucx.address import Address, KeyId
+from kvferry.drivers.ucx.beside import WORTH_BYTES
 from kvferry.drivers.ucx.caller import Caller, Peer
 from kvferry.drivers.ucx.compiled import poster
 from kvferry.drivers.ucx.devices import devices, listed
@@ -56,8 +54,10 @@ from kvferry.drivers.ucx.line import Stage
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
 from kvferry.drivers.ucx.options import WISHES, parsed, settings_of
 from kvferry.drivers.ucx.progress import Progress, Side
+from kvferry.drivers.ucx.registered import Registered
 from kvferry.drivers.ucx.runs import runs_of
-from kvferry.drivers.ucx.ucp import MAJOR, Memory, Ucp
+from kvferry.drivers.ucx.turns import Turns
+from kvferry.drivers.ucx.ucp import MAJOR, Ucp
 from kvferry.drivers.ucx.worker import Worker
 
 _GRACE_SECONDS = 3.0
@@ -68,16 +68,6 @@ _BREAK_SECONDS = 2.0
 
 _RELEASE_SECONDS = 2.0
 """How long peers may take to stop using memory that is deregistered, before they are cut off."""
-
-_TURN_SECONDS = 0.0005
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Registration:
-    key: KeyId
-    memory: Memory
-    packed: bytes
-    params: structs.RequestParams
 
 
 class UcxTransport(Transport):
@@ -122,13 +112,14 @@ class UcxTransport(Transport):
             self.name,
             self._options.deadline_seconds,
             self._options.connect_seconds,
+            self._options.readers,
         )
-        self._registered: dict[Region, _Registration] = {}
+        self._registered = Registered(self._ucp, self._context)
         self._jobs: dict[TransferId, Job] = {}
         self._ids = itertools.count(1)
         sides: list[Side] = [self._host, self._caller]
         shares = [sides] if self._options.threads == 1 else [[side] for side in sides]
-        self._threads = [Progress(self.name, share) for share in shares]
+        self._turns = Turns(self._caller, [Progress(self.name, share) for share in shares])
         _alive.add(self)
 
     @property
@@ -166,20 +157,9 @@ class UcxTransport(Transport):
             )
         if region in self._registered:
             return
-        if len(self._registered) >= wire.MAX_REGIONS:
-            raise TransportError(
-                f"{wire.MAX_REGIONS} regions are registered, and an address holds no more: "
-                "deregister some, or register what they lie in"
-            )
-        memory = self._ucp.map(self._context, region.address, region.nbytes, region.kind)
-        self._registered[region] = _Registration(
-            key=KeyId(next(self._ids)),
-            memory=memory,
-            packed=self._ucp.pack(self._context, memory),
-            params=structs.RequestParams.of(memh=memory),
-        )
+        key = self._registered.add(region)
         with self._host.lock:
-            self._host.regions[self._registered[region].key] = region
+            self._host.regions[key] = region
 
     def deregister(self, region: Region) -> None:
         """As ``Transport.deregister``. Waits until peers do not use the region any more: two
@@ -188,10 +168,10 @@ class UcxTransport(Transport):
         check_registered(region, self._registered)
         with self._caller.lock:
             check_unused(region, self._caller.in_use)
-        registration = self._registered.pop(region)
+        registration = self._registered.take(region)
         self._withdraw(registration.key)
         with self._host.lock, self._caller.lock:
-            self._ucp.unmap(self._context, registration.memory)
+            self._registered.release(registration)
 
     # Peers.
 
@@ -205,12 +185,7 @@ class UcxTransport(Transport):
                 ucx=".".join(map(str, self._ucp.version)),
                 worker=self._host.worker.address,
                 withdrawn=self._host.withdrawals,
-                regions=[
-                    RegisteredRegion(
-                        region.address, region.nbytes, region.kind, region.device, r.key, r.packed
-                    )
-                    for region, r in self._registered.items()
-                ],
+                regions=self._registered.told(),
             )
         )
 
@@ -233,8 +208,10 @@ class UcxTransport(Transport):
                 self._caller.peers[peer.id] = peer
             peer.address, peer.regions = theirs, regions
             line = self._caller.revive(peer)
-        self._wake()
-        self._until(lambda: line.stage is not Stage.GREETING, 2 * self._options.connect_seconds)
+        self._turns.wake()
+        self._turns.until(
+            lambda: line.stage is not Stage.GREETING, 2 * self._options.connect_seconds
+        )
         if line.stage is not Stage.READY:
             if fresh:
                 with self._caller.lock:
@@ -253,7 +230,7 @@ class UcxTransport(Transport):
         with self._caller.lock:
             self._caller.part(found)
             del self._caller.peers[peer]
-        self._wake()
+        self._turns.wake()
 
     # Transfers.
 
@@ -266,7 +243,7 @@ class UcxTransport(Transport):
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         self._owner.check()
         jobs = [find_transfer(self._jobs, transfer) for transfer in transfers]
-        self._turn()
+        self._turns.turn()
         return [job.status for job in jobs]
 
     def cancel(self, transfer: TransferId) -> None:
@@ -274,7 +251,7 @@ class UcxTransport(Transport):
         job = find_transfer(self._jobs, transfer)
         with self._caller.lock:
             job.fail(TransferCancelledError(f"transfer {transfer} was cancelled"))
-        self._wake()
+        self._turns.wake()
 
     def forget(self, transfer: TransferId) -> None:
         self._owner.check()
@@ -300,7 +277,7 @@ class UcxTransport(Transport):
                     f"{found.address.name}, which takes none: it may be stopped"
                 )
             line.note(payload)
-        self._wake()
+        self._turns.wake()
 
     def notifications(self) -> list[Notification]:
         self._owner.check()
@@ -314,14 +291,11 @@ class UcxTransport(Transport):
         quiet = self._ended(
             list(self._caller.peers.values()), PeerLostError(f"{self.name} was closed")
         )
-        for thread in self._threads:
-            thread.stop()
+        self._turns.stop()
         with self._caller.lock, self._host.lock:
             self._caller.close()
             self._host.close()
-            for registration in self._registered.values():
-                with suppress(TransportError):
-                    self._ucp.unmap(self._context, registration.memory)
+            self._registered.close()
             self._ucp.shut(self._context)
         if not quiet:
             raise TransportError(
@@ -340,11 +314,9 @@ class UcxTransport(Transport):
         local = local_regions(copies, self._registered)
         remote_regions(copies, found.regions, found.address.name)
         runs = runs_of(copies)
+        large = len(runs) > 0 and int(runs.ends[-1]) >= WORTH_BYTES
         segments = [
-            (
-                structs.address_of(self._registered[segment.local].params),
-                found.regions[segment.remote],
-            )
+            (self._registered.params(segment.local), found.regions[segment.remote])
             for segment in copies.segments
         ]
         with self._caller.lock:
@@ -360,11 +332,11 @@ class UcxTransport(Transport):
                 keys=frozenset(KeyId(region.key) for _, region in segments),
                 send=None if notify is None else partial(line.note, notify),
                 poster=self._poster,
-                moved=time.monotonic(),
+                beside=self._caller.beside(found) if large and not write else None,
             )
             self._caller.add(job)
         self._jobs[job.id] = job
-        self._wake()
+        self._turns.wake()
         return job.id
 
     def _met(self, theirs: Address) -> Peer | None:
@@ -375,13 +347,13 @@ class UcxTransport(Transport):
         """Wait until no peer uses a registration; cut off those who do not say so in time."""
         with self._host.lock:
             number = self._host.withdraw(key)
-        self._wake()
-        if self._until(partial(self._host.released, number), _RELEASE_SECONDS):
+        self._turns.wake()
+        if self._turns.until(partial(self._host.released, number), _RELEASE_SECONDS):
             return
         with self._host.lock:
             self._host.cut_off(number)
-        self._wake()
-        self._until(partial(self._host.released, number), _BREAK_SECONDS)
+        self._turns.wake()
+        self._turns.until(partial(self._host.released, number), _BREAK_SECONDS)
 
     def _ended(self, peers: list[Peer], error: PeerLostError) -> bool:
         """End all transfers of some peers, and wait until they are final; whether they are."""
@@ -389,51 +361,25 @@ class UcxTransport(Transport):
             jobs = self._caller.of(peer.id for peer in peers)
             for job in jobs:
                 job.fail(error)
-        if self._until(lambda: all(job.final for job in jobs), _GRACE_SECONDS if jobs else 0):
+        if self._turns.until(lambda: all(job.final for job in jobs), _GRACE_SECONDS if jobs else 0):
             return True
         with self._caller.lock:
-            for peer in peers:
-                if any(job.windows and job.line is peer.line for job in jobs):
-                    peer.line.part(error)
-        self._until(lambda: not any(job.windows for job in jobs), _BREAK_SECONDS)
+            for line in [line for peer in peers for line in peer.lines]:
+                if any(job.uses(line) for job in jobs):
+                    line.part(error)
+        self._turns.until(lambda: not any(job.windows for job in jobs), _BREAK_SECONDS)
         with self._caller.lock:
             for peer in peers:
                 if any(job.unconfirmed and job.peer == peer.id for job in jobs):
                     self._caller.revive(peer)
-        return self._until(lambda: all(job.final for job in jobs), self._options.connect_seconds)
-
-    def _until(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something holds, or the time is up; whether it holds."""
-        deadline = time.monotonic() + seconds
-        while not holds():
-            if time.monotonic() > deadline:
-                return False
-            if not self._turn():
-                time.sleep(_TURN_SECONDS)
-        return True
-
-    def _turn(self) -> bool:
-        """Drive transfers, if nobody else does."""
-        if not self._caller.lock.acquire(blocking=False):
-            return False
-        try:
-            busy = self._caller.turn()
-            self._caller.driven = time.monotonic()
-        finally:
-            self._caller.lock.release()
-        if busy:
-            self._wake()
-        return busy
-
-    def _wake(self) -> None:
-        for thread in self._threads:
-            thread.wake()
+        return self._turns.until(
+            lambda: all(job.final for job in jobs), self._options.connect_seconds
+        )
 
     def _quit(self) -> None:
         """The process ends: UCX must not be at work while it does."""
         if self._owner.end():
-            for thread in self._threads:
-                thread.stop()
+            self._turns.stop()
 
 
 @functools.cache

@@ -1,8 +1,7 @@
-"""The functions of libucp that the driver uses, typed; and what its statuses mean for kvferry.
+"""What the driver does with libucp; and what its statuses mean for kvferry.
 
-Handles are addresses, as integers. All calls release the interpreter's lock, except ``check`` and
-``free``, which only look. UCP's callbacks come while ``progress`` or a call that sends runs, in its
-thread.
+Handles are addresses, as integers. UCP's callbacks come while ``progress`` or a call that sends
+runs, in its thread.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NewType
 
 from kvferry.core.errors import DriverError, PeerLostError, TransportError
-from kvferry.drivers.ucx import structs
+from kvferry.drivers.ucx import functions, structs
 from kvferry.drivers.ucx.structs import Code, Pointer
 
 Context = NewType("Context", int)
@@ -37,51 +36,7 @@ MAX_PACKED_KEY = 1 << 12
 
 _MESSAGE_ID = 1
 _SIZE = ctypes.c_size_t
-_WORD = ctypes.c_uint64
 _INT = ctypes.c_int
-_STATUS = structs.STATUS
-_OUT = ctypes.POINTER(Pointer)
-
-# Name, result, arguments.
-_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "ucp_lib_query": (_STATUS, [Pointer]),
-    "ucp_config_read": (_STATUS, [ctypes.c_char_p, ctypes.c_char_p, _OUT]),
-    "ucp_config_modify": (_STATUS, [Pointer, ctypes.c_char_p, ctypes.c_char_p]),
-    "ucp_config_release": (None, [Pointer]),
-    "ucp_init_version": (_STATUS, [ctypes.c_uint, ctypes.c_uint, Pointer, Pointer, _OUT]),
-    "ucp_cleanup": (None, [Pointer]),
-    "ucp_context_query": (_STATUS, [Pointer, Pointer]),
-    "ucp_worker_create": (_STATUS, [Pointer, Pointer, _OUT]),
-    "ucp_worker_destroy": (None, [Pointer]),
-    "ucp_worker_query": (_STATUS, [Pointer, Pointer]),
-    "ucp_worker_release_address": (None, [Pointer, Pointer]),
-    "ucp_worker_get_efd": (_STATUS, [Pointer, ctypes.POINTER(_INT)]),
-    "ucp_worker_arm": (_STATUS, [Pointer]),
-    "ucp_worker_progress": (ctypes.c_uint, [Pointer]),
-    "ucp_worker_set_am_recv_handler": (_STATUS, [Pointer, Pointer]),
-    "ucp_ep_create": (_STATUS, [Pointer, Pointer, _OUT]),
-    "ucp_ep_close_nbx": (_WORD, [Pointer, Pointer]),
-    "ucp_ep_flush_nbx": (_WORD, [Pointer, Pointer]),
-    "ucp_ep_query": (_STATUS, [Pointer, Pointer]),
-    "ucp_mem_map": (_STATUS, [Pointer, Pointer, _OUT]),
-    "ucp_mem_unmap": (_STATUS, [Pointer, Pointer]),
-    "ucp_rkey_pack": (_STATUS, [Pointer, Pointer, _OUT, ctypes.POINTER(_SIZE)]),
-    "ucp_rkey_buffer_release": (None, [Pointer]),
-    "ucp_ep_rkey_unpack": (_STATUS, [Pointer, ctypes.c_char_p, _OUT]),
-    "ucp_rkey_destroy": (None, [Pointer]),
-    "ucp_am_send_nbx": (
-        _WORD,
-        [Pointer, ctypes.c_uint, Pointer, _SIZE, Pointer, _SIZE, Pointer],
-    ),
-    "ucp_get_nbx": (_WORD, [Pointer, _WORD, _SIZE, _WORD, _WORD, _WORD]),
-    "ucp_put_nbx": (_WORD, [Pointer, _WORD, _SIZE, _WORD, _WORD, _WORD]),
-    "ucp_request_cancel": (None, [Pointer, Pointer]),
-}
-
-_LOOKING: dict[str, tuple[Any, list[Any]]] = {
-    "ucp_request_check_status": (_STATUS, [_WORD]),
-    "ucp_request_free": (None, [_WORD]),
-}
 
 
 class Ucp:
@@ -102,10 +57,8 @@ class Ucp:
                 f"{MAJOR}.{MINOR} or later, and below {MAJOR + 1}.0; driver_options: library names "
                 "another"
             )
-        looking = ctypes.PyDLL(None, handle=library._handle)
         try:
-            self._calls = _typed(library, _FUNCTIONS) | _typed(looking, _LOOKING)
-            self._loopable = self._calls | _typed(library, _LOOKING)
+            self._calls, self._loopable = functions.typed(library)
         except AttributeError as exc:
             raise DriverError(f"UCX {self.version}: {exc}: its build is not complete") from exc
         self.check = self._calls["ucp_request_check_status"]
@@ -402,15 +355,6 @@ def error(code: int, trouble: str) -> TransportError:
 
 def _passed(argument: object) -> object:
     return ctypes.byref(argument) if isinstance(argument, structs.Masked) else argument
-
-
-def _typed(library: ctypes.CDLL, functions: Mapping[str, tuple[Any, list[Any]]]) -> dict[str, Any]:
-    typed: dict[str, Any] = {}
-    for name, (result, arguments) in functions.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-        typed[name] = function
-    return typed
 
 
 def _version(library: ctypes.CDLL) -> tuple[int, int, int]:

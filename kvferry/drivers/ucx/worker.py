@@ -22,7 +22,7 @@ _CLOSE_SECONDS = 0.5
 _TURN_SECONDS = 0.0005
 
 _ROUNDS = 16
-"""How often ``turn`` lets UCP work before it lets others have the worker."""
+"""How often ``turn`` lets UCP work, unless it is told, before it lets others have the worker."""
 
 
 Carried = Callable[[Message, int, int], None]
@@ -127,9 +127,13 @@ class Worker:
         if status_of(answer) == Code.IN_PROGRESS:
             self._closing.append(answer)
 
-    def turn(self) -> bool:
+    def drive(self, rounds: int) -> None:
+        """Let UCP work. Beside it another thread may use another worker."""
+        self.poster.drive(self.handle, rounds)
+
+    def turn(self, rounds: int = _ROUNDS) -> bool:
         """Let UCP work for a while; whether there may be more to do."""
-        self.poster.drive(self.handle, _ROUNDS)
+        self.drive(rounds)
         self._sweep()
         return bool(self._arrived or self._failed) or not self._ucp.arm(self.handle)
 

@@ -78,7 +78,7 @@ def test_of_another_host_nothing_is_known() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        messages.Hello(bytes(16), bytes(16), "one", b"UCX's own", 3),
+        messages.Hello(bytes(16), bytes(16), "one", b"UCX's own", 3, 1),
         messages.Welcome(bytes(16), [1, 2]),
         messages.Refused(bytes(16), "no"),
         messages.Note(bytes(16), b"x" * messages.MAX_NOTIFICATION),
@@ -86,10 +86,10 @@ def test_of_another_host_nothing_is_known() -> None:
         messages.Released(bytes(16), 1),
         messages.Bye(bytes(16)),
         messages.Ended(bytes(16)),
-        messages.Store(bytes(16), 1, bytes(24), bytes(messages.MAX_RELAY_BYTES)),
+        messages.Store(bytes(16), 1, messages.MAX_RELAY_ROWS),
         messages.Stored(bytes(16), 1, ""),
         messages.Fetch(bytes(16), 1, bytes(24 * messages.MAX_RELAY_ROWS)),
-        messages.Fetched(bytes(16), 1, "", bytes(messages.MAX_RELAY_BYTES)),
+        messages.Fetched(bytes(16), 1, ""),
     ],
 )
 def test_messages_come_out_as_they_went_in(message: messages.Message) -> None:
@@ -109,6 +109,8 @@ def test_messages_out_of_bounds_are_dropped() -> None:
         messages.Note(bytes(16), bytes(messages.MAX_NOTIFICATION + 1)),
         messages.Note(bytes(15), b"x"),
         messages.Released(bytes(16), -1),
-        messages.Hello(bytes(16), bytes(16), "", b"x", 0),
+        messages.Hello(bytes(16), bytes(16), "", b"x", 0, 0),
+        messages.Hello(bytes(16), bytes(16), "one", b"x", 0, 2),
+        messages.Store(bytes(16), 1, messages.MAX_RELAY_ROWS + 1),
     ):
         assert messages.decode(messages.encode(bad)) is None

@@ -19,6 +19,7 @@ from kvferry.core.errors import ConnectError, DriverError, TransportError
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import Quiescence, State, TransferId, Transport
 from kvferry.drivers.ucx import UcxTransport
+from kvferry.drivers.ucx.beside import cores
 from kvferry.testing.peers import Process
 
 pytestmark = pytest.mark.ucx
@@ -174,6 +175,34 @@ def test_many_runs_through_compiled_loops(
         transfer = begin(peer, copies_between(rows, local=local, remote=remote))
         assert until(ended(one, transfer, State.DONE))
         np.testing.assert_array_equal(target.reshape(-1, size), expected)
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_large_read_within_a_host_is_copied_by_so_many_threads(make: Make, readers: int) -> None:
+    one, other = make(readers=readers), make()
+    if not one._poster.wait():
+        pytest.skip("numba is not installed")
+    source = np.random.default_rng(4).integers(0, 255, (8 * MIB // 4096, 4096), np.uint8)
+    target = np.zeros_like(source)
+    local, remote = region_of(target), region_of(source)
+    one.register(local)
+    other.register(remote)
+    peer = one.connect(other.address())
+    places = np.random.default_rng(5).permutation(len(source))
+    rows = [
+        (local.address + 4096 * i, remote.address + 4096 * int(p), 4096)
+        for i, p in enumerate(places)
+    ]
+    for seed in range(8):
+        target[:] = 0
+        transfer = one.read(peer, copies_between(rows, local=local, remote=remote), b"%d" % seed)
+        assert until(ended(one, transfer, State.DONE))
+        np.testing.assert_array_equal(target, source[places])
+    assert (one._caller.peers[peer].beside is None) == (min(readers, cores()) < 2)
+    # What is deregistered is used on neither.
+    other.deregister(remote)
+    transfer = one.read(peer, copies_between(rows, local=local, remote=remote))
+    assert until(ended(one, transfer, State.FAILED))
 
 
 # Memory that goes away, and peers that stop.

@@ -1,0 +1,67 @@
+"""Two workers at once: where a read is copying by this process (cma), two threads do it sooner."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from kvferry.drivers.ucx.worker import Worker
+
+WORTH_BYTES = 1 << 21
+"""Of a read that is worth a second thread."""
+
+_OPERATIONS = 8
+_CALL_SECONDS, _BYTE_SECONDS = 2e-6, 1.2e-10
+_LONG_SECONDS = 0.002
+"""A round of UCX's is so many operations (see options.py) of about so long; and so long others may
+have to wait: waking a thread takes a tenth of a millisecond."""
+
+_LONGEST = 1 << 19
+"""Bytes that UCX moves by one operation."""
+
+
+def rounds_of(mean_bytes: float) -> int:
+    """For how many rounds to let UCX copy ranges of so many bytes."""
+    each = _CALL_SECONDS + min(mean_bytes, _LONGEST) * _BYTE_SECONDS
+    return max(2, int(_LONG_SECONDS / (_OPERATIONS * each)))
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class Helper:
+    """A thread that drives one worker while who has it drives another."""
+
+    def __init__(self, name: str) -> None:
+        self._work: Callable[[], None] | None = None
+        self._begin, self._idle = threading.Lock(), threading.Lock()
+        self._begin.acquire()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def together(self, one: Worker, other: Worker, rounds: int) -> None:
+        """Let UCP work in both."""
+        self._idle.acquire()
+        self._work = lambda: other.drive(rounds)
+        self._begin.release()
+        try:
+            one.drive(rounds)
+        finally:
+            with self._idle:
+                self._work = None
+
+    def stop(self) -> None:
+        """End, and wait for it."""
+        with self._idle:
+            self._begin.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._begin.acquire() and self._work is not None:
+            try:
+                self._work()
+            finally:
+                self._idle.release()
