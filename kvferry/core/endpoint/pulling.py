@@ -338,7 +338,7 @@ class Puller:
         if not peer.connected:
             return
         logger.warning(
-            "engine %s at %s: given up with %d loads (stage liveness, cause %s): %s",
+            "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
             on_one_line(peer.key.engine),
             on_one_line(place(peer.key.host, peer.key.port)),
             peer.loads,

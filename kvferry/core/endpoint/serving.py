@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvferry.core.endpoint.words import SlotTable
 from kvferry.core.errors import WireError
+from kvferry.core.failures import on_one_line
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
 from kvferry.core.lifecycle.ledger import Orders
@@ -39,7 +40,11 @@ class _Awaited:
             return self.passed()
         except Exception:  # a device library's own, of any type
             if not self.has_failed:
-                logger.exception("cannot tell whether the work for %s has passed", self.hold)
+                logger.exception(
+                    "cannot tell whether the work for %s has passed (stage held, cause device): "
+                    "nobody may read its pages, and its lease ends it",
+                    self.hold,
+                )
             self.has_failed = True
             return False
 
@@ -82,7 +87,12 @@ class Server:
             try:
                 notes = decode_notes(notification.payload)
             except WireError as exc:
-                logger.warning("dropped a notification of %s: %s", notification.sender[:64], exc)
+                logger.warning(
+                    "a message of %s was dropped (stage release, cause malformed): %s; the leases "
+                    "of what it was about end, and both engines should run the same kvferry",
+                    on_one_line(notification.sender, 64),
+                    on_one_line(str(exc)),
+                )
                 continue
             with self._lock:
                 for note in notes:
@@ -108,7 +118,7 @@ class Server:
                 "request %s: nobody read its pages within the lease; they are given back (stage "
                 "held, cause expired; if its client did not go away, let decode take it sooner, or "
                 "set a longer kv_lease_duration)",
-                request,
+                on_one_line(request),
             )
 
     def take_sent(self) -> list[RequestId]:

@@ -62,7 +62,7 @@ class HoldLedger:
         self._max_pages = max_pages
         self._pages = Counter[int]()
         """Page to how many tickets hold it: requests with one prefix share pages."""
-        self._evicted = 0
+        self._evicted: list[RequestId] = []
         self._oldest: deque[RequestId] = deque()
         self._free = deque(range(slots))
         self._draw = draw
@@ -128,9 +128,9 @@ class HoldLedger:
         """Whether a request with so many pages can have a ticket."""
         return self._max_pages is None or pages <= self._max_pages
 
-    def take_evicted(self) -> int:
-        """How many tickets were given up since the last call, to hold no more than allowed."""
-        evicted, self._evicted = self._evicted, 0
+    def take_evicted(self) -> list[RequestId]:
+        """Whose tickets were given up since the last call, to hold no more than allowed."""
+        evicted, self._evicted = self._evicted, []
         return evicted
 
     def drop(self, request: RequestId) -> bool:
@@ -177,10 +177,11 @@ class HoldLedger:
     def _make_room(self) -> None:
         """The oldest goes first; the newest fits alone, so it stays."""
         while self._max_pages is not None and len(self._pages) > self._max_pages:
-            entry = self._entries[self._oldest.popleft()]
+            oldest = self._oldest.popleft()
+            entry = self._entries[oldest]
             self._let_go(entry)
             self._ends.append(entry.hold)
-            self._evicted += 1
+            self._evicted.append(oldest)
 
     def _let_go(self, entry: _Entry) -> None:
         self._pages.subtract(entry.pages)

@@ -171,16 +171,15 @@ class Producer:
     def count(self) -> None:
         """Tell the figures what is held now, and what was given up since the last call."""
         self._figures.set(HELD, self._ledger.held_pages)
-        evicted = self._ledger.take_evicted()
-        if evicted:
+        for request_id in self._ledger.take_evicted():
+            self._figures.add(EVICTED)
             logger.warning(
-                "%d tickets were given up before they were used: more than %s blocks were held "
-                "(stage held, cause max_held_fraction): their requests must prefill again; decode "
-                "them sooner, or set a larger one",
-                evicted,
+                "request %s: its ticket was given up before it was used (stage held, cause "
+                "evicted): more than %s blocks were held for other engines; decode requests "
+                "sooner, or set a larger max_held_fraction",
+                on_one_line(request_id),
                 self._max_held,
             )
-            self._figures.add(EVICTED, evicted)
 
     def drain(self) -> Orders:
         """What the workers must hear in this step."""
