@@ -146,6 +146,11 @@ class UcxTransport(Transport):
         found = devices(library.load(self._library), self._context)
         return f"{self._library}: {listed(found)}"
 
+    def path(self, peer: PeerId) -> str:
+        """UCX's names of what carries a line to the peer, once it is ready."""
+        found = self._caller.peers.get(peer)
+        return "+".join(sorted(found.line.transports)) if found is not None else ""
+
     # Memory.
 
     def register(self, region: Region) -> None:
