@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 PREFIX = "vllm:kvferry_"
 
-SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 KNOWN = {
     STAGE_SECONDS: tuple(Stage),
