@@ -49,6 +49,18 @@ class Deployment:
         """How many requests each engine holds for others."""
         return list(self._call("holds"))
 
+    def terminate(self) -> None:
+        """Send SIGTERM to the engines' processes, as a front end does that is to end."""
+        self._call("terminate")
+
+    def ended(self) -> list[int | None]:
+        """Wait until the engines' processes have ended; their exit codes."""
+        return list(self._call("ended"))
+
+    def log(self) -> str:
+        """All that the engines have written so far."""
+        return self._log.read_text(errors="replace")
+
     def close(self) -> None:
         """End all of them."""
         with contextlib.suppress(OSError, EOFError):
@@ -72,7 +84,7 @@ class Deployment:
         raise EngineError(f"the deployment is silent for {seconds} s: {self._tail()}")
 
     def _tail(self) -> str:
-        return self._log.read_text(errors="replace")[-4000:]
+        return self.log()[-4000:]
 
 
 class _FrontEnd:
@@ -88,6 +100,7 @@ class _FrontEnd:
             AsyncEngineArgs(**arguments, kv_transfer_config=transfer)
         )
         self._requests = 0
+        self._processes = list(self._engines.engine_core.resources.engine_manager.processes)
 
     async def serve(self, connection: Connection) -> None:
         """Answer until told to close."""
@@ -121,6 +134,15 @@ class _FrontEnd:
             finish_reason=last.outputs[0].finish_reason,
             params=last.kv_transfer_params,
         )
+
+    async def terminate(self) -> None:
+        for process in self._processes:
+            process.terminate()
+
+    async def ended(self) -> list[int | None]:
+        for process in self._processes:
+            process.join(ANSWER_SECONDS)
+        return [process.exitcode for process in self._processes]
 
     async def pulled(self) -> float:
         from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
