@@ -188,5 +188,8 @@ def _shared_context() -> Context:
     global _context
     with _context_lock:
         if _context is None or _context[0] != os.getpid():
-            _context = (os.getpid(), zmq.Context())
+            made: Context = zmq.Context()
+            # Each producer that is watched has two; libzmq allows 1023 unless told otherwise.
+            made.set(zmq.MAX_SOCKETS, made.get(zmq.SOCKET_LIMIT))
+            _context = (os.getpid(), made)
         return _context[1]

@@ -59,6 +59,8 @@ class Watch:
         self._tell = tell
         self._open: dict[int, _Connection] = {}
         self._busy: dict[int, _Connection] = {}
+        self._numbers: dict[int, int] = {}
+        """Our own descriptor of each open connection to libzmq's."""
         self._arrivals = select.epoll()
         self._next_look = 0.0
         channel.monitor(PLACE, EVENTS)
@@ -88,10 +90,9 @@ class Watch:
                 self._forget(value)
             else:
                 self._explain(value)
-        arrived = {second for second, _ in self._arrivals.poll(0)}
-        if arrived:
-            each = self._open.items()
-            self._busy.update((fd, one) for fd, one in each if one.socket.fileno() in arrived)
+        for second, _ in self._arrivals.poll(0):
+            fd = self._numbers[second]
+            self._busy[fd] = self._open[fd]
 
     def heard(self, fd: int) -> None:
         """A whole message came by this connection, and libzmq keeps it no longer."""
@@ -133,6 +134,7 @@ class Watch:
             connection.close()
             return
         self._open[fd] = _Connection(socket=connection)
+        self._numbers[connection.fileno()] = fd
         self._arrivals.register(connection.fileno(), ARRIVAL)
         if len(self._open) > _most():
             # Of those that asked for nothing yet, the oldest: a peer asks at once, and where there
@@ -147,6 +149,7 @@ class Watch:
             connection = self._open.pop(fd).socket
             # Closing it would not end this: libzmq's descriptor is of the same connection.
             self._arrivals.unregister(connection.fileno())
+            del self._numbers[connection.fileno()]
             connection.close()
 
     def _cut(self, fd: int, why: str) -> None:

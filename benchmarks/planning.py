@@ -1,0 +1,303 @@
+"""Handshake and planning: what it takes a rank to know a peer, next to vLLM's own NIXL worker.
+
+    python benchmarks/planning.py [--layers 80] [--blocks 20000] [--seconds 5] [--quick]
+                                  [--json FILE]
+
+The peer is vLLM's worker itself, in a process of its own, with NIXL's agent replaced by a stand-in
+that costs nothing; the two take turns. "Built" is from what the peer's ranks publish to all that is
+kept for it: decoded, checked, planned. "Handshake" is that and the question, over a real socket.
+A peer is the first of its shape, or one that differs from an earlier one only in where its memory
+lies, as the engines of one deployment do: vLLM's worker too has tables then that it uses again.
+TP a-b: a prefill ranks, b decode ranks; all is done by decode's rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import common
+import engines
+import numpy as np
+import rows
+import side
+import vllm_worker
+from engines import Shape
+
+from kvferry.core.handshake import HandshakeServer, agree, engine_info, fetch
+from kvferry.core.layout import Layout
+from kvferry.core.topology import Plan, plan
+from kvferry.core.wire import decode_payload
+
+CASES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 8), (3, 2))
+"""Prefill ranks, decode ranks."""
+EQUAL, UNEQUAL, CONSTANT = "≥ 50", "≥ 1000", "≤ 1.05"
+FEWER = 10
+"""Memory is compared with so many times fewer blocks."""
+MOST = 15
+"""Rounds of a case."""
+MS = 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Two engines, by how many ranks each has."""
+
+    prefill: int
+    decode: int
+    layers: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"TP {self.prefill}-{self.decode}"
+
+    @property
+    def refused(self) -> bool:
+        """vLLM's worker wants sizes that divide."""
+        return bool(
+            max(self.prefill, self.decode) % min(self.prefill, self.decode)
+            or engines.HEADS % self.prefill
+        )
+
+
+class Ferry:
+    """kvferry's half."""
+
+    def __init__(self) -> None:
+        self._starts = itertools.count(1)
+        self._server: HandshakeServer | None = None
+
+    def prepare(self, case: Case) -> None:
+        """The engines of a case."""
+        self._case = case
+        shape = Shape(tp=case.decode)
+        self._own = engines.engine(shape, case.layers, case.blocks, base=1 << 55)
+        self._mine = decode_payload(engines.payload(self._own[0], engine="decode"))
+        self._again = False
+
+    def built(self, again: bool) -> side.Took:
+        """All that is built for another peer."""
+        raw = self._peer(again)
+        return side.timed(lambda: self._known(raw))
+
+    def handshake(self, again: bool) -> side.Took:
+        """Ask a peer and build."""
+        raw = self._peer(again)
+        with HandshakeServer(raw, engine="prefill", incarnation=5) as server:
+            return side.timed(lambda: self._asked(server))
+
+    def memory(self, blocks: int) -> tuple[int, int]:
+        """Bytes while it is built, at most, and bytes that stay."""
+        case = self._case
+        far = engines.engine(Shape(tp=case.prefill), case.layers, blocks)
+        self._own = engines.engine(Shape(tp=case.decode), case.layers, blocks, base=1 << 55)
+        raw = engines.payloads(far)
+        tracemalloc.start()
+        kept = self._known(raw)
+        held, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        del kept
+        return peak, held
+
+    def _peer(self, again: bool) -> list[bytes]:
+        """What another peer publishes, whose memory lies elsewhere."""
+        case, start = self._case, next(self._starts)
+        far = engines.engine(Shape(tp=case.prefill), case.layers, case.blocks, base=start << 43)
+        made: list[bytes] = engines.payloads(far)
+        return made
+
+    def _known(self, raw: list[bytes]) -> tuple[Plan, object]:
+        info = engine_info(raw)
+        return self._planned(info)
+
+    def _asked(self, server: HandshakeServer) -> tuple[Plan, object]:
+        return self._planned(fetch(server.host, server.port, "prefill", timeout=10.0))
+
+    def _planned(self, info: Any) -> tuple[Plan, object]:
+        for theirs in info.ranks:
+            agree(self._mine, theirs)
+        layouts: list[Layout] = [payload.layout for payload in info.ranks]
+        return plan(self._own, layouts, 0), info
+
+
+class Vllm:
+    """vLLM's half: its worker of decode's rank 0, and what prefill's ranks publish."""
+
+    def __init__(self) -> None:
+        vllm_worker.quiet()
+        self._made: dict[tuple[int, int, int], vllm_worker.Worker] = {}
+        self._names = itertools.count(1)
+
+    def ready(self) -> bool:
+        """It was made."""
+        return True
+
+    def prepare(self, case: Case) -> None:
+        """The engines of a case."""
+        self._made.clear()
+        self._case = case
+        self._payload = self._start(case.prefill, case).payload
+        self._worker = self._start(case.decode, case).worker
+
+    def built(self, again: bool) -> side.Took:
+        """All that is built for another peer."""
+        self._forget(again)
+        return side.timed(self._known)
+
+    def handshake(self, again: bool) -> side.Took:
+        """Ask a peer and build."""
+        self._forget(again)
+        name = self._name()
+        with vllm_worker.listening(self._payload, name, self._case.prefill) as (host, port):
+            return side.timed(
+                lambda: self._worker._nixl_handshake(host, port, self._case.prefill, name)
+            )
+
+    def _start(self, tp: int, case: Case) -> vllm_worker.Worker:
+        return vllm_worker.start(tp=tp, layers=case.layers, blocks=case.blocks)
+
+    def _forget(self, again: bool) -> None:
+        if not again:
+            self._worker.src_xfer_handles_by_tp_ratio.clear()
+
+    def _name(self) -> str:
+        return f"peer-{next(self._names)}"
+
+    def _known(self) -> None:
+        tp, name = self._case.prefill, self._name()
+        for rank in self._worker.transfer_topo.handshake_target_ranks(tp, 1):
+            metadata = vllm_worker.metadata(self._payload, name)
+            agent = self._worker.add_remote_agent(metadata, rank, tp, 1)
+            self._worker._remote_agents[name][0, rank] = agent
+
+
+def main() -> None:
+    options = _options()
+    rows_found = list(_measured(options))
+    rows.show(rows_found)
+    rows.write(options.json, rows_found)
+
+
+def _options() -> argparse.Namespace:
+    parser: argparse.ArgumentParser = common.parser(__doc__)
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--blocks", type=int, default=20_000, help="blocks of each engine")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each case, about")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the blocks, 1 s a case")
+    options = parser.parse_args()
+    if options.quick:
+        options.blocks, options.seconds = options.blocks // 10, 1.0
+    return options
+
+
+def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
+    cases = [
+        Case(prefill=a, decode=b, layers=options.layers, blocks=options.blocks) for a, b in CASES
+    ]
+    with ExitStack() as stack:
+        ours = stack.enter_context(side.Side(Ferry))
+        theirs = stack.enter_context(side.Side(Vllm)) if vllm_worker.available() else None
+        say = stack.enter_context(rows.progress(len(cases) + 1))
+        say("vLLM starts")
+        if theirs is not None:
+            theirs.ask("ready")
+        found = []
+        for case in cases:
+            say(str(case))
+            found += list(_case(case, ours, theirs, options.seconds))
+        yield from sorted(found, key=lambda row: ORDER.index(row.section))
+
+
+FIRST = "built for the first peer of its shape"
+FURTHER = "built for a further peer of that shape"
+SHAKEN = "handshake with the first peer of its shape, over a socket"
+MEMORY = "memory while a peer is built"
+GROWTH = "memory with ten times the blocks"
+ORDER = (FIRST, FURTHER, SHAKEN, MEMORY, GROWTH)
+
+
+def _case(
+    case: Case, ours: side.Side, theirs: side.Side | None, seconds: float
+) -> Iterator[rows.Row]:
+    ours.ask("prepare", case)
+    peak, kept = ours.ask("memory", case.blocks)
+    fewer, _ = ours.ask("memory", case.blocks // FEWER)
+    yield _row(
+        GROWTH,
+        str(case),
+        f"{kept / 1e3:,.0f} kept",
+        "KB",
+        np.array([peak / fewer]),
+        f"{case.blocks:,} to {case.blocks // FEWER:,} blocks",
+        CONSTANT,
+    )
+    if theirs is None or case.refused:
+        took = np.array([ours.ask("built", False).seconds for _ in range(MOST)])
+        why = "vLLM's worker refuses it" if theirs else "there is no vLLM here"
+        yield _row(FIRST, str(case), _ms(took), "ms", took / np.median(took), f"itself: {why}")
+        return
+    theirs.ask("prepare", case)
+    target = EQUAL if case.prefill == case.decode else UNEQUAL
+    vllms = "vLLM's worker's time to ours"
+    mine, other, grown = _turns(ours, theirs, "built", False, seconds)
+    yield _row(FIRST, str(case), _ms(mine), "ms", other / mine, vllms, target)
+    yield _row(
+        MEMORY, str(case), f"{peak / 1e3:,.0f}", "KB", grown / peak, "vLLM's worker's peak to ours"
+    )
+    mine, other, _ = _turns(ours, theirs, "built", True, seconds / 2)
+    yield _row(FURTHER, str(case), _ms(mine), "ms", other / mine, vllms, EQUAL)
+    mine, other, _ = _turns(ours, theirs, "handshake", False, seconds / 2)
+    yield _row(SHAKEN, str(case), _ms(mine), "ms", other / mine, vllms)
+
+
+def _turns(
+    ours: side.Side, theirs: side.Side, what: str, again: bool, seconds: float
+) -> tuple[common.Times, common.Times, common.Times]:
+    """Seconds of both, round by round, and the bytes of theirs; each has run once before."""
+    sides = (ours, theirs)
+    found: list[list[float]] = []
+    end = time.monotonic() + seconds
+    while len(found) < MOST and (not found or time.monotonic() < end):
+        turn = len(found) % 2
+        took = {each: each.ask(what, again) for each in (sides[turn], sides[1 - turn])}
+        found.append([took[ours].seconds, took[theirs].seconds, took[theirs].nbytes])
+    mine, other, grown = np.array(found).T
+    return mine, other, grown
+
+
+def _row(
+    section: str,
+    case: str,
+    measured: str,
+    unit: str,
+    ratios: common.Times,
+    of: str,
+    target: str | None = None,
+) -> rows.Row:
+    found = common.ratio(ratios, np.ones(len(ratios)))
+    return rows.Row(
+        section=section,
+        case=case,
+        measured=measured,
+        unit=unit,
+        ratio=found.median,
+        of=of,
+        target=target,
+        met=rows.verdict(target, found.low, found.high),
+        low=found.low,
+        high=found.high,
+    )
+
+
+def _ms(seconds: common.Times) -> str:
+    return f"{np.median(seconds) * MS:.2f}"
+
+
+if __name__ == "__main__":
+    main()

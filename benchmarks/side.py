@@ -1,0 +1,118 @@
+"""A process of its own for what is measured: nobody else's memory, imports or interpreter lock."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Took:
+    """What a call took.
+
+    Attributes:
+        seconds: of the clock, and ``cpu``: of this process, all threads.
+        nbytes: how much its memory grew meanwhile, at most; 0 where the kernel can't say.
+    """
+
+    seconds: float
+    cpu: float
+    nbytes: int
+
+
+def timed(call: Callable[[], object]) -> Took:
+    """Run it once."""
+    gc.collect()
+    before = _peak(reset=True)
+    start, cpu = time.perf_counter(), time.process_time()
+    call()
+    seconds, spent = time.perf_counter() - start, time.process_time() - cpu
+    return Took(seconds=seconds, cpu=spent, nbytes=max(0, _peak() - before))
+
+
+def _peak(*, reset: bool = False) -> int:
+    """The most memory that this process had since the last reset, in bytes."""
+    if reset:
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            return 0
+    return _status("VmHWM")
+
+
+def resident() -> int:
+    """The memory that this process has, in bytes."""
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    lines = dict(line.split(":", 1) for line in status.splitlines())
+    return int(lines[name].split()[0]) << 10
+
+
+class Side:
+    """An object in a process of its own, whose methods are called from here.
+
+    Args:
+        make: makes it, there; must be importable.
+    """
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_run, args=(make, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, method: str, *arguments: object) -> Any:
+        """Call a method and wait for what it returns.
+
+        Raises:
+            SystemExit: it raised; what is on the other process's stderr.
+        """
+        self.begin(method, *arguments)
+        return self.end()
+
+    def begin(self, method: str, *arguments: object) -> None:
+        """Call a method; ``end`` waits for it."""
+        self._pipe.send((method, arguments))
+
+    def end(self) -> Any:
+        """What the method that was begun returned."""
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise SystemExit("the other process failed; what it says is above") from None
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def _run(make: Callable[[], object], pipe: Any) -> None:
+    made = make()
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            # Transport libraries may crash in their exit handlers.
+            os._exit(0)
+        pipe.send(getattr(made, method)(*arguments))

@@ -1,0 +1,387 @@
+"""What KVFerryConnector costs an engine step in which nothing happens to any request.
+
+    python benchmarks/steps.py [--seconds 10] [--quick] [--json FILE]
+
+Both halves, called as vLLM calls them in a step, on requests and scheduler outputs as vLLM has
+them. An engine has 1, 100 or 10,000 requests that wait: on the producer for somebody to read their
+pages ("held"), on the consumer for blocks ("waiting", with a ticket whose hold it renews); or 1,
+10 or 100 whose pages are being read ("loading"); or it knows 1, 100 or 1,000 producers, and sees to
+it that they live. Each is a process of its own, and they take turns. "Beside" is what the
+connector's own threads take meanwhile, as a part of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import common
+import engines
+import numpy as np
+import rows
+import side
+import vllm_worker
+from deployment import INCARNATION, Deployment
+from engines import Shape
+from posted import NoTransport
+
+REQUESTS = (1, 100, 10_000)
+LOADS = (1, 10, 100)
+"""At once; they are under way, so the transport is asked about each of them."""
+PEERS = (1, 100, 1_000)
+TARGET = "≤ 1.05"
+"""Nothing that can be measured."""
+STEPS = 200
+"""In a row; their median is one measurement."""
+MOST = 40
+"""Rounds of a case."""
+LONG = 3600.0
+READY_SECONDS = 120.0
+REST_SECONDS = 2.0
+"""What a start has stirred up is over then."""
+TOKENS = engines.BLOCK
+SLOTS = 20_000
+
+
+class Engine:
+    """Both halves of a connector, and some requests that wait.
+
+    Args:
+        what: ``held``, ``waiting``, ``loading`` or ``peers``.
+        count: how many.
+        port: of a ``Deployment``.
+    """
+
+    def __init__(self, what: str, count: int, port: int) -> None:
+        _many_files()
+        vllm_worker.quiet()
+        self._port = port
+        self._transport = NoTransport(lambda: None, pending=what == "loading")
+        self._scheduler, self._worker = _connector(self._transport)
+        self._endpoint = self._worker._worker._endpoint
+        getattr(self, f"_{what}")(count)
+        self._settle(what, count)
+
+    def ready(self) -> int:
+        """It is made; its memory in bytes."""
+        found: int = side.resident()
+        return found
+
+    def steps(self) -> tuple[float, float, float]:
+        """Some steps: seconds of the median one, of the slowest of a hundred, and beside."""
+        took = np.empty(STEPS)
+        own, all_threads, start = time.thread_time(), time.process_time(), time.perf_counter()
+        for index in range(STEPS):
+            began = time.perf_counter()
+            self.step()
+            took[index] = time.perf_counter() - began
+            time.sleep(0.001)
+        seconds = time.perf_counter() - start
+        beside = time.process_time() - all_threads - (time.thread_time() - own)
+        return float(np.median(took)), float(np.quantile(took, 0.99)), beside / seconds
+
+    def step(self) -> None:
+        """As vLLM's engine core and model runner do it."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        scheduler, worker = self._scheduler, self._worker
+        meta = scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=1))
+        worker.bind_connector_metadata(meta)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(set())
+        errors = worker.get_block_ids_with_load_errors()
+        worker.get_kv_connector_stats()
+        health = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            invalid_block_ids=errors,
+            kv_connector_worker_meta=health,
+        )
+        scheduler.update_connector_output(output)
+        scheduler.get_kv_connector_stats()
+        scheduler.has_pending_push_work()
+
+    # What waits.
+
+    def _held(self, count: int) -> None:
+        for index in range(count):
+            request = _request(f"held-{index}", {"do_remote_decode": True})
+            self._arrive(request)
+            self._scheduler.update_state_after_alloc(request, _blocks(index), 0)
+            self.step()
+            request.num_computed_tokens = TOKENS
+            self._scheduler.request_finished_all_groups(request, ([1 + index],))
+        self.step()
+
+    def _waiting(self, count: int) -> None:
+        for index in range(count):
+            self._arrive(_request(f"waiting-{index}", self._ticket(index)))
+        self.step()
+
+    def _loading(self, count: int) -> None:
+        for index in range(count):
+            request = _request(f"loading-{index}", self._ticket(index))
+            tokens = self._arrive(request)
+            self._scheduler.update_state_after_alloc(request, _blocks(index), tokens)
+        self.step()
+
+    def _peers(self, count: int) -> None:
+        for index in range(count):
+            self._arrive(_request(f"peers-{index}", self._ticket(index, f"prefill-{index}")))
+        self.step()
+
+    def _arrive(self, request: Any) -> int:
+        self._scheduler.on_new_request(request)
+        tokens, _ = self._scheduler.get_num_new_matched_tokens(request, 0)
+        return int(tokens)
+
+    def _ticket(self, index: int, engine: str = "prefill") -> dict[str, Any]:
+        from kvferry.core.lifecycle.holds import Hold
+        from kvferry.integrations.vllm.ticket import Offer, Sizes
+
+        return Offer(
+            engine=engine,
+            incarnation=INCARNATION,
+            request=f"there-{index}",
+            host="127.0.0.1",
+            port=self._port,
+            hold=Hold(slot=index, generation=self._transport.word >> 1),
+            pages=[[1 + index]],
+            first_index=[0],
+            tokens=TOKENS,
+            digest=bytes(16),
+            computed=True,
+            sizes=Sizes(),
+        ).params()
+
+    def _settle(self, what: str, count: int) -> None:
+        """Wait until all that begins with it is over: handshakes, first renewals, first posts."""
+        puller = self._endpoint._puller
+        done: dict[str, Callable[[], bool]] = {
+            "held": lambda: self._endpoint.held == count,
+            "waiting": lambda: len(puller._renewer) == count,
+            "peers": lambda: len(puller._peers._known) == count and len(puller._renewer) == count,
+            "loading": lambda: len(self._endpoint._transfers._posted) == count,
+        }
+        end = time.monotonic() + READY_SECONDS
+        while not done[what]():
+            if time.monotonic() > end:
+                raise SystemExit(f"{count} {what}: it did not come to rest")
+            self.step()
+            time.sleep(0.01)
+        time.sleep(REST_SECONDS)
+
+
+def _connector(transport: NoTransport) -> tuple[Any, Any]:
+    """The scheduler's and the worker's connector of one rank, over a transport that does nothing.
+
+    What describes vLLM's tensors and makes the driver is left out: it is over when steps begin.
+    """
+    from vllm.config import KVTransferConfig, set_current_vllm_config
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
+    from kvferry.core.lifecycle.holds import Incarnation
+    from kvferry.integrations.vllm.connector import KVFerryConnector
+    from kvferry.integrations.vllm.worker import FerryWorker
+
+    config = vllm_worker.config(1)
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="KVFerryConnector",
+        kv_connector_module_path="kvferry.integrations.vllm",
+        kv_role="kv_both",
+        engine_id="engine",
+        kv_connector_extra_config={"verify_prompt": False, "kv_lease_duration": LONG},
+    )
+    caches = vllm_worker.cache_config(1, SLOTS, engines.HEADS)
+    with set_current_vllm_config(config):
+        scheduler = KVFerryConnector(config, KVConnectorRole.SCHEDULER, caches)
+        worker = KVFerryConnector(config, KVConnectorRole.WORKER, caches)
+    [layout] = engines.engine(Shape(), 1, SLOTS)
+    endpoint = Endpoint(
+        identity=Identity(engine="engine", incarnation=Incarnation(9)),
+        driver="nixl",
+        transport=transport,
+        layout=layout,
+        slots=SLOTS,
+        options=EndpointOptions(load_timeout=LONG),
+        zero=lambda spans: None,
+    )
+    worker._worker = FerryWorker(endpoint, lambda: None)
+    endpoint.join([endpoint.payload])
+    return scheduler, worker
+
+
+def _request(name: str, params: dict[str, Any]) -> Any:
+    """A ``Request``, after its last step."""
+    return SimpleNamespace(
+        request_id=name,
+        prompt_token_ids=list(range(TOKENS)),
+        prompt_embeds=None,
+        prompt_is_token_ids=None,
+        _all_token_ids=list(range(TOKENS)),
+        num_prompt_tokens=TOKENS,
+        num_computed_tokens=0,
+        max_tokens=1,
+        kv_transfer_params=params,
+        lora_request=None,
+        mm_features=[],
+        cache_salt=None,
+        skip_reading_prefix_cache=False,
+        abort_immediately=False,
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+    )
+
+
+def _blocks(index: int) -> Any:
+    block = SimpleNamespace(block_id=1 + index, is_null=False, block_hash=None)
+    return SimpleNamespace(blocks=[[block]])
+
+
+def _many_files() -> None:
+    """As vLLM does: a connection is a file."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_535), hard))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One table's worth: what waits, and how many of it."""
+
+    what: str
+    counts: Sequence[int]
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "producers known" if self.what == "peers" else f"requests {self.what}"
+
+
+CASES = (
+    Case(what="held", counts=REQUESTS),
+    Case(what="waiting", counts=REQUESTS),
+    Case(what="loading", counts=LOADS),
+    Case(what="peers", counts=PEERS),
+)
+
+
+def main() -> None:
+    options = _options()
+    found = list(_measured(options))
+    rows.show(found)
+    rows.write(options.json, found)
+
+
+def _options() -> argparse.Namespace:
+    parser: argparse.ArgumentParser = common.parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=6.0, help="for each case, about")
+    parser.add_argument("--quick", action="store_true", help="2 s for each case")
+    parser.add_argument("--only", choices=[case.what for case in CASES])
+    options = parser.parse_args()
+    if options.quick:
+        options.seconds = 2.0
+    return options
+
+
+def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
+    if not vllm_worker.available():
+        rows.nothing("there is no vLLM here, whose connector this is")
+    cases = [case for case in CASES if options.only in (None, case.what)]
+    with side.Side(Deployment) as deployment, rows.progress(len(cases)) as say:
+        port = deployment.ask("port")
+        for case in cases:
+            say(case.name)
+            found = list(_case(case, port, options.seconds))
+            yield from sorted(found, key=lambda row: row.section)
+
+
+def _case(case: Case, port: int, seconds: float) -> Iterator[rows.Row]:
+    with ExitStack() as stack:
+        made = [
+            stack.enter_context(side.Side(partial(Engine, case.what, count, port)))
+            for count in case.counts
+        ]
+        sizes = [each.ask("ready") for each in made]
+        found = _turns(made, seconds)
+    one = found[:, 0]
+    for index, count in enumerate(case.counts):
+        median, slow, beside = found[:, index].T
+        of = f"the same with {case.counts[0]}"
+        target = TARGET if index and case.what != "loading" else None
+        yield _row(f"engine step, {case.name}", f"{count:,}", median, "µs", one[:, 0], of, target)
+        yield _row(
+            f"the slowest of 100 steps, {case.name}", f"{count:,}", slow, "µs", one[:, 1], of
+        )
+        yield _row(f"beside, {case.name}", f"{count:,}", beside, "% of a core", one[:, 2], of)
+    if case.what == "peers":
+        grown = (sizes[-1] - sizes[0]) / (case.counts[-1] - case.counts[0])
+        yield _memory(grown)
+
+
+def _turns(made: Sequence[side.Side], seconds: float) -> common.Times:
+    """(rounds, engines, figures); who is first changes."""
+    for each in made:
+        each.ask("steps")
+    found: list[list[tuple[float, float, float]]] = []
+    end = time.monotonic() + seconds
+    while len(found) < MOST and (len(found) < 3 or time.monotonic() < end):
+        order = [(len(found) + turn) % len(made) for turn in range(len(made))]
+        took = {which: made[which].ask("steps") for which in order}
+        found.append([took[which] for which in range(len(made))])
+    return np.array(found)
+
+
+SCALES = {"µs": 1e6, "% of a core": 1e2}
+
+
+def _row(
+    section: str,
+    case: str,
+    figures: common.Times,
+    unit: str,
+    others: common.Times,
+    of: str,
+    target: str | None = None,
+) -> rows.Row:
+    ratio = common.ratio(figures, others)
+    return rows.Row(
+        section=section,
+        case=case,
+        measured=f"{np.median(figures) * SCALES[unit]:,.1f}",
+        unit=unit,
+        ratio=ratio.median,
+        of=of,
+        target=target,
+        met=rows.verdict(target, ratio.low, ratio.high),
+        low=ratio.low,
+        high=ratio.high,
+    )
+
+
+def _memory(grown: float) -> rows.Row:
+    return rows.Row(
+        section="memory for each producer that is known",
+        case=f"{PEERS[-1]:,} against {PEERS[0]}, one layer",
+        measured=f"{grown / 1e3:,.0f}",
+        unit="KB",
+        ratio=1.0,
+        of="itself",
+        low=1.0,
+        high=1.0,
+    )
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)
