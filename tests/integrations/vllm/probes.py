@@ -15,14 +15,36 @@ GATE_SECONDS = 0.002
 
 
 def metrics(engine: Any) -> dict[str, float]:
-    """vLLM's counters, ``name`` or ``name[source]`` to value."""
+    """vLLM's counters, ``name`` or ``name[source]`` to value; the sum over all other labels."""
     from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
-    counters = [m for m in get_metrics_snapshot() if isinstance(m, Counter)]
-    return {
-        f"{m.name}[{m.labels['source']}]" if "source" in m.labels else m.name: m.value
-        for m in counters
-    }
+    found: dict[str, float] = {}
+    for metric in get_metrics_snapshot():
+        if isinstance(metric, Counter):
+            source = metric.labels.get("source")
+            name = f"{metric.name}[{source}]" if source is not None else metric.name
+            found[name] = found.get(name, 0) + metric.value
+    return found
+
+
+def exposed(engine: Any) -> dict[str, float]:
+    """kvferry's samples as ``/metrics`` shows them, without vLLM's own labels, to value."""
+    from prometheus_client import REGISTRY
+
+    return samples(REGISTRY, "0")
+
+
+def samples(registry: Any, engine: str) -> dict[str, float]:
+    """See ``exposed``; of one engine of those behind a front end."""
+    found = {}
+    for metric in registry.collect():
+        for sample in metric.samples:
+            ours = sample.name.startswith("vllm:kvferry_")
+            if ours and sample.labels["engine"] == engine and not sample.name.endswith("_created"):
+                own = set(sample.labels) - {"model_name", "engine"}
+                labels = ",".join(f'{name}="{sample.labels[name]}"' for name in sorted(own))
+                found[f"{sample.name.removeprefix('vllm:kvferry_')}{{{labels}}}"] = sample.value
+    return found
 
 
 def free_blocks(engine: Any) -> int:
