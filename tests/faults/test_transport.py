@@ -33,12 +33,15 @@ def test_a_fault_of_the_driver(fault: Fault, stage: str, quiescence: Quiescence)
         engine("prefill", SHAPE, options=OPTIONS) as prefill,
         engine("decode", SHAPE, options=OPTIONS, transport=lambda: driver) as decode,
     ):
-        decode.pull("d-1", serve(prefill, "p-1"), LOCAL)
+        ticket = serve(prefill, "p-1")
+        cell.strikes()
+        decode.pull("d-1", ticket, LOCAL)
         failed = decode.outcome("d-1").failed.get(RequestId("d-1"))
         assert (failed is None) is (fault in SURVIVED | LATER)
         assert failed is not None or right(decode, LOCAL)
         cell.write("loaded" if failed is None else type(failed).__name__)
         prefill.released("p-1")
+        assert prefill.ranks[0].endpoint.held == 0
         assert decode.ranks[0].endpoint.results().received == frozenset()
         if fault is not Fault.DIE:
             decode.pull("d-2", serve(prefill, "p-2"), LOCAL)

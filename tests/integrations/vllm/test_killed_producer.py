@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_llama import prompt
+from tests.faults.cells import Cell
 from tests.integrations.vllm import killing, probes
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.fleet import fleet
@@ -80,6 +81,9 @@ def world(
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_in_the_middle_of_a_read(reference: Engine, world: World, policy: str) -> None:
     """Its request fails, or is computed here; another producer's, read meanwhile, does not."""
+    where = "vllm" if world.driver == "loopback" else f"vllm over {world.driver}"
+    fault = "killed" if policy == "fail" else "killed, and decode recomputes"
+    cell = Cell(side="producer", fault=fault, stage="reading", driver=where)
     healthy, doomed, decode = world.healthy, world.doomed[policy], world.decode[policy]
     lost, kept, late = prompt(300, seed=1), prompt(90, seed=1), prompt(61, seed=1)
     assert hand_over(healthy, decode, prompt(60))[0] == texts(reference, prompt(60))
@@ -111,6 +115,7 @@ def test_in_the_middle_of_a_read(reference: Engine, world: World, policy: str) -
     come_to(rest, healthy, decode)
     eventually(lambda: decode.run(killing.course).connections == 0)
     assert decode.run(killing.course).healthy
+    cell.write("failed alone" if policy == "fail" else "recomputed", course.over)
     goes_on(reference, healthy, decode)
 
 
@@ -120,10 +125,13 @@ def test_between_two_reads(reference: Engine, world: World) -> None:
     assert hand_over(doomed, decode, prompt(60))[0] == texts(reference, prompt(60))
     rest = at_rest(healthy, decode)
     tickets = doomed.prefill(prompt(61), prompt(62))
+    cell = Cell(side="producer", fault="killed", stage="before the read", driver="vllm")
     doomed.kill()
     for length, ticket in zip((61, 62), tickets, strict=True):
         [completion] = decode.generate(prompt(length), params=ticket)
         assert completion.finish_reason == "error"
+    if world.driver == "loopback":
+        cell.write("failed alone")
     come_to(rest, healthy, decode)
     goes_on(reference, healthy, decode)
 

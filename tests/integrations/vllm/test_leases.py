@@ -8,6 +8,7 @@ import pytest
 
 from examples.tiny_llama import prompt
 from kvferry.core.handshake import health
+from tests.faults.cells import Cell
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import Engine
@@ -28,6 +29,7 @@ def test_a_request_that_waits_its_turn_keeps_its_pages(
     decode = start_engine("narrow", "kv_consumer", max_num_seqs=1)
     free = prefill.run(probes.free_blocks)
     [ticket] = prefill.prefill(prompt(100))
+    cell = Cell(side="consumer", fault="busy", stage="waiting", driver="vllm")
     others = decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
     [waiting] = decode.submit(prompt(100), params=ticket)
     until = time.monotonic() + 3 * LEASE
@@ -38,6 +40,7 @@ def test_a_request_that_waits_its_turn_keeps_its_pages(
         decode.abort(other)
     [completion] = decode.results([waiting])
     assert completion.text == texts(reference, prompt(100))[0]
+    cell.write("loaded")
     eventually(lambda: prefill.run(probes.free_blocks) == free)
     assert "nobody read its pages within the lease" not in prefill.log()
 
@@ -46,11 +49,13 @@ def test_clients_cannot_pin_the_whole_cache(decode: Engine, start_engine: StartE
     """What they do not fetch goes first, and a request of its own gets no ticket."""
     prefill = start_engine("limited", "kv_producer", extra={"max_held_fraction": 0.02})
     free = prefill.run(probes.free_blocks)
+    cell = Cell(side="producer", fault="out of blocks", stage="before the read", driver="vllm")
     tickets = prefill.prefill(*(prompt(100, seed=seed) for seed in range(4)))
     eventually(lambda: free - prefill.run(probes.free_blocks) <= 0.02 * (free + 1))
     first, *_, last = range(4)
     [late] = decode.generate(prompt(100, seed=first), params=tickets[first])
     assert late.finish_reason == "error"
+    cell.write("stale")
     [good] = decode.generate(prompt(100, seed=last), params=tickets[last])
     assert good.finish_reason == "length"
     assert "max_held_fraction" in prefill.log()
@@ -65,7 +70,9 @@ def test_an_engine_that_is_shut_down_serves_what_it_holds(
     [ticket] = prefill.prefill(prompt(100))
     condition = health(ticket["remote_host"], ticket["remote_port"], timeout=20.0)
     assert condition.problems == []
+    cell = Cell(side="producer", fault="shut down", stage="before the read", driver="vllm")
     prefill.begin_close()
     [completion] = decode.generate(prompt(100), params=ticket)
     assert completion.text == texts(reference, prompt(100))[0]
+    cell.write("loaded")
     prefill.close()

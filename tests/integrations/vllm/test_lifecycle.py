@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_llama import prompt
+from tests.faults.cells import Cell
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import PREFILL, Engine
@@ -53,8 +54,10 @@ def test_pages_reused_before_a_late_read(reference: Engine, hasty: Engine, decod
     eventually(lambda: hasty.run(probes.free_blocks) == free)
     others = [prompt(511, seed=seed) for seed in range(2, 32)]
     assert hasty.generate(*others, max_tokens=1)
+    cell = Cell(side="consumer", fault="slow", stage="before the handshake", driver="vllm")
     [completion] = decode.generate(prompt(200, seed=1), params=late)
     assert completion.finish_reason == "error"
+    cell.write("stale")
     assert hand_over(hasty, decode, prompt(200, seed=1))[0] == texts(reference, prompt(200, seed=1))
 
 
@@ -64,12 +67,14 @@ def test_pages_given_back_during_the_read(
     """They stood when the read began, and not when it ended."""
     decode, gate = gated
     free = hasty.run(probes.free_blocks)
+    cell = Cell(side="consumer", fault="slow", stage="reading", driver="vllm")
     [request] = decode.submit(prompt(150), params=hasty.prefill(prompt(150)))
     eventually(gate.with_suffix(".reached").exists)
     eventually(lambda: hasty.run(probes.free_blocks) == free)
     gate.touch()
     [completion] = decode.results([request])
     assert completion.finish_reason == "error"
+    cell.write("stale")
     assert f"request {request}" in decode.log()
     assert hand_over(hasty, decode, prompt(150))[0] == texts(reference, prompt(150))
 
@@ -78,10 +83,12 @@ def test_abort_on_decode_before_its_first_step(prefill: Engine, decode: Engine) 
     """The producer hears of it, long before the lease is over."""
     free = prefill.run(probes.free_blocks)
     [ticket] = prefill.prefill(prompt(120))
+    cell = Cell(side="consumer", fault="aborted", stage="before the handshake", driver="vllm")
     with decode.paused():
         [request] = decode.submit(prompt(120), params=ticket)
         decode.abort(request)
     eventually(lambda: prefill.run(probes.free_blocks) == free)
+    cell.write("released")
     assert decode.run(probes.statuses) == []
 
 
@@ -94,12 +101,14 @@ def test_abort_on_decode_during_the_load(
     [ticket] = prefill.prefill(prompt(120))
     [request] = decode.submit(prompt(120), params=ticket)
     eventually(gate.with_suffix(".reached").exists)
+    cell = Cell(side="consumer", fault="aborted", stage="reading", driver="vllm")
     decode.abort(request)
     assert decode.run(probes.statuses) == ["FINISHED_ABORTED"]
     assert decode.run(probes.free_blocks) < free[1]
     gate.touch()
     eventually(lambda: decode.run(probes.statuses) == [])
     eventually(lambda: (prefill.run(probes.free_blocks), decode.run(probes.free_blocks)) == free)
+    cell.write("released when quiet")
     assert hand_over(prefill, decode, prompt(120))[0] == texts(reference, prompt(120))
 
 
@@ -113,8 +122,10 @@ def test_abort_on_prefill(reference: Engine, decode: Engine, start_engine: Start
         [begun] = prefill.submit(prompt(300), params=PREFILL, max_tokens=1)
         prefill.step(2)
         assert prefill.run(probes.free_blocks) < free
+        cell = Cell(side="producer", fault="aborted", stage="computing", driver="vllm")
         prefill.abort(begun)
         assert prefill.run(probes.free_blocks) == free
+        cell.write("released")
     assert hand_over(prefill, decode, prompt(300))[0] == texts(reference, prompt(300))
 
 
@@ -124,9 +135,11 @@ def test_abort_on_prefill_after_the_ticket(
     """Too late: the pages are another engine's now."""
     [request] = prefill.submit(prompt(90), params=PREFILL, max_tokens=1)
     [completion] = prefill.results([request])
+    cell = Cell(side="producer", fault="aborted", stage="after the ticket", driver="vllm")
     prefill.abort(request)
     [got] = decode.generate(prompt(90), params=completion.params)
     assert got.text == texts(reference, prompt(90))[0]
+    cell.write("loaded")
 
 
 def test_ticket_used_twice(reference: Engine, prefill: Engine, decode: Engine) -> None:
@@ -152,9 +165,11 @@ def test_producer_is_restarted(
         transfer={"engine_id": "restarted"},
         extra={"side_channel_port": old["remote_port"]},
     )
+    cell = Cell(side="producer", fault="restarted", stage="before the read", driver="vllm")
     for length, ticket in ((61, old), (62, older)):
         [completion] = decode.generate(prompt(length), params=ticket)
         assert completion.finish_reason == "error"
+    cell.write("refused")
     assert "it was restarted since" in decode.log()
     assert hand_over(second, decode, prompt(61))[0] == texts(reference, prompt(61))
 
