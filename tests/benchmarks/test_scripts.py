@@ -47,6 +47,23 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert {row["case"] for row in found} == {"loopback, 2 at once"}
 
 
+@limit
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("planning", marks=pytest.mark.vllm),
+        pytest.param("request", marks=pytest.mark.vllm),
+        pytest.param("steps", marks=pytest.mark.vllm),
+        "channel",
+        "fence",
+        pytest.param("nixl", marks=nixl),
+        pytest.param("ucx", marks=[nixl, pytest.mark.ucx]),
+    ],
+)
+def test_quick_run(script: str, tmp_path: Path) -> None:
+    assert quick_rows(script, tmp_path)
+
+
 def test_no_gpu() -> None:
     if importlib.util.find_spec("torch") is not None:
         import torch

@@ -1,0 +1,229 @@
+"""Real vLLM engines: time to decode's first token, beside vLLM's own NixlConnector.
+
+    python benchmarks/end_to_end.py [--driver NAME]... [--rounds 5] [--at-once 1 8 32] [--quick]
+                                    [--json FILE]
+
+A model made on the spot, small in weights and large in its cache: 24 MiB for each prompt of 192
+tokens. One engine prefills, another decodes, by ``KVFerryConnector`` over each driver that works
+here, and likewise two by ``NixlConnector``; the two pairs take turns. Prompts are prefilled before
+the time is taken: it is what decode needs, from a request that brings its ticket to its first
+token, with so many requests at once, and how many requests it answers a second (two tokens each).
+Every round ends with a look at what vLLM counted: all prompt tokens came from the other engine.
+
+It needs vLLM's CPU build and NIXL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import common
+import drivers
+import numpy as np
+import rows
+import serving
+
+PROMPT_TOKENS, MAX_TOKENS, BLOCK_TOKENS = 192, 2, 32
+SHAPE = {
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+}
+BLOCK_NBYTES = 2 * 4 * BLOCK_TOKENS * 8 * 16 * 128
+"""Of K and V in float32, all layers."""
+PROMPT_NBYTES = BLOCK_NBYTES * PROMPT_TOKENS // BLOCK_TOKENS
+
+NIXL_CONNECTOR = "NixlConnector"
+GOAL = rows.goal(1.0, at_least=False)
+"""Of the time to the first token: no longer than with NixlConnector."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """An engine that prefills, and one that decodes."""
+
+    name: str
+    prefill: serving.Engine
+    decode: serving.Engine
+
+    def first_tokens(self, prompts: Sequence[list[int]], at_once: int) -> tuple[float, float]:
+        """The median of the seconds to the first token, and of all for each request."""
+        tickets = self.prefill.prefill(prompts)
+        found = self.decode.ask(prompts, tickets, at_once, MAX_TOKENS)
+        wanted = sum(map(len, prompts))
+        if {answer.reason for answer in found.each} != {"length"} or found.pulled < wanted:
+            raise SystemExit(f"{self.name}: {found.pulled:.0f} of {wanted} tokens were pulled")
+        median = float(np.median([answer.first for answer in found.each]))
+        return median, found.seconds / len(prompts)
+
+
+class Fleet:
+    """Pairs on one checkpoint, which end with ``stack``."""
+
+    def __init__(self, folder: Path, most: int, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        blocks = (most + 4) * (PROMPT_TOKENS // BLOCK_TOKENS + 1)
+        self._arguments = {
+            "model": str(folder / "model"),
+            "block_size": BLOCK_TOKENS,
+            "disable_log_stats": False,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": blocks * BLOCK_NBYTES,
+            "num_gpu_blocks_override": blocks,
+            "max_model_len": 2 * PROMPT_TOKENS,
+            "max_num_seqs": max(8, most),
+        }
+        builder = multiprocessing.get_context("forkserver").Process(
+            target=_build, args=(folder / "model",)
+        )
+        builder.start()
+        builder.join()
+        if builder.exitcode:
+            raise SystemExit("no checkpoint could be made; transformers and torch make it")
+
+    def launch(self, driver: str | None) -> Pair:
+        """A pair of KVFerryConnector over a driver, or of NixlConnector; it serves."""
+        name = driver or NIXL_CONNECTOR
+        # Prompts come again and again: prefill keeps them, decode must not.
+        prefill, decode = (
+            self._engine(f"{name}-{role}", transfer(driver, role), cached)
+            for role, cached in (("kv_producer", True), ("kv_consumer", False))
+        )
+        for engine in (prefill, decode):
+            engine.started()
+        return Pair(name=name, prefill=prefill, decode=decode)
+
+    def _engine(self, name: str, config: dict[str, Any], cached: bool) -> serving.Engine:
+        own = {"kv_transfer_config": config, "enable_prefix_caching": cached}
+        engine = serving.Engine(name, self._folder, self._arguments | own)
+        self._stack.callback(engine.close)
+        return engine
+
+
+def transfer(driver: str | None, role: str) -> dict[str, Any]:
+    """``kv_transfer_config``; what cannot be loaded is an error, and not computed again."""
+    common_part = {"kv_role": role, "kv_load_failure_policy": "fail", "kv_buffer_device": "cpu"}
+    if driver is None:
+        return {"kv_connector": NIXL_CONNECTOR, **common_part}
+    return {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "kvferry.integrations.vllm",
+        "kv_connector_extra_config": {"driver": driver},
+        **common_part,
+    }
+
+
+def _build(folder: Path) -> None:
+    from examples.tiny_llama import build
+
+    build(folder, max_tokens=2 * PROMPT_TOKENS, **SHAPE)
+
+
+def prompts(count: int) -> list[list[int]]:
+    """The same every time."""
+    from examples.tiny_llama import prompt
+
+    return [prompt(PROMPT_TOKENS, seed) for seed in range(count)]
+
+
+def beside(
+    ours: Pair, theirs: Pair, at_once: Sequence[int], rounds: int, show: rows.Show
+) -> Iterator[rows.Row]:
+    """Both pairs by turns."""
+    for number in at_once:
+        show(f"{ours.name} and {theirs.name}, {number} at once")
+        given = prompts(max(number, 4))
+        found = np.empty((2, rounds, 2))
+        for pair in (ours, theirs):
+            pair.first_tokens(given, number)  # what is done once is done
+        for index in range(rounds):
+            for turn in range(2):
+                which = (index + turn) % 2
+                found[which, index] = (ours, theirs)[which].first_tokens(given, number)
+        yield _first(ours.name, number, found[:, :, 0])
+        yield _per_second(ours.name, number, found[:, :, 1])
+
+
+def _first(name: str, number: int, times: common.Times) -> rows.Row:
+    found = common.ratio(*times)
+    target = GOAL
+    return rows.Row(
+        section="time to decode's first token, vLLM on a CPU",
+        case=f"{name}, {number} at once",
+        measured=float(f"{np.median(times[0]) * 1e3:.3g}"),
+        unit="ms",
+        ratio=found.median,
+        of=f"time with {NIXL_CONNECTOR}",
+        target=target,
+        met=rows.verdict(target, found.low, found.high),
+        low=found.low,
+        high=found.high,
+    )
+
+
+def _per_second(name: str, number: int, times: common.Times) -> rows.Row:
+    ours, theirs = times
+    found = common.ratio(theirs, ours)
+    return rows.Row(
+        section="requests a second at decode, vLLM on a CPU",
+        case=f"{name}, {number} at once",
+        measured=float(f"{1 / np.median(ours):.3g}"),
+        unit="requests/s",
+        ratio=found.median,
+        of=f"that with {NIXL_CONNECTOR}",
+        low=found.low,
+        high=found.high,
+    )
+
+
+def main() -> None:
+    options = _options()
+    names = options.driver or drivers.working()
+    if "nixl" not in drivers.working():
+        rows.nothing(f"{NIXL_CONNECTOR} needs NIXL, which does not work here")
+    if find_spec("vllm") is None:
+        rows.nothing("vLLM is not installed here")
+    with ExitStack() as stack, rows.progress(len(names) * (len(options.at_once) + 1) + 1) as show:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-"))
+        show(f"starting two engines of {NIXL_CONNECTOR}")
+        serving.prepare(folder)
+        fleet = Fleet(Path(folder), max(options.at_once), stack)
+        theirs, found = fleet.launch(None), list[rows.Row]()
+        for name in names:
+            show(f"starting two engines with driver {name}")
+            with ExitStack() as own:
+                ours = fleet.launch(name)
+                own.callback(ours.prefill.close)
+                own.callback(ours.decode.close)
+                found += beside(ours, theirs, options.at_once, options.rounds, show)
+    found.sort(key=lambda row: row.section, reverse=True)
+    rows.show(found)
+    rows.write(options.json, found)
+
+
+def _options() -> argparse.Namespace:
+    parser: argparse.ArgumentParser = common.parser(__doc__)
+    parser.add_argument("--driver", action="append", help="default: each that works here")
+    parser.add_argument("--rounds", type=int, help="default 5")
+    parser.add_argument("--at-once", type=int, nargs="+", help="requests; default 1 8 32")
+    parser.add_argument("--quick", action="store_true", help="to see that it runs: half a minute")
+    found = parser.parse_args()
+    found.rounds = found.rounds or (2 if found.quick else 5)
+    found.at_once = found.at_once or ([2] if found.quick else [1, 8, 32])
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Real vLLM engines as a server has them: a front end, and the engine's core in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))  # for what the tests know of starting engines
+from tests.integrations.vllm.engines import ENVIRONMENT, PREFILL, START_SECONDS  # noqa: E402
+
+ANSWER_SECONDS = 120.0
+SIDE_CHANNELS = itertools.count(int(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "15600")))
+"""Ports for NixlConnector, one for each engine."""
+
+Ticket = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Of one request: seconds to its first token, the reason of its end, and its ticket."""
+
+    first: float
+    reason: str
+    ticket: Ticket | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Of some requests, all of which took ``seconds``; ``pulled``: prompt tokens that came from
+    another engine meanwhile, as vLLM counts them."""
+
+    each: list[Answer]
+    seconds: float
+    pulled: float
+
+
+def prepare(folder: str) -> None:
+    """Let engines be forked from a process that has imported vLLM; before the first one.
+
+    Args:
+        folder: for what vLLM leaves behind.
+    """
+    os.chdir(ROOT)  # where the process that engines are forked from looks for modules
+    own = {"VLLM_CACHE_ROOT": folder, "TMPDIR": folder, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    os.environ.update(ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "WARNING"} | own)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.integrations.vllm.engine_process"])
+    with open(Path(folder) / "forkserver.log", "wb") as log:
+        kept = os.dup(2)
+        os.dup2(log.fileno(), 2)  # when it ends, some of what vLLM imports has much to say
+        forkserver.ensure_running()
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+class Engine:
+    """One engine. It serves when ``started`` has returned; closing it twice is fine."""
+
+    def __init__(self, name: str, folder: Path, arguments: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._log = folder / f"{name}.log"
+        self._log.touch()
+        self._connection, theirs = context.Pipe()
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(SIDE_CHANNELS))}
+        self._process = context.Process(
+            target=_main, args=(theirs, str(self._log), environment, arguments), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def started(self) -> None:
+        """Wait until it serves."""
+        self._receive(START_SECONDS)
+
+    def prefill(self, prompts: Sequence[list[int]]) -> list[Ticket]:
+        """Compute the prompts' cache for another engine; the tickets."""
+        found = self.ask(prompts, [PREFILL] * len(prompts), len(prompts), 1)
+        return [answer.ticket or {} for answer in found.each]
+
+    def ask(
+        self, prompts: Sequence[list[int]], tickets: Sequence[Ticket], at_once: int, max_tokens: int
+    ) -> Answers:
+        """Requests, of which so many are under way at a time."""
+        self._connection.send((prompts, tickets, at_once, max_tokens))
+        answers: Answers = self._receive(ANSWER_SECONDS)
+        return answers
+
+    def close(self) -> None:
+        """End it."""
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
+        self._process.join(10)
+        self._process.kill()
+        self._process.join()
+
+    def _receive(self, seconds: float) -> Any:
+        try:
+            if self._connection.poll(seconds):
+                return self._connection.recv()
+        except (EOFError, OSError):
+            pass
+        end = self._log.read_text(errors="replace")[-3000:]
+        raise SystemExit(f"an engine ended, or is silent for {seconds:.0f} s; its log:\n{end}")
+
+
+# In the engine's process.
+
+
+def _main(
+    connection: Connection, log: str, environment: dict[str, str], arguments: dict[str, Any]
+) -> None:
+    # Some of the files beside this one have the name of a package that vLLM may yet import.
+    sys.path = [path for path in sys.path if Path(path) != Path(__file__).parent]
+    from tests.integrations.vllm import engine_process, frugal
+
+    engine_process.log_to(log)
+    os.environ.update(environment)
+    frugal.adapt()
+    _help_nixl_connector()
+    asyncio.run(_serve(connection, arguments))
+
+
+def _help_nixl_connector() -> None:
+    """vLLM's NixlConnector takes any package of NIXL's, and is not kept to one core.
+
+    It knows only the package ``nixl``, which stands for that of one CUDA version. And on a CPU it
+    moves each engine to the last core, two engines to the same one.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    from kvferry.core.errors import DriverError
+    from kvferry.drivers.nixl import library
+
+    CpuPlatform.discover_numa_topology = classmethod(lambda cls: [])
+    with contextlib.suppress(DriverError):
+        package = library.load().package
+        for part in ("", "._api", "._bindings"):
+            sys.modules[f"nixl{part}"] = importlib.import_module(f"{package}{part}")
+
+
+async def _serve(connection: Connection, arguments: dict[str, Any]) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    transfer = KVTransferConfig(**arguments.pop("kv_transfer_config"))
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, kv_transfer_config=transfer))
+    connection.send("started")
+    loop = asyncio.get_running_loop()
+    while (message := await loop.run_in_executor(None, _received, connection)) is not None:
+        connection.send(await _answers(engine, *message))
+    engine.shutdown()
+
+
+def _received(connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
+
+
+async def _answers(
+    engine: Any, prompts: list[list[int]], tickets: list[Ticket], at_once: int, max_tokens: int
+) -> Answers:
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(prompt: list[int], ticket: Ticket) -> Answer:
+        async with gate:
+            return await _answer(engine, prompt, ticket, max_tokens)
+
+    before, start = _pulled(), time.perf_counter()
+    each = await asyncio.gather(*map(one, prompts, tickets))
+    seconds = time.perf_counter() - start
+    return Answers(each=each, seconds=seconds, pulled=_pulled() - before)
+
+
+_numbers = itertools.count()
+
+
+async def _answer(engine: Any, prompt: list[int], ticket: Ticket, max_tokens: int) -> Answer:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": ticket},
+    )
+    first, last, start = 0.0, None, time.perf_counter()
+    async for output in engine.generate(
+        {"prompt_token_ids": prompt}, sampling, f"{os.getpid()}-{next(_numbers)}"
+    ):
+        if not first and output.outputs and output.outputs[0].token_ids:
+            first = time.perf_counter() - start
+        last = output
+    if last is None:
+        raise RuntimeError("vLLM answered nothing")
+    return Answer(
+        first=first, reason=str(last.outputs[0].finish_reason), ticket=last.kv_transfer_params
+    )
+
+
+def _pulled() -> float:
+    from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
+
+    return sum(
+        float(metric.value)
+        for metric in get_metrics_snapshot()
+        if isinstance(metric, Counter)
+        and metric.name == "vllm:prompt_tokens_by_source"
+        and metric.labels["source"] == "external_kv_transfer"
+    )
