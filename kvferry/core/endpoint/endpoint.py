@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvferry.core.descriptors import Spans
+from kvferry.core.endpoint import lines
 from kvferry.core.endpoint.aside import STUCK_SECONDS
 from kvferry.core.endpoint.context import Load
 from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
@@ -23,8 +24,6 @@ from kvferry.core.endpoint.serving import Server
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.endpoint.words import Scratch, SlotTable
 from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TransportError
-from kvferry.core.failures import Cause, cause_of, explained, on_one_line
-from kvferry.core.handshake.sockets import place
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ledger import Orders
@@ -301,7 +300,7 @@ class Endpoint:
 
     def _reported(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
         """A load is over; on the endpoint's thread."""
-        _log(load, error, record)
+        lines.loaded(load, error, record)
         self._figures.count_load(record)
         if isinstance(error, TicketError) and self._identity.rank == 0:  # all ranks refuse alike
             self._figures.add(REFUSED, reason=error.reason.value)
@@ -371,37 +370,3 @@ class Endpoint:
         if self._puller.parting:
             return HELD_SECONDS
         return HELD_SECONDS if self.held else IDLE_SECONDS
-
-
-def _log(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-    if error is not None:
-        _log_failure(load, error, record)
-        return
-    if not load.reads:
-        logger.debug("request %s: nothing to pull from engine %s", load.request, record.engine)
-        return
-    logger.info(
-        "request %s: pulled %d tokens, %d bytes in %d copies from engine %s in %.1f ms",
-        load.request,
-        record.tokens,
-        record.nbytes,
-        record.copies,
-        record.engine,
-        record.seconds * 1e3,
-    )
-
-
-def _log_failure(load: Load, error: KVFerryError, record: LoadRecord) -> None:
-    """In one line: the request, the peer, the stage, the cause, and what to do."""
-    cause = cause_of(error)
-    logger.log(
-        logging.INFO if cause is Cause.GIVEN_UP else logging.WARNING,
-        "request %s: %s engine %s at %s (stage %s, cause %s): %s",
-        on_one_line(load.request),
-        "not loaded from" if load.reads else "nothing to pull, and not told so:",
-        on_one_line(record.engine),
-        on_one_line(place(load.ticket.host, load.ticket.port)),
-        record.stage,
-        cause,
-        explained(error),
-    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from kvferry.core.copies import Copies
 from kvferry.core.descriptors import Spans, Workspace, copies, unwritten
+from kvferry.core.endpoint import lines
 from kvferry.core.endpoint.aside import Aside
 from kvferry.core.endpoint.context import Context, Load
 from kvferry.core.endpoint.fencing import WordRead, WordReads, fitting
@@ -27,16 +27,12 @@ from kvferry.core.errors import (
     TransferCancelledError,
     TransportError,
 )
-from kvferry.core.failures import cause_of, explained, on_one_line
-from kvferry.core.handshake.sockets import place
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op
 from kvferry.core.lifecycle.ticket import Ticket, check_against
 from kvferry.core.stats import MAX_NAME, QUARANTINED, UNTOLD, Figures, LoadRecord, Stage
 from kvferry.core.transport import Quiescence, Transport
 from kvferry.core.wire import RankPayload, Release, encode
-
-logger = logging.getLogger(__name__)
 
 CANCEL_SECONDS = 1.0
 """How long a read may go on after it was cancelled."""
@@ -337,14 +333,7 @@ class Puller:
         """Give a peer up: its loads fail now, and are reported when they are quiet."""
         if not peer.connected:
             return
-        logger.warning(
-            "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
-            on_one_line(peer.key.engine),
-            on_one_line(place(peer.key.host, peer.key.port)),
-            peer.loads,
-            cause_of(error),
-            explained(error),
-        )
+        lines.given_up(peer, error)
         self._peers.lose(peer)
         for load_id, context in self._contexts.items():
             if context.peer is peer:
@@ -386,15 +375,7 @@ class Puller:
                     self._transport.notify(peer.ids[rank], encode(part))
             except Exception as exc:  # noqa: BLE001  whatever a driver raises: the lease ends it
                 self._figures.add(UNTOLD, len(part), peer=peer.key.engine[:MAX_NAME])
-                logger.warning(
-                    "%d requests: rank %d of engine %s was not told that they are over (stage "
-                    "release, cause %s): %s; their leases end them, so nothing is to be done",
-                    len(part),
-                    rank,
-                    on_one_line(peer.key.engine),
-                    cause_of(as_ours(exc)),
-                    on_one_line(str(exc)),
-                )
+                lines.untold(peer, rank, len(part), as_ours(exc))
 
     # The end.
 
