@@ -19,8 +19,9 @@ from kvferry.core.handshake import agree, fetch
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import Party
 from kvferry.core.lifecycle.ticket import Ticket, page_limits
+from kvferry.core.shapes import Planner
 from kvferry.core.stats import LOST_PEERS, MAX_NAME, Figures, Stage
-from kvferry.core.topology import Plan, Source, plan
+from kvferry.core.topology import Plan, Source
 from kvferry.core.transport import PeerId, Transport
 from kvferry.core.wire import RankPayload
 
@@ -128,6 +129,7 @@ class Peers:
         self._warned: set[tuple[str, int]] = set()
         self._own: tuple[RankPayload, ...] = ()
         self._rank = 0
+        self._planner = Planner((), 0)
         self._known: dict[tuple[str, int], Peer] = {}
         self._watches: dict[Peer, Watch] = {}
         self._handshakes = Handshakes(self._shake, post, clock)
@@ -148,6 +150,7 @@ class Peers:
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
         """All ranks of the own engine, and which one this is: the plan needs them all."""
         self._own, self._rank = tuple(own), rank
+        self._planner = Planner([payload.layout for payload in own], rank)
 
     def reach(self, ticket: Ticket, ready: Ready, failed: Failed) -> None:
         """Call one of the two with the ticket's producer, at once or when the handshake is over.
@@ -192,8 +195,11 @@ class Peers:
     def path(self, peer: Peer) -> str:
         """What carries a peer's bytes, in the driver's words; empty if it cannot tell."""
         if peer.path is None:
-            paths = {self._transport.path(peer_id) for peer_id in peer.ids.values()}
-            peer.path = "+".join(sorted(filter(None, paths)))
+            try:
+                paths = {self._transport.path(peer_id) for peer_id in peer.ids.values()}
+            except Exception:  # noqa: BLE001  whatever a driver raises: it is only a label
+                paths = set()
+            peer.path = "+".join(sorted(filter(None, paths)))[:MAX_NAME]
         return peer.path
 
     def progress(self, now: float) -> None:
@@ -232,10 +238,9 @@ class Peers:
         )
         mine = self._own[self._rank]
         agreed = [agree(mine, theirs, options.judgements) for theirs in info.ranks]
-        layouts = [payload.layout for payload in self._own]
         return Handshake(
             payloads=info.ranks,
-            plan=plan(layouts, [payload.layout for payload in info.ranks], self._rank),
+            plan=self._planner.plan([payload.layout for payload in info.ranks]),
             overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
             begun=begun,
         )

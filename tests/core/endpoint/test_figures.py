@@ -268,6 +268,20 @@ def test_pages_that_may_still_be_written_are_quarantined(caplog: pytest.LogCaptu
     assert "restart the engine if that lasts" in line
 
 
+class Secretive(Watched):
+    """A driver that cannot even say that it cannot say."""
+
+    def path(self, peer: PeerId) -> str:
+        raise RuntimeError("a driver's bug")
+
+
+def test_a_driver_that_fails_to_say_the_path_moves_pages_all_the_same() -> None:
+    with engine("prefill") as prefill, engine("decode", transport=Secretive) as decode:
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        assert not decode.outcome("d-1").failed
+        assert Counted(decode).of(PULLS) == {("prefill", ""): 1}
+
+
 class Mute(Watched):
     """A driver that cannot send a message."""
 
