@@ -6,11 +6,12 @@ its region, no two elements of one group share a byte. Nothing here knows a mode
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.core.disjoint import Piece, overlapping
 from kvferry.core.errors import LayoutError
@@ -220,6 +221,18 @@ class Layout:
             _check_field(self, f)
         _check_disjoint(self)
 
+    def moved(self, regions: tuple[Region, ...]) -> Layout:
+        """The same in other regions. Checked again where they differ in more than where they lie.
+
+        Raises:
+            LayoutError: the fields do not fit these regions.
+        """
+        if _alike(self.regions) != _alike(regions):
+            return replace(self, regions=regions)
+        made = copy.copy(self)
+        object.__setattr__(made, "regions", regions)
+        return made
+
     def pages(self, group: int) -> int:
         """How many pages a group has here: ids are below this; 0 if it has no field here."""
         return min((f.pages for f in self.fields if f.group == group), default=0)
@@ -313,6 +326,16 @@ def _check_disjoint(layout: Layout) -> None:
                 f"fields {clash[0]!r} and {clash[1]!r} put two elements of one group on one byte, "
                 "or their strides do not nest, so that this cannot be ruled out"
             )
+
+
+def _alike(regions: Sequence[Region]) -> object:
+    """All that the checks of a layout ask of its regions: lengths, and which share memory how."""
+    stretches: dict[int, int] = {}
+    places = [
+        (stretches.setdefault(stretch, len(stretches)), start)
+        for stretch, start in _places(regions)
+    ]
+    return [each.nbytes for each in regions], places
 
 
 def _places(regions: Sequence[Region]) -> list[tuple[int, int]]:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from kvferry.core.errors import WireError
-from kvferry.core.layout import Layout
+from kvferry.core.known import Known
+from kvferry.core.layout import MAX_REGIONS, Field, Group, Layout
 from kvferry.core.lifecycle.holds import GENERATION_LIMIT, MAX_SLOTS, WORD_BYTES
 from kvferry.core.memory import Region
 from kvferry.core.untrusted import MALFORMED
@@ -33,6 +34,10 @@ MAX_LEASE = 86400.0
 """Seconds."""
 MAX_RANKS = 1 << 12
 MAX_TEXT = 1 << 12
+MAX_KNOWN = 1 << 8
+"""So many ranks' groups and fields are known by their bytes, those that were met last."""
+MAX_KNOWN_BYTES = 1 << 18
+"""None that are longer."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -79,7 +84,29 @@ SPOKEN = Versions(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL)
 """Those of this build."""
 
 
-class RankPayload(Versions, frozen=True, kw_only=True):
+class _Published(Versions, frozen=True, kw_only=True):
+    """A rank's payload but for its layout; see ``RankPayload``."""
+
+    engine: Name
+    incarnation: RandomBits
+    rank: Index
+    coordinates: Coordinates
+    agreement: Annotated[dict[Name, Text], Meta(max_length=256)]
+    driver: Name
+    address: Annotated[bytes, Meta(max_length=1 << 20)]
+    slots: Region
+    lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)] | None = None
+
+    def __post_init__(self) -> None:
+        Versions.__post_init__(self)
+        if self.slots.address % WORD_BYTES or self.slots.nbytes % WORD_BYTES:
+            raise WireError(
+                f"slot table at {self.slots.address:#x} of {self.slots.nbytes} bytes: both must be "
+                f"multiples of {WORD_BYTES}, or a word could be read torn"
+            )
+
+
+class RankPayload(_Published, frozen=True, kw_only=True):
     """What a rank publishes in the handshake.
 
     Attributes:
@@ -99,24 +126,19 @@ class RankPayload(Versions, frozen=True, kw_only=True):
         WireError: there is no version in the range, or ``slots`` is no table of words.
     """
 
-    engine: Name
-    incarnation: RandomBits
-    rank: Index
-    coordinates: Coordinates
-    agreement: Annotated[dict[Name, Text], Meta(max_length=256)]
     layout: Layout
-    driver: Name
-    address: Annotated[bytes, Meta(max_length=1 << 20)]
-    slots: Region
-    lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)] | None = None
 
-    def __post_init__(self) -> None:
-        Versions.__post_init__(self)
-        if self.slots.address % WORD_BYTES or self.slots.nbytes % WORD_BYTES:
-            raise WireError(
-                f"slot table at {self.slots.address:#x} of {self.slots.nbytes} bytes: both must be "
-                f"multiples of {WORD_BYTES}, or a word could be read torn"
-            )
+
+class _Unread(Struct, frozen=True, kw_only=True):
+    """A layout of which only the regions are decoded."""
+
+    regions: Annotated[tuple[Region, ...], Meta(max_length=MAX_REGIONS)]
+    groups: Raw
+    fields: Raw
+
+
+class _UnreadPayload(_Published, frozen=True, kw_only=True):
+    layout: _Unread
 
 
 class Ask(Versions, frozen=True, kw_only=True, tag="ask"):
@@ -237,8 +259,31 @@ def decode_versions(data: bytes) -> Versions:
 
 
 def decode_payload(data: bytes) -> RankPayload:
-    """One rank's payload, its layout validated. Raises ``WireError``."""
-    return _decode(_payload, data, MAX_REPLY_BYTES, "payload")
+    """One rank's payload, its layout validated. Raises ``WireError``.
+
+    The engines of a deployment publish the same but for where their memory lies: groups and fields
+    whose bytes are known are neither decoded nor validated again, and are there only once.
+    """
+    found = _decode(_payload, data, MAX_REPLY_BYTES, "payload")
+    published = {name: getattr(found, name) for name in _Published.__struct_fields__}
+    try:
+        return RankPayload(layout=_layout(found.layout), **published)
+    except MALFORMED as exc:
+        raise WireError(f"not a payload of this protocol: {exc}") from exc
+
+
+def _layout(unread: _Unread) -> Layout:
+    regions, groups, fields = unread.regions, bytes(unread.groups), bytes(unread.fields)
+    key = tuple(each.nbytes for each in regions), groups, fields
+    known = _layouts.find(key)
+    if known is None:
+        known = Layout(
+            regions=regions, groups=_groups.decode(groups), fields=_fields.decode(fields)
+        )
+        if len(fields) <= MAX_KNOWN_BYTES:
+            _layouts.keep(key, known)
+        return known
+    return known.moved(regions)
 
 
 def decode_notes(data: bytes) -> list[Note]:
@@ -249,7 +294,10 @@ def decode_notes(data: bytes) -> list[Note]:
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _versions: msgspec.msgpack.Decoder[Versions] = msgspec.msgpack.Decoder(Versions)
-_payload: msgspec.msgpack.Decoder[RankPayload] = msgspec.msgpack.Decoder(RankPayload)
+_payload: msgspec.msgpack.Decoder[_UnreadPayload] = msgspec.msgpack.Decoder(_UnreadPayload)
+_groups: msgspec.msgpack.Decoder[tuple[Group, ...]] = msgspec.msgpack.Decoder(tuple[Group, ...])
+_fields: msgspec.msgpack.Decoder[tuple[Field, ...]] = msgspec.msgpack.Decoder(tuple[Field, ...])
+_layouts: Known[Layout] = Known(MAX_KNOWN)
 _notes: msgspec.msgpack.Decoder[list[Note]] = msgspec.msgpack.Decoder(Notes)
 
 
