@@ -117,7 +117,8 @@ def _targets(store: Store) -> Iterator[str]:
     if not found:
         return
     yield "## Targets\n"
-    yield _table(found, ("work", "target", "ratio", "95 %", "of", "verdict"), _target_cells)
+    headings = ("work", "target", "ratio", "95 %", "of", "verdict")
+    yield _table(headings, [_target_cells(row) for row in found])
     yield from _reasons([row for row in found if row.met is not True])
 
 
@@ -169,7 +170,7 @@ def _bodies(store: Store, drawn: Mapping[str, str]) -> Iterator[str]:
             yield f"### {section[0].upper()}{section[1:]}\n"
             if section in drawn:
                 yield f"![{section}]({drawn[section]})\n"
-            yield _table(found, ("case", "ratio", "95 %", "of", "target", "measured"), rows.cells)
+            yield _section(found)
 
 
 def _conditions(found: Mapping[str, Any]) -> str:
@@ -178,9 +179,25 @@ def _conditions(found: Mapping[str, Any]) -> str:
     return f"{found['date']}, {load}; " + ", ".join(f"{k} {v}" for k, v in rest.items()) + "."
 
 
-def _table(found: Sequence[rows.Row], headings: Sequence[str], cells: Any) -> str:
-    lines = [headings, ["---"] * len(headings), *(cells(row) for row in found)]
-    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+def _section(found: Sequence[rows.Row]) -> str:
+    """A table with a line for each case, and a column for each thing that ratios are to."""
+    ofs = list(dict.fromkeys(row.of for row in found))
+    cases: dict[tuple[str, str], dict[str, str]] = {}
+    for row in found:
+        _, ratio, interval, _, target, measured = rows.cells(row)
+        said = f"**{ratio}** ({interval})" + (f", {target}" if target else "")
+        cases.setdefault((row.case, measured), {})[row.of] = said
+    headings = ["case", *(f"ratio to {of}" for of in ofs), "measured"]
+    lines = [
+        [case, *(own.get(of, "") for of in ofs), measured]
+        for (case, measured), own in cases.items()
+    ]
+    return _table(headings, lines)
+
+
+def _table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    every = [headings, ["---"] * len(headings), *lines]
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in every)
 
 
 def _cell(said: str) -> str:

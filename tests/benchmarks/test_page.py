@@ -47,10 +47,19 @@ def entry(*found: dict[str, Any]) -> dict[str, Any]:
 
 def test_rows_and_conditions(page: Any) -> None:
     text = page.text({"drivers": entry(row("one"), row("two | three", 0.25))}, {})
-    assert "| one | 2 | 1 to 4 | speed of memcpy |  | 1.5 GB/s |" in text
-    assert "| two \\| three | 0.25 | 0.125 to 0.5 |" in text
+    assert "| case | ratio to speed of memcpy | measured |" in text
+    assert "| one | **2** (1 to 4) | 1.5 GB/s |" in text
+    assert "| two \\| three | **0.25** (0.125 to 0.5) | 1.5 GB/s |" in text
     assert "2026-01-02 03:04 UTC, load 0.1 before and 0.2 after; kernel 6.1." in text
     assert "## Targets" not in text
+
+
+def test_a_case_beside_several_things_is_one_line(page: Any) -> None:
+    other = row("one", 3.0, of="speed of NIXL", target="≥ 5", met=False)
+    text = page.text({"drivers": entry(row("one"), other, row("two"))}, {})
+    assert "| case | ratio to speed of memcpy | ratio to speed of NIXL | measured |" in text
+    assert "| one | **2** (1 to 4) | **3** (1.5 to 6), ≥ 5 missed | 1.5 GB/s |" in text
+    assert "| two | **2** (1 to 4) |  | 1.5 GB/s |" in text
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,7 @@ def test_a_part_that_did_not_run_again(page: Any) -> None:
     store = {"drivers": entry(row("one"))}
     page.remember(store, "drivers", {"missing": "no such thing", "date": "today"})
     text = page.text(store, {})
-    assert "| one | 2 |" in text
+    assert "| one | **2** (" in text
     assert "2026-01-02" in text
     assert "Not measured again on today: no such thing" in text
     page.remember(store, "drivers", entry(row("other")))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
+from kvferry.testing.memory import available
 from tests.benchmarks.scripts import quick_rows, run
 
 nixl = pytest.mark.nixl
 limit = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def no_gpu() -> None:
+    """Only where there is none."""
+    if available("cuda"):
+        pytest.skip("there is a GPU")
 
 
 def test_loopback_alone(tmp_path: Path) -> None:
@@ -64,12 +72,18 @@ def test_quick_run(script: str, tmp_path: Path) -> None:
     assert quick_rows(script, tmp_path)
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_no_gpu() -> None:
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
-        if torch.cuda.is_available():
-            pytest.skip("there is a GPU")
     done = run("gpu", "--quick")
     assert done.returncode == 3
     assert "nothing was measured" in done.stdout or "no GPU was looked for" in done.stdout
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_cannot_run_is_said(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    results, page = tmp_path / "bench.json", tmp_path / "docs" / "performance.md"
+    done = run("everything", "--only", "gpu", "--results", str(results), "--page", str(page))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(json.loads(results.read_text(encoding="utf-8"))) == {"gpu"}
+    assert "VRAM to VRAM (`benchmarks/gpu.py`): " in page.read_text(encoding="utf-8")
