@@ -34,6 +34,7 @@ BEGIN, END = "<!-- made by tests.faults.report -->\n", "<!-- to here -->\n"
 WORDS = {
     "StaleError": "stale",
     "PeerLostError": "peer lost",
+    "TicketError": "refused",
     "HandshakeError": "no handshake",
     "TransportError": "transport error",
     "TransferCancelledError": "cancelled",
@@ -65,8 +66,8 @@ class Run(NamedTuple):
         if key not in self.cells:
             return ""
         line = self.cells[key]
-        outcome = WORDS.get(line["outcome"].split(",")[0], line["outcome"].split(",")[0])
-        return f"{outcome}, {line['seconds']:.2g} s" if line["seconds"] >= 0.05 else outcome
+        error, comma, more = line["outcome"].partition(",")
+        return f"{WORDS.get(error, error)}{comma}{more}, {line['seconds']:.2f} s"
 
 
 def read(paths: Iterable[Path]) -> Run:
@@ -182,7 +183,8 @@ def main(runs: Sequence[str]) -> None:
     run = read([*([RESULTS] * RESULTS.exists()), *map(Path, runs)])
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in run.lines()), encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(page.replace(marked(page), tables(run)), encoding="utf-8")
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    PAGE.write_text(before + BEGIN + tables(run) + END + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -37,11 +37,13 @@ CUT = {"before the handshake": WAYS, "during the handshake": frozenset[Way]({"an
 """What of a side channel is cut so that a load stands still there."""
 
 
-def reach(decode: Remote, ticket: Ticket) -> None:
-    """Let a consumer load, and wait until it stands at its stage."""
+def reach(decode: Remote, prefill: Engine, lease: float = LEASE) -> Ticket:
+    """Let a consumer load a request, and wait until it stands at its stage; the ticket."""
     assert decode.answer() == "ready"
+    ticket = serve(prefill, "p-1", lease)
     decode.pipe.send((ticket, LOCAL))
     assert decode.answer() == "here"
+    return ticket
 
 
 def reuse(prefill: Engine) -> None:
@@ -70,7 +72,7 @@ def test_one_that_is_killed(stage: str) -> None:
         engine("prefill", SHAPE, options=OPTIONS) as prefill,
         remote(consume, stage) as decode,
     ):
-        reach(decode, serve(prefill, "p-1"))
+        reach(decode, prefill)
         cell.strikes()
         decode.kill()
         prefill.released("p-1")
@@ -86,8 +88,7 @@ def test_one_that_is_started_again(stage: str) -> None:
         engine("prefill", SHAPE, options=OPTIONS) as prefill,
         remote(consume, stage) as first,
     ):
-        ticket = serve(prefill, "p-1", LONG)
-        reach(first, ticket)
+        ticket = reach(first, prefill, LONG)
         cell.strikes()
         first.kill()
         with remote(consume, "never") as second:
@@ -108,7 +109,7 @@ def test_one_that_is_stopped_longer_than_the_lease(stage: str) -> None:
         engine("prefill", SHAPE, options=OPTIONS) as prefill,
         remote(consume, stage) as decode,
     ):
-        reach(decode, serve(prefill, "p-1"))
+        reach(decode, prefill)
         cell.strikes()
         decode.signal(signal.SIGSTOP)
         prefill.released("p-1")
@@ -130,7 +131,7 @@ def test_one_that_is_slower_than_the_lease(stage: str) -> None:
         engine("prefill", SHAPE, options=OPTIONS) as prefill,
         remote(consume, stage) as decode,
     ):
-        reach(decode, serve(prefill, "p-1"))
+        reach(decode, prefill)
         cell.strikes()
         endpoint = prefill.ranks[0].endpoint
         if stage == "waiting":
