@@ -7,6 +7,7 @@ the same everywhere here: first the slot word is cleared, then the request is re
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,6 +67,9 @@ class HoldKeeper:
         self._words = words
         self._incarnation = incarnation
         self._held: dict[int, _Held] = {}
+        self._soonest = math.inf
+        """No lease is over before; thousands may be held, and it is asked hundreds of times a
+        second."""
         self._sent: list[RequestId] = []
         self._expired: dict[int, int] = {}
         """Slot to the generation of the last hold whose lease was over, to know the late by."""
@@ -112,13 +116,15 @@ class HoldKeeper:
         """
         held = self._find(hold)
         if held:
-            held.lease, held.deadline = lease, now + lease
+            held.lease = lease
+            self._set_deadline(held, now + lease)
 
     def ready(self, hold: Hold, now: float) -> None:
         """All work of an ordered request has passed: it may be read, and its lease starts."""
         held = self._find(hold)
         if held and held.lease is not None and not held.is_ready:
-            held.is_ready, held.deadline = True, now + held.lease
+            held.is_ready = True
+            self._set_deadline(held, now + held.lease)
             self._words[hold.slot] = hold.ready
 
     def renew(self, message: Renewal, now: float) -> Verdict:
@@ -127,7 +133,7 @@ class HoldKeeper:
         if held is None:
             return Verdict.UNKNOWN
         if held.lease is not None and held.is_ready:
-            held.deadline = now + held.lease
+            self._set_deadline(held, now + held.lease)
         return Verdict.RENEWED
 
     def end(self, hold: Hold) -> None:
@@ -167,7 +173,11 @@ class HoldKeeper:
 
     def expire(self, now: float) -> list[RequestId]:
         """End the holds whose lease is over; says of which requests."""
-        over = [h for h in self._held.values() if h.deadline is not None and h.deadline <= now]
+        if now < self._soonest:
+            return []
+        due = [(h.deadline, h) for h in self._held.values() if h.deadline is not None]
+        over = [held for deadline, held in due if deadline <= now]
+        self._soonest = min((each for each, _ in due if each > now), default=math.inf)
         for held in over:
             self._expired[held.hold.slot] = held.hold.generation
             self._over(held)
@@ -177,6 +187,10 @@ class HoldKeeper:
         """The requests to report sent, each exactly once."""
         sent, self._sent = self._sent, []
         return sent
+
+    def _set_deadline(self, held: _Held, deadline: float) -> None:
+        held.deadline = deadline
+        self._soonest = min(self._soonest, deadline)
 
     def _named(self, message: Release | Renewal) -> _Held | None:
         held = self._held.get(message.slot)

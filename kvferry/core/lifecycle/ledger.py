@@ -63,7 +63,8 @@ class HoldLedger:
         self._pages = Counter[int]()
         """Page to how many tickets hold it: requests with one prefix share pages."""
         self._evicted: list[RequestId] = []
-        self._oldest: deque[RequestId] = deque()
+        self._oldest: dict[RequestId, None] = {}
+        """Those with a ticket that hold pages, in that order."""
         self._free = deque(range(slots))
         self._draw = draw
         self._entries: dict[RequestId, _Entry] = {}
@@ -120,7 +121,7 @@ class HoldLedger:
         entry.ticketed, entry.pages = True, pages
         self._ready.append((entry.hold, lease))
         self._pages.update(pages)
-        self._oldest.append(request)
+        self._oldest[request] = None
         self._make_room()
         return entry.hold
 
@@ -153,8 +154,7 @@ class HoldLedger:
             del self._entries[request]
             self._free.append(entry.hold.slot)
             self._let_go(entry)
-            if request in self._oldest:
-                self._oldest.remove(request)
+            self._oldest.pop(request, None)
 
     def reset(self) -> None:
         """Give up every ticketed hold: its ticket becomes stale, its pages come back."""
@@ -177,7 +177,8 @@ class HoldLedger:
     def _make_room(self) -> None:
         """The oldest goes first; the newest fits alone, so it stays."""
         while self._max_pages is not None and len(self._pages) > self._max_pages:
-            oldest = self._oldest.popleft()
+            oldest = next(iter(self._oldest))
+            del self._oldest[oldest]
             entry = self._entries[oldest]
             self._let_go(entry)
             self._ends.append(entry.hold)

@@ -9,7 +9,7 @@ import pytest
 from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.keeper import MAX_READERS, HoldKeeper, Verdict
 from kvferry.core.lifecycle.ledger import Orders
-from kvferry.core.wire import Release
+from kvferry.core.wire import Release, Renewal
 
 A, B = RequestId("a"), RequestId("b")
 INCARNATION = Incarnation(99)
@@ -182,6 +182,21 @@ def test_the_lease_starts_with_the_first_ready() -> None:
     bench = Bench()
     bench.keeper.ready(HOLD, 120.0)
     assert bench.keeper.expire(130.0) == [A]
+
+
+def test_each_lease_of_many_ends_on_its_own_time() -> None:
+    keeper = HoldKeeper([NOTHING] * 4, INCARNATION)
+    holds = [Hold(slot=slot, generation=slot + 1) for slot in range(4)]
+    for hold, lease in zip(holds, (30.0, 10.0, 20.0, 5.0), strict=True):
+        keeper.take_on(RequestId(str(hold.slot)), hold)
+        if hold.slot != 3:  # the last one gets no ticket, and so no lease
+            keeper.order(hold, lease, 100.0)
+    assert [keeper.expire(now) for now in (109.0, 110.0, 110.0)] == [[], ["1"], []]
+    keeper.ready(holds[2], 115.0)
+    renewal = Renewal(incarnation=INCARNATION, slot=2, generation=3)
+    assert keeper.renew(renewal, 118.0) is Verdict.RENEWED
+    assert [keeper.expire(now) for now in (129.0, 130.0, 137.0, 138.0)] == [[], ["0"], [], ["2"]]
+    assert keeper.held == 1
 
 
 def test_a_ticketed_hold_is_given_up_and_reported_once() -> None:
