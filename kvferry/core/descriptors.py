@@ -170,7 +170,8 @@ def copies(source: Source, request: ReadRequest, workspace: Workspace | None = N
         PageError: a range or a page list does not fit; names side, group, position, id and limit.
             Or the copies are more than ``MAX_COPIES``.
     """
-    _check_lists(source, request)
+    _check_local(source.local_layout, request)
+    _check_length("remote page lists", request.remote, source.remote_layout)
     parts = [part for match in source.matches for part in _parts(match, request)]
     count = sum(part.copies for part in parts)
     if count > MAX_COPIES:
@@ -185,11 +186,6 @@ def copies(source: Source, request: ReadRequest, workspace: Workspace | None = N
         start += part.copies
     local, remote, nbytes = (array.view(np.uint64) for array in arrays)
     return Copies(local=local, remote=remote, nbytes=nbytes, segments=tuple(_segments(parts)))
-
-
-def _check_lists(source: Source, request: ReadRequest) -> None:
-    _check_local(source.local_layout, request)
-    _check_length("remote page lists", request.remote, source.remote_layout)
 
 
 def _check_local(layout: Layout, request: ReadRequest) -> None:
@@ -339,7 +335,7 @@ def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tupl
     _check_local(layout, request)
     spans: dict[int, list[tuple[int, int]]] = {}
     for source in plan.sources:
-        _check_lists(source, request)
+        _check_length("remote page lists", request.remote, source.remote_layout)
         for match in source.matches:
             wanted = request.ranges[match.local_group]
             if wanted is not None:
