@@ -57,8 +57,8 @@ class Config:
             its consumer, unless that renews it, which it does while the request waits.
         max_held_fraction: how much of the cache may be held for consumers; beyond it, the oldest
             ticket is given up.
-        drain_timeout: for how many seconds a producer that is shut down waits for held pages to
-            be read.
+        drain_timeout: for how many seconds a worker that vLLM shuts down waits for held pages to
+            be read (docs/protocol.md, Shutting down).
         handshake_timeout: seconds until a producer must have answered.
         load_timeout: seconds that a load may take, once there are pages to load into.
         liveness_interval: seconds between two pings of a producer; 0 for none.
