@@ -219,10 +219,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--quick", action="store_true", help="200 clients, two rounds")
     options = parser.parse_args()
     if options.quick:
-        options.rounds = 2
+        options.rounds, options.clients = 2, 200
     return options
 
 
