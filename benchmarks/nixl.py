@@ -1,6 +1,6 @@
 """What the driver nixl costs over NIXL's own Python API: the same transfers, in the same run.
 
-    python benchmarks/nixl.py [--megabytes 256] [--rounds 300] [--json FILE]
+    python benchmarks/nixl.py [--megabytes 256] [--rounds 300] [--quick] [--json FILE]
 
 A second process registers a buffer; this one reads it in random order, by turns through the driver
 and with ``get_xfer_descs``, ``initialize_xfer``, ``transfer``, ``check_xfer_state`` and ``release``
@@ -19,14 +19,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import common
 import direct
 import numpy as np
 import numpy.typing as npt
+import rows
 
 from kvferry.core.memory import Region, region_of
 from kvferry.drivers.nixl import NixlTransport, library
@@ -72,10 +73,8 @@ def main() -> None:
     if options.serve:
         _serve(options)
     results = _measure(options)
-    conditions = _conditions(options)
-    _show(results, conditions)
-    record = {"conditions": conditions, "results": [asdict(result) for result in results]}
-    common.save(options.json, record)
+    _show(results, _conditions(options))
+    rows.write(options.json, [row for one in results for row in _rows(one)])
     common.leave()
 
 
@@ -83,7 +82,10 @@ def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=256, help="of each buffer")
     parser.add_argument("--rounds", type=int, default=300)
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="to see that it runs")
+    found = parser.parse_args()
+    found.rounds = 5 if found.quick else found.rounds
+    return found
 
 
 def _measure(options: argparse.Namespace) -> list[Result]:
@@ -92,11 +94,14 @@ def _measure(options: argparse.Namespace) -> list[Result]:
     watch = Stopwatch(library.load().api)
     transport = NixlTransport(backend_options={"num_threads": THREADS})
     results: list[Result] = []
-    with _peer(options) as (address, remote):
+    with ExitStack() as stack:
+        address, remote = stack.enter_context(_peer(options))
         transport.register(local)
         peer = transport.connect(address)
         agents = [direct.agent(local, address, THREADS) for _ in range(2)]
+        show = stack.enter_context(rows.progress(len(CASES)))
         for block, n, share in CASES:
+            show(f"{n:,} blocks of {block >> 10} KiB")
             copies = common.blocks(local, remote, block, n)
             moves = [
                 common.mover(transport, "read", peer, copies),
@@ -159,6 +164,28 @@ def _conditions(options: argparse.Namespace) -> dict[str, object]:
         "backend": f"UCX, {THREADS} threads",
         **common.machine(),
     }
+
+
+def _rows(one: Result) -> Iterator[rows.Row]:
+    work = f"{one.step}, {one.copies:,} blocks of {one.block >> 10} KiB"
+    target = None if one.target is None else rows.goal(one.target, at_least=False)
+    yield _row(work, one.driver_ms, one.ratio, target)
+    yield _row(f"{work}, by NIXL's own calls twice", one.nixl_ms, one.noise, None)
+
+
+def _row(case: str, milliseconds: float, ratio: common.Ratio, target: str | None) -> rows.Row:
+    return rows.Row(
+        section="the driver nixl, two processes",
+        case=case,
+        measured=milliseconds,
+        unit="ms",
+        ratio=ratio.median,
+        of="time of NIXL's own calls",
+        target=target,
+        met=rows.verdict(target, ratio.low, ratio.high),
+        low=ratio.low,
+        high=ratio.high,
+    )
 
 
 def _show(results: list[Result], conditions: dict[str, object]) -> None:
