@@ -290,7 +290,8 @@ def _turns(
 
 def _time(took: side.Took, what: str) -> float:
     """Building is work, and a handshake is waiting, too."""
-    return took.cpu if what == "built" else took.seconds
+    seconds: float = took.cpu if what == "built" else took.seconds
+    return seconds
 
 
 def _row(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,7 @@ MAX_RUNS = 1 << 20
 Digits = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """The bytes ``offset + sum(i * stride) + [0, run)``, for all ``0 <= i < count`` per digit."""
 
     label: str
@@ -30,7 +30,12 @@ class Piece:
 
     @property
     def end(self) -> int:
-        return self.offset + self.run + sum((count - 1) * stride for count, stride in self.digits)
+        return self.offset + _span(self.run, self.digits)
+
+
+@lru_cache(maxsize=256)
+def _span(run: int, digits: Digits) -> int:
+    return run + sum((count - 1) * stride for count, stride in digits)
 
 
 def overlapping(pieces: Sequence[Piece]) -> tuple[str, str] | None:
@@ -44,8 +49,7 @@ def overlapping(pieces: Sequence[Piece]) -> tuple[str, str] | None:
         nested = known[shape]
         if nested is None:
             return piece.label, piece.label
-        run, digits = nested
-        reduced.append(Piece(label=piece.label, offset=piece.offset, run=run, digits=digits))
+        reduced.append(Piece(piece.label, piece.offset, *nested))
     return _Sweep().clash(reduced)
 
 
@@ -130,7 +134,7 @@ def _peelable(cluster: list[Piece]) -> bool:
 
 
 def _peeled(cluster: list[Piece]) -> list[Piece]:
-    return [Piece(label=p.label, offset=p.offset, run=p.run, digits=p.digits[1:]) for p in cluster]
+    return [p._replace(digits=p.digits[1:]) for p in cluster]
 
 
 def _starts(piece: Piece) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

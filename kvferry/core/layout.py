@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvferry.core.disjoint import Piece, overlapping
 from kvferry.core.errors import LayoutError
@@ -217,9 +218,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
-        for f in self.fields:
-            _check_field(self, f)
-        _check_disjoint(self)
+        known: dict[object, _Inside] = {}
+        insides = [_inside(self, f, known) for f in self.fields]
+        for f, inside in zip(self.fields, insides, strict=True):
+            _check_field(self, f, inside)
+        _check_disjoint(self, insides)
 
     def moved(self, regions: tuple[Region, ...]) -> Layout:
         """The same in other regions. Checked again where they differ in more than where they lie.
@@ -274,19 +277,36 @@ def _check_sizes(layout: Layout) -> None:
         raise LayoutError(f"field {twice!r} stands twice in one layout")
 
 
-def _check_field(layout: Layout, f: Field) -> None:
+class _Inside(NamedTuple):
+    """What the fields of a model repeat layer after layer: how they lie within a page."""
+
+    extent: int
+    digits: tuple[tuple[int, int], ...]
+
+
+def _inside(layout: Layout, f: Field, known: dict[object, _Inside]) -> _Inside:
+    """The inside of a field, its axes checked; once for all fields that have the same."""
+    shape = f.group, f.packing, f.unit, f.tokens, f.shard, f.inner, f.tokens_per_state
+    if shape not in known:
+        if 0 <= f.group < len(layout.groups):  # or it is refused right after
+            _check_axes(layout.groups[f.group], f)
+        digits = tuple((digit.count, digit.stride) for digit in f.digits)
+        known[shape] = _Inside(extent=f.extent, digits=digits)
+    return known[shape]
+
+
+def _check_field(layout: Layout, f: Field, inside: _Inside) -> None:
     if not 0 <= f.group < len(layout.groups) or not 0 <= f.region < len(layout.regions):
         raise LayoutError(
             f"field {f.key!r} is in group {f.group} and region {f.region} of "
             f"{len(layout.groups)} groups and {len(layout.regions)} regions"
         )
     region = layout.regions[f.region]
-    end = f.offset + (f.pages - 1) * f.page_stride + f.extent
+    end = f.offset + (f.pages - 1) * f.page_stride + inside.extent
     if end > region.nbytes:
         raise LayoutError(
             f"field {f.key!r} ends at byte {end} of region {f.region}, which has {region.nbytes}"
         )
-    _check_axes(layout.groups[f.group], f)
 
 
 def _check_axes(group: Group, f: Field) -> None:
@@ -311,12 +331,12 @@ def _check_axes(group: Group, f: Field) -> None:
         )
 
 
-def _check_disjoint(layout: Layout) -> None:
+def _check_disjoint(layout: Layout, insides: Sequence[_Inside]) -> None:
     places = _places(layout.regions)
     by_place: dict[tuple[int, int], list[Piece]] = {}
-    for f in layout.fields:
+    for f, inside in zip(layout.fields, insides, strict=True):
         place, start = places[f.region]
-        digits = ((f.pages, f.page_stride), *((d.count, d.stride) for d in f.digits))
+        digits = ((f.pages, f.page_stride), *inside.digits)
         piece = Piece(label=f.key, offset=start + f.offset, run=f.unit, digits=digits)
         by_place.setdefault((f.group, place), []).append(piece)
     for pieces in by_place.values():
