@@ -10,6 +10,7 @@ from typing import Any
 
 import common
 import numpy as np
+import rows
 
 from kvferry.core.copies import Copies
 from kvferry.core.memory import U64Array
@@ -56,8 +57,12 @@ class Clocked:
 
     def __init__(self, real: Poster) -> None:
         self._real = real
-        self.sweep = real.sweep
+        self.sweep, self.move = real.sweep, real.move
         self.seconds = 0.0
+
+    @property
+    def compiled(self) -> bool:
+        return self._real.compiled
 
     def post(self, endpoint: Endpoint, batch: Batch, *, write: bool) -> U64Array:
         start = time.thread_time()
@@ -107,6 +112,23 @@ def show(found: Sequence[Posting]) -> None:
     headings = ("calls", "compiled µs", "Python µs", "ratio", "goal")
     title = f"posting {COPIES:,} scattered copies of {BLOCK >> 10} KiB"
     common.show(title, headings, rows, {}, caption="CPU time for each copy")
+
+
+def row(one: Posting) -> rows.Row:
+    """For the page."""
+    target = rows.goal(round(GOAL, 3), at_least=False)
+    return rows.Row(
+        section=f"posting {COPIES:,} scattered copies of {BLOCK >> 10} KiB by ucx",
+        case=f"calls {one.calls}",
+        measured=one.compiled_us,
+        unit="µs of CPU each",
+        ratio=one.ratio.median,
+        of="time of a loop in Python",
+        target=target,
+        met=rows.verdict(target, one.ratio.low, one.ratio.high),
+        low=one.ratio.low,
+        high=one.ratio.high,
+    )
 
 
 def _compiled(library: Any) -> CompiledPoster:

@@ -11,20 +11,9 @@ from kvferry.drivers.ucx.worker import Worker
 WORTH_BYTES = 1 << 21
 """Of a read that is worth a second thread."""
 
-_OPERATIONS = 8
-_CALL_SECONDS, _BYTE_SECONDS = 2e-6, 1.2e-10
-_LONG_SECONDS = 0.002
-"""A round of UCX's is so many operations (see options.py) of about so long; and so long others may
-have to wait: waking a thread takes a tenth of a millisecond."""
-
-_LONGEST = 1 << 19
-"""Bytes that UCX moves by one operation."""
-
-
-def rounds_of(mean_bytes: float) -> int:
-    """For how many rounds to let UCX copy ranges of so many bytes."""
-    each = _CALL_SECONDS + min(mean_bytes, _LONGEST) * _BYTE_SECONDS
-    return max(2, int(_LONG_SECONDS / (_OPERATIONS * each)))
+MOVING_SECONDS = 0.002
+"""For how long UCX then copies before anything else is looked at: waking a thread takes a tenth of
+a millisecond, and whoever has the interpreter may keep it for five."""
 
 
 def cores() -> int:
@@ -42,13 +31,13 @@ class Helper:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def together(self, one: Worker, other: Worker, rounds: int) -> None:
+    def together(self, one: Worker, other: Worker) -> None:
         """Let UCP work in both."""
         self._idle.acquire()
-        self._work = lambda: other.drive(rounds)
+        self._work = lambda: other.drive(MOVING_SECONDS)
         self._begin.release()
         try:
-            one.drive(rounds)
+            one.drive(MOVING_SECONDS)
         finally:
             with self._idle:
                 self._work = None

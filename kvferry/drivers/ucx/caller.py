@@ -12,7 +12,7 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import Address, KeyId, RegisteredRegion
-from kvferry.drivers.ucx.beside import Helper, cores
+from kvferry.drivers.ucx.beside import MOVING_SECONDS, Helper, cores
 from kvferry.drivers.ucx.job import Job
 from kvferry.drivers.ucx.line import Line, Outlet, Stage
 from kvferry.drivers.ucx.messages import (
@@ -147,14 +147,13 @@ class Caller:
         moving = [w.line.outlet for job in self._jobs for w in job.windows if not w.asked]
         if not moving:
             return []
-        rounds = min(job.rounds for job in self._jobs)
         first, second = moving[0], next((o for o in moving if o is not moving[0]), None)
         if second is None:
-            first.worker.drive(rounds)
+            first.worker.drive(MOVING_SECONDS)
             return [first]
         if self._helper is None:
             self._helper = Helper(f"{self._name}-beside")
-        self._helper.together(first.worker, second.worker, rounds)
+        self._helper.together(first.worker, second.worker)
         return [first, second]
 
     # Lines.

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,11 +84,11 @@ class CompiledPoster:
         swept, code = self._loops.sweep(requests, start)
         return int(swept), int(code)
 
-    def drive(self, worker: WorkerHandle, rounds: int) -> bool:
+    def drive(self, worker: WorkerHandle, seconds: float) -> bool:
         """As ``Poster.drive``."""
         if self._loops is None:
-            return self._plain.drive(worker, rounds)
-        return bool(self._loops.drive(worker, rounds))
+            return self._plain.drive(worker, seconds)
+        return bool(self._loops.drive(worker, int(seconds * 1e9)))
 
     def move(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
         """As ``Poster.move``."""
@@ -131,7 +132,9 @@ def _compiled(library: Ucp) -> Loops:
     get, put = library.function("ucp_get_nbx"), library.function("ucp_put_nbx")
     check, free = library.looping("ucp_request_check_status"), library.looping("ucp_request_free")
     progress = library.function("ucp_worker_progress")
-    memmove = ctypes.CDLL(None).memmove
+    libc, monotonic, second = ctypes.CDLL(None), time.CLOCK_MONOTONIC, 1_000_000_000
+    memmove, clock = libc.memmove, libc.clock_gettime
+    clock.restype, clock.argtypes = ctypes.c_int, [ctypes.c_int, _WORD]
     memmove.restype, memmove.argtypes = _WORD, [_WORD, _WORD, _WORD]
     errors_from = np.uint64(ERRORS_FROM)
     signed: Any = np.int64
@@ -167,10 +170,14 @@ def _compiled(library: Ucp) -> Loops:
                 first = code
         return len(requests), first
 
-    def drive(worker: int, rounds: int) -> int:
-        for _ in range(rounds):
+    def drive(worker: int, nanoseconds: int) -> int:
+        now: Any = np.empty(2, np.int64)
+        clock(monotonic, now.ctypes.data)
+        end = now[0] * second + now[1] + nanoseconds
+        while now[0] * second + now[1] < end:
             if progress(worker) == 0:
                 return 0
+            clock(monotonic, now.ctypes.data)
         return 1
 
     def move(targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:

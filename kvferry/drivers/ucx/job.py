@@ -13,7 +13,6 @@ from kvferry.core.memory import CPU, Region, U64Array
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, RegisteredRegion
-from kvferry.drivers.ucx.beside import rounds_of
 from kvferry.drivers.ucx.line import Line, Sink, Stage
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS, ROW_BYTES
 from kvferry.drivers.ucx.posting import Batch, Poster
@@ -149,11 +148,6 @@ class Job:
     def uses(self, line: Line) -> bool:
         """Whether something of it is under way there."""
         return any(window.line is line for window in self.windows)
-
-    @property
-    def rounds(self) -> int:
-        """For how long to let UCX work on it before looking at anything else."""
-        return rounds_of(int(self.runs.ends[-1]) / len(self.runs)) if len(self.runs) else 1
 
     @property
     def _lines(self) -> list[Line]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import time
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
@@ -58,8 +59,8 @@ class Poster(Protocol):
             How many have been swept now, and the first error among those new ones, or 0.
         """
 
-    def drive(self, worker: WorkerHandle, rounds: int) -> bool:
-        """Let UCP work for some rounds, or until there is nothing to do; whether there may be."""
+    def drive(self, worker: WorkerHandle, seconds: float) -> bool:
+        """Let UCP work for so long, or until there is nothing to do; whether there may be."""
 
     def move(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
         """Copy (n,) ranges of this process's memory, which do not overlap."""
@@ -85,9 +86,13 @@ class PlainPoster:
         )
         return np.fromiter(answers, np.uint64, len(batch.local))
 
-    def drive(self, worker: WorkerHandle, rounds: int) -> bool:
+    def drive(self, worker: WorkerHandle, seconds: float) -> bool:
         """As ``Poster.drive``."""
-        return all(self._ucp.progress(worker) for _ in range(rounds))
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if not self._ucp.progress(worker):
+                return False
+        return True
 
     def move(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
         """As ``Poster.move``."""

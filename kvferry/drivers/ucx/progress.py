@@ -61,29 +61,26 @@ class Progress:
 
     def _run(self) -> None:
         while not self._ending:
-            taken = [side for side in self._sides if side.taken or side.lock.locked()]
+            held = [side for side in self._sides if side.lock.locked()]
+            taken = [side for side in self._sides if side in held or side.taken]
             # A list: every side has its turn.
             if not any([_turn(side) for side in self._sides if side not in taken]):
-                self._sleep(taken)
+                self._sleep(taken, soon=bool(held) or any(side.waits for side in taken))
 
-    def _sleep(self, taken: list[Side]) -> None:
+    def _sleep(self, taken: list[Side], *, soon: bool) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for side in self._sides:
             for worker in side.workers if side not in taken else ():
                 poll.register(worker.descriptor, select.POLLIN)
-        patience = self._patience(taken)
-        self._soon = patience == _TAKEN_MILLISECONDS
-        events = poll.poll(patience)
+        waits = taken or any(side.waits for side in self._sides)
+        self._soon = soon
+        events = poll.poll(
+            _TAKEN_MILLISECONDS if soon else _WAITING_MILLISECONDS if waits else None
+        )
         self._soon = False
         if any(descriptor == self._wake for descriptor, _ in events):
             os.eventfd_read(self._wake)
-
-    def _patience(self, taken: list[Side]) -> int | None:
-        if any(side.waits for side in taken):
-            return _TAKEN_MILLISECONDS
-        waits = taken or any(side.waits for side in self._sides)
-        return _WAITING_MILLISECONDS if waits else None
 
 
 def _turn(side: Side) -> bool:

@@ -20,9 +20,9 @@ from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp, status_of
 
 _CLOSE_SECONDS = 0.5
 _TURN_SECONDS = 0.0005
+"""How long ``turn`` lets UCP work, unless it is told, before it lets others have the worker."""
 
-_ROUNDS = 16
-"""How often ``turn`` lets UCP work, unless it is told, before it lets others have the worker."""
+_PAUSE_SECONDS = 0.0005
 
 
 Carried = Callable[[Message, int, int], None]
@@ -49,6 +49,7 @@ class Worker:
         self.carried: Carried = _ignored
         self.handle = library.create_worker(context)
         self._arrived: deque[Message] = deque()
+        self._heard = False
         self._failed: deque[tuple[int, int]] = deque()
         self._numbers = itertools.count(1)
         # What UCP still needs of messages that are on their way, and where to, by their requests.
@@ -127,15 +128,17 @@ class Worker:
         if status_of(answer) == Code.IN_PROGRESS:
             self._closing.append(answer)
 
-    def drive(self, rounds: int) -> None:
+    def drive(self, seconds: float) -> None:
         """Let UCP work. Beside it another thread may use another worker."""
-        self.poster.drive(self.handle, rounds)
+        self.poster.drive(self.handle, seconds)
 
-    def turn(self, rounds: int = _ROUNDS) -> bool:
+    def turn(self, seconds: float = _TURN_SECONDS) -> bool:
         """Let UCP work for a while; whether there may be more to do."""
-        self.drive(rounds)
+        self.drive(seconds)
         self._sweep()
-        return bool(self._arrived or self._failed) or not self._ucp.arm(self.handle)
+        # What is heard is answered, and then UCP has to work again.
+        heard, self._heard = self._heard, False
+        return heard or bool(self._failed) or not self._ucp.arm(self.handle)
 
     def backlog(self, endpoint: Endpoint) -> int:
         """Bytes of messages that are still on their way out there."""
@@ -202,6 +205,7 @@ class Worker:
         more: int | None,
     ) -> int:
         del argument, more
+        self._heard = True
         if length > MAX_MESSAGE:
             return Code.OK
         if header and header_length:
@@ -231,4 +235,4 @@ def wait_closed(worker: Worker) -> None:
         if time.monotonic() > deadline:
             return
         if not worker.turn():
-            time.sleep(_TURN_SECONDS)
+            time.sleep(_PAUSE_SECONDS)
