@@ -17,7 +17,7 @@ from tests.faults.cells import Cell
 from tests.integrations.vllm import killing, probes
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.fleet import fleet
-from tests.integrations.vllm.ranks import at_rest, come_to
+from tests.integrations.vllm.ranks import at_rest, come_to, holds
 from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -87,6 +87,7 @@ def test_in_the_middle_of_a_read(reference: Engine, world: World, policy: str) -
     healthy, doomed, decode = world.healthy, world.doomed[policy], world.decode[policy]
     lost, kept, late = prompt(300, seed=1), prompt(90, seed=1), prompt(61, seed=1)
     assert hand_over(healthy, decode, prompt(60))[0] == texts(reference, prompt(60))
+    eventually(lambda: not any(healthy.run(holds)))
     rest = at_rest(healthy, decode)
     before = decode.run(probes.metrics)
     tickets = doomed.prefill(lost, late)
@@ -123,6 +124,7 @@ def test_between_two_reads(reference: Engine, world: World) -> None:
     """What came to decode before the death fails, and so does what comes later."""
     healthy, doomed, decode = world.healthy, world.doomed["idle"], world.decode["fail"]
     assert hand_over(doomed, decode, prompt(60))[0] == texts(reference, prompt(60))
+    eventually(lambda: not any(healthy.run(holds)))
     rest = at_rest(healthy, decode)
     tickets = doomed.prefill(prompt(61), prompt(62))
     cell = Cell(side="producer", fault="killed", stage="before the read", driver="vllm")
