@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -95,9 +96,10 @@ def _machine() -> dict[str, Any]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    found |= {
-        f"library of {r.info.name}": r.library for r in map(describe, installed()) if r.library
-    }
+    for report in map(describe, installed()):
+        if report.library:
+            # Where somebody has installed it is nobody's business.
+            found[f"library of {report.info.name}"] = re.sub(r"\S*/", "", report.library)
     return found
 
 

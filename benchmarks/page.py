@@ -144,13 +144,12 @@ def _reasons(unmet: Sequence[rows.Row]) -> Iterator[str]:
     limits = tomllib.loads(LIMITS.read_text(encoding="utf-8"))["limit"] if LIMITS.exists() else []
     said = [limit for limit in limits if any(_about(limit, row) for row in unmet)]
     rest = [row for row in unmet if not any(_about(limit, row) for limit in limits)]
-    if said or rest:
-        yield "### Why not\n"
-    for limit in said:
-        yield f"- *{limit['work']}*: {' '.join(limit['why'].split())}"
+    items = [f"- *{limit['work']}*: {' '.join(limit['why'].split())}" for limit in said]
     if rest:
-        yield f"- Nobody has looked yet into: {'; '.join(f'{r.section}: {r.case}' for r in rest)}."
-    yield ""
+        items.append(f"- Not explained yet: {'; '.join(f'{r.section}: {r.case}' for r in rest)}.")
+    if items:
+        yield "### Why not\n"
+        yield "\n".join(items)
 
 
 def _about(limit: Mapping[str, Any], row: rows.Row) -> bool:

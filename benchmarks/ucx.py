@@ -36,8 +36,8 @@ from kvferry.drivers.ucx import UcxTransport
 TRANSPORTS = {"shm": ["self", "sm", "tcp"], "tcp": ["self", "tcp"]}
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
 ORDERS = ("random", "in a row")
-GOAL = 1.0
-"""The largest ratio that the project holds itself to."""
+GOAL, SMALL_IN_A_ROW = 1.0, 0.2
+"""The largest ratios that the project holds itself to: the second of blocks of 4 KiB in a row."""
 THREADS = 4
 """Of NIXL's UCX, as vLLM's own connector has it."""
 
@@ -190,7 +190,8 @@ def _conditions(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _row(one: Result) -> rows.Row:
-    target = rows.goal(GOAL, at_least=False)
+    small = (one.block, one.order) == (SIZES[0], "in a row")
+    target = rows.goal(SMALL_IN_A_ROW if small else GOAL, at_least=False)
     return rows.Row(
         section=f"the driver ucx over {one.over}, two processes",
         case=f"{one.op} of {one.block >> 10} KiB blocks, {one.order}",

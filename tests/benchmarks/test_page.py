@@ -83,7 +83,7 @@ def test_what_limits_it_is_said(page: Any, monkeypatch: pytest.MonkeyPatch, tmp_
     missed: dict[str, Any] = {"target": "≥ 0.9", "met": False}
     text = page.text({"drivers": entry(row("one", **missed), row("two", **missed))}, {})
     assert "- *ones*: the kernel\n" in text
-    assert "Nobody has looked yet into: a section: two." in text
+    assert "Not explained yet: a section: two." in text
 
 
 def test_a_part_that_did_not_run_again(page: Any) -> None:
