@@ -62,10 +62,12 @@ A target is met if all of the interval keeps it, missed if none of it does, and 
 
 MISSING = """## Missing
 
-No figure with a GPU or an RDMA NIC exists yet. The code for CUDA memory (registration, zeroing, the
-event behind a hold, the conformance suite's `memory = "cuda"`) has not run on a GPU, nor has
-`benchmarks/gpu.py`, which measures VRAM to VRAM where there is one. All engines and processes here
-share one host.
+No figure with an RDMA NIC exists yet: all engines and processes here share one host.
+"""
+
+NO_GPU = """No figure with a GPU exists yet either. The code for CUDA memory (registration, zeroing,
+the event behind a hold, the conformance suite's `memory = "cuda"`) has not run on a GPU, nor has
+`benchmarks/gpu.py`, which measures VRAM to VRAM where there is one.
 """
 
 
@@ -108,7 +110,9 @@ def text(store: Store, drawn: Mapping[str, str]) -> str:
         store: what is kept.
         drawn: the file of each section that has a plot.
     """
-    parts = [HEAD, *_targets(store), *_bodies(store, drawn), MISSING, *_absent(store)]
+    no_gpu = "" if store.get("gpu", {}).get("rows") else NO_GPU
+    absent = "\n".join(_absent(store))
+    parts = [HEAD, *_targets(store), *_bodies(store, drawn), MISSING, no_gpu, absent]
     return "\n".join(part.strip("\n") + "\n" for part in parts if part)
 
 

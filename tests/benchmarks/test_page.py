@@ -103,6 +103,8 @@ def test_parts_without_figures_are_named(page: Any) -> None:
     assert "VRAM to VRAM (`benchmarks/gpu.py`): no GPU here" in text
     for part in page.PARTS:
         assert f"`benchmarks/{part.name}.py`" in text
+    assert "No figure with a GPU" in text
+    assert "No figure with a GPU" not in page.text({"gpu": entry(row("one"))}, {})
 
 
 def test_the_same_figures_give_the_same_files(page: Any, tmp_path: Path) -> None:
