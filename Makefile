@@ -46,7 +46,7 @@ unit: $(STAMP) ## The quick tests, which need neither vLLM nor NIXL nor UCX
 	$(BIN)/pytest
 
 faults: $(STAMP) ## Peers that fail at any stage, and drivers with planted faults
-	$(BIN)/pytest -m 'faults and not slow'
+	$(BIN)/pytest -m 'faults and not slow and not nixl'
 
 nixl: $(STAMP) ## The tests of the driver nixl: the conformance suite on it, and vLLM over it
 	$(BIN)/pytest -m 'nixl and not slow'

@@ -13,20 +13,19 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.endpoint.engines import Engine, engine, eventually
-from tests.faults.cable import Cable, Channel
+from tests.faults.cable import Cable, Channel, Staged, staged
 from tests.faults.stages import LEASE, OPTIONS, SHAPE, Remote, produce, remote, right, shaking
 
 LOCAL = [3, 4]
 
 
 class Far:
-    """A producer: its process, and the proxy before its side channel, unless that is left out."""
+    """A producer: its process, and a proxy before its side channel, if it is ``proxied``."""
 
-    def __init__(self, name: str, stack: ExitStack, driver: Cable, *, direct: bool) -> None:
-        self._name = name
+    def __init__(self, name: str, driver: str, stack: ExitStack, *, proxied: bool) -> None:
+        self._name, self._driver = name, driver
         self._stack = stack
-        self._driver = driver
-        self._direct = direct
+        self._proxied = proxied
         self.process: Remote
         self.port = self.start()
         self.channel = stack.enter_context(closing(Channel(self.port)))
@@ -35,7 +34,8 @@ class Far:
 
     def start(self, port: int = 0) -> int:
         """Start the process, or a new one; the port of its side channel."""
-        self.process = self._stack.enter_context(remote(produce, port, self._name))
+        started = remote(produce, port, self._name, self._driver)
+        self.process = self._stack.enter_context(started)
         self.served = set()
         return int(self.process.answer())
 
@@ -47,29 +47,20 @@ class Far:
     def serve(self, request: str, how: str = "serve") -> Ticket:
         ticket: Ticket = self.process.ask(how, request, self.lease)
         self.served.add(request)
-        return ticket if self._direct else replace(ticket, port=self.channel.port)
+        return replace(ticket, port=self.channel.port) if self._proxied else ticket
 
     def pause(self) -> None:
         """Its side channel does not answer for now."""
-        if self._direct:
-            self.process.signal(signal.SIGSTOP)
-        else:
+        if self._proxied:
             self.channel.cut()
+        else:
+            self.process.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        if self._direct:
-            self.process.signal(signal.SIGCONT)
-        elif not self._driver.is_cut:
+        if self._proxied:
             self.channel.cut(frozenset())
-
-    def cut(self) -> None:
-        """The cable is cut, for everything."""
-        self._driver.is_cut = True
-        self.channel.cut()
-
-    def mend(self) -> None:
-        self._driver.is_cut, self._driver.is_noisy, self._driver.delay = False, False, 0.0
-        self.channel.mend()
+        else:
+            self.process.signal(signal.SIGCONT)
 
     def released(self) -> None:
         """Every request's pages have come back, each once."""
@@ -82,9 +73,11 @@ class Far:
 class Bench:
     """Loads, one of which goes through something."""
 
-    def __init__(self, decode: Engine, driver: Cable, stack: ExitStack, *, direct: bool) -> None:
+    def __init__(
+        self, name: str, decode: Engine, driver: Staged, stack: ExitStack, *, proxied: bool
+    ) -> None:
         self.decode, self.driver = decode, driver
-        self._stack, self._direct = stack, direct
+        self._name, self._stack, self._proxied = name, stack, proxied
         self.far = self.another()
         self.endpoint = decode.ranks[0].endpoint
         self.reported: Counter[RequestId] = Counter()
@@ -92,7 +85,29 @@ class Bench:
 
     def another(self, name: str = "prefill") -> Far:
         """A producer of that name."""
-        return Far(name, self._stack, self.driver, direct=self._direct)
+        return Far(name, self._name, self._stack, proxied=self._proxied)
+
+    @property
+    def cable(self) -> Cable:
+        """The driver, where it is one that can be cut."""
+        assert isinstance(self.driver, Cable)
+        return self.driver
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing passes."""
+        return isinstance(self.driver, Cable) and self.driver.is_cut
+
+    def cut(self) -> None:
+        """Nothing passes from now on, over the side channel or the driver."""
+        self.cable.is_cut = True
+        self.far.channel.cut()
+
+    def mend(self) -> None:
+        """All is well with the way, and what has waited goes on."""
+        if isinstance(self.driver, Cable):
+            self.driver.mend()
+        self.far.channel.mend()
 
     def begin(self, request: str, ticket: Ticket) -> None:
         for rank in self.decode.ranks:
@@ -128,11 +143,22 @@ class Bench:
             eventually(shaking, "the handshake is under way")
             before = self.far.process
             act()
-            if self.far.process is before and before.process.is_alive():
+            if self.far.process is before and before.process.is_alive() and not self.is_cut:
                 self.far.resume()
         else:
             self.driver.at[stage] = act
             self.begin("d-1", ticket)
+
+    def outcome_or_quarantine(self, request: str) -> str:
+        """How a load ended, unless that cannot be said until what happened is over."""
+        name = RequestId(request)
+
+        def known() -> bool:
+            self._listen()
+            return self.reported[name] > 0 or not self.endpoint.healthy
+
+        eventually(known, f"{request} is reported, or its pages are quarantined", seconds=90.0)
+        return self.outcome(request) if self.reported[name] else "quarantined until it went on"
 
     def through(self, stage: str, act: Callable[[], None]) -> str:
         """Likewise, and how it ended."""
@@ -141,7 +167,7 @@ class Bench:
 
     def goes_on(self) -> None:
         """What was wrong is over: the next load works, no page is held, nothing was said twice."""
-        self.far.mend()
+        self.mend()
         # A producer that has just come back may still be taken for dead, once.
         if self.load("d-2", self.far.serve("p-2")) != "loaded":
             assert self.load("d-3", self.far.serve("p-3")) == "loaded"
@@ -158,11 +184,13 @@ class Bench:
 
 
 @contextmanager
-def bench(options: EndpointOptions = OPTIONS, *, direct: bool = False) -> Iterator[Bench]:
-    """One of each; ``direct``: without a proxy."""
-    driver = Cable()
+def bench(
+    options: EndpointOptions = OPTIONS, *, driver: str = "loopback", proxied: bool = True
+) -> Iterator[Bench]:
+    """One of each. Loopback is over a cable."""
+    near = Cable() if driver == "loopback" else staged(driver)
     with (
         ExitStack() as stack,
-        engine("decode", SHAPE, options=options, transport=lambda: driver) as decode,
+        engine("decode", SHAPE, options=options, transport=lambda: near) as decode,
     ):
-        yield Bench(decode, driver, stack, direct=direct)
+        yield Bench(driver, decode, near, stack, proxied=proxied)

@@ -98,6 +98,10 @@ class Wire(LoopbackTransport):
         self._late: dict[TransferId, _Late] = {}
         self._random = random.Random(1)
 
+    def mend(self) -> None:
+        """All is well again."""
+        self.is_cut, self.is_noisy, self.delay, self.held = False, False, 0.0, frozenset()
+
     def connect(self, address: bytes) -> PeerId:
         if self.is_cut:
             raise ConnectError("the cable is cut")

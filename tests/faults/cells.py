@@ -43,6 +43,20 @@ class Key(NamedTuple):
 
 
 MATRIX = [Key(side, fault, stage) for side in SIDES for fault in FAULTS for stage in STAGES]
+DRIVERS = ("nixl", "ucx")
+"""The other ones that need no special hardware."""
+ELSEWHERE = {
+    "producer": ("killed", "stopped", "restarted", "aborted", "out of blocks"),
+    "consumer": ("killed", "stopped", "restarted", "aborted"),
+}
+"""What is tried over each of them, too."""
+OVER = [
+    Key(side, fault, stage, driver)
+    for driver in DRIVERS
+    for side, faults in ELSEWHERE.items()
+    for fault in faults
+    for stage in STAGES
+]
 WAITING = [Key("consumer", fault, "waiting") for fault in ("killed", "stopped", "slow", "aborted")]
 """For pages, with a ticket, while somebody else has them."""
 COMPUTING = [Key("producer", fault, "computing") for fault in ("killed", "stopped", "restarted")]
@@ -55,7 +69,8 @@ DRIVER = [
     for stage in ("reading", "fencing")
     for quiescence in Quiescence
 ]
-NETWORKS = [Key("producer", "cut off", stage, "ucx") for stage in STAGES]
+CABLE = "ucx over a cable"
+NETWORKS = [Key("producer", "cut off", stage, CABLE) for stage in STAGES]
 """By a cable between two networks that is pulled."""
 VLLM = [
     Key("producer", "killed", "before the read", "vllm"),
@@ -80,7 +95,7 @@ VLLM = [
     Key("consumer", "aborted", "before the handshake", "vllm"),
     Key("consumer", "aborted", "reading", "vllm"),
 ]
-CELLS = frozenset([*MATRIX, *WAITING, *COMPUTING, *PESTERED, *DRIVER, *NETWORKS, *VLLM])
+CELLS = frozenset([*MATRIX, *OVER, *WAITING, *COMPUTING, *PESTERED, *DRIVER, *NETWORKS, *VLLM])
 
 
 @dataclass(kw_only=True)

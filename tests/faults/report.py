@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 from kvferry.core.transport import Quiescence
 from kvferry.testing import Fault
 from tests.faults.cells import (
+    CELLS,
     COMPUTING,
     DRIVER,
+    DRIVERS,
+    ELSEWHERE,
     FAULTS,
     NETWORKS,
     SIDES,
@@ -35,6 +38,7 @@ WORDS = {
     "StaleError": "stale",
     "PeerLostError": "peer lost",
     "TicketError": "refused",
+    "ConnectError": "not connected",
     "HandshakeError": "no handshake",
     "TransportError": "transport error",
     "TransferCancelledError": "cancelled",
@@ -59,7 +63,7 @@ class Run(NamedTuple):
 
     def lines(self) -> Iterator[Line]:
         """In an order that does not depend on the runs'."""
-        yield from (self.cells[key] for key in sorted(self.cells))
+        yield from (self.cells[key] for key in sorted(CELLS & self.cells.keys()))
         yield from (self.figures[key] for key in sorted(self.figures))
 
     def cell(self, key: Key) -> str:
@@ -102,6 +106,17 @@ def _sides(run: Run) -> Iterator[str]:
                 for fault in [*FAULTS, *pestered]
             ],
         )
+
+
+def _over(run: Run) -> Iterator[str]:
+    for driver in DRIVERS:
+        yield f"### Over {driver}\n"
+        rows = [
+            [f"{side} {fault}", *(run.cell(Key(side, fault, stage, driver)) for stage in STAGES)]
+            for side, faults in ELSEWHERE.items()
+            for fault in faults
+        ]
+        yield _table(["what", *STAGES], rows)
 
 
 def _networks(run: Run) -> Iterator[str]:
@@ -171,7 +186,7 @@ SHOWN: dict[str, Callable[[Line], str]] = {
         f"{line['memory']:+} MiB, {line['files']:+} files, {line['threads']:+} threads"
     ),
 }
-PARTS = (_sides, _networks, _waits, _driver, _vllm, _figures)
+PARTS = (_sides, _over, _networks, _waits, _driver, _vllm, _figures)
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

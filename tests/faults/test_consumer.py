@@ -6,15 +6,17 @@ They are given back once, and a consumer that comes late does not take what lies
 from __future__ import annotations
 
 import signal
+from contextlib import AbstractContextManager
 
 import pytest
 
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.registry import create
 from tests.core.endpoint.engines import Engine, engine, eventually, until
 from tests.faults.bench import LOCAL, bench
 from tests.faults.cable import WAYS, Way, staged
-from tests.faults.cells import STAGES, Cell
+from tests.faults.cells import DRIVERS, STAGES, Cell
 from tests.faults.stages import (
     HELD,
     LEASE,
@@ -31,10 +33,23 @@ from tests.faults.stages import (
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 WITH_WAITING = ["waiting", *STAGES]
+PLACES = [
+    *(("loopback", stage) for stage in WITH_WAITING),
+    *(
+        pytest.param(driver, stage, marks=getattr(pytest.mark, driver))
+        for driver in DRIVERS
+        for stage in STAGES
+    ),
+]
 LONG = 60.0
 """A lease that ends in no test."""
 CUT = {"before the handshake": WAYS, "during the handshake": frozenset[Way]({"answers"})}
 """What of a side channel is cut so that a load stands still there."""
+
+
+def producer(driver: str) -> AbstractContextManager[Engine]:
+    """Here, over a driver."""
+    return engine("prefill", SHAPE, options=OPTIONS, transport=lambda: create(driver))
 
 
 def reach(decode: Remote, prefill: Engine, lease: float = LEASE) -> Ticket:
@@ -52,9 +67,9 @@ def reuse(prefill: Engine) -> None:
         rank.cache[:, HELD] += 1.0
 
 
-def works(prefill: Engine, request: str) -> None:
+def works(prefill: Engine, request: str, driver: str = "loopback") -> None:
     """Another consumer is served; no page is held then, and nothing was said twice."""
-    with engine("other", SHAPE, options=OPTIONS) as other:
+    with engine("other", SHAPE, options=OPTIONS, transport=lambda: create(driver)) as other:
         other.pull("o-1", serve(prefill, request), LOCAL)
         assert not other.outcome("o-1").failed
         assert right(other, LOCAL)
@@ -65,33 +80,33 @@ def works(prefill: Engine, request: str) -> None:
     assert rank.endpoint.results().sent == frozenset()
 
 
-@pytest.mark.parametrize("stage", WITH_WAITING)
-def test_one_that_is_killed(stage: str) -> None:
-    cell = Cell(side="consumer", fault="killed", stage=stage)
+@pytest.mark.parametrize(("driver", "stage"), PLACES)
+def test_one_that_is_killed(driver: str, stage: str) -> None:
+    cell = Cell(side="consumer", fault="killed", stage=stage, driver=driver)
     with (
-        engine("prefill", SHAPE, options=OPTIONS) as prefill,
-        remote(consume, stage) as decode,
+        producer(driver) as prefill,
+        remote(consume, stage, driver) as decode,
     ):
         reach(decode, prefill)
         cell.strikes()
         decode.kill()
         prefill.released("p-1")
         cell.write("released" if stage == "finishing" else "released by the lease")
-        works(prefill, "p-2")
+        works(prefill, "p-2", driver)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_one_that_is_started_again(stage: str) -> None:
+@pytest.mark.parametrize(("driver", "stage"), PLACES[1:])
+def test_one_that_is_started_again(driver: str, stage: str) -> None:
     """The request comes to the next start of it with the ticket that it had."""
-    cell = Cell(side="consumer", fault="restarted", stage=stage)
+    cell = Cell(side="consumer", fault="restarted", stage=stage, driver=driver)
     with (
-        engine("prefill", SHAPE, options=OPTIONS) as prefill,
-        remote(consume, stage) as first,
+        producer(driver) as prefill,
+        remote(consume, stage, driver) as first,
     ):
         ticket = reach(first, prefill, LONG)
         cell.strikes()
         first.kill()
-        with remote(consume, "never") as second:
+        with remote(consume, "never", driver) as second:
             assert second.answer() == "ready"
             second.pipe.send((ticket, LOCAL))
             outcome, is_right = second.answer()
@@ -99,15 +114,15 @@ def test_one_that_is_started_again(stage: str) -> None:
         assert outcome == ("StaleError" if stage == "finishing" else "loaded")
         assert is_right or outcome == "StaleError"
         cell.write(outcome)
-        works(prefill, "p-2")
+        works(prefill, "p-2", driver)
 
 
-@pytest.mark.parametrize("stage", WITH_WAITING)
-def test_one_that_is_stopped_longer_than_the_lease(stage: str) -> None:
-    cell = Cell(side="consumer", fault="stopped", stage=stage)
+@pytest.mark.parametrize(("driver", "stage"), PLACES)
+def test_one_that_is_stopped_longer_than_the_lease(driver: str, stage: str) -> None:
+    cell = Cell(side="consumer", fault="stopped", stage=stage, driver=driver)
     with (
-        engine("prefill", SHAPE, options=OPTIONS) as prefill,
-        remote(consume, stage) as decode,
+        producer(driver) as prefill,
+        remote(consume, stage, driver) as decode,
     ):
         reach(decode, prefill)
         cell.strikes()
@@ -120,7 +135,7 @@ def test_one_that_is_stopped_longer_than_the_lease(stage: str) -> None:
         assert outcome == ("loaded" if stage == "finishing" else "StaleError")
         assert is_right or outcome == "StaleError"
         cell.write(outcome)
-        works(prefill, "p-2")
+        works(prefill, "p-2", driver)
 
 
 @pytest.mark.parametrize("stage", WITH_WAITING)
@@ -149,13 +164,13 @@ def test_one_that_is_slower_than_the_lease(stage: str) -> None:
         works(prefill, "p-2")
 
 
-@pytest.mark.parametrize("stage", WITH_WAITING)
-def test_one_that_gives_the_request_up(stage: str) -> None:
-    cell = Cell(side="consumer", fault="aborted", stage=stage)
-    driver = staged()
+@pytest.mark.parametrize(("driver", "stage"), PLACES)
+def test_one_that_gives_the_request_up(driver: str, stage: str) -> None:
+    cell = Cell(side="consumer", fault="aborted", stage=stage, driver=driver)
+    near = staged(driver)
     with (
-        engine("prefill", SHAPE, options=OPTIONS) as prefill,
-        engine("decode", SHAPE, options=OPTIONS, transport=lambda: driver) as decode,
+        producer(driver) as prefill,
+        engine("decode", SHAPE, options=OPTIONS, transport=lambda: near) as decode,
     ):
         endpoint = decode.ranks[0].endpoint
 
@@ -163,7 +178,7 @@ def test_one_that_gives_the_request_up(stage: str) -> None:
             cell.strikes()
             endpoint.abort(RequestId("d-1"))
 
-        driver.at = {stage: abort}
+        near.at = {stage: abort}
         ticket = serve(prefill, "p-1")
         if stage == "waiting":
             decode.prepare(ticket)
@@ -176,7 +191,7 @@ def test_one_that_gives_the_request_up(stage: str) -> None:
         assert endpoint.results().received == frozenset()
         assert endpoint.pending == 0
         cell.write("released")
-        works(prefill, "p-2")
+        works(prefill, "p-2", driver)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -186,14 +201,14 @@ def test_one_that_is_cut_off_longer_than_the_lease(stage: str) -> None:
 
     def cut() -> None:
         cell.strikes()
-        world.far.cut()
+        world.cut()
 
     with bench(PATIENT) as world:
         world.begin_until(stage, cut)
-        eventually(lambda: world.driver.is_cut, "the way is cut")
+        eventually(lambda: world.is_cut, "the way is cut")
         eventually(lambda: world.far.process.ask("held") == 0, "the pages are given back")
         world.far.process.ask("scribble")
-        world.far.mend()
+        world.mend()
         outcome = world.outcome("d-1")
         assert outcome == ("loaded" if stage == "finishing" else "StaleError")
         cell.write(outcome)
@@ -207,7 +222,7 @@ def test_one_that_talks_nonsense(stage: str) -> None:
 
     def garble() -> None:
         cell.strikes()
-        world.driver.is_noisy = True
+        world.cable.is_noisy = True
         world.far.channel.noisy = frozenset({"questions"})
 
     with bench() as world:
@@ -225,14 +240,14 @@ def test_one_that_has_no_pages_left(stage: str) -> None:
     with bench(PATIENT) as world:
         first = world.another("prefill-2") if "handshake" in stage else world.far
         first.channel.cut(CUT.get(stage, frozenset()))
-        world.driver.held = frozenset({stage})
+        world.cable.held = frozenset({stage})
         world.begin("d-0", first.serve("p-0"))
         waiting = world.far.serve("p-1")
         world.decode.prepare(waiting)
         cell.strikes()
         assert not world.endpoint.wait(1.5 * LEASE)
-        world.driver.held = frozenset()
-        first.mend()
+        world.mend()
+        first.channel.mend()
         assert world.outcome("d-0") in ("loaded", "StaleError")
         outcome = world.load("d-1", waiting)
         assert outcome == "loaded"

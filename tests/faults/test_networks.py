@@ -9,7 +9,7 @@ import pytest
 
 from tests.core.endpoint.engines import eventually
 from tests.drivers.networks import ADDRESSES, DEVICE, Networks, two_networks
-from tests.faults.cells import STAGES, Cell
+from tests.faults.cells import CABLE, STAGES, Cell
 from tests.faults.stages import LEASE, Remote, consume, produce, remote
 
 pytestmark = [pytest.mark.faults, pytest.mark.ucx, pytest.mark.timeout(180)]
@@ -39,7 +39,7 @@ def prefill(networks: Networks) -> Iterator[Remote]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_cable_that_is_pulled(networks: Networks, prefill: Remote, stage: str) -> None:
-    cell = Cell(side="producer", fault="cut off", stage=stage, driver="ucx")
+    cell = Cell(side="producer", fault="cut off", stage=stage, driver=CABLE)
     with remote(consume, stage, "ucx", SETTINGS, networked=True) as decode:
         assert decode.answer() == "ready"
         decode.pipe.send((prefill.ask("serve", "p-1", LEASE), LOCAL))
