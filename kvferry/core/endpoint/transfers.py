@@ -149,7 +149,8 @@ class Transfers:
             return False
         heard = False
         for transfer, status in zip(ids, self._transport.poll(ids), strict=True):
-            heard = self._hear(transfer, status) or heard
+            if status.state is not State.PENDING:
+                heard = self._hear(transfer, status) or heard
         return heard
 
     def _hear(self, transfer: TransferId, status: Status) -> bool:
