@@ -139,10 +139,11 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def beside(
-    ours: Pair, theirs: Pair, at_once: Sequence[int], rounds: int, show: rows.Show
+    ours: Pair, theirs: Pair, options: argparse.Namespace, show: rows.Show
 ) -> Iterator[rows.Row]:
-    """Both pairs by turns."""
-    for number in at_once:
+    """Both pairs by turns; where few are at once, and it is soon done, more often."""
+    for number in options.at_once:
+        rounds = options.rounds * (1 if options.quick or number > 8 else 2 if number > 1 else 4)
         show(f"{ours.name} and {theirs.name}, {number} at once")
         given = prompts(max(number, 4))
         found = np.empty((2, rounds, 2))
@@ -207,7 +208,7 @@ def main() -> None:
                 ours = fleet.launch(name)
                 own.callback(ours.prefill.close)
                 own.callback(ours.decode.close)
-                found += beside(ours, theirs, options.at_once, options.rounds, show)
+                found += beside(ours, theirs, options, show)
     found.sort(key=lambda row: row.section, reverse=True)
     rows.show(found)
     rows.write(options.json, found)
@@ -216,7 +217,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--driver", action="append", help="default: each that works here")
-    parser.add_argument("--rounds", type=int, help="default 5")
+    parser.add_argument("--rounds", type=int, help="default 5; up to 8 at once, more")
     parser.add_argument("--at-once", type=int, nargs="+", help="requests; default 1 8 32")
     parser.add_argument("--quick", action="store_true", help="to see that it runs: half a minute")
     found = parser.parse_args()

@@ -25,6 +25,8 @@ PAGE = ROOT / "docs/performance.md"
 PLOTS = "plots"
 """A folder beside the page."""
 
+BUSY = "**Other work wanted the same cores meanwhile: take these figures as rough.**"
+
 Store = dict[str, dict[str, Any]]
 """By part: ``conditions`` and ``rows`` of the last run that measured something, and ``missing`` or
 ``failed`` (with its ``date``) where a later one did not."""
@@ -179,7 +181,9 @@ def _bodies(store: Store, drawn: Mapping[str, str]) -> Iterator[str]:
 def _conditions(found: Mapping[str, Any]) -> str:
     load = f"load {found['load']} before and {found['load after']} after"
     rest = {key: value for key, value in found.items() if key not in ("date", "load", "load after")}
-    return f"{found['date']}, {load}; " + ", ".join(f"{k} {v}" for k, v in rest.items()) + "."
+    said = f"{found['date']}, {load}; " + ", ".join(f"{k} {v}" for k, v in rest.items()) + "."
+    busy = max(found["load"], found["load after"]) > found.get("cores", 1)
+    return said + f" {BUSY}" * busy
 
 
 def _section(found: Sequence[rows.Row]) -> str:

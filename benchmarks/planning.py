@@ -46,6 +46,8 @@ FEWER = 10
 MOST = 15
 """Rounds of a case; one, where that takes long."""
 MS = 1e3
+PAGE = 4096
+"""Bytes; the kernel counts no less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +287,7 @@ def _turns(
         took = {each: each.ask(what, again) for each in (sides[turn], sides[1 - turn])}
         found.append([_time(took[ours], what), _time(took[theirs], what), took[theirs].nbytes])
     mine, other, grown = np.array(found).T
-    return mine, other, grown
+    return mine, other, np.maximum(grown, PAGE)
 
 
 def _time(took: side.Took, what: str) -> float:

@@ -13,7 +13,7 @@ import rows
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-FEWEST = 3
+FEWEST = 6
 """Rows of a section, of which a plot says more than its table."""
 
 WIDTH, ROW, EDGES = 7.5, 0.24, 1.0

@@ -38,6 +38,8 @@ LOADS = (1, 10, 100)
 PEERS = (1, 100, 1_000)
 TARGET = "≤ 1.1"
 """Nothing that can be measured."""
+LEAST = 1e-6
+"""A microsecond, or a millionth of a core: nothing that was measured is less."""
 STEPS = 200
 """In a row; their median is one measurement."""
 MOST = 40
@@ -364,7 +366,7 @@ def _turns(made: Sequence[side.Side], seconds: float) -> common.Times:
         order = [(len(found) + turn) % len(made) for turn in range(len(made))]
         took = {which: made[which].ask("steps") for which in order}
         found.append([took[which] for which in range(len(made))])
-    return np.array(found)
+    return np.maximum(found, LEAST)
 
 
 SCALES = {"µs": 1e6, "µs CPU": 1e6, "% of a core": 1e2}
