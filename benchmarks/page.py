@@ -183,7 +183,7 @@ def _conditions(found: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in found.items() if key not in ("date", "load", "load after")}
     said = f"{found['date']}, {load}; " + ", ".join(f"{k} {v}" for k, v in rest.items()) + "."
     busy = max(found["load"], found["load after"]) > found.get("cores", 1)
-    return said + f" {BUSY}" * busy
+    return f"{said} {BUSY}" if busy else said
 
 
 def _section(found: Sequence[rows.Row]) -> str:

@@ -54,6 +54,12 @@ def test_rows_and_conditions(page: Any) -> None:
     assert "## Targets" not in text
 
 
+@pytest.mark.parametrize(("load", "said"), [(0.5, False), (3.5, True)])
+def test_a_busy_machine_is_said(page: Any, load: float, said: bool) -> None:
+    busy = {"conditions": CONDITIONS | {"cores": 2, "load after": load}, "rows": [row("one")]}
+    assert (page.BUSY in page.text({"drivers": busy}, {})) is said
+
+
 def test_a_case_beside_several_things_is_one_line(page: Any) -> None:
     other = row("one", 3.0, of="speed of NIXL", target="≥ 5", met=False)
     text = page.text({"drivers": entry(row("one"), other, row("two"))}, {})
@@ -109,7 +115,7 @@ def test_parts_without_figures_are_named(page: Any) -> None:
 
 def test_the_same_figures_give_the_same_files(page: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = [row(str(n), n + 1.0, target="≥ 0.9", met=True) for n in range(4)]
+    found = [row(str(n), n + 1.0, target="≥ 0.9", met=True) for n in range(6)]
     written = []
     for _ in range(2):
         page.write({"drivers": entry(*found)}, tmp_path / "performance.md")
