@@ -43,6 +43,7 @@ CASES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 8), (3, 2))
 EQUAL, UNEQUAL, CONSTANT = "≥ 50", "≥ 1000", "≤ 1.05"
 FEWER = 10
 """Memory is compared with so many times fewer blocks."""
+IN_A_ROW, SHORT_SECONDS = 5, 0.5
 MOST = 15
 """Rounds of a case; one, where that takes long."""
 MS = 1e3
@@ -284,16 +285,22 @@ def _turns(
     end = time.monotonic() + seconds
     while len(found) < MOST and (not found or time.monotonic() < end):
         turn = len(found) % 2
-        took = {each: each.ask(what, again) for each in (sides[turn], sides[1 - turn])}
-        found.append([_time(took[ours], what), _time(took[theirs], what), took[theirs].nbytes])
+        took = {each: _median(each, what, again) for each in (sides[turn], sides[1 - turn])}
+        found.append([took[ours][0], *took[theirs]])
     mine, other, grown = np.array(found).T
     return mine, other, np.maximum(grown, PAGE)
 
 
-def _time(took: side.Took, what: str) -> float:
-    """Building is work, and a handshake is waiting, too."""
-    seconds: float = took.cpu if what == "built" else took.seconds
-    return seconds
+def _median(one: side.Side, what: str, again: bool) -> tuple[float, float]:
+    """Seconds and bytes of a few in a row, or of one that takes long.
+
+    Building is work, and counted in CPU time; a handshake is waiting, too.
+    """
+    found: list[side.Took] = []
+    while len(found) < IN_A_ROW and sum(took.seconds for took in found) < SHORT_SECONDS:
+        found.append(one.ask(what, again))
+    seconds = [took.cpu if what == "built" else took.seconds for took in found]
+    return float(np.median(seconds)), max(took.nbytes for took in found)
 
 
 def _row(
