@@ -50,7 +50,7 @@ OF_MEMCPY = {64 * KIB: 0.65, 256 * KIB: 0.9, 1024 * KIB: 0.9}
 OF_NIXL = {(4 * KIB, "scattered"): 5.0}
 """What the project holds loopback to: reads between two processes."""
 
-PAUSE_SECONDS = 0.0003
+PAUSE_SECONDS = 0.0005
 """Between two polls of loopback, whose threads need the cores."""
 
 NIXL, KERNEL = "NIXL's own calls", "process_vm_readv alone"
