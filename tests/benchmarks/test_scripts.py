@@ -62,7 +62,7 @@ def test_end_to_end(tmp_path: Path) -> None:
         pytest.param("planning", marks=pytest.mark.vllm),
         pytest.param("request", marks=pytest.mark.vllm),
         pytest.param("steps", marks=pytest.mark.vllm),
-        "channel",
+        pytest.param("channel", marks=pytest.mark.vllm),  # a thousand clients take their time
         "fence",
         pytest.param("nixl", marks=nixl),
         pytest.param("ucx", marks=[nixl, pytest.mark.ucx]),
