@@ -8,13 +8,17 @@ from kvferry.testing import TransportContract
 
 pytestmark = pytest.mark.ucx
 
+# On a machine with much else to do, an answer may take longer than one would wait for it in use.
+PATIENT = {"connect_seconds": 15.0}
+
 
 class TestSharedMemory(TransportContract):
     factory = "kvferry.drivers.ucx:UcxTransport"
+    options = PATIENT
     lasting_bytes = 64 << 30
 
 
 class TestTcp(TransportContract):
     factory = "kvferry.drivers.ucx:UcxTransport"
-    options = {"transports": ["tcp"]}  # noqa: RUF012
+    options = PATIENT | {"transports": ["tcp"]}
     lasting_bytes = 32 << 30
