@@ -21,7 +21,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Helper:
+class Companion:
     """A thread that drives one worker while who has it drives another."""
 
     def __init__(self, name: str) -> None:

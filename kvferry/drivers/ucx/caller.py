@@ -12,7 +12,7 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import Address, KeyId, RegisteredRegion
-from kvferry.drivers.ucx.beside import MOVING_SECONDS, Helper, cores
+from kvferry.drivers.ucx.beside import MOVING_SECONDS, Companion, cores
 from kvferry.drivers.ucx.job import Job
 from kvferry.drivers.ucx.line import Line, Outlet, Stage
 from kvferry.drivers.ucx.messages import (
@@ -92,7 +92,7 @@ class Caller:
         self._deadline = deadline
         self._patience = patience
         self._readers = min(readers, cores())
-        self._helper: Helper | None = None
+        self._companion: Companion | None = None
         self._outlets: list[Outlet] = []
         self._lines: dict[LineId, Line] = {}
         self._jobs: list[Job] = []
@@ -151,9 +151,9 @@ class Caller:
         if second is None:
             first.worker.drive(MOVING_SECONDS)
             return [first]
-        if self._helper is None:
-            self._helper = Helper(f"{self._name}-beside")
-        self._helper.together(first.worker, second.worker)
+        if self._companion is None:
+            self._companion = Companion(f"{self._name}-beside")
+        self._companion.together(first.worker, second.worker)
         return [first, second]
 
     # Lines.
@@ -231,10 +231,10 @@ class Caller:
         return {region for job in self._jobs for region in job.local}
 
     def stop(self) -> None:
-        """End the thread that helps, if there is one."""
-        if self._helper is not None:
-            self._helper.stop()
-            self._helper = None
+        """End the companion thread, if there is one."""
+        if self._companion is not None:
+            self._companion.stop()
+            self._companion = None
 
     def close(self) -> None:
         """Break all lines, and let the workers go."""
