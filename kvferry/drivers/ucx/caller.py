@@ -185,6 +185,11 @@ class Caller:
         self._outlets.append(outlet)
         return outlet
 
+    def met(self, address: Address) -> Peer | None:
+        """The peer of an address, if it is known."""
+        found = (p for p in self.peers.values() if p.address.instance == address.instance)
+        return next(found, None)
+
     def revive(self, peer: Peer) -> Line:
         """The line to a peer; another one if it is broken."""
         if peer.line.stage is Stage.BROKEN:

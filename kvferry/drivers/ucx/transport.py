@@ -201,7 +201,7 @@ class UcxTransport(Transport):
             raise ConnectError(f"{theirs.name} has UCX {theirs.ucx}, and this side {MAJOR}.x")
         regions = wire.regions_of(theirs)
         with self._caller.lock:
-            peer = self._met(theirs)
+            peer = self._caller.met(theirs)
             fresh = peer is None
             if peer is None:
                 peer = Peer(
@@ -214,9 +214,8 @@ class UcxTransport(Transport):
             peer.address, peer.regions = theirs, regions
             line = self._caller.revive(peer)
         self._turns.wake()
-        self._turns.until(
-            lambda: line.stage is not Stage.GREETING, 2 * self._options.connect_seconds
-        )
+        limit = 2 * self._options.connect_seconds
+        self._turns.until(lambda: line.stage is not Stage.GREETING, limit)
         if line.stage is not Stage.READY:
             if fresh:
                 with self._caller.lock:
@@ -343,10 +342,6 @@ class UcxTransport(Transport):
         self._jobs[job.id] = job
         self._turns.wake()
         return job.id
-
-    def _met(self, theirs: Address) -> Peer | None:
-        peers = self._caller.peers.values()
-        return next((p for p in peers if p.address.instance == theirs.instance), None)
 
     def _withdraw(self, key: KeyId) -> None:
         """Wait until no peer uses a registration; cut off those who do not say so in time."""
