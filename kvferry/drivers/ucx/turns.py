@@ -29,8 +29,10 @@ class Turns:
         while not holds():
             if time.monotonic() > deadline:
                 return False
-            if not self.turn():
-                time.sleep(_TURN_SECONDS)
+            self.turn()
+            # Also after a busy turn: whoever waits for the lock would else not get it before the
+            # next one, and there may be no end of them while a peer is stopped.
+            time.sleep(_TURN_SECONDS)
         return True
 
     def turn(self) -> bool:
