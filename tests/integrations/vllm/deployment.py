@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -140,9 +141,14 @@ class _FrontEnd:
             process.terminate()
 
     async def ended(self) -> list[int | None]:
-        for process in self._processes:
-            process.join(ANSWER_SECONDS)
-        return [process.exitcode for process in self._processes]
+        """Asked again and again: a thread of the front end's waits for the same processes, and
+        whichever of the two is told by the kernel, it takes a moment until the other knows."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while None in (codes := [process.exitcode for process in self._processes]):
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.05)
+        return codes
 
     async def pulled(self) -> float:
         from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
