@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -200,8 +201,10 @@ class Engine:
 def prepare(environment: dict[str, str]) -> None:
     """Set up what engines are forked from: a process that has imported vLLM, with an environment.
 
-    Before the first one of any kind is forked: the fork server keeps what it found then.
+    The fork server keeps what it found when it started. Other tests of this run may have started
+    it, without this environment, in which engines hang: there is one of it, and no public end.
     """
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
     os.environ.update(ENVIRONMENT | environment)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.integrations.vllm.engine_process"])
