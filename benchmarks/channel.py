@@ -356,17 +356,14 @@ def _row(
     target: str | None = None,
 ) -> rows.Row:
     ratio = common.ratio(ratios, np.ones(len(ratios)))
-    return rows.Row(
+    return rows.compared(
+        ratio,
         section=section,
         case=case,
         measured=f"{np.median(figures):,.3g}",
         unit=unit,
-        ratio=ratio.median,
         of=of,
         target=target,
-        met=rows.verdict(target, ratio.low, ratio.high),
-        low=ratio.low,
-        high=ratio.high,
     )
 
 

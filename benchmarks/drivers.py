@@ -284,17 +284,14 @@ def _row(lab: Lab, case: Case, name: str, of: str, times: dict[str, common.Times
     found = common.ratio(times[of], times[name])
     target = _target(case, name, of)
     speed = lab.near.region.nbytes / float(np.median(times[name])) / 1e9
-    return rows.Row(
+    return rows.compared(
+        found,
         section=f"{name}, {BETWEEN[case.where]}",
         case=f"{case.op} of {case.block >> 10} KiB blocks, {case.order}",
         measured=float(f"{speed:.3g}"),
         unit="GB/s",
-        ratio=found.median,
         of=f"speed of {of}",
         target=target,
-        met=rows.verdict(target, found.low, found.high),
-        low=found.low,
-        high=found.high,
     )
 
 

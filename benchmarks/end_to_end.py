@@ -160,32 +160,27 @@ def beside(
 def _first(name: str, number: int, times: common.Times) -> rows.Row:
     found = common.ratio(*times)
     target = GOAL
-    return rows.Row(
+    return rows.compared(
+        found,
         section="time to decode's first token, vLLM on a CPU",
         case=f"{name}, {number} at once",
         measured=float(f"{np.median(times[0]) * 1e3:.3g}"),
         unit="ms",
-        ratio=found.median,
         of=f"time with {NIXL_CONNECTOR}",
         target=target,
-        met=rows.verdict(target, found.low, found.high),
-        low=found.low,
-        high=found.high,
     )
 
 
 def _per_second(name: str, number: int, times: common.Times) -> rows.Row:
     ours, theirs = times
     found = common.ratio(theirs, ours)
-    return rows.Row(
+    return rows.compared(
+        found,
         section="requests a second at decode, vLLM on a CPU",
         case=f"{name}, {number} at once",
         measured=float(f"{1 / np.median(ours):.3g}"),
         unit="requests/s",
-        ratio=found.median,
         of=f"that with {NIXL_CONNECTOR}",
-        low=found.low,
-        high=found.high,
     )
 
 

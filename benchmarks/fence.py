@@ -211,15 +211,13 @@ def _row(driver: str, ranks: int, records: list[LoadRecord]) -> rows.Row:
     fences = np.array([record.fence_seconds for record in records])
     loads = np.array([record.seconds for record in records])
     share = common.ratio(fences, loads)
-    return rows.Row(
+    return rows.compared(
+        share,
         section="the fence",
         case=f"{driver}, {ranks} producer rank{'s' * (ranks > 1)}",
         measured=float(f"{np.median(fences) * 1e6:.3g}"),
         unit=f"µs of {np.median(loads) * 1e3:.3g} ms",
-        ratio=share.median,
         of="time of its load",
-        low=share.low,
-        high=share.high,
     )
 
 

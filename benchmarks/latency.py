@@ -138,13 +138,11 @@ def _halved(call: Callable[[], object]) -> common.Way:
 def _row(driver: str, case: str, of: str, times: common.Times) -> rows.Row:
     ours, theirs = times
     found = common.ratio(ours, theirs)
-    return rows.Row(
+    return rows.compared(
+        found,
         section=SECTION,
         case=f"{driver}, {case}",
         measured=float(f"{np.median(ours):.3g}"),
         unit="µs",
-        ratio=found.median,
         of=f"time of {of}",
-        low=found.low,
-        high=found.high,
     )

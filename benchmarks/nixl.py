@@ -174,17 +174,14 @@ def _rows(one: Result) -> Iterator[rows.Row]:
 
 
 def _row(case: str, milliseconds: float, ratio: common.Ratio, target: str | None) -> rows.Row:
-    return rows.Row(
+    return rows.compared(
+        ratio,
         section="the driver nixl, two processes",
         case=case,
         measured=milliseconds,
         unit="ms",
-        ratio=ratio.median,
         of="time of NIXL's own calls",
         target=target,
-        met=rows.verdict(target, ratio.low, ratio.high),
-        low=ratio.low,
-        high=ratio.high,
     )
 
 

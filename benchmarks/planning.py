@@ -313,17 +313,14 @@ def _row(
     target: str | None = None,
 ) -> rows.Row:
     found = common.ratio(ratios, np.ones(len(ratios)))
-    return rows.Row(
+    return rows.compared(
+        found,
         section=section,
         case=case,
         measured=measured,
         unit=unit,
-        ratio=found.median,
         of=of,
         target=target,
-        met=rows.verdict(target, found.low, found.high),
-        low=found.low,
-        high=found.high,
     )
 
 

@@ -117,17 +117,14 @@ def show(found: Sequence[Posting]) -> None:
 def row(one: Posting) -> rows.Row:
     """For the page."""
     target = rows.goal(round(GOAL, 3), at_least=False)
-    return rows.Row(
+    return rows.compared(
+        one.ratio,
         section=f"posting {COPIES:,} scattered copies of {BLOCK >> 10} KiB by ucx",
         case=f"calls {one.calls}",
         measured=one.compiled_us,
         unit="µs of CPU each",
-        ratio=one.ratio.median,
         of="time of a loop in Python",
         target=target,
-        met=rows.verdict(target, one.ratio.low, one.ratio.high),
-        low=one.ratio.low,
-        high=one.ratio.high,
     )
 
 

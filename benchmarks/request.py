@@ -294,17 +294,14 @@ def _rows(case: str, found: common.Times, scattered: bool, nixl: bool) -> Iterat
 
 def _row(section: str, case: str, seconds: common.Times, target: str | None = None) -> rows.Row:
     ratio = common.ratio(seconds[:, 1], seconds[:, 0])
-    return rows.Row(
+    return rows.compared(
+        ratio,
         section=section,
         case=case,
         measured=f"{np.median(seconds[:, 0]) * US:,.0f}",
         unit="µs CPU",
-        ratio=ratio.median,
         of="vLLM's worker's CPU time to ours",
         target=target,
-        met=rows.verdict(target, ratio.low, ratio.high),
-        low=ratio.low,
-        high=ratio.high,
     )
 
 

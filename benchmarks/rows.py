@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common import Ratio
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -49,6 +50,31 @@ class Row:
     met: bool | None = None
     low: float
     high: float
+
+
+def compared(
+    ratio: Ratio,
+    *,
+    section: str,
+    case: str,
+    measured: str | float,
+    unit: str,
+    of: str,
+    target: str | None = None,
+) -> Row:
+    """A row of a ratio that was measured round by round."""
+    return Row(
+        section=section,
+        case=case,
+        measured=measured,
+        unit=unit,
+        ratio=ratio.median,
+        of=of,
+        target=target,
+        met=verdict(target, ratio.low, ratio.high),
+        low=ratio.low,
+        high=ratio.high,
+    )
 
 
 def goal(limit: float, *, at_least: bool) -> str:

@@ -382,17 +382,14 @@ def _row(
     target: str | None = None,
 ) -> rows.Row:
     ratio = common.ratio(figures, others)
-    return rows.Row(
+    return rows.compared(
+        ratio,
         section=section,
         case=case,
         measured=f"{np.median(figures) * SCALES[unit]:,.1f}",
         unit=unit,
-        ratio=ratio.median,
         of=of,
         target=target,
-        met=rows.verdict(target, ratio.low, ratio.high),
-        low=ratio.low,
-        high=ratio.high,
     )
 
 

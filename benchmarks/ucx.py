@@ -192,17 +192,14 @@ def _conditions(options: argparse.Namespace) -> dict[str, object]:
 def _row(one: Result) -> rows.Row:
     small = (one.block, one.order) == (SIZES[0], "in a row")
     target = rows.goal(SMALL_IN_A_ROW if small else GOAL, at_least=False)
-    return rows.Row(
+    return rows.compared(
+        one.ratio,
         section=f"the driver ucx over {one.over}, two processes",
         case=f"{one.op} of {one.block >> 10} KiB blocks, {one.order}",
         measured=one.driver_ms,
         unit="ms",
-        ratio=one.ratio.median,
         of="time of NIXL over the same transports",
         target=target,
-        met=rows.verdict(target, one.ratio.low, one.ratio.high),
-        low=one.ratio.low,
-        high=one.ratio.high,
     )
 
 
