@@ -12,7 +12,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from tests.integrations.vllm.engines import ANSWER_SECONDS, OPTIONS, START_SECONDS, EngineError
+from tests.integrations.vllm.engines import (
+    ANSWER_SECONDS,
+    OPTIONS,
+    START_SECONDS,
+    EngineError,
+    excerpt,
+)
 from tests.integrations.vllm.messages import Completion
 
 
@@ -85,7 +91,7 @@ class Deployment:
         raise EngineError(f"the deployment is silent for {seconds} s: {self._tail()}")
 
     def _tail(self) -> str:
-        return self.log()[-4000:]
+        return excerpt(self.log())
 
 
 class _FrontEnd:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -48,12 +49,15 @@ PREFILL: dict[str, Any] = {
 }
 """The ``kv_transfer_params`` with which a router asks an engine to prefill for another one."""
 
+EXCERPT = 3000
+"""How many characters of a log an error has, twice."""
+
 START_SECONDS = 120.0
 ANSWER_SECONDS = 90.0
 
 
 class EngineError(RuntimeError):
-    """The engine did not start, raised, or ended; the message has the end of its log."""
+    """The engine did not start, raised, or ended; the message says what its log says."""
 
 
 class Engine:
@@ -195,7 +199,15 @@ class Engine:
         raise EngineError(f"{self.name} is silent for {seconds} s: {self._tail()}")
 
     def _tail(self) -> str:
-        return self.log()[-4000:]
+        return excerpt(self.log())
+
+
+def excerpt(log: str) -> str:
+    """What a log says of an end: from its first error on, which is the cause, and its last lines."""
+    first = re.search(r"^.*(ERROR|Traceback|Error: )", log, re.MULTILINE)
+    start = min(first.start() if first else len(log), max(0, len(log) - EXCERPT))
+    cause, rest = log[start : start + EXCERPT], log[start + EXCERPT :]
+    return f"{cause}\n[...]\n{rest[-EXCERPT:]}" if rest else cause
 
 
 def prepare(environment: dict[str, str]) -> None:
