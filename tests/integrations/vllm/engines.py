@@ -203,7 +203,7 @@ class Engine:
 
 
 def excerpt(log: str) -> str:
-    """What a log says of an end: from its first error on, which is the cause, and its last lines."""
+    """What a log says of an end: its first error, which is the cause, and its last lines."""
     first = re.search(r"^.*(ERROR|Traceback|Error: )", log, re.MULTILINE)
     start = min(first.start() if first else len(log), max(0, len(log) - EXCERPT))
     cause, rest = log[start : start + EXCERPT], log[start + EXCERPT :]
