@@ -47,7 +47,9 @@ MAX_PROBLEMS = 64
 QUEUED_REQUESTS = 64
 QUEUED_REPLIES = 4
 """Per client. What a client that does not read has asked for beyond this is dropped."""
-BACKLOG = 256
+BACKLOG = 4096
+"""Connections that wait to be accepted; the kernel may allow fewer. One that finds no room asks
+again after a second, and then after three."""
 RECEIVE_BUFFER = 1 << 16
 """Of the kernel, per client: what it holds is still delivered from a connection that is closed."""
 SILENT_MS = 30_000
