@@ -23,7 +23,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.memory import CPU, Region
 from kvferry.drivers.nixl.library import Library
-from kvferry.drivers.nixl.options import Options, few_rows, parameters
+from kvferry.drivers.nixl.options import Options, has_cuda, parameters, threads
 
 CUDA = "cuda"
 SEGMENTS = {CPU: "DRAM", CUDA: "VRAM"}
@@ -32,14 +32,35 @@ SEGMENTS = {CPU: "DRAM", CUDA: "VRAM"}
 PART_ROWS = 4096
 """How many copies a part has at most. Posting one may take as long as moving it."""
 
-Handle = NewType("Handle", object)
-"""NIXL's handle of a transfer. It lasts until ``Agent.release``."""
-
 Registration = NewType("Registration", object)
 """NIXL's handle of registered memory."""
 
 Rows = npt.NDArray[np.uint64]
 """(n, 3): address, bytes and device of each copy, on one side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """What one transfer of NIXL's is to move: rows that NIXL has copied, for any agent."""
+
+    write: bool
+    local: object
+    remote: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Handle:
+    """A transfer of NIXL's. It lasts until ``Agent.release``.
+
+    Attributes:
+        agent: whose it is.
+        native: NIXL's own handle.
+        name: of the agent with the remote side.
+    """
+
+    agent: Agent
+    native: object
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +105,7 @@ class Agent:
             self._agent: Any = api.nixl_agent(name, config)
         self._failed = False
         started = parameters(options, library, self._agent.agent)
-        self._few_rows = few_rows(started)
+        self._threads = threads(started)
         self._start(started)
         self.memory = self._memory()
         self.notifies = self._probe_notifications()
@@ -103,10 +124,11 @@ class Agent:
         agent.agent = None
 
     @property
-    def most_rows(self) -> int:
-        """How many rows a part of a transfer may have from now on."""
-        few = self._few_rows if self._failed else None
-        return PART_ROWS if few is None else min(few, PART_ROWS)
+    def spent(self) -> bool:
+        """Whether it must post nothing more: the threads that its backend has beside its progress
+        thread may keep something of a transfer that has failed, and would run it when they next
+        move anything (docs/adr/0012). It can do all else."""
+        return self._failed and self._threads > 0
 
     # Memory.
 
@@ -146,53 +168,60 @@ class Agent:
 
     # Transfers.
 
-    def prepare(
-        self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows, name: str
-    ) -> Handle:
-        """Make a transfer, of which nothing moves yet. The rows are copied.
+    def part(self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows) -> Part:
+        """Copy rows, for a transfer that ``prepare`` makes.
 
         Args:
             write: the direction.
             kinds: the memory kinds of the local and of the remote side.
             local: (n, 3), C-contiguous; n is at least 1.
             remote: likewise.
-            name: of the agent with the remote side.
         """
         try:
-            here = self._agent.get_xfer_descs(local, SEGMENTS[kinds[0]])
-            there = self._agent.get_xfer_descs(remote, SEGMENTS[kinds[1]])
-            op = "WRITE" if write else "READ"
-            return Handle(self._agent.initialize_xfer(op, here, there, name))
+            return Part(
+                write=write,
+                local=self._agent.get_xfer_descs(local, SEGMENTS[kinds[0]]),
+                remote=self._agent.get_xfer_descs(remote, SEGMENTS[kinds[1]]),
+            )
+        except self._library.errors as exc:
+            raise self._ours(exc, "cannot describe a transfer") from exc
+
+    def prepare(self, part: Part, name: str) -> Handle:
+        """Make a transfer with an agent, of which nothing moves yet."""
+        op = "WRITE" if part.write else "READ"
+        try:
+            native = self._agent.initialize_xfer(op, part.local, part.remote, name)
         except self._library.errors as exc:
             raise self._ours(exc, f"cannot prepare a transfer with {name}", known=True) from exc
+        return Handle(agent=self, native=native, name=name)
 
-    def post(self, handle: Handle, name: str) -> bool:
+    def post(self, handle: Handle) -> bool:
         """Start a transfer, which may take as long as all of it; whether it has ended already."""
         try:
-            state = self._agent.transfer(handle)
+            state = self._agent.transfer(handle.native)
         except self._library.errors as exc:
-            raise self._failing(exc, name) from exc
-        return state == "DONE" or self._running(state, name)
+            raise self._failing(exc, handle.name) from exc
+        return state == "DONE" or self._running(state, handle.name)
 
-    def check(self, handle: Handle, name: str) -> bool:
+    def check(self, handle: Handle) -> bool:
         """Whether a transfer has ended. Drives it, too."""
         try:
-            state = self._agent.check_xfer_state(handle)
+            state = self._agent.check_xfer_state(handle.native)
         except self._library.errors as exc:
-            raise self._failing(exc, name) from exc
-        return state == "DONE" or self._running(state, name)
+            raise self._failing(exc, handle.name) from exc
+        return state == "DONE" or self._running(state, handle.name)
 
     def release(self, handle: Handle) -> None:
         """Give a handle back. NIXL tries to cancel what still runs, and does not wait for it."""
         try:
-            self._agent.release_xfer_handle(handle)
+            self._agent.release_xfer_handle(handle.native)
         except self._library.errors as exc:
             raise self._ours(exc, "cannot release a transfer") from exc
 
     def telemetry(self, handle: Handle) -> Telemetry:
         """Of a transfer that has ended well; before, NIXL gives numbers that mean nothing."""
         with self._mapped("has no telemetry"):
-            found = self._agent.get_xfer_telemetry(handle)
+            found = self._agent.get_xfer_telemetry(handle.native)
         return Telemetry(
             nbytes=found.totalBytes,
             descriptors=found.descCount,
@@ -266,7 +295,8 @@ class Agent:
             name.removesuffix("_SEG") for name in self._agent.get_backend_mem_types(self._backend)
         }
         kinds = {kind for kind, segment in SEGMENTS.items() if segment in known}
-        return frozenset(kinds if _has_cuda() else kinds - {CUDA})
+        # NIXL's backends claim it regardless.
+        return frozenset(kinds if has_cuda() else kinds - {CUDA})
 
     def _probe_notifications(self) -> bool:
         try:
@@ -294,15 +324,6 @@ def _pin(native: Any) -> None:  # noqa: ANN401
 
 def _unpin(native: Any) -> None:  # noqa: ANN401
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(native))
-
-
-def _has_cuda() -> bool:
-    """Whether this machine has a CUDA driver: NIXL's backends claim its memory kind regardless."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def unsupported(region: Region, backend: str, memory: frozenset[str]) -> TransportUnsupportedError:

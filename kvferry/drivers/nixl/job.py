@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, State, Status, TransferId
-from kvferry.drivers.nixl.agent import Agent, Handle, Telemetry, bare
+from kvferry.drivers.nixl.agent import Handle, Part, Telemetry, bare
 
 AT_ONCE = 2
 """How many parts of a transfer NIXL has at once. When the peer dies, it fails one by one all copies
@@ -28,12 +28,13 @@ class Job:
     of it fails, NIXL does not say that the copies which it had begun have ended.
 
     Attributes:
-        name: the peer's agent.
+        prepare: makes a transfer of NIXL's of a part when its turn has come, and not before: by
+            then another agent may be the one to post it.
         local: the local regions that it uses.
         send: sends its notification. It is not bound to a transfer of NIXL's: that can have but
             one, and sends it even if the peer has been disconnected meanwhile. That a part has
             ended means, for NIXL, that its bytes are where they belong, on either side.
-        waiting: the parts that are not posted yet.
+        waiting: the parts that are not posted yet; none once it is known to fail.
         running: the parts that NIXL has not called ended.
         ended: those that it has, of which the handles are still held.
         timed: what NIXL measured of the parts that ended well; ``None``: nobody asked.
@@ -41,11 +42,11 @@ class Job:
 
     id: TransferId
     peer: PeerId
-    name: str
     local: frozenset[Region]
+    prepare: Callable[[Part], Handle]
     send: Callable[[], None] | None = None
     status: Status = _PENDING
-    waiting: deque[Handle] = field(default_factory=deque)
+    waiting: deque[Part] = field(default_factory=deque)
     running: list[Handle] = field(default_factory=list)
     ended: list[Handle] = field(default_factory=list)
     timed: list[Telemetry] | None = None
@@ -58,67 +59,79 @@ class Job:
     @property
     def over(self) -> bool:
         """Whether NIXL has no part of it, and none is to come."""
-        return not self.running and not (self.waiting and self.status.state is State.PENDING)
+        return not self.running and not self.waiting
 
-    def post(self, agent: Agent, handles: list[Handle]) -> None:
+    def post(self, parts: Iterable[Part]) -> None:
         """Start the first parts; ``advance`` starts the others."""
-        self.waiting.extend(handles)
-        self._post_some(agent)
+        self.waiting.extend(parts)
+        self._post_some()
         self._conclude()
 
-    def advance(self, agent: Agent) -> None:
+    def advance(self) -> None:
         """See which parts have ended, and start others."""
         for handle in list(self.running):
             try:
-                ended = agent.check(handle, self.name)
+                ended = handle.agent.check(handle)
             except TransportError as exc:
                 self._ended_badly(handle, exc)
                 continue
             if ended:
-                self._ended_well(agent, handle)
-        self._post_some(agent)
+                self._ended_well(handle)
+        self._post_some()
         self._conclude()
 
     def doom(self, error: TransportError) -> None:
         """Let it fail; its first error stays."""
         if self.status.state is State.PENDING:
             self.status = Status(state=State.DOOMED, error=bare(error))
+            self.waiting.clear()
 
-    def settle(self, agent: Agent) -> list[TransportError]:
+    def settle(self) -> list[TransportError]:
         """Give all handles back, and be FAILED; what went wrong with that."""
-        failed = _release(agent, [*self.waiting, *self.running, *self.ended])
-        self.waiting.clear()
+        failed = []
+        for handle in (*self.running, *self.ended):
+            try:
+                handle.agent.release(handle)
+            except TransportError as exc:
+                failed.append(exc)
         self.running.clear()
         self.ended.clear()
         if not self.final:
             self.status = Status(state=State.FAILED, error=self.status.error)
         return failed
 
-    def _post_some(self, agent: Agent) -> None:
+    def _post_some(self) -> None:
         """Post as many parts as NIXL may have at once, but none after one that failed."""
         for _ in range(AT_ONCE - len(self.running)):
-            if not self.waiting or self.status.state is not State.PENDING:
+            if not self.waiting:
                 break
-            handle = self.waiting.popleft()
+            try:
+                handle = self.prepare(self.waiting.popleft())
+            except TransportError as exc:
+                self._not_begun(exc)
+                break
             self.running.append(handle)
             try:
-                ended = agent.post(handle, self.name)
+                ended = handle.agent.post(handle)
             except TransportError as exc:
                 self._ended_badly(handle, exc)
             else:
                 if ended:
-                    self._ended_well(agent, handle)
-        if self.status.state is not State.PENDING:
-            _release(agent, [*self.waiting])
-            self.waiting.clear()
+                    self._ended_well(handle)
 
-    def _ended_well(self, agent: Agent, handle: Handle) -> None:
+    def _not_begun(self, error: TransportError) -> None:
+        """A part that is not to be had. If no other moves, then the transfer is quiet."""
+        self.doom(error)
+        if not self.running:
+            self.settle()
+
+    def _ended_well(self, handle: Handle) -> None:
         self.running.remove(handle)
         if self.timed is not None:
             with contextlib.suppress(TransportError):
-                self.timed.append(agent.telemetry(handle))
+                self.timed.append(handle.agent.telemetry(handle))
         with contextlib.suppress(TransportError):
-            agent.release(handle)
+            handle.agent.release(handle)
 
     def _ended_badly(self, handle: Handle, error: TransportError) -> None:
         self.running.remove(handle)
@@ -136,13 +149,3 @@ class Job:
             self.status = Status(state=State.FAILED, error=bare(exc))
         else:
             self.status = _DONE
-
-
-def _release(agent: Agent, handles: list[Handle]) -> list[TransportError]:
-    failed = []
-    for handle in handles:
-        try:
-            agent.release(handle)
-        except TransportError as exc:
-            failed.append(exc)
-    return failed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Protocol
 
 import msgspec
@@ -13,8 +15,16 @@ from kvferry.drivers.nixl.library import Library
 Parameter = str | int | float | bool
 """Of a backend. NIXL takes all of them as text; ``true`` and ``false`` for a bool."""
 
-DEFAULTS: Mapping[str, Mapping[str, str]] = {"UCX": {"num_threads": "4"}}
+_THREADS = {"num_threads": "4"}
 """Each thread of UCX takes pages of a NIC's doorbells, which other libraries need, too."""
+
+_SHARED = {"split_batch_size": "8"}
+"""From so many rows on, those threads share a transfer; of fewer, the caller's thread posts all.
+NIXL's own default, 1024, is right where a device moves what is posted: posting costs next to
+nothing, and waking threads more. Where the CPU moves the bytes, posting is moving them, and 16
+blocks of 1 MiB are well worth sharing (docs/adr/0012)."""
+
+_RDMA = Path("sys/class/infiniband")
 
 UNLISTED: Mapping[str, frozenset[str]] = {
     "UCX": frozenset(
@@ -30,16 +40,12 @@ UNLISTED: Mapping[str, frozenset[str]] = {
 """What a backend takes although NIXL does not list it."""
 
 
-_SPLIT = 1024
-"""From so many rows on, those threads share a transfer, unless ``split_batch_size`` differs."""
-
-
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``driver_options`` of nixl.
 
     Attributes:
         backend: NIXL's name for what moves the bytes.
-        backend_options: parameters of that backend, by NIXL's names; beside ``DEFAULTS``.
+        backend_options: parameters of that backend, by NIXL's names; beside ``defaults``.
         telemetry: whether NIXL times transfers, for ``NixlTransport.telemetry``.
         progress_milliseconds: how long NIXL's progress thread sleeps at most when nothing arrives.
             At 0 it never sleeps, and takes a core.
@@ -49,6 +55,28 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     backend_options: dict[str, Parameter] = {}
     telemetry: bool = False
     progress_milliseconds: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 1
+
+
+def defaults(backend: str, root: Path = Path("/")) -> dict[str, str]:
+    """What a backend is started with unless the user says otherwise.
+
+    Args:
+        backend: NIXL's name for it.
+        root: where the kernel shows its devices.
+    """
+    if backend != "UCX":
+        return {}
+    devices = any((root / _RDMA).glob("*")) or has_cuda()
+    return _THREADS if devices else _THREADS | _SHARED
+
+
+def has_cuda() -> bool:
+    """Whether this machine has a CUDA driver."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 class Plugins(Protocol):
@@ -88,33 +116,32 @@ def parameters(options: Options, library: Library, native: Plugins) -> dict[str,
                 f"{name!r}; it has {listed or 'none'}"
             )
     given = {name: _text(value) for name, value in options.backend_options.items()}
-    return {**DEFAULTS.get(options.backend, {}), **given}
+    return defaults(options.backend) | given
 
 
-def few_rows(started: Mapping[str, str]) -> int | None:
-    """How many rows keep a transfer from the threads that UCX has beside its progress thread.
+def threads(started: Mapping[str, str]) -> int:
+    """How many threads UCX has beside its progress thread.
 
     Args:
         started: what the backend was started with.
 
-    Returns:
-        ``None`` where there are no such threads.
-
     Raises:
-        DriverError: a number is none.
+        DriverError: the number is none.
     """
-    if _count(started, "num_threads", 0) == 0:
-        return None
-    return max(1, _count(started, "split_batch_size", _SPLIT) - 1)
-
-
-def _count(started: Mapping[str, str], name: str, default: int) -> int:
+    found = started.get("num_threads", "0")
     try:
-        return int(started.get(name, default))
+        return int(found)
     except ValueError as exc:
         raise DriverError(
-            f"driver_options of nixl: backend_options: {name} is {started[name]!r}, not a number"
+            f"driver_options of nixl: backend_options: num_threads is {found!r}, not a number"
         ) from exc
+
+
+def without_threads(options: Options) -> Options:
+    """The same, for an agent that has none beside its progress thread."""
+    return msgspec.structs.replace(
+        options, backend_options={**options.backend_options, "num_threads": 0}
+    )
 
 
 def _known(backend: str, library: Library, native: Plugins) -> dict[str, str]:
@@ -127,7 +154,7 @@ def _known(backend: str, library: Library, native: Plugins) -> dict[str, str]:
             "library that it needs is missing; NIXL_LOG_LEVEL=DEBUG says which"
         ) from exc
     unlisted = dict.fromkeys(UNLISTED.get(backend, ()), "")
-    return dict(sorted({**unlisted, **listed, **DEFAULTS.get(backend, {})}.items()))
+    return dict(sorted({**unlisted, **listed, **defaults(backend)}.items()))
 
 
 def _text(value: Parameter) -> str:

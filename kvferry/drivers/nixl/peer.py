@@ -1,8 +1,8 @@
-"""A peer, and letting NIXL get to know it."""
+"""A peer, and letting NIXL's agents get to know it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.memory import Region
@@ -18,15 +18,47 @@ class Peer:
         name: its transport's, and its agent's.
         itself: whether it is this very transport, which NIXL knows without being told.
         regions: what it has registered, as far as is known.
-        keys: of its spans that NIXL has been told of since it was connected.
+        metadata: its agent's, which only NIXL can read.
+        keys: of the spans in it.
+        told: of which spans each agent of ours has been told since it was connected.
         lost: whether NIXL has dropped it.
     """
 
     name: str
     itself: bool
-    regions: frozenset[Region]
-    keys: frozenset[int]
+    regions: frozenset[Region] = frozenset()
+    metadata: bytes = b""
+    keys: frozenset[int] = frozenset()
+    told: dict[Agent, frozenset[int]] = field(default_factory=dict)
     lost: bool = False
+
+    def tell(self, agent: Agent) -> None:
+        """Let an agent get to know it, or what it has registered since.
+
+        Raises:
+            ConnectError: NIXL does not take the metadata, or it is another's.
+        """
+        if self.itself or self.told.get(agent) == self.keys:
+            return
+        try:
+            name = agent.add(self.metadata)
+        except TransportError as exc:
+            raise ConnectError(f"NIXL does not connect to {self.name}: {exc}") from exc
+        if name != self.name:
+            agent.remove(name)
+            raise ConnectError(f"an address of {self.name} that holds NIXL's metadata of {name}")
+        self.told[agent] = self.keys
+
+    def part(self) -> list[TransportError]:
+        """Let all agents forget it, which closes their connections; what went wrong."""
+        failed = []
+        for agent in self.told:
+            try:
+                agent.remove(self.name)
+            except TransportError as exc:
+                failed.append(exc)
+        self.told.clear()
+        return failed
 
 
 def check_backend(theirs: Address, backend: str) -> None:
@@ -40,18 +72,3 @@ def check_backend(theirs: Address, backend: str) -> None:
             f"{theirs.name} has NIXL backend {theirs.backend}, and this side {backend}: both need "
             "the same (driver_options: backend)"
         )
-
-
-def load(agent: Agent, theirs: Address) -> None:
-    """Let NIXL get to know a peer, or what it has registered since.
-
-    Raises:
-        ConnectError: it does not take the metadata, or this is another's.
-    """
-    try:
-        name = agent.add(theirs.metadata)
-    except TransportError as exc:
-        raise ConnectError(f"NIXL does not connect to {theirs.name}: {exc}") from exc
-    if name != theirs.name:
-        agent.remove(name)
-        raise ConnectError(f"an address of {theirs.name} that holds NIXL's metadata of {name}")

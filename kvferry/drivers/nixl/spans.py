@@ -10,10 +10,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
-from kvferry.drivers.nixl.agent import Agent, Registration
+from kvferry.drivers.nixl.agent import Registration
+
+
+class Registrar(Protocol):
+    """What registers: ``Agents``."""
+
+    def register(self, region: Region) -> Registration:
+        """Make memory reachable, or raise ``TransportError``."""
+
+    def deregister(self, registration: Registration) -> None:
+        """Make memory unreachable."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -33,10 +44,10 @@ class Span:
 
 
 class Spans:
-    """The spans of one agent."""
+    """The spans of one transport."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, registrar: Registrar) -> None:
+        self._registrar = registrar
         self._spans: dict[Region, Span] = {}
         self._keys = itertools.count(1)
 
@@ -73,21 +84,21 @@ class Spans:
         span = self._spans.pop(region)
         span.users.discard(region)
         if not span.users:
-            self._agent.deregister(span.registration)
+            self._registrar.deregister(span.registration)
 
     def clear(self) -> list[TransportError]:
         """Deregister everything; what went wrong."""
         failed = []
         for span in self:
             try:
-                self._agent.deregister(span.registration)
+                self._registrar.deregister(span.registration)
             except TransportError as exc:
                 failed.append(exc)
         self._spans.clear()
         return failed
 
     def _made(self, whole: Region) -> Span:
-        return Span(whole=whole, key=next(self._keys), registration=self._agent.register(whole))
+        return Span(whole=whole, key=next(self._keys), registration=self._registrar.register(whole))
 
     def _grown(self, region: Region, touched: list[Span], used: Collection[Region]) -> Span:
         busy = [user for span in touched for user in span.users if user in used]
@@ -97,12 +108,12 @@ class Spans:
                 "first, or poll until that transfer is final"
             )
         for span in touched:
-            self._agent.deregister(span.registration)
+            self._registrar.deregister(span.registration)
         try:
             grown = self._made(_hull([region, *(span.whole for span in touched)]))
         except TransportError:
             for span in touched:
-                span.registration = self._agent.register(span.whole)
+                span.registration = self._registrar.register(span.whole)
                 span.key = next(self._keys)
             raise
         for span in touched:

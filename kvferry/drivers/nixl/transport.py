@@ -43,10 +43,11 @@ from kvferry.core.transport import (
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import library
 from kvferry.drivers.nixl.address import Address
-from kvferry.drivers.nixl.agent import Agent, Handle, Telemetry, bare, unsupported
+from kvferry.drivers.nixl.agent import PART_ROWS, Part, Telemetry, unsupported
+from kvferry.drivers.nixl.agents import Agents
 from kvferry.drivers.nixl.job import Job
 from kvferry.drivers.nixl.options import Options
-from kvferry.drivers.nixl.peer import Peer, check_backend, load
+from kvferry.drivers.nixl.peer import Peer, check_backend
 from kvferry.drivers.nixl.rows import Table
 from kvferry.drivers.nixl.spans import Spans
 
@@ -85,8 +86,9 @@ class NixlTransport(Transport):
         self._options = parse_options("nixl", Options, options)
         self._name = f"nixl-{os.getpid()}-{secrets.token_hex(8)}"
         self._owner = Owner(self._name)
-        self._agent = Agent(library.load(), self._name, self._options)
-        self._spans = Spans(self._agent)
+        self._agents = Agents(library.load(), self._name, self._options)
+        self._agent = self._agents.first
+        self._spans = Spans(self._agents)
         self._table = Table()
         self._peers: dict[PeerId, Peer] = {}
         self._jobs: dict[TransferId, Job] = {}
@@ -170,7 +172,7 @@ class NixlTransport(Transport):
         known = next((i for i, p in list(self._peers.items()) if p.name == theirs.name), None)
         if known is None:
             return self._met(theirs, regions, keys)
-        self._refresh(self._peers[known], theirs, keys)
+        self._refresh(known, theirs, keys)
         self._peers[known].regions = regions
         return known
 
@@ -251,11 +253,11 @@ class NixlTransport(Transport):
             job.doom(PeerLostError(f"{self._name} was closed"))
         quiet = self._drained(jobs, time.monotonic() + _GRACE_SECONDS)
         failed: list[TransportError] = []
-        for peer in self._peers.values():
-            failed += self._part(peer, jobs)
+        for peer, found in self._peers.items():
+            failed += self._part(found, [job for job in jobs if job.peer == peer])
         failed += self._spans.clear()
         self._peers.clear()
-        self._agent.close(quiet=quiet)
+        self._agents.close(quiet=quiet)
         if not quiet:
             raise TransportError(
                 f"closed, but NIXL was still moving bytes after {_GRACE_SECONDS} s: do not reuse "
@@ -279,31 +281,40 @@ class NixlTransport(Transport):
         return {region for job in self._jobs.values() if not job.final for region in job.local}
 
     def _met(self, theirs: Address, regions: frozenset[Region], keys: frozenset[int]) -> PeerId:
-        itself = theirs.name == self._name
-        if not itself:
-            load(self._agent, theirs)
+        met = Peer(
+            name=theirs.name,
+            itself=theirs.name == self._name,
+            regions=regions,
+            metadata=theirs.metadata,
+            keys=keys,
+        )
+        met.tell(self._agent)
         peer = PeerId(next(self._ids))
-        self._peers[peer] = Peer(name=theirs.name, itself=itself, regions=regions, keys=keys)
+        self._peers[peer] = met
         return peer
 
-    def _refresh(self, peer: Peer, theirs: Address, keys: frozenset[int]) -> None:
+    def _refresh(self, known: PeerId, theirs: Address, keys: frozenset[int]) -> None:
         """Tell NIXL what a peer has registered meanwhile.
 
         NIXL can add to what it knows of a peer, and take nothing away: where a span is gone, or the
         connection, it must forget the peer first.
         """
+        peer = self._peers[known]
         if peer.itself or (keys == peer.keys and not peer.lost):
             return
         if peer.lost or not peer.keys <= keys:
-            jobs = [job for job in list(self._jobs.values()) if job.name == peer.name]
+            jobs = [job for job in list(self._jobs.values()) if job.peer == known]
             if not self._drained(jobs, time.monotonic() + _GRACE_SECONDS):
                 raise ConnectError(
                     f"transfers with {peer.name} run for more than {_GRACE_SECONDS} s, and its "
                     "memory has changed: disconnect first"
                 )
-            self._agent.remove(peer.name)
-        load(self._agent, theirs)
-        peer.keys, peer.lost = keys, False
+            failed = peer.part()
+            if failed:
+                raise failed[0]
+        peer.metadata, peer.keys = theirs.metadata, keys
+        peer.tell(self._agent)
+        peer.lost = False
 
     def _start(
         self, peer: PeerId, copies: Copies, notify: bytes | None, *, write: bool
@@ -315,36 +326,21 @@ class NixlTransport(Transport):
         job = Job(
             id=TransferId(next(self._ids)),
             peer=peer,
-            name=found.name,
             local=self._checked(found, copies),
+            prepare=partial(self._agents.prepare, found),
             send=None if notify is None else partial(self._agent.notify, found.name, notify),
             timed=[] if self._options.telemetry else None,
         )
-        try:
-            handles = self._prepared(found, copies, write=write)
-        except PeerLostError as exc:
-            found.lost = True
-            job.status = Status(state=State.FAILED, error=bare(exc))
-        else:
-            job.post(self._agent, handles)
-            self._note_loss(job)
+        job.post(self._parts(copies, write=write))
+        self._note_loss(job)
         self._jobs[job.id] = job
         return job.id
 
-    def _prepared(self, peer: Peer, copies: Copies, *, write: bool) -> list[Handle]:
-        handles: list[Handle] = []
-        try:
-            for kinds, local, remote in self._table.parts(copies, self._agent.most_rows):
-                handles.append(
-                    self._agent.prepare(
-                        write=write, kinds=kinds, local=local, remote=remote, name=peer.name
-                    )
-                )
-        except TransportError:
-            for handle in handles:
-                self._agent.release(handle)
-            raise
-        return handles
+    def _parts(self, copies: Copies, *, write: bool) -> list[Part]:
+        return [
+            self._agent.part(write=write, kinds=kinds, local=local, remote=remote)
+            for kinds, local, remote in self._table.parts(copies, PART_ROWS)
+        ]
 
     def _checked(self, peer: Peer, copies: Copies) -> frozenset[Region]:
         """The local regions of a batch, all of whose regions are known."""
@@ -355,7 +351,7 @@ class NixlTransport(Transport):
 
     def _advance(self, job: Job) -> None:
         if not job.over:
-            job.advance(self._agent)
+            job.advance()
             self._note_loss(job)
 
     def _note_loss(self, job: Job) -> None:
@@ -373,17 +369,12 @@ class NixlTransport(Transport):
                 return not left
             time.sleep(_TURN_SECONDS)
 
-    def _part(self, peer: Peer, jobs: Iterable[Job]) -> list[TransportError]:
+    def _part(self, peer: Peer, jobs: Sequence[Job]) -> list[TransportError]:
         """Close a connection, and let its unfinished transfers be FAILED; what went wrong."""
-        own = [job for job in jobs if job.name == peer.name]
-        broken = any(job.ended for job in own)
+        broken = any(job.ended for job in jobs)
         # In this order: a handle keeps its connection open.
-        failed = [error for job in own for error in job.settle(self._agent)]
-        if not peer.itself:
-            try:
-                self._agent.remove(peer.name)
-            except TransportError as exc:
-                failed.append(exc)
+        failed = [error for job in jobs for error in job.settle()]
+        failed += peer.part()
         if broken:
             time.sleep(_SETTLE_SECONDS)
         return failed

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-
-import numpy as np
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
-from kvferry.drivers.nixl.agent import Agent, Handle, Registration, Rows, Telemetry
+from kvferry.drivers.nixl.agent import Agent, Handle, Part, Registration, Telemetry
 
 
 class FakeAgent(Agent):
@@ -18,25 +15,31 @@ class FakeAgent(Agent):
     Attributes:
         registered: the ranges that are registered, by registration.
         refused: ranges that ``register`` refuses.
-        answers: what ``post`` and then each ``check`` of a handle does: ended, or not, or an error.
-        posted: the handles.
-        prepared: the kinds and rows of each handle.
+        answers: what ``post`` and then each ``check`` of a part does: ended, or not, or an error.
+        posted: the parts.
+        gone: what ``prepare`` raises.
         held: the handles that were not released.
         sent: notifications.
+        spent: as ``Agent`` has it.
+        known: the metadata that it has got, and not been told to forget.
+        closed: whether it has been.
     """
 
-    def __init__(self) -> None:
-        self.name = "fake"
+    spent = False
+
+    def __init__(self, name: str = "fake") -> None:
+        self.name = name
+        self.known: list[bytes] = []
+        self.closed = False
         self.memory = frozenset({"cpu", "cuda"})
         self.notifies = True
         self.registered: dict[Registration, Region] = {}
         self.refused: set[Region] = set()
-        self.answers: dict[Handle, list[bool | TransportError]] = defaultdict(list)
-        self.posted: list[Handle] = []
-        self.prepared: dict[Handle, tuple[tuple[str, str], Rows, Rows]] = {}
+        self.answers: dict[object, list[bool | TransportError]] = {}
+        self.posted: list[object] = []
+        self.gone: TransportError | None = None
         self.held: set[Handle] = set()
         self.sent: list[tuple[str, bytes]] = []
-        self._few_rows, self._failed = None, False
         self._ids = itertools.count(1)
 
     def register(self, region: Region) -> Registration:
@@ -49,24 +52,29 @@ class FakeAgent(Agent):
     def deregister(self, registration: Registration) -> None:
         del self.registered[registration]
 
-    def handle(self) -> Handle:
-        """A handle, as ``prepare`` would have made it."""
-        made = Handle(next(self._ids))
+    def add(self, metadata: bytes) -> str:
+        self.known.append(metadata)
+        return metadata.decode()
+
+    def remove(self, name: str) -> bool:
+        self.known = [one for one in self.known if one != name.encode()]
+        return True
+
+    def close(self, *, quiet: bool) -> None:
+        self.closed = True
+
+    def prepare(self, part: Part, name: str = "peer") -> Handle:
+        if self.gone is not None:
+            raise self.gone
+        made = Handle(agent=self, native=part, name=name)
         self.held.add(made)
         return made
 
-    def prepare(
-        self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows, name: str
-    ) -> Handle:
-        made = self.handle()
-        self.prepared[made] = (kinds, np.array(local), np.array(remote))
-        return made
-
-    def post(self, handle: Handle, name: str) -> bool:
-        self.posted.append(handle)
+    def post(self, handle: Handle) -> bool:
+        self.posted.append(handle.native)
         return self._answer(handle)
 
-    def check(self, handle: Handle, name: str) -> bool:
+    def check(self, handle: Handle) -> bool:
         return self._answer(handle)
 
     def release(self, handle: Handle) -> None:
@@ -79,7 +87,8 @@ class FakeAgent(Agent):
         self.sent.append((name, payload))
 
     def _answer(self, handle: Handle) -> bool:
-        answer = self.answers[handle].pop(0) if self.answers[handle] else True
+        answers = self.answers.get(handle.native, [])
+        answer = answers.pop(0) if answers else True
         if isinstance(answer, TransportError):
             raise answer
         return answer

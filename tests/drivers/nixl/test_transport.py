@@ -123,30 +123,110 @@ def test_its_threads_end_when_it_is_closed_whoever_still_holds_it(make: Make) ->
     assert kept.traceback
 
 
-def test_large_transfers_work_after_a_peer_died_during_one(make: Make) -> None:
-    """Those after it go another way: what the dead one's left behind is never touched again."""
+class Pages:
+    """Blocks of 4 KiB, each with its own number in it, registered with two transports."""
+
     n, size = 5000, 4096
-    mine, theirs = np.zeros(n * size, np.uint8), np.zeros(n * size, np.uint8)
-    theirs.reshape(n, size)[:] = np.arange(n, dtype=np.uint64)[:, None] % 251
-    transport, other = make(), make()
-    local, remote = region_of(mine), region_of(theirs)
-    transport.register(local)
-    other.register(remote)
+
+    def __init__(self, transport: NixlTransport, other: NixlTransport) -> None:
+        self.transport, self.other = transport, other
+        self.mine, self.theirs = np.zeros((2, self.n, self.size), np.uint8)
+        self.theirs[:] = np.arange(self.n)[:, None] % 251
+        self.local, self.remote = region_of(self.mine), region_of(self.theirs)
+        transport.register(self.local)
+        other.register(self.remote)
+
+    def read(self) -> TransferId:
+        """Read all of them in any order; see that they are right."""
+        self.mine[:] = 0
+        offsets = np.random.default_rng(0).permutation(self.n).astype(np.uint64) * np.uint64(
+            self.size
+        )
+        far = offsets + np.uint64(self.remote.address)
+        copies = _blocks(self.local, offsets, self.remote, far, self.size)
+        peer = self.transport.connect(self.other.address())
+        transfer = self.transport.read(peer, copies)
+        assert _known(self.transport, transfer) is State.DONE
+        np.testing.assert_array_equal(self.mine, self.theirs)
+        return transfer
+
+    def leave(self) -> None:
+        """Undo what was done for them."""
+        self.transport.disconnect(self.transport.connect(self.other.address()))
+        self.transport.deregister(self.local)
+        self.other.deregister(self.remote)
+
+
+def _bereave(transport: NixlTransport, local: Region) -> None:
+    """Kill a peer in the middle of a read that is large enough for UCX's threads."""
     with Process("kvferry.drivers.nixl:NixlTransport", {}, "cpu", 1 << 20) as process:
         dead = transport.connect(process.address())
         same = np.zeros(4096, np.uint64)
         far = process.region
+        copies = _blocks(local, same, far, same + np.uint64(far.address), 1 << 20)
         with killed_soon(process):
-            copies = _blocks(local, same, far, same + np.uint64(far.address), 1 << 20)
             transfer = transport.read(dead, copies)
         assert _known(transport, transfer) is State.DOOMED
         transport.disconnect(dead)
-    mine[:] = 0
+    assert transport.poll([transfer])[0].state is State.FAILED
+
+
+def test_large_transfers_work_after_a_peer_died_during_one(make: Make) -> None:
+    """Those after it go another way, as large as before: what the dead one's left behind is never
+    touched again. That other way is made once, however many die."""
+    transport = make(telemetry=True)
+    pages = Pages(transport, make())
+    parts = len(transport.telemetry(pages.read()))
+    threads = []
+    for _ in range(2):
+        _bereave(transport, pages.local)
+        assert len(transport.telemetry(pages.read())) == parts
+        threads.append(_threads())
+    assert threads[0] == threads[1]
+    # Who comes back does so at another address.
+    with Process("kvferry.drivers.nixl:NixlTransport", {}, "cpu", 1 << 20) as process:
+        peer, far = transport.connect(process.address()), process.region
+        span = (pages.local.address, far.address, 1 << 20)
+        copies = copies_between([span], local=pages.local, remote=far)
+        assert _known(transport, transport.read(peer, copies)) is State.DONE
+        np.testing.assert_array_equal(pages.mine.ravel()[: 1 << 20], process.get())
+
+
+def test_memory_and_peers_come_and_go_after_a_peer_died(make: Make) -> None:
+    transport, other = make(), make()
+    pages = Pages(transport, other)
+    pages.read()
+    _bereave(transport, pages.local)
+    more, itself = Pages(transport, other), Pages(transport, transport)
+    for _ in range(2):
+        more.read()
+        pages.read()
+        itself.read()
+    more.leave()
+    pages.read()
+    pages.leave()
+    Pages(transport, other).read()
+    Pages(transport, make()).read()
+
+
+def test_what_is_bound_to_a_transfer_comes_from_the_same_sender_after_a_peer_died(
+    make: Make,
+) -> None:
+    transport, other = make(), make()
+    pages = Pages(transport, other)
+    _bereave(transport, pages.local)
     peer = transport.connect(other.address())
-    order = np.random.default_rng(0).permutation(n).astype(np.uint64) * np.uint64(size)
-    copies = _blocks(local, order, remote, order + np.uint64(remote.address), size)
-    assert _known(transport, transport.read(peer, copies)) is State.DONE
-    np.testing.assert_array_equal(mine, theirs)
+    copies = copies_between(
+        [(pages.local.address, pages.remote.address, pages.local.nbytes)],
+        local=pages.local,
+        remote=pages.remote,
+    )
+    pages.mine[:] = 7
+    assert _known(transport, transport.write(peer, copies, b"written")) is State.DONE
+    while not (found := other.notifications()):
+        pass
+    assert (pages.theirs == 7).all()
+    assert [(one.sender, one.payload) for one in found] == [(transport.name, b"written")]
 
 
 ENDING = """

@@ -1,0 +1,129 @@
+"""A transport's agents: the one that peers know, and one that posts in its stead after a failure.
+
+Once a transfer has failed, an agent whose backend has threads of its own must post nothing more
+(docs/adr/0012). So a second agent, which has none, posts what begins later. It is made when it is
+first needed, has the same memory, and knows the same peers; no peer knows it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from kvferry.core.errors import ConnectError, DriverError, PeerLostError, TransportError
+from kvferry.core.memory import Region
+from kvferry.drivers.nixl.agent import Agent, Handle, Part, Registration
+from kvferry.drivers.nixl.library import Library
+from kvferry.drivers.nixl.options import Options, without_threads
+from kvferry.drivers.nixl.peer import Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Shared:
+    """Memory, as each agent has registered it."""
+
+    region: Region
+    held: dict[Agent, Registration] = field(default_factory=dict)
+
+
+class Agents:
+    """The agents of one transport, of which there are at most two.
+
+    Attributes:
+        first: has the transport's name. Peers reach its memory, and it carries all notifications;
+            it also posts, until one of its transfers has failed.
+
+    Raises:
+        DriverError: as ``Agent`` does.
+    """
+
+    def __init__(self, library: Library, name: str, options: Options) -> None:
+        self.first = Agent(library, name, options)
+        self._second: Agent | None = None
+        self._library = library
+        self._options = without_threads(options)
+        self._memory: dict[Registration, _Shared] = {}
+        # Whoever connects or disconnects may do so beside the other calls.
+        self._lock = threading.Lock()
+
+    def prepare(self, peer: Peer, part: Part) -> Handle:
+        """Make a transfer with a peer, by the agent that posts from now on.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            TransportError: NIXL refuses.
+        """
+        if peer.lost:
+            raise PeerLostError(f"the connection to {peer.name} is broken: connect again")
+        agent = self._posting()
+        try:
+            peer.tell(agent)
+        except ConnectError as exc:
+            raise PeerLostError(str(exc)) from exc
+        return agent.prepare(part, agent.name if peer.itself else peer.name)
+
+    def register(self, region: Region) -> Registration:
+        """Make memory reachable."""
+        with self._lock:
+            shared = _Shared(region=region)
+            made = Registration(shared)
+            self._memory[made] = shared
+            try:
+                for agent in self._all:
+                    shared.held[agent] = agent.register(region)
+            except TransportError:
+                self._deregister(made)
+                raise
+            return made
+
+    def deregister(self, registration: Registration) -> None:
+        """Make memory unreachable."""
+        with self._lock:
+            self._deregister(registration)
+
+    def close(self, *, quiet: bool) -> None:
+        """End them; memory has been deregistered, and handles have been released.
+
+        Args:
+            quiet: whether all transfers have ended.
+        """
+        for agent in self._all:
+            agent.close(quiet=quiet)
+
+    @property
+    def _all(self) -> list[Agent]:
+        return [agent for agent in (self.first, self._second) if agent is not None]
+
+    def _posting(self) -> Agent:
+        if not self.first.spent:
+            return self.first
+        with self._lock:
+            if self._second is None:
+                self._second = self._made()
+            return self._second
+
+    def _made(self) -> Agent:
+        try:
+            made = Agent(self._library, f"{self.first.name}-2", self._options)
+        except DriverError as exc:
+            raise TransportError(f"a transfer has failed before, and since then: {exc}") from exc
+        try:
+            for shared in self._memory.values():
+                shared.held[made] = made.register(shared.region)
+        except TransportError:
+            for shared in self._memory.values():
+                if made in shared.held:
+                    made.deregister(shared.held.pop(made))
+            made.close(quiet=True)
+            raise
+        return made
+
+    def _deregister(self, registration: Registration) -> None:
+        failed: list[TransportError] = []
+        for agent, one in self._memory.pop(registration).held.items():
+            try:
+                agent.deregister(one)
+            except TransportError as exc:
+                failed.append(exc)
+        if failed:
+            raise failed[0]
