@@ -55,17 +55,22 @@ class Result:
 
 
 class Stopwatch:
-    """When NIXL was last asked to post, whoever asked."""
+    """When NIXL was first asked to post, whoever asked, since ``start``."""
 
     def __init__(self, api: Any) -> None:
-        self.posting = 0.0
+        self.posting: float | None = None
         original = api.nixl_agent.transfer
 
         def transfer(agent: Any, *arguments: Any) -> Any:
-            self.posting = time.perf_counter()
+            if self.posting is None:
+                self.posting = time.perf_counter()
             return original(agent, *arguments)
 
         api.nixl_agent.transfer = transfer
+
+    def start(self) -> float:
+        self.posting = None
+        return time.perf_counter()
 
 
 def main() -> None:
@@ -116,9 +121,11 @@ def _measure(options: argparse.Namespace) -> list[Result]:
 
 def _steps(move: Callable[[], float], watch: Stopwatch) -> common.Way:
     def way() -> Sequence[float]:
-        start = time.perf_counter()
+        start = watch.start()
         submitted = move()
-        return [watch.posting - start, submitted - start, time.perf_counter() - start]
+        ended = time.perf_counter()
+        posting = ended if watch.posting is None else watch.posting
+        return [posting - start, submitted - start, ended - start]
 
     return way
 
