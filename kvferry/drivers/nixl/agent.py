@@ -127,7 +127,7 @@ class Agent:
     def spent(self) -> bool:
         """Whether it must post nothing more: the threads that its backend has beside its progress
         thread may keep something of a transfer that has failed, and would run it when they next
-        move anything (docs/adr/0012). It can do all else."""
+        move anything (docs/adr/0018). It can do all else."""
         return self._failed and self._threads > 0
 
     # Memory.

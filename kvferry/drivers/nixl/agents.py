@@ -1,7 +1,7 @@
 """A transport's agents: the one that peers know, and one that posts in its stead after a failure.
 
 Once a transfer has failed, an agent whose backend has threads of its own must post nothing more
-(docs/adr/0012). So a second agent, which has none, posts what begins later. It is made when it is
+(docs/adr/0018). So a second agent, which has none, posts what begins later. It is made when it is
 first needed, has the same memory, and knows the same peers; no peer knows it.
 """
 

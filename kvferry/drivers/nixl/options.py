@@ -22,7 +22,7 @@ _SHARED = {"split_batch_size": "8"}
 """From so many rows on, those threads share a transfer; of fewer, the caller's thread posts all.
 NIXL's own default, 1024, is right where a device moves what is posted: posting costs next to
 nothing, and waking threads more. Where the CPU moves the bytes, posting is moving them, and 16
-blocks of 1 MiB are well worth sharing (docs/adr/0012)."""
+blocks of 1 MiB are well worth sharing (docs/adr/0018)."""
 
 _RDMA = Path("sys/class/infiniband")
 
