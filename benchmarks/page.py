@@ -62,6 +62,8 @@ A target is met if all of the interval keeps it, missed if none of it does, and 
 `kvferry bench DRIVER` measures one driver on its own.
 """
 
+NAMES = ("loopback", "nixl", "process_vm_readv", "ucx")
+
 MISSING = """## Missing
 
 No figure with an RDMA NIC exists yet: all engines and processes here share one host.
@@ -167,15 +169,20 @@ def _bodies(store: Store, drawn: Mapping[str, str]) -> Iterator[str]:
         entry = store.get(part.name, {})
         if not entry.get("rows"):
             continue
-        yield f"## {part.title[0].upper()}{part.title[1:]}\n"
+        yield f"## {_heading(part.title)}\n"
         yield f"`python benchmarks/{part.name}.py`. {_conditions(entry['conditions'])}\n"
         if why := entry.get("missing") or entry.get("failed"):
             yield f"Not measured again on {entry['date']}: {why}\n"
         for section, found in sections_of(entry).items():
-            yield f"### {section[0].upper()}{section[1:]}\n"
+            yield f"### {_heading(section)}\n"
             if section in drawn:
                 yield f"![{section}]({drawn[section]})\n"
             yield _section(found)
+
+
+def _heading(said: str) -> str:
+    """With a capital, unless it begins with a name that has none."""
+    return said if said.startswith(NAMES) else f"{said[0].upper()}{said[1:]}"
 
 
 def _conditions(found: Mapping[str, Any]) -> str:

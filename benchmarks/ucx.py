@@ -8,6 +8,7 @@ and in a row, by turns through the driver and through NIXL's own Python API. A t
 until the bytes have landed. ``ratio`` is the median of the ratios round by round, with its interval
 of 95 % confidence; beside it stands the same between two agents of NIXL: where that is not about 1,
 the machine was too busy to tell. ``CPU`` is the ratio of the CPU times of this process meanwhile.
+``socket``, over tcp, is the ratio to a TCP connection that moves the same bytes and nothing else.
 
 Then, what it takes to post 40,000 scattered copies of 4 KiB, in CPU time, by the compiled loop and
 by the one in Python: of calls that do nothing, which is the loop itself, and of UCX's, which do
@@ -18,10 +19,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
+import bare
 import common
 import direct
 import numpy as np
@@ -56,6 +58,7 @@ class Result:
     ratio: common.Ratio
     noise: common.Ratio
     cpu: common.Ratio
+    socket: common.Ratio | None
 
 
 def main() -> None:
@@ -70,7 +73,9 @@ def main() -> None:
     loops = [posting.nothing(options.rounds), *(_posting(over, options) for over in posted)]
     _show(results, conditions)
     posting.show(loops)
-    rows.write(options.json, [_row(one) for one in results] + [posting.row(one) for one in loops])
+    made = [row for one in results for row in _rows(one)]
+    made.sort(key=lambda row: row.section)
+    rows.write(options.json, made + [posting.row(one) for one in loops])
     common.leave()
 
 
@@ -82,7 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--library", help="the driver's option of that name")
     parser.add_argument("--quick", action="store_true", help="to see that it runs")
-    parser.add_argument("--driver", choices=("ucx", "nixl"), help=argparse.SUPPRESS)
+    parser.add_argument("--driver", choices=("ucx", "nixl", "socket"), help=argparse.SUPPRESS)
     found = parser.parse_args()
     if found.quick:
         found.rounds, found.megabytes = 3, 160  # room for the copies that are posted
@@ -95,6 +100,7 @@ def _beside_nixl(over: str, options: argparse.Namespace) -> Iterator[Result]:
         transport, peer, local, near = stack.enter_context(_connected(over, options))
         theirs, far = stack.enter_context(_peer("nixl", over, options))
         agents = [direct.agent(local, theirs, THREADS) for _ in range(2)]
+        plain = [stack.enter_context(_socket(options))] if over == "tcp" else []
         for order in ORDERS:
             for block in SIZES:
                 scattered = order == "random"
@@ -103,6 +109,7 @@ def _beside_nixl(over: str, options: argparse.Namespace) -> Iterator[Result]:
                 moves = [
                     common.mover(transport, options.op, peer, copies),
                     *(direct.mover(*agent, options.op, others) for agent in agents),
+                    *plain,
                 ]
                 times = common.by_turns(options.rounds, [common.timed(move) for move in moves])
                 yield _result(over, options.op, order, block, len(copies), times)
@@ -128,7 +135,7 @@ def _connected(
 
 
 def _result(over: str, op: str, order: str, block: int, copies: int, times: common.Times) -> Result:
-    driver, nixl, other = times[:, :, 0]
+    driver, nixl, other, *plain = times[:, :, 0]
     return Result(
         over=over,
         op=op,
@@ -140,6 +147,7 @@ def _result(over: str, op: str, order: str, block: int, copies: int, times: comm
         ratio=common.ratio(driver, nixl),
         noise=common.ratio(other, nixl),
         cpu=common.ratio(times[0, :, 1], times[1, :, 1]),
+        socket=common.ratio(driver, plain[0]) if plain else None,
     )
 
 
@@ -164,8 +172,15 @@ def _peer(
     return process
 
 
+def _socket(options: argparse.Namespace) -> AbstractContextManager[Callable[[], None]]:
+    return bare.reader(__file__, "--driver=socket", f"--megabytes={options.megabytes}")
+
+
 def _serve(options: argparse.Namespace) -> None:
     buffer = np.ones(options.megabytes << 20, np.uint8)
+    if options.driver == "socket":
+        bare.serve(buffer)
+        return
     transport: Transport
     if options.driver == "ucx":
         transport = _ucx(options.over[0], options)
@@ -187,6 +202,19 @@ def _conditions(options: argparse.Namespace) -> dict[str, object]:
     }
     transport.close()
     return conditions
+
+
+def _rows(one: Result) -> Iterator[rows.Row]:
+    yield _row(one)
+    if one.socket is not None:
+        yield rows.compared(
+            one.socket,
+            section=f"the driver ucx over {one.over}, beside a TCP connection",
+            case=f"{one.op} of {one.block >> 10} KiB blocks, {one.order}",
+            measured=one.driver_ms,
+            unit="ms",
+            of="time of the same bytes over one connection",
+        )
 
 
 def _row(one: Result) -> rows.Row:
@@ -216,6 +244,7 @@ def _show(results: list[Result], conditions: dict[str, object]) -> None:
         "95 %",
         "noise",
         "CPU",
+        "socket",
     )
     rows = [
         (
@@ -230,6 +259,7 @@ def _show(results: list[Result], conditions: dict[str, object]) -> None:
             f"{one.ratio.low:.2f}-{one.ratio.high:.2f}",
             f"{one.noise.median:.3f}",
             f"{one.cpu.median:.3f}",
+            "" if one.socket is None else f"{one.socket.median:.3f}",
             one.ratio.goal(GOAL),
         )
         for one in results

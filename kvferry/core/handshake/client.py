@@ -117,7 +117,8 @@ def _asked(call: Call, request: Request) -> Reply:
 @contextmanager
 def _explained(engine: str, call: Call) -> Iterator[None]:
     """Say in every error whom it concerns, and what a loopback address means."""
-    where = f"engine {engine!r} at {place(call.host, call.port)}"
+    who = f"engine {engine!r}" if engine else "the engine"
+    where = f"{who} at {place(call.host, call.port)}"
     try:
         yield
     except IncompatibleError as exc:
