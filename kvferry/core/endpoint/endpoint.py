@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.0002
 """Pause between polls while transfers are under way."""
+LISTEN_SECONDS = 0.001
+"""Of the polls, so often one also asks for what peers say."""
 HELD_SECONDS = 0.005
 """Pause while peers may send messages about holds."""
 IDLE_SECONDS = 0.05
@@ -105,6 +107,7 @@ class Endpoint:
         self._records: list[LoadRecord] = []
         self._sent: set[RequestId] = set()
         self._pending = 0
+        self._next_listen = 0.0
         self._broken: BaseException | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvferry-endpoint", daemon=True)
@@ -339,11 +342,14 @@ class Endpoint:
     def _turn(self) -> bool:
         """One round of everything; whether there is reason not to pause."""
         busy = self._obey()
-        self._server.hear(self._transport.notifications())
-        self._server.tick()
-        self._note_sent()
         busy = self._puller.progress() or busy
-        return self._transfers.progress() or busy
+        busy = self._transfers.progress() or busy
+        if (now := time.monotonic()) >= self._next_listen:
+            self._next_listen = now + LISTEN_SECONDS
+            self._server.hear(self._transport.notifications())
+            self._server.tick()
+            self._note_sent()
+        return busy
 
     def _obey(self) -> bool:
         """Do what was posted; whether there was anything."""

@@ -118,6 +118,7 @@ class WordReads:
             finished=finished,
             doomed=doomed,
             notify=encode(notes) if notes else None,
+            ahead=True,
             tags={read.tag for read in batch},
         )
 

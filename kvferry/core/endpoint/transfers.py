@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kvferry.core.copies import Copies
 from kvferry.core.errors import (
@@ -17,7 +18,10 @@ from kvferry.core.errors import (
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 
 LONG_SECONDS = 0.001
-"""After a post that took longer one looks, before the next: what is heard may end the queued."""
+"""After a post that took longer, what has ended meanwhile has its turn before the next post."""
+UNDER_WAY_BYTES = 32 << 20
+"""So many bytes on the way from a peer keep the way full, and its next read waits: reads share the
+way, and if all were under way, the first would end with the last."""
 
 
 def as_ours(exc: Exception) -> KVFerryError:
@@ -56,6 +60,7 @@ class Job:
         build: gives the copies when the read is posted, and not before: the arrays may be a
             workspace that the next job fills again. What it raises is the job's outcome.
         notify: bound to the read, or ``None``.
+        ahead: of what waits because enough is under way, as befits a few bytes.
         tags: whom it serves; ``Transfers.cancel`` takes them off.
         finished: called once, when the transfer is final.
         doomed: called at most once, when it is known to fail but not yet quiet.
@@ -66,6 +71,7 @@ class Job:
     finished: Callable[[Outcome], None]
     doomed: Callable[[KVFerryError], None]
     notify: bytes | None = None
+    ahead: bool = False
     tags: set[Hashable] = field(default_factory=set)
     started: float = 0.0
     posted: float = 0.0
@@ -80,35 +86,45 @@ class Transfers:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._limit = transport.capabilities.max_outstanding
-        self._queued: deque[Job] = deque()
+        self._ahead: deque[Job] = deque()
+        self._queued: dict[PeerId, deque[Job]] = {}
         self._posted: dict[TransferId, Job] = {}
+        self._under_way: Counter[PeerId] = Counter()
         self._leaving: set[PeerId] = set()
 
     def __len__(self) -> int:
         """Reads that are queued or under way."""
-        return len(self._queued) + len(self._posted)
+        return len(self._ahead) + sum(map(len, self._queued.values())) + len(self._posted)
 
     def add(self, job: Job) -> None:
-        """Post the job as soon as the driver's limit allows."""
-        self._queued.append(job)
+        """Post the job as soon as the driver's limit, and what else is under way, allow."""
+        if job.ahead:
+            self._ahead.append(job)
+        else:
+            self._queued.setdefault(job.peer, deque()).append(job)
 
     def progress(self) -> bool:
-        """Post and poll; whether anything came of it."""
-        busy = self._poll()
-        while self._may_post():
-            job = self._queued.popleft()
+        """Poll; if nothing has ended, post, and poll what may have ended at once.
+
+        Returns:
+            Whether anything came of it. What has ended is answered first, a read by its fence.
+        """
+        if self._poll():
+            return True
+        posted = False
+        while (job := self._next()) is not None:
+            posted = True
             self._post_one(job)
-            busy = True
             if time.perf_counter() - job.started > LONG_SECONDS:
-                self._poll()
-        return busy
+                break
+        return posted and (self._poll() or posted)
 
     def cancel(self, tag: Hashable) -> None:
         """The job is not wanted by this tag any more; it ends early once nobody wants it."""
-        for job in [job for job in self._queued if tag in job.tags]:
+        for job in [job for job in self._waiting() if tag in job.tags]:
             job.tags.discard(tag)
             if not job.tags:
-                self._queued.remove(job)
+                self._drop(job)
                 self._finish(job, TransferCancelledError("cancelled before it was posted"))
         for transfer, job in self._posted.items():
             if tag in job.tags:
@@ -120,16 +136,38 @@ class Transfers:
         """The driver closes this connection: what is queued fails now, and what is under way is not
         named to the driver until ``left``."""
         self._leaving.add(peer)
-        for job in [job for job in self._queued if job.peer == peer]:
-            self._queued.remove(job)
+        for job in [job for job in self._waiting() if job.peer == peer]:
+            self._drop(job)
             self._finish(job, PeerLostError("its peer was disconnected"))
 
     def left(self, peer: PeerId) -> None:
         """The driver has done so, or given up for now: what was under way is heard of again."""
         self._leaving.discard(peer)
 
-    def _may_post(self) -> bool:
-        return bool(self._queued) and (self._limit is None or len(self._posted) < self._limit)
+    def _waiting(self) -> list[Job]:
+        return list(chain(self._ahead, *self._queued.values()))
+
+    def _drop(self, job: Job) -> None:
+        """It waits no more."""
+        jobs = self._ahead if job.ahead else self._queued[job.peer]
+        jobs.remove(job)
+        if not job.ahead and not jobs:
+            del self._queued[job.peer]
+
+    def _next(self) -> Job | None:
+        """Who is to be posted now, and waits no more; peers take turns."""
+        if self._limit is not None and len(self._posted) >= self._limit:
+            return None
+        if self._ahead:
+            return self._ahead.popleft()
+        for peer in self._queued:
+            if self._under_way[peer] < UNDER_WAY_BYTES:
+                jobs = self._queued.pop(peer)
+                job = jobs.popleft()
+                if jobs:
+                    self._queued[peer] = jobs
+                return job
+        return None
 
     def _post_one(self, job: Job) -> None:
         job.started = time.perf_counter()
@@ -142,6 +180,7 @@ class Transfers:
         else:
             job.posted = time.perf_counter()
             self._posted[transfer] = job
+            self._under_way[job.peer] += job.nbytes
 
     def _poll(self) -> bool:
         ids = [each for each, job in self._posted.items() if job.peer not in self._leaving]
@@ -163,6 +202,9 @@ class Transfers:
         if not status.state.final:
             return False
         del self._posted[transfer]
+        self._under_way[job.peer] -= job.nbytes
+        if not self._under_way[job.peer]:
+            del self._under_way[job.peer]
         self._transport.forget(transfer)
         self._finish(job, error if status.state is State.FAILED else None)
         return True

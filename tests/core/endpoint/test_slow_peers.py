@@ -45,6 +45,11 @@ class Slow(Watched):
         self.parting = threading.Event()
         self._endless: set[TransferId] = set()
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether a read from the slow peer has begun, which then goes on."""
+        return bool(self._endless)
+
     def connect(self, address: bytes) -> PeerId:
         peer = super().connect(address)
         if self.slow is None:
@@ -115,7 +120,7 @@ def test_loads_and_renewals_go_on_while_another_peer_is_parted_from() -> None:
     driver, clock, theirs = Slow(), Clock(), Watched()
     with three(driver, clock, lambda: theirs) as (slow, other, decode):
         decode.pull("d-1", slow.serve("p-1", [1], TOKENS), [2])
-        eventually(lambda: driver.slow is not None, "the slow peer is connected")
+        eventually(lambda: driver.is_reading, "the slow peer is read from")
         waiting = other.serve("w", [7], TOKENS)
         decode.prepare(waiting)
         clock.skip(200.0)  # the load is too late, and so its peer is given up
@@ -168,7 +173,7 @@ def test_an_engine_that_closes_while_a_peer_is_parted_from_keeps_its_memory(
     driver, clock = Slow(), Clock()
     with three(driver, clock) as (slow, _, decode):
         decode.pull("d-1", slow.serve("p-1", [1], TOKENS), [2])
-        eventually(lambda: driver.slow is not None, "the slow peer is connected")
+        eventually(lambda: driver.is_reading, "the slow peer is read from")
         clock.skip(200.0)
         eventually(driver.parting.is_set, "it is being disconnected")
         with pytest.raises(TransportError, match="keep it until the process ends"):
