@@ -18,7 +18,7 @@ from kvferry.core.transport import PeerId, State, TransferId
 from kvferry.testing.contract.lab import MIB, Lab, settings_of
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.memory import pattern
-from kvferry.testing.peers import Peer, Process
+from kvferry.testing.peers import Peer, Process, Spares
 from tests.drivers.networks import Networks, Side, two_networks
 
 
@@ -37,12 +37,12 @@ class FarAway(ContractSettings):
         with _far_away(cls, networks) as process:
             yield process
 
-    @pytest.fixture
-    def process(self, lab: Lab, networks: Networks) -> Iterator[Process]:
-        with _far_away(type(self), networks) as process:
-            process.meanwhile = lab.turn
-            process.patience = lab.settings.patience
-            yield process
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spares(cls, networks: Networks) -> Iterator[Spares]:
+        spares = Spares(lambda: _far_away(cls, networks, wait=False))
+        yield spares
+        spares.end()
 
     @pytest.fixture
     def remote(self, shared_process: Process) -> Peer:
@@ -50,9 +50,9 @@ class FarAway(ContractSettings):
         return shared_process
 
 
-def _far_away(tests: type[ContractSettings], networks: Networks) -> Process:
+def _far_away(tests: type[ContractSettings], networks: Networks, *, wait: bool = True) -> Process:
     made = settings_of(tests)
-    return networks.far(Process, made.factory, made.options, made.memory, MIB)
+    return networks.far(Process, made.factory, made.options, made.memory, MIB, wait=wait)
 
 
 class CutLinkTests(FarAway):
@@ -63,6 +63,14 @@ class CutLinkTests(FarAway):
     """
 
     noticed_within: ClassVar[float]
+
+    @pytest.fixture
+    def process(self, lab: Lab, networks: Networks) -> Iterator[Process]:
+        """None is started ahead: a link that is down at that time has no device to start with."""
+        with _far_away(type(self), networks) as process:
+            process.meanwhile = lab.turn
+            process.patience = lab.settings.patience
+            yield process
 
     @pytest.fixture(params=["near", "far"])
     def side(self, request: pytest.FixtureRequest, networks: Networks) -> Iterator[Side]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from kvferry.drivers.ucx.address import Address, KeyId, RegisteredRegion
 from kvferry.drivers.ucx.beside import MOVING_SECONDS, Companion, cores
 from kvferry.drivers.ucx.job import Job
 from kvferry.drivers.ucx.line import Line, Outlet, Stage
+from kvferry.drivers.ucx.lock import Lock
 from kvferry.drivers.ucx.messages import (
     Ended,
     Fetched,
@@ -84,7 +84,7 @@ class Caller:
         patience: float,
         readers: int,
     ) -> None:
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.peers: dict[PeerId, Peer] = {}
         self._ucp = library
         self._make = make

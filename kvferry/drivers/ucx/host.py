@@ -9,7 +9,6 @@ arrives from there is dropped.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
 from kvferry.drivers.ucx.address import Instance, KeyId
+from kvferry.drivers.ucx.lock import Lock
 from kvferry.drivers.ucx.messages import (
     MAX_BACKLOG,
     MAX_WITHDRAWN,
@@ -80,7 +80,7 @@ class Host:
     """
 
     def __init__(self, make: Callable[[], Worker], instance: Instance) -> None:
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.worker = make()
         self.worker.carried = self._store
         self._instance = instance

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvferry.drivers.ucx.lock import Lock
 from kvferry.drivers.ucx.worker import Worker
 
 _WAITING_MILLISECONDS = 20
@@ -20,7 +21,7 @@ _TAKEN_MILLISECONDS = 2
 class Side(Protocol):
     """What is driven."""
 
-    lock: threading.Lock
+    lock: Lock
 
     @property
     def workers(self) -> list[Worker]: ...
@@ -61,11 +62,18 @@ class Progress:
 
     def _run(self) -> None:
         while not self._ending:
-            held = [side for side in self._sides if side.lock.locked()]
-            taken = [side for side in self._sides if side in held or side.taken]
-            # A list: every side has its turn.
-            if not any([_turn(side) for side in self._sides if side not in taken]):
-                self._sleep(taken, soon=bool(held) or any(side.waits for side in taken))
+            busy, held, taken = False, list[Side](), [s for s in self._sides if s.taken]
+            for side in self._sides:
+                if side in taken:
+                    continue
+                if side.lock.take():
+                    busy |= _turn(side)
+                else:
+                    held.append(side)
+            # What is held is not armed, and who holds it need not say when that is over.
+            if not busy:
+                soon = bool(held) or any(side.waits for side in taken)
+                self._sleep(taken + held, soon=soon)
 
     def _sleep(self, taken: list[Side], *, soon: bool) -> None:
         poll = select.poll()
@@ -84,9 +92,7 @@ class Progress:
 
 
 def _turn(side: Side) -> bool:
-    """Whether there may be more to do. Who has the lock will wake the thread."""
-    if not side.lock.acquire(blocking=False):
-        return False
+    """Whether there may be more to do. The lock has been taken, and is given back."""
     try:
         return side.turn()
     finally:

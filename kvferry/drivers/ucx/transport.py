@@ -66,6 +66,9 @@ _GRACE_SECONDS = 3.0
 _BREAK_SECONDS = 2.0
 """How long it may take then."""
 
+_ANSWER_SECONDS = 5.0
+"""How long a peer may then take to say that it drops what arrives; or ``connect_seconds``."""
+
 _RELEASE_SECONDS = 2.0
 """How long peers may take to stop using memory that is deregistered, before they are cut off."""
 
@@ -372,9 +375,8 @@ class UcxTransport(Transport):
             for peer in peers:
                 if any(job.unconfirmed and job.peer == peer.id for job in jobs):
                     self._caller.revive(peer)
-        return self._turns.until(
-            lambda: all(job.final for job in jobs), self._options.connect_seconds
-        )
+        patience = min(self._options.connect_seconds, _ANSWER_SECONDS)
+        return self._turns.until(lambda: all(job.final for job in jobs), patience)
 
     def _quit(self) -> None:
         """The process ends: UCX must not be at work while it does."""

@@ -29,15 +29,13 @@ class Turns:
         while not holds():
             if time.monotonic() > deadline:
                 return False
-            self.turn()
-            # Also after a busy turn: whoever waits for the lock would else not get it before the
-            # next one, and there may be no end of them while a peer is stopped.
-            time.sleep(_TURN_SECONDS)
+            if not self.turn():
+                time.sleep(_TURN_SECONDS)
         return True
 
     def turn(self) -> bool:
         """Drive transfers, if nobody else does."""
-        if not self._caller.lock.acquire(blocking=False):
+        if not self._caller.lock.take():
             return False
         try:
             busy = self._caller.turn()

@@ -18,6 +18,7 @@ from kvferry.testing.contract.neighbour import Neighbour
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.peers import Process
 
+_ATTEMPTS = 3
 _ROUNDS = 20
 _KEPT = 4
 """Transfers that have ended and are not forgotten yet."""
@@ -91,22 +92,38 @@ class AsideTests(ContractSettings):
             return
         there = Neighbour(lab, lab.make())
         other = lab.transport.connect(there.address())
-        peer = lab.transport.connect(process.address())
         spare = lab.buffer(_BYTES, lab.transport)
+        copies = batch(spare.region, there.region, [0], [0], [_BYTES])
+        held_up = []
+        for _ in range(_ATTEMPTS):  # a busy machine may hold everybody up, but not each time
+            longest, took = self._beside_its_disconnect(
+                lab, process, op, lambda: lab.finish(lab.start(lab.an_op, other, copies))
+            )
+            if took < _LONG_SECONDS or longest < 0.75 * took:
+                return
+            held_up.append(f"{longest:.1f} of {took:.1f} s")
+        raise AssertionError(f"a transfer with another peer was held up for {held_up}")
+
+    @staticmethod
+    def _beside_its_disconnect(
+        lab: Lab, process: Process, op: str, others: Callable[[], None]
+    ) -> tuple[float, float]:
+        """How long one transfer of others took at most while a stopped peer was disconnected, and
+        how long that took."""
+        peer = lab.transport.connect(process.address())
         lab.start(op, peer, lab.lasting(process))
         process.stop()
         try:
             leaving = Elsewhere(lambda: lab.transport.disconnect(peer))
             moments = []
             while leaving.runs:
-                copies = batch(spare.region, there.region, [0], [0], [_BYTES])
-                lab.finish(lab.start(lab.an_op, other, copies))
+                others()
                 moments.append(time.monotonic())
         finally:
             process.go_on()
         assert all(isinstance(error, TransportError) for error in leaving.wrong), leaving.wrong
+        if leaving.wrong:
+            lab.transport.disconnect(peer)
         inside = [one for one in moments if leaving.began < one < leaving.ended]
         longest = float(np.diff([leaving.began, *inside, leaving.ended]).max())
-        took = leaving.ended - leaving.began
-        # A busy machine may hold one transfer up, but not for most of that time.
-        assert took < _LONG_SECONDS or longest < 0.75 * took, f"{longest} of {took} s"
+        return longest, leaving.ended - leaving.began

@@ -8,8 +8,9 @@ from kvferry.testing import TransportContract
 
 pytestmark = pytest.mark.ucx
 
-# On a machine with much else to do, an answer may take longer than one would wait for it in use.
-PATIENT = {"connect_seconds": 15.0}
+# On a machine with much else to do, an answer may take longer than one would wait for it in use:
+# at a load of 30 on two cores, the kernel itself has been seen to stand still for 40 s.
+PATIENT = {"connect_seconds": 60.0}
 
 
 class TestSharedMemory(TransportContract):

@@ -6,31 +6,30 @@ import mmap
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvferry.core import registry
-from kvferry.core.copies import Copies, copies_between
+from kvferry.core.copies import copies_between
 from kvferry.core.errors import ConnectError, DriverError, TransportError
 from kvferry.core.memory import Region, region_of
-from kvferry.core.transport import Quiescence, State, TransferId, Transport
+from kvferry.core.transport import Quiescence, State
 from kvferry.drivers.ucx import UcxTransport
 from kvferry.drivers.ucx.beside import cores
 from kvferry.testing.peers import Process
+from tests.drivers.ucx.helpers import MIB, again_and_again, at_last, ended, moves, stop, until
 
 pytestmark = pytest.mark.ucx
 
 FACTORY = "kvferry.drivers.ucx:UcxTransport"
 MAPPED = "tests.drivers.ucx.serving:Mapped"
-TCP = {"transports": ["tcp"]}
+# On a machine with much else to do, an answer may take longer than one would wait for it in use.
+PATIENT = {"connect_seconds": 60.0}
+TCP = PATIENT | {"transports": ["tcp"]}
+# Who stops has others stop in the middle of a message.
 NARROW = TCP | {"settings": {"TCP_SNDBUF": "16k", "TCP_RCVBUF": "16k"}}
-"""Who stops has others stop in the middle of a message."""
-MIB = 1 << 20
-SECONDS = 60.0
 
 Make = Callable[..., UcxTransport]
 
@@ -40,68 +39,12 @@ def make() -> Iterator[Make]:
     made: list[UcxTransport] = []
 
     def transport(**options: object) -> UcxTransport:
-        made.append(UcxTransport(**options))
+        made.append(UcxTransport(**PATIENT | options))
         return made[-1]
 
     yield transport
     for one in made:
         one.close()
-
-
-def until(holds: Callable[[], object], seconds: float = SECONDS) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
-
-
-def stop(process: Process) -> None:
-    """Stop it, with all its threads."""
-    process.stop()
-    tasks = Path(f"/proc/{process.process.pid}/task")
-
-    def stopped(task: Path) -> bool:
-        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-    assert until(lambda: all(map(stopped, tasks.iterdir())))
-
-
-def ended(transport: Transport, transfer: TransferId, state: State) -> Callable[[], bool]:
-    """Whether a transfer has come to a state."""
-    return lambda: transport.poll([transfer])[0].state is state
-
-
-def again_and_again(local: Region, remote: Region, times: int = 1 << 14) -> Copies:
-    """What lasts."""
-    nbytes = min(local.nbytes, remote.nbytes)
-    one = (local.address, remote.address, nbytes)
-    return copies_between([one] * times, local=local, remote=remote)
-
-
-def moves(one: Transport, other: Transport, seed: int) -> None:
-    """Read and write a MiB, and be told."""
-    mine, theirs = np.zeros(MIB, np.uint8), np.full(MIB, seed, np.uint8)
-    local, remote = region_of(mine), region_of(theirs)
-    one.register(local)
-    other.register(remote)
-    peer = one.connect(other.address())
-    for begin in (one.read, one.write):
-        transfer = begin(peer, again_and_again(local, remote, 1), b"%d" % seed)
-        assert until(ended(one, transfer, State.DONE))
-        assert (mine == seed).all()
-        assert (theirs == seed).all()
-        mine[:] = theirs[:] = seed = seed + 1
-    heard: list[bytes] = []
-
-    def both() -> bool:
-        heard.extend(note.payload for note in other.notifications())
-        return len(heard) == 2
-
-    assert until(both)
-    one.deregister(local)
-    other.deregister(remote)
 
 
 # Options.
@@ -306,9 +249,10 @@ def test_a_transfer_in_which_nothing_moves_fails_by_the_deadline(make: Make) -> 
 def test_a_write_to_a_stopped_peer_stays_doomed_until_the_peer_answers(
     make: Make, options: dict[str, object]
 ) -> None:
-    one, buffer = make(**options, connect_seconds=1.0), np.ones(MIB, np.uint8)
+    one, buffer = make(**options | {"connect_seconds": 1.0}), np.ones(MIB, np.uint8)
     one.register(region_of(buffer))
     with Process(FACTORY, options, "cpu", MIB) as process:
+        at_last(lambda: one.connect(process.address()))
         peer = one.connect(process.address())
         stop(process)
         transfer = one.write(peer, again_and_again(region_of(buffer), process.region))
@@ -316,21 +260,21 @@ def test_a_write_to_a_stopped_peer_stays_doomed_until_the_peer_answers(
             one.disconnect(peer)
         assert one.poll([transfer])[0].state is State.DOOMED
         process.go_on()
-        one.disconnect(peer)
+        at_last(lambda: one.disconnect(peer))
         assert one.poll([transfer])[0].state is State.FAILED
         process.put(np.zeros(MIB, np.uint8))
         assert not process.get().any()
 
 
 def test_a_peer_that_does_not_answer_is_not_connected_to(make: Make) -> None:
-    one = make(**TCP, connect_seconds=0.5)
+    one = make(**TCP | {"connect_seconds": 0.5})
     with Process(FACTORY, TCP, "cpu", MIB) as process:
         address = process.address()
         stop(process)
         with pytest.raises(ConnectError, match=r"has not answered in 0\.5 s"):
             one.connect(address)
         process.go_on()
-        one.connect(address)
+        at_last(lambda: one.connect(address))
 
 
 # Its process.
