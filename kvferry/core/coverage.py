@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from kvferry.core.errors import PlanError
-from kvferry.core.layout import Axis, Context, Field, GroupKind, Layout, length
+from kvferry.core.fields import Alike
+from kvferry.core.layout import Axis, Context, GroupKind, Layout, length
 from kvferry.core.subblocks import share_tokens
 
 
@@ -35,11 +37,14 @@ class Piece(NamedTuple):
 class Side:
     """One engine: its layouts, and who holds what of each tensor, by rank.
 
+    Tensors whose fields are alike on every rank of both engines stand together, under the key of
+    the first of them.
+
     Attributes:
         name: ``local`` or ``remote``, for messages.
         layouts: by rank.
         holdings: by key.
-        fields: by key, in the order of the holdings.
+        fields: by key and rank; also of those that were left out.
         drafts: the keys of draft layers.
     """
 
@@ -49,30 +54,32 @@ class Side:
         self.name = name
         self.layouts = layouts
         self.holdings: dict[str, list[Holding]] = {}
-        self.fields: dict[str, list[Field]] = {}
+        self.fields: dict[str, dict[int, Alike]] = {}
         self.drafts: set[str] = set()
-        for rank, layout in enumerate(layouts):
-            for f in layout.fields:
-                holding = Holding(
-                    rank,
-                    f.group,
-                    f.shard_range,
-                    f.dtype,
-                    f.unit,
-                    f.inner,
-                    f.tokens_per_state,
-                    f.packing,
-                    f.encoding,
-                )
-                self.holdings.setdefault(f.key, []).append(holding)
-                self.fields.setdefault(f.key, []).append(f)
-                if f.draft:
-                    self.drafts.add(f.key)
+
+    def add(self, rank: int, alike: Alike) -> None:
+        """What a rank holds of tensors that stand together."""
+        key, first = alike.keys[0], alike.first
+        holding = Holding(
+            rank,
+            first.group,
+            first.shard_range,
+            first.dtype,
+            first.unit,
+            first.inner,
+            first.tokens_per_state,
+            first.packing,
+            first.encoding,
+        )
+        self.holdings.setdefault(key, []).append(holding)
+        self.fields.setdefault(key, {})[rank] = alike
+        if first.draft:
+            self.drafts.add(key)
 
     def leave_out(self, keys: Iterable[str]) -> None:
         """Go on as if these tensors were not there."""
         for key in keys:
-            del self.holdings[key], self.fields[key]
+            del self.holdings[key]
 
     def held(self, key: str) -> str:
         """Which ranks hold what of a tensor, for messages."""
@@ -103,6 +110,50 @@ class Side:
         context = self.context(holding)
         interleave = context.interleave if context.size > 1 else 0
         return {"context size": context.size, "context interleave": interleave}
+
+
+_Held = tuple[Side, int, Alike]
+"""What a rank of an engine holds."""
+
+
+def sides(local: Sequence[Layout], remote: Sequence[Layout]) -> tuple[Side, Side]:
+    """Both engines, the local one first."""
+    near, far = Side("local", local), Side("remote", remote)
+    held = [
+        (side, rank, alike)
+        for side in (near, far)
+        for rank, layout in enumerate(side.layouts)
+        for alike in layout.kinds
+    ]
+    for side, rank, alike in held if _stand_together(held) else _cut(held):
+        side.add(rank, alike)
+    return near, far
+
+
+def _stand_together(held: Iterable[_Held]) -> bool:
+    """Whether fields that are alike on one rank are so on all, and their encodings agree."""
+    distinct = {(alike.keys, alike.encodings) for _, _, alike in held}
+    keys = [key for some, _ in distinct for key in some]
+    return len(keys) == len(set(keys))
+
+
+def _cut(held: Sequence[_Held]) -> Iterator[_Held]:
+    """The same in so many parts that they do; what disagrees on encodings stands alone."""
+    where: dict[str, list[int]] = {}
+    encodings: dict[str, set[str]] = {}
+    for number, (_, _, alike) in enumerate(held):
+        for key, encoding in zip(alike.keys, alike.encodings, strict=True):
+            where.setdefault(key, []).append(number)
+            encodings.setdefault(key, set()).add(encoding)
+    numbers: dict[object, int] = {}
+    order: dict[str, tuple[int, int]] = {}
+    for place, (key, found) in enumerate(where.items()):
+        holders = tuple(found) if len(encodings[key]) == 1 else key
+        order[key] = numbers.setdefault(holders, len(numbers)), place
+    for side, rank, alike in held:
+        index = sorted(range(len(alike.keys)), key=lambda i: order[alike.keys[i]])
+        for _, part in groupby(index, key=lambda i: order[alike.keys[i]][0]):
+            yield side, rank, alike.at(list(part))
 
 
 def coverage(key: str, local: Side, remote: Side) -> list[list[Piece]]:

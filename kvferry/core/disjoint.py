@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+
+from kvferry.core.memory import I64Array
 
 MAX_RUNS = 1 << 20
 """How many runs are enumerated for one question; what is left open then is taken to meet."""
@@ -20,40 +22,73 @@ MAX_RUNS = 1 << 20
 Digits = tuple[tuple[int, int], ...]
 
 
-class Piece(NamedTuple):
-    """The bytes ``offset + sum(i * stride) + [0, run)``, for all ``0 <= i < count`` per digit."""
+class Pieces(NamedTuple):
+    """Sets of bytes that differ in where they start: ``offset + sum(i * stride) + [0, run)``, for
+    all ``0 <= i < count`` per digit.
 
-    label: str
-    offset: int
+    Attributes:
+        labels: one for each.
+        offsets: (n,) int64, one for each.
+        run, digits: of all of them.
+    """
+
+    labels: Sequence[str]
+    offsets: I64Array
     run: int
     digits: Digits
 
-    @property
-    def end(self) -> int:
-        return self.offset + _span(self.run, self.digits)
+
+class _Form(NamedTuple):
+    """Bytes but for where they start, their digits nested, coarse first."""
+
+    run: int
+    digits: Digits
 
 
-@lru_cache(maxsize=256)
-def _span(run: int, digits: Digits) -> int:
-    return run + sum((count - 1) * stride for count, stride in digits)
+class _Set(NamedTuple):
+    """Some pieces, four arrays of one length.
+
+    Attributes:
+        number: (n,) int64, which they are.
+        start: (n,) int64, first byte.
+        span: (n,) int64, bytes from there to just after the last.
+        form: (n,) int64, index into the forms of the question.
+    """
+
+    number: I64Array
+    start: I64Array
+    span: I64Array
+    form: I64Array
+
+    def at(self, index: I64Array | slice) -> _Set:
+        """Some of them."""
+        return _Set(*(each[index] for each in self))
 
 
-def overlapping(pieces: Sequence[Piece]) -> tuple[str, str] | None:
+def overlapping(pieces: Sequence[Pieces]) -> tuple[str, str] | None:
     """Labels of two pieces that meet (or of one that meets itself), or ``None``."""
-    reduced: list[Piece] = []
-    known: dict[tuple[int, Digits], tuple[int, Digits] | None] = {}
-    for piece in pieces:
-        shape = (piece.run, piece.digits)
-        if shape not in known:
-            known[shape] = _nested(*shape)
-        nested = known[shape]
+    sweep = _Sweep()
+    forms: list[tuple[int, int]] = []
+    for some in pieces:
+        nested = _nested(some.run, some.digits)
         if nested is None:
-            return piece.label, piece.label
-        reduced.append(Piece(piece.label, piece.offset, *nested))
-    return _Sweep().clash(reduced)
+            return some.labels[0], some.labels[0]
+        forms.append((_span(nested), sweep.number(nested)))
+    counts = [len(some.labels) for some in pieces]
+    span, form = np.repeat(np.array(forms, np.int64), counts, axis=0).T
+    start = np.concatenate([some.offsets for some in pieces])
+    found = sweep.clash(_Set(np.arange(len(start)), start, span, form))
+    if found is None:
+        return None
+    labels = [label for some in pieces for label in some.labels]
+    return labels[found[0]], labels[found[1]]
 
 
-def _nested(run: int, digits: Digits) -> tuple[int, Digits] | None:
+def _span(form: _Form) -> int:
+    return form.run + sum((count - 1) * stride for count, stride in form.digits)
+
+
+def _nested(run: int, digits: Digits) -> _Form | None:
     """The same bytes with the digits merged and sorted, coarse first; ``None`` if not nested."""
     merged: list[tuple[int, int]] = []
     extent = run
@@ -69,76 +104,91 @@ def _nested(run: int, digits: Digits) -> tuple[int, Digits] | None:
             merged[-1] = (merged[-1][0] * count, merged[-1][1])
         else:
             merged.append((count, stride))
-    return run, tuple(reversed(merged))
+    return _Form(run, tuple(reversed(merged)))
+
+
+ROW = 2 * np.dtype(np.int64).itemsize
 
 
 class _Sweep:
     """One question: remembers which constellations are clear, and how much it has enumerated."""
 
     def __init__(self) -> None:
+        self._forms: list[_Form] = []
+        self._numbers: dict[_Form, int] = {}
         self._clear: set[object] = set()
         self._runs = MAX_RUNS
 
-    def clash(self, pieces: list[Piece]) -> tuple[str, str] | None:
+    def number(self, form: _Form) -> int:
+        """What stands for a form."""
+        number = self._numbers.setdefault(form, len(self._forms))
+        if number == len(self._forms):
+            self._forms.append(form)
+        return number
+
+    def clash(self, some: _Set) -> tuple[int, int] | None:
         """Sweep by bounding range; look closer only where ranges meet."""
-        pieces = sorted(pieces, key=lambda piece: piece.offset)
-        cluster: list[Piece] = []
-        end = -1
-        for piece in [*pieces, None]:
-            if piece is not None and piece.offset < end:
-                cluster.append(piece)
-                end = max(end, piece.end)
+        some = some.at(np.argsort(some.start, kind="stable"))
+        ends = np.maximum.accumulate(some.start + some.span)
+        heads = np.flatnonzero(np.append(True, some.start[1:] >= ends[:-1]))
+        bounds = [*heads.tolist(), len(ends)]
+        within = some.start - np.repeat(some.start[heads], np.diff(bounds))
+        shapes = np.stack([within, some.form], axis=1).tobytes()
+        for start, stop in pairwise(bounds):
+            shape = shapes[ROW * start : ROW * stop]
+            if stop - start == 1 or shape in self._clear:
                 continue
-            if len(cluster) > 1 and (found := self._within(cluster)):
+            if found := self._within(some.at(slice(start, stop))):
                 return found
-            if piece is not None:
-                cluster, end = [piece], piece.end
+            self._clear.add(shape)
         return None
 
-    def _within(self, cluster: list[Piece]) -> tuple[str, str] | None:
-        """Pieces whose bounding ranges meet: take off a digit that all share, or enumerate."""
-        first = cluster[0].offset
-        shape = tuple((p.offset - first, p.run, p.digits) for p in cluster)
-        if shape in self._clear:
-            return None
-        found = self.clash(_peeled(cluster)) if _peelable(cluster) else self._enumerated(cluster)
-        if found is None:
-            self._clear.add(shape)
-        return found
+    def _within(self, cluster: _Set) -> tuple[int, int] | None:
+        """Pieces whose bounding ranges meet: take off the digits that all share, or enumerate."""
+        peeled = cluster
+        while (fewer := self._peeled(peeled)) is not None:
+            peeled = fewer
+        return self._enumerated(cluster) if peeled is cluster else self.clash(peeled)
 
-    def _enumerated(self, cluster: list[Piece]) -> tuple[str, str] | None:
-        runs = [math.prod(count for count, _ in p.digits) for p in cluster]
+    def _peeled(self, cluster: _Set) -> _Set | None:
+        """All without their coarsest digit, if they share it and lie within one step of it."""
+        forms = {number: self._forms[number] for number in set(cluster.form.tolist())}
+        tops = {form.digits[:1] for form in forms.values()}
+        if len(tops) != 1 or tops == {()}:
+            return None
+        [[(count, stride)]] = tops
+        span = cluster.span - (count - 1) * stride
+        if (cluster.start + span).max() - cluster.start[0] > stride:
+            return None
+        fewer = {
+            number: self.number(form._replace(digits=form.digits[1:]))
+            for number, form in forms.items()
+        }
+        form = np.array([fewer[number] for number in cluster.form.tolist()])
+        return cluster._replace(span=span, form=form)
+
+    def _enumerated(self, cluster: _Set) -> tuple[int, int] | None:
+        forms = [self._forms[number] for number in cluster.form.tolist()]
+        runs = [math.prod(count for count, _ in form.digits) for form in forms]
         self._runs -= sum(runs)
         if self._runs < 0:
-            return cluster[0].label, cluster[1].label
-        starts = np.concatenate([_starts(p) for p in cluster])
-        lengths = np.repeat([p.run for p in cluster], runs)
-        owner = np.repeat(np.arange(len(cluster)), runs)
+            return int(cluster.number[0]), int(cluster.number[1])
+        starts = np.concatenate(
+            [_starts(start, form) for start, form in zip(cluster.start, forms, strict=True)]
+        )
+        lengths = np.repeat([form.run for form in forms], runs)
+        owner = np.repeat(cluster.number, runs)
         order = np.argsort(starts, kind="stable")
         ends = (starts + lengths)[order]
         meets = np.flatnonzero(ends[:-1] > starts[order][1:])
         if not len(meets):
             return None
         here = int(meets[0])
-        return cluster[owner[order[here]]].label, cluster[owner[order[here + 1]]].label
+        return int(owner[order[here]]), int(owner[order[here + 1]])
 
 
-def _peelable(cluster: list[Piece]) -> bool:
-    """Whether all share their coarsest digit, and lie within one step of it."""
-    tops = {p.digits[:1] for p in cluster}
-    if len(tops) != 1 or tops == {()}:
-        return False
-    count, stride = cluster[0].digits[0]
-    first = min(p.offset for p in cluster)
-    return max(p.end for p in cluster) - (count - 1) * stride - first <= stride
-
-
-def _peeled(cluster: list[Piece]) -> list[Piece]:
-    return [p._replace(digits=p.digits[1:]) for p in cluster]
-
-
-def _starts(piece: Piece) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    starts = np.array([piece.offset], dtype=np.int64)
-    for count, stride in piece.digits:
+def _starts(start: int, form: _Form) -> I64Array:
+    starts = np.array([start], dtype=np.int64)
+    for count, stride in form.digits:
         starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
     return starts

@@ -8,73 +8,56 @@ from __future__ import annotations
 
 import copy
 import enum
-import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from kvferry.core.disjoint import Piece, overlapping
+import numpy as np
+
+from kvferry.core.disjoint import Pieces, overlapping
 from kvferry.core.errors import LayoutError
+from kvferry.core.fields import (
+    ELEMENT_BYTES,
+    MAX_COUNT,
+    MAX_ENCODING,
+    MAX_KEY,
+    Alike,
+    Axis,
+    Digit,
+    Field,
+    axis,
+    kinds,
+    length,
+    problems,
+)
 from kvferry.core.memory import Region
+
+__all__ = [
+    "ELEMENT_BYTES",
+    "HOLE",
+    "MAX_COUNT",
+    "MAX_ENCODING",
+    "MAX_FIELDS",
+    "MAX_GROUPS",
+    "MAX_KEY",
+    "MAX_REGIONS",
+    "Axis",
+    "Context",
+    "Digit",
+    "Field",
+    "Group",
+    "GroupKind",
+    "Layout",
+    "axis",
+    "length",
+]
 
 HOLE = 0
 """The page id that stands for no page (vLLM's null block): never read, never written."""
 
-ELEMENT_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-}
-"""The element types that a field may have, with their sizes in bytes."""
-
 MAX_REGIONS = 1 << 12
 MAX_FIELDS = 1 << 16
 MAX_GROUPS = 1 << 8
-MAX_DIGITS = 8
-MAX_KEY = 512
-MAX_ENCODING = 256
-MAX_COUNT = 1 << 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Digit:
-    """``count`` steps of ``stride`` bytes along an axis."""
-
-    count: int
-    stride: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.count <= MAX_COUNT or not 1 <= self.stride <= MAX_COUNT:
-            raise LayoutError(
-                f"a digit of {self.count} steps of {self.stride} bytes: both must lie in "
-                f"1 to {MAX_COUNT}"
-            )
-
-
-Axis = tuple[Digit, ...]
-"""Digits from coarse to fine; no digit at all is an axis of length 1."""
-
-
-def axis(*digits: tuple[int, int]) -> Axis:
-    """An axis from (count, stride in bytes) pairs, coarse to fine."""
-    return tuple(Digit(count=count, stride=stride) for count, stride in digits)
-
-
-def length(digits: Axis) -> int:
-    """How many entries an axis has."""
-    return math.prod(digit.count for digit in digits)
 
 
 class GroupKind(enum.StrEnum):
@@ -137,79 +120,22 @@ class Group:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
-    """One logical tensor inside every page.
+class _Sorted:
+    """What a layout remembers and does not publish."""
 
-    The byte of (page *p*, token entry *t*, shard index *s*, inner indices, byte *b* of the unit) is
-    ``regions[region].address + offset + p * page_stride`` plus the strides of its digits plus *b*.
+    __slots__ = ("_kinds",)
 
-    Attributes:
-        key: global name, equal on every rank that holds a part of this tensor.
-        group: index into ``Layout.groups``.
-        region: index into ``Layout.regions``.
-        offset: bytes from the region's start to page 0's first byte of this field.
-        page_stride: bytes from one page to the next.
-        pages: how many pages there are; block ids are below it.
-        dtype: element type, a key of ``ELEMENT_BYTES``.
-        unit: bytes that are contiguous under all axes, a multiple of the element's size.
-        tokens: the token axis, ``block_tokens / tokens_per_state`` entries; empty in a state.
-        shard: the shard axis (KV heads, channels), ``shard_range[1] - shard_range[0]`` entries.
-        shard_range: the global indices ``[start, stop)`` of the shard axis that this rank holds.
-        inner: axes that every rank holds whole, in an order that both engines share; together with
-            the unit they give the bytes of one (token, shard index) in one logical order.
-        tokens_per_state: how many tokens one entry stands for (compressed caches).
-        packing: for an opaque group, a name of how the page is packed, equal on both sides; such a
-            field has no axes and its unit is the whole page. Empty otherwise.
-        draft: of draft layers (a speculative model's); an engine may be without any.
-        encoding: how elements stand for numbers where their type does not say it, such as a
-            quantised cache's format and static scales; equal on both sides. Empty otherwise.
-    """
-
-    key: str
-    group: int
-    region: int
-    offset: int
-    page_stride: int
-    pages: int
-    dtype: str
-    unit: int
-    tokens: Axis = ()
-    shard: Axis = ()
-    shard_range: tuple[int, int] = (0, 1)
-    inner: tuple[Axis, ...] = ()
-    tokens_per_state: int = 1
-    packing: str = ""
-    draft: bool = False
-    encoding: str = ""
-
-    def __post_init__(self) -> None:
-        for problem in _field_problems(self):
-            raise LayoutError(f"field {self.key[:MAX_KEY]!r}: {problem}")
-
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of one (token entry, shard index): the inner axes and the unit."""
-        return self.unit * math.prod(length(a) for a in self.inner)
-
-    @property
-    def digits(self) -> tuple[Digit, ...]:
-        """All digits inside a page."""
-        return (*self.tokens, *self.shard, *(digit for a in self.inner for digit in a))
-
-    @property
-    def extent(self) -> int:
-        """Bytes from the first to just after the last byte of one page."""
-        return self.unit + sum((d.count - 1) * d.stride for d in self.digits)
+    _kinds: tuple[Alike, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(_Sorted):
     """All that a rank says about its memory.
 
     Raises:
-        LayoutError: an index leads nowhere, a field leaves its region, two elements of one group
-            share a byte, a key stands twice, or a bound of this module is passed.
+        LayoutError: a field cannot be, an index leads nowhere, a field leaves its region, two
+            elements of one group share a byte, a key stands twice, or a bound of this module is
+            passed.
     """
 
     regions: tuple[Region, ...]
@@ -218,11 +144,17 @@ class Layout:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
-        known: dict[object, _Inside] = {}
-        insides = [_inside(self, f, known) for f in self.fields]
-        for f, inside in zip(self.fields, insides, strict=True):
-            _check_field(self, f, inside)
-        _check_disjoint(self, insides)
+        for some in self.kinds:
+            _check_kind(self, some.first)
+            _check_places(self, some)
+        _check_disjoint(self)
+
+    @property
+    def kinds(self) -> tuple[Alike, ...]:
+        """All fields by their kinds."""
+        if not hasattr(self, "_kinds"):
+            object.__setattr__(self, "_kinds", kinds(self.fields))
+        return self._kinds
 
     def moved(self, regions: tuple[Region, ...]) -> Layout:
         """The same in other regions. Checked again where they differ in more than where they lie.
@@ -234,33 +166,14 @@ class Layout:
             return replace(self, regions=regions)
         made = copy.copy(self)
         object.__setattr__(made, "regions", regions)
+        object.__setattr__(made, "_kinds", self.kinds)
         return made
 
     def pages(self, group: int) -> int:
         """How many pages a group has here: ids are below this; 0 if it has no field here."""
-        return min((f.pages for f in self.fields if f.group == group), default=0)
-
-
-def _field_problems(f: Field) -> Iterator[str]:
-    if not 1 <= len(f.key) <= MAX_KEY:
-        yield f"a key has 1 to {MAX_KEY} characters, this one {len(f.key)}"
-    if f.dtype not in ELEMENT_BYTES:
-        yield f"unknown element type {f.dtype[:32]!r}; known are {', '.join(ELEMENT_BYTES)}"
-    elif not 1 <= f.unit <= MAX_COUNT or f.unit % ELEMENT_BYTES[f.dtype]:
-        yield f"unit of {f.unit} bytes is not a positive multiple of a {f.dtype}"
-    if not 0 <= f.offset <= MAX_COUNT or not 1 <= f.page_stride <= MAX_COUNT:
-        yield f"offset {f.offset} and page_stride {f.page_stride} must lie in 0 to {MAX_COUNT}"
-    if not 1 <= f.pages <= MAX_COUNT or not 1 <= f.tokens_per_state <= 1 << 24:
-        yield f"pages {f.pages} and tokens_per_state {f.tokens_per_state} must be positive"
-    if len(f.digits) > MAX_DIGITS or len(f.inner) > MAX_DIGITS:
-        yield f"{len(f.digits)} digits in {len(f.inner)} inner axes; {MAX_DIGITS} are allowed"
-    if len(f.encoding) > MAX_ENCODING:
-        yield f"an encoding has up to {MAX_ENCODING} characters, this one {len(f.encoding)}"
-    start, stop = f.shard_range
-    if not 0 <= start < stop <= MAX_COUNT:
-        yield f"shard range [{start}, {stop}) is empty or out of bounds"
-    elif not f.packing and length(f.shard) != stop - start:
-        yield f"shard axis of {length(f.shard)} entries for the range [{start}, {stop})"
+        return min(
+            (some.first.pages for some in self.kinds if some.first.group == group), default=0
+        )
 
 
 def _check_sizes(layout: Layout) -> None:
@@ -271,42 +184,55 @@ def _check_sizes(layout: Layout) -> None:
     ):
         if len(items) > limit:
             raise LayoutError(f"{len(items)} {name}; {limit} are allowed")
-    counts = Counter(f.key for f in layout.fields)
-    if len(counts) != len(layout.fields):
-        [(twice, _)] = counts.most_common(1)
+    keys = [f.key for f in layout.fields]
+    sizes = set(map(len, keys))
+    if sizes and not 1 <= min(sizes) <= max(sizes) <= MAX_KEY:
+        bad = next(key for key in keys if not 1 <= len(key) <= MAX_KEY)
+        raise _refused(bad, f"a key has 1 to {MAX_KEY} characters, this one {len(bad)}")
+    if len(set(keys)) != len(keys):
+        [(twice, _)] = Counter(keys).most_common(1)
         raise LayoutError(f"field {twice!r} stands twice in one layout")
 
 
-class _Inside(NamedTuple):
-    """What the fields of a model repeat layer after layer: how they lie within a page."""
-
-    extent: int
-    digits: tuple[tuple[int, int], ...]
+def _refused(key: str, problem: str) -> LayoutError:
+    return LayoutError(f"field {key[:MAX_KEY]!r}: {problem}")
 
 
-def _inside(layout: Layout, f: Field, known: dict[object, _Inside]) -> _Inside:
-    """The inside of a field, its axes checked; once for all fields that have the same."""
-    shape = f.group, f.packing, f.unit, f.tokens, f.shard, f.inner, f.tokens_per_state
-    if shape not in known:
-        if 0 <= f.group < len(layout.groups):  # or it is refused right after
-            _check_axes(layout.groups[f.group], f)
-        digits = tuple((digit.count, digit.stride) for digit in f.digits)
-        known[shape] = _Inside(extent=f.extent, digits=digits)
-    return known[shape]
+def _check_kind(layout: Layout, f: Field) -> None:
+    """All that is the same for every field of a kind."""
+    for problem in problems(f):
+        raise _refused(f.key, problem)
+    if not 0 <= f.group < len(layout.groups):
+        raise _lost(layout, f)
+    _check_axes(layout.groups[f.group], f)
 
 
-def _check_field(layout: Layout, f: Field, inside: _Inside) -> None:
-    if not 0 <= f.group < len(layout.groups) or not 0 <= f.region < len(layout.regions):
-        raise LayoutError(
-            f"field {f.key!r} is in group {f.group} and region {f.region} of "
-            f"{len(layout.groups)} groups and {len(layout.regions)} regions"
-        )
-    region = layout.regions[f.region]
-    end = f.offset + (f.pages - 1) * f.page_stride + inside.extent
-    if end > region.nbytes:
-        raise LayoutError(
-            f"field {f.key!r} ends at byte {end} of region {f.region}, which has {region.nbytes}"
-        )
+def _check_places(layout: Layout, some: Alike) -> None:
+    """What differs from field to field of a kind."""
+    first = some.first
+    rest = (first.pages - 1) * first.page_stride + first.extent
+    for f in some.fields:
+        if not 0 <= f.region < len(layout.regions):
+            raise _lost(layout, f)
+        if len(f.encoding) > MAX_ENCODING:
+            given = len(f.encoding)
+            raise _refused(
+                f.key, f"an encoding has up to {MAX_ENCODING} characters, this one {given}"
+            )
+        if not 0 <= f.offset <= MAX_COUNT:
+            raise _refused(f.key, f"offset {f.offset} must lie in 0 to {MAX_COUNT}")
+        if f.offset + rest > layout.regions[f.region].nbytes:
+            raise LayoutError(
+                f"field {f.key!r} ends at byte {f.offset + rest} of region {f.region}, which has "
+                f"{layout.regions[f.region].nbytes}"
+            )
+
+
+def _lost(layout: Layout, f: Field) -> LayoutError:
+    return LayoutError(
+        f"field {f.key!r} is in group {f.group} and region {f.region} of "
+        f"{len(layout.groups)} groups and {len(layout.regions)} regions"
+    )
 
 
 def _check_axes(group: Group, f: Field) -> None:
@@ -331,16 +257,27 @@ def _check_axes(group: Group, f: Field) -> None:
         )
 
 
-def _check_disjoint(layout: Layout, insides: Sequence[_Inside]) -> None:
-    places = _places(layout.regions)
-    by_place: dict[tuple[int, int], list[Piece]] = {}
-    for f, inside in zip(layout.fields, insides, strict=True):
-        place, start = places[f.region]
-        digits = ((f.pages, f.page_stride), *inside.digits)
-        piece = Piece(label=f.key, offset=start + f.offset, run=f.unit, digits=digits)
-        by_place.setdefault((f.group, place), []).append(piece)
-    for pieces in by_place.values():
-        clash = overlapping(pieces)
+def _check_disjoint(layout: Layout) -> None:
+    devices: dict[object, int] = {}
+    places = np.array(  # from byte 1 on, so that an end fits 64 bits, too
+        [(devices.setdefault(_device(r), len(devices)), r.address - 1) for r in layout.regions],
+        dtype=np.int64,
+    ).reshape(-1, 2)
+    by_place: dict[tuple[int, int], list[Pieces]] = {}
+    for some in layout.kinds:
+        device, start = places[some.regions].T
+        digits = tuple((digit.count, digit.stride) for digit in some.first.digits)
+        for number in set(device.tolist()):
+            here = np.flatnonzero(device == number)
+            pieces = Pieces(
+                labels=[some.keys[i] for i in here.tolist()],
+                offsets=(start + some.offsets)[here],
+                run=some.first.unit,
+                digits=((some.first.pages, some.first.page_stride), *digits),
+            )
+            by_place.setdefault((some.first.group, number), []).append(pieces)
+    for found in by_place.values():
+        clash = overlapping(found)
         if clash:
             raise LayoutError(
                 f"fields {clash[0]!r} and {clash[1]!r} put two elements of one group on one byte, "
@@ -350,10 +287,9 @@ def _check_disjoint(layout: Layout, insides: Sequence[_Inside]) -> None:
 
 def _alike(regions: Sequence[Region]) -> object:
     """All that the checks of a layout ask of its regions: lengths, and which share memory how."""
-    stretches: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     places = [
-        (stretches.setdefault(stretch, len(stretches)), start)
-        for stretch, start in _places(regions)
+        (numbers.setdefault(stretch, len(numbers)), start) for stretch, start in _places(regions)
     ]
     return [each.nbytes for each in regions], places
 

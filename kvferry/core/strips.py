@@ -15,9 +15,10 @@ import numpy as np
 
 from kvferry.core.axes import Digits, Joint, Walk, coarse, digits_of, even, normalised, walk
 from kvferry.core.errors import PlanError
+from kvferry.core.fields import Alike
 from kvferry.core.layout import Field, Layout
 from kvferry.core.memory import I64Array, Region
-from kvferry.core.runs import Boxes, Runs, absorbed, count, joined, sums, unfolded
+from kvferry.core.runs import Boxes, Runs, absorbed, concatenated, count, joined, sums, unfolded
 
 MAX_STRIPS = 1 << 22
 """Above this many strips in one sub-block two layouts are refused: nobody could read them."""
@@ -30,6 +31,28 @@ class Overlap:
     local: Field
     remote: Field
     shard: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlaps:
+    """Overlaps of fields that are alike, the local ones among each other and the remote ones: they
+    differ in where they start. At least one."""
+
+    local: Alike
+    remote: Alike
+    shard: tuple[int, int]
+
+    def __iter__(self) -> Iterator[Overlap]:
+        for local, remote in zip(self.local.fields, self.remote.fields, strict=True):
+            yield Overlap(local=local, remote=remote, shard=self.shard)
+
+    def __len__(self) -> int:
+        return len(self.local.fields)
+
+    @property
+    def first(self) -> Overlap:
+        """One that stands for all."""
+        return Overlap(local=self.local.first, remote=self.remote.first, shard=self.shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +108,7 @@ class _Shape:
 
 
 def batches(
-    overlaps: Sequence[Overlap],
+    parts: Sequence[Overlaps],
     local: Layout,
     remote: Layout,
     grain: int,
@@ -98,23 +121,26 @@ def batches(
     Raises:
         PlanError: they are too many; names a field.
     """
-    pairs: dict[tuple[int, int], int] = {}
-    shapes: dict[object, tuple[_Shape, list[tuple[int, int, int]]]] = {}
-    for o in overlaps:
-        geometry = _geometry(o)
+    first = parts[0].first
+    shapes: dict[object, tuple[_Shape, list[Overlaps]]] = {}
+    for part in parts:
+        geometry = _geometry(part.first)
         if geometry not in shapes:
-            shapes[geometry] = _shape(o, grain, window), []
-        pair = pairs.setdefault((o.local.region, o.remote.region), len(pairs))
-        shapes[geometry][1].append((pair, o.local.offset, o.remote.offset))
-    _check_count(overlaps[0], (len(fields) * len(shape.local) for shape, fields in shapes.values()))
-    regions = [(local.regions[near], remote.regions[far]) for near, far in pairs]
+            shapes[geometry] = _shape(part.first, grain, window), []
+        shapes[geometry][1].append(part)
+    _check_count(
+        first,
+        (len(shape.local) * sum(map(len, found)) for shape, found in shapes.values()),
+    )
+    pairs = _Pairs(local, remote)
     boxes: dict[Motion, list[Boxes]] = {}
-    for shape, fields in shapes.values():
-        boxes.setdefault(shape.motion, []).append((shape.digits, _runs(shape, fields, regions)))
+    for shape, found in shapes.values():
+        runs = concatenated([_runs(shape, part, pairs) for part in found])
+        boxes.setdefault(shape.motion, []).append((shape.digits, runs))
     return tuple(
         batch
-        for motion, found in boxes.items()
-        for batch in _batches(motion, _strips(found, overlaps[0]), regions)
+        for motion, some in boxes.items()
+        for batch in _batches(motion, _strips(some, first), pairs)
     )
 
 
@@ -180,18 +206,35 @@ def _inner(f: Field, unit: int) -> Digits:
     return normalised((*digits, (f.unit // unit, unit)))
 
 
-def _runs(
-    shape: _Shape, fields: list[tuple[int, int, int]], regions: list[tuple[Region, Region]]
-) -> Runs:
-    """The first run of every box of the fields that have this shape."""
-    pair, near, far = np.array(fields, dtype=np.int64).T
-    address = np.array([(a.address, b.address) for a, b in regions], dtype=np.int64)[pair]
+class _Pairs:
+    """Pairs of regions, each with a number."""
+
+    def __init__(self, local: Layout, remote: Layout) -> None:
+        self._local = local.regions
+        self._remote = remote.regions
+        self.starts = [
+            np.array([region.address for region in regions], dtype=np.int64)
+            for regions in (self._local, self._remote)
+        ]
+
+    def numbers(self, part: Overlaps) -> I64Array:
+        """(n,) int64, one for each field."""
+        return part.local.regions * len(self._remote) + part.remote.regions
+
+    def __getitem__(self, number: int) -> tuple[Region, Region]:
+        near, far = divmod(number, len(self._remote))
+        return self._local[near], self._remote[far]
+
+
+def _runs(shape: _Shape, part: Overlaps, pairs: _Pairs) -> Runs:
+    """The first run of every box of the fields, which have this shape."""
+    near, far = pairs.starts
     boxes = len(shape.local)
     return Runs(
-        pair=np.repeat(pair, boxes),
-        local=sums([address[:, 0] + near, shape.local]),
-        remote=sums([address[:, 1] + far, shape.remote]),
-        nbytes=np.full(len(fields) * boxes, shape.nbytes),
+        pair=np.repeat(pairs.numbers(part), boxes),
+        local=sums([near[part.local.regions] + part.local.offsets, shape.local]),
+        remote=sums([far[part.remote.regions] + part.remote.offsets, shape.remote]),
+        nbytes=np.full(len(part) * boxes, shape.nbytes),
     )
 
 
@@ -201,7 +244,7 @@ def _strips(boxes: list[Boxes], o: Overlap) -> Runs:
     return unfolded(fewest)
 
 
-def _batches(motion: Motion, runs: Runs, regions: list[tuple[Region, Region]]) -> Iterator[Batch]:
+def _batches(motion: Motion, runs: Runs, pairs: _Pairs) -> Iterator[Batch]:
     """Sorted runs, by length."""
     for nbytes in np.unique(runs.nbytes).tolist():
         part = runs.at(runs.nbytes == nbytes)
@@ -211,7 +254,7 @@ def _batches(motion: Motion, runs: Runs, regions: list[tuple[Region, Region]]) -
             nbytes=nbytes,
             local=part.local,
             remote=part.remote,
-            cuts=tuple((stop, *regions[int(part.pair[stop - 1])]) for stop in stops),
+            cuts=tuple((stop, *pairs[int(part.pair[stop - 1])]) for stop in stops),
         )
 
 

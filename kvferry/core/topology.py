@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.core.coverage import Piece, Side, coverage
+from kvferry.core.coverage import Side, coverage, sides
 from kvferry.core.errors import PlanError
-from kvferry.core.layout import Field, Group, GroupKind, Layout
-from kvferry.core.strips import Batch, Overlap, batches
+from kvferry.core.fields import Alike
+from kvferry.core.layout import Group, GroupKind, Layout
+from kvferry.core.strips import Batch, Overlap, Overlaps, batches
 from kvferry.core.subblocks import Pairing
 
 MAX_WINDOWS = 256
@@ -31,7 +32,7 @@ class Match:
         pairing: how the tokens of the two groups go together.
         local_pages: local page ids are below this.
         remote_pages: remote page ids are below this.
-        overlaps: the fields.
+        parts: the fields, those that are alike together.
         batches: their strips, for the pairing's largest sub-blocks.
     """
 
@@ -40,8 +41,13 @@ class Match:
     pairing: Pairing
     local_pages: int
     remote_pages: int
-    overlaps: tuple[Overlap, ...] = field(repr=False)
+    parts: tuple[Overlaps, ...] = field(repr=False)
     batches: tuple[Batch, ...] = field(repr=False)
+
+    @property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """The fields, one by one."""
+        return tuple(overlap for part in self.parts for overlap in part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,12 +72,13 @@ class Own:
     """What one local rank has of a local group.
 
     Attributes:
-        fields: by whether they are read: False for the draft layers that only this engine has.
+        fields: those that are alike together, by whether they are read: False for the draft layers
+            that only this engine has.
         pages: page ids are below this; 0 where it has no field.
         entry: a number of tokens that is whole entries in every field that is read.
     """
 
-    fields: dict[bool, tuple[Field, ...]] = field(repr=False)
+    fields: dict[bool, tuple[Alike, ...]] = field(repr=False)
     pages: int
     entry: int
 
@@ -115,8 +122,11 @@ class Plan:
             if len(self._windows) >= MAX_WINDOWS:
                 del self._windows[next(iter(self._windows))]
             which = (True, False) if read is None else (read,)
-            fields = [f for one in which for f in self.own[group].fields[one]]
-            own = [Overlap(local=f, remote=f, shard=f.shard_range) for f in fields]
+            own = [
+                Overlaps(local=some, remote=some, shard=some.first.shard_range)
+                for one in which
+                for some in self.own[group].fields[one]
+            ]
             grain = max(layout.groups[group].block_tokens, 1)
             self._windows[key] = batches(own, layout, layout, grain, window) if own else ()
         return self._windows[key]
@@ -138,7 +148,7 @@ def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
     """
     if not 0 <= rank < len(local):
         raise PlanError(f"there is no local rank {rank}: there are {len(local)}")
-    near, far = Side("local", local), Side("remote", remote)
+    near, far = sides(local, remote)
     _check_drafts(near, far)
     if not far.drafts:
         near.leave_out(near.drafts)
@@ -161,36 +171,38 @@ def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
             for source, count in enumerate(readers)
             if count == 0 and source * len(local) // len(remote) == rank
         ),
-        own=_own(local[rank], near),
+        own=_own(near, rank),
     )
 
 
-def _own(layout: Layout, side: Side) -> tuple[Own, ...]:
-    fields: list[dict[bool, list[Field]]] = [{True: [], False: []} for _ in layout.groups]
-    for f in layout.fields:
-        fields[f.group][f.key in side.holdings].append(f)
+def _own(side: Side, rank: int) -> tuple[Own, ...]:
+    layout = side.layouts[rank]
+    fields: list[dict[bool, list[Alike]]] = [{True: [], False: []} for _ in layout.groups]
+    for key, held in side.fields.items():
+        if rank in held:
+            fields[held[rank].first.group][key in side.holdings].append(held[rank])
     return tuple(
         Own(
             fields={read: tuple(some) for read, some in found.items()},
-            pages=min((f.pages for some in found.values() for f in some), default=0),
-            entry=_entry(group, found[True]),
+            pages=layout.pages(group),
+            entry=_entry(layout.groups[group], found[True]),
         )
-        for group, found in zip(layout.groups, fields, strict=True)
+        for group, found in enumerate(fields)
     )
 
 
-def _entry(group: Group, fields: Iterable[Field]) -> int:
+def _entry(group: Group, fields: Iterable[Alike]) -> int:
     paged = group.kind is GroupKind.PAGED
-    return math.lcm(*{f.tokens_per_state for f in fields}) if paged else 1
+    return math.lcm(*{some.first.tokens_per_state for some in fields}) if paged else 1
 
 
 def _check_drafts(local: Side, remote: Side) -> None:
     """Whether a field is of draft layers is the same wherever it is held."""
     for key in sorted(local.drafts | remote.drafts):
         said = {
-            f.draft: f"{side.name} rank {holding.rank}"
+            some.first.draft: f"{side.name} rank {rank}"
             for side in (remote, local)
-            for holding, f in zip(side.holdings.get(key, ()), side.fields.get(key, ()), strict=True)
+            for rank, some in side.fields.get(key, {}).items()
         }
         if False in said:
             raise PlanError(
@@ -214,34 +226,27 @@ def _check_keys(local: Side, remote: Side) -> None:
 
 def _assigned(
     local: Side, remote: Side, rank: int
-) -> tuple[set[tuple[int, int]], dict[int, list[Overlap]]]:
+) -> tuple[set[tuple[int, int]], dict[int, list[Overlaps]]]:
     """Every (reader, read) pair of ranks, and by rank what ``rank`` reads."""
-    known: dict[object, list[list[Piece]]] = {}
     reads: set[tuple[int, int]] = set()
-    overlaps: dict[int, list[Overlap]] = {}
+    overlaps: dict[int, list[Overlaps]] = {}
     for key, mine in local.holdings.items():
-        theirs = remote.holdings[key]
-        signature = tuple(mine), tuple(theirs)
-        if signature not in known:
-            known[signature] = coverage(key, local, remote)
-            reads |= {
-                (holding.rank, theirs[piece.holding].rank)
-                for holding, pieces in zip(mine, known[signature], strict=True)
-                for piece in pieces
-            }
-        for holding, f, pieces in zip(mine, local.fields[key], known[signature], strict=True):
-            if holding.rank != rank:
-                continue
+        for holding, pieces in zip(mine, coverage(key, local, remote), strict=True):
             for index, shard in pieces:
-                overlap = Overlap(local=f, remote=remote.fields[key][index], shard=shard)
-                overlaps.setdefault(theirs[index].rank, []).append(overlap)
+                source = remote.holdings[key][index].rank
+                reads.add((holding.rank, source))
+                if holding.rank == rank:
+                    near, far = local.fields[key][rank], remote.fields[key][source]
+                    part = Overlaps(local=near, remote=far, shard=shard)
+                    overlaps.setdefault(source, []).append(part)
     return reads, overlaps
 
 
-def _source(local: Layout, remote: Layout, rank: int, overlaps: list[Overlap]) -> Source:
-    by_groups: dict[tuple[int, int], list[Overlap]] = {}
-    for overlap in overlaps:
-        by_groups.setdefault((overlap.local.group, overlap.remote.group), []).append(overlap)
+def _source(local: Layout, remote: Layout, rank: int, overlaps: list[Overlaps]) -> Source:
+    by_groups: dict[tuple[int, int], list[Overlaps]] = {}
+    for part in overlaps:
+        groups = part.local.first.group, part.remote.first.group
+        by_groups.setdefault(groups, []).append(part)
     return Source(
         remote=rank,
         local_layout=local,
@@ -250,7 +255,7 @@ def _source(local: Layout, remote: Layout, rank: int, overlaps: list[Overlap]) -
     )
 
 
-def _match(local: Layout, remote: Layout, near: int, far: int, overlaps: list[Overlap]) -> Match:
+def _match(local: Layout, remote: Layout, near: int, far: int, parts: list[Overlaps]) -> Match:
     pairing = Pairing(
         index=near,
         local=local.groups[near],
@@ -260,8 +265,8 @@ def _match(local: Layout, remote: Layout, near: int, far: int, overlaps: list[Ov
         local_group=near,
         remote_group=far,
         pairing=pairing,
-        local_pages=min(overlap.local.pages for overlap in overlaps),
-        remote_pages=min(overlap.remote.pages for overlap in overlaps),
-        overlaps=tuple(overlaps),
-        batches=batches(overlaps, local, remote, pairing.grain),
+        local_pages=min(part.local.first.pages for part in parts),
+        remote_pages=min(part.remote.first.pages for part in parts),
+        parts=tuple(parts),
+        batches=batches(parts, local, remote, pairing.grain),
     )

@@ -42,4 +42,4 @@ def test_draft_layers_that_are_left_out_are_not_compared() -> None:
 
 def test_an_encoding_is_bounded() -> None:
     with pytest.raises(LayoutError, match=f"up to {MAX_ENCODING} characters"):
-        dataclasses.replace(heads(), encoding="x" * (MAX_ENCODING + 1))
+        layout(dataclasses.replace(heads(), encoding="x" * (MAX_ENCODING + 1)))

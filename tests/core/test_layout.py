@@ -35,22 +35,39 @@ def test_a_group_has_as_many_pages_as_its_smallest_field() -> None:
     assert two.pages(1) == 0
 
 
-BAD_FIELDS = {
+BAD_PLACES = {
     "a key has 1 to 512 characters": {"key": ""},
+    "this one 513": {"key": "k" * 513},
+    "offset -1 must lie in 0 to": {"offset": -1},
+    "and region -1 of 1 groups and 1 regions": {"region": -1},
+    "and region 1 of 1 groups and 1 regions": {"region": 1},
+    f"ends at byte {8 + PAGES * 4 * 16 * DIM + (1 << 20)} of region 0": {"offset": 8 + (1 << 20)},
+}
+"""What may differ between fields that are alike otherwise."""
+
+BAD_FIELDS = {
     "unknown element type 'int4'": {"dtype": "int4"},
     "is not a positive multiple of a float32": {"dtype": "float32", "unit": 6},
-    "must lie in 0 to": {"offset": -1},
+    "page_stride 0 must lie in 1 to": {"page_stride": 0},
     "pages 0": {"pages": 0},
     "shard range [4, 4) is empty": {"shard_range": (4, 4)},
     "shard axis of 4 entries for the range [0, 8)": {"shard_range": (0, 8)},
     "9 digits": {"inner": (axis(*[(1, 1)] * 7),)},
+    "9 inner axes": {"inner": ((),) * 9},
+    "a digit of 0 steps of 64 bytes": {"shard": axis((0, 64))},
+    "a digit of 4 steps of -8 bytes": {"shard": axis((4, -8))},
+    "up to 256 characters": {"encoding": "x" * 257},
 }
 
 
-@pytest.mark.parametrize(("message", "change"), BAD_FIELDS.items(), ids=list(BAD_FIELDS))
+@pytest.mark.parametrize(
+    ("message", "change"), (BAD_PLACES | BAD_FIELDS).items(), ids=list(BAD_PLACES | BAD_FIELDS)
+)
 def test_refuses_a_field_that_cannot_be(message: str, change: dict[str, object]) -> None:
+    good = layout(heads())
+    bad = replace(good.fields[0], **change)  # type: ignore[arg-type]
     with pytest.raises(LayoutError) as refusal:
-        replace(heads(), **change)  # type: ignore[arg-type]
+        replace(good, fields=(bad,))
     assert message in str(refusal.value)
     assert str(refusal.value).startswith("field ")
 
@@ -73,6 +90,25 @@ def test_refuses_a_field_that_does_not_fit(message: str, change: dict[str, objec
     with pytest.raises(LayoutError) as refusal:
         replace(good, fields=(bad,))
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("place", [0, 77, 159])
+@pytest.mark.parametrize(
+    ("message", "change"),
+    (BAD_PLACES | BAD_FIELDS | BAD_IN_A_LAYOUT).items(),
+    ids=list(BAD_PLACES | BAD_FIELDS | BAD_IN_A_LAYOUT),
+)
+def test_one_bad_field_among_many_alike_is_refused_by_name(
+    message: str, change: dict[str, object], place: int
+) -> None:
+    size = PAGES * 4 * 16 * DIM
+    many = [heads(f"layer.{i}", offset=i * size) for i in range(160)]
+    good = layout(*many)
+    assert len(good.kinds) == 1
+    bad = replace(many[place], **({"key": f"bad-{place}"} | change))  # type: ignore[arg-type]
+    with pytest.raises(LayoutError) as refusal:
+        replace(good, fields=(*many[:place], bad, *many[place + 1 :]))
+    assert repr(bad.key[:512]) in str(refusal.value)
 
 
 def test_refuses_a_key_that_stands_twice() -> None:

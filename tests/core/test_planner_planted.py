@@ -201,11 +201,11 @@ def sub_blocks_are_the_smaller_block(patch: Patch) -> None:
 
 
 def sub_blocks_are_single_entries(patch: Patch) -> None:
-    def entry(match: Any) -> int:
-        return math.lcm(*(overlap.local.tokens_per_state for overlap in match))
+    def entry(parts: Any) -> int:
+        return math.lcm(*(part.local.first.tokens_per_state for part in parts))
 
-    def fine(real: Any, overlaps: Any, local: Any, remote: Any, grain: int, *window: Any) -> Any:
-        return real(overlaps, local, remote, grain if window else entry(overlaps), *window)
+    def fine(real: Any, parts: Any, local: Any, remote: Any, grain: int, *window: Any) -> Any:
+        return real(parts, local, remote, grain if window else entry(parts), *window)
 
     instead(patch, topology, "batches", fine)
 
@@ -443,8 +443,8 @@ def the_widest_span_counts(patch: Patch) -> None:
 
 
 def unread_fields_stay(patch: Patch) -> None:
-    def only_read(real: Any, layout: Layout, side: Side) -> tuple[Own, ...]:
-        return tuple(replace(o, fields=o.fields | {False: ()}) for o in real(layout, side))
+    def only_read(real: Any, side: Side, rank: int) -> tuple[Own, ...]:
+        return tuple(replace(o, fields=o.fields | {False: ()}) for o in real(side, rank))
 
     instead(patch, topology, "_own", only_read)
 

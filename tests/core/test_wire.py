@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -155,6 +156,41 @@ def test_a_payload_whose_field_leaves_its_region_is_refused() -> None:
     tree["layout"]["fields"][0]["pages"] = 17
     with pytest.raises(WireError, match="ends at byte 17408"):
         wire.decode_payload(msgspec.msgpack.encode(tree))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"offset": -1}, "offset -1 must lie in 0 to"),
+        ({"offset": 1 << 30}, "ends at byte"),
+        ({"offset": 8}, "put two elements of one group on one byte"),
+        ({"region": 1}, "is in group 0 and region 1"),
+        ({"group": 1}, "is in group 1 and region 0"),
+        ({"unit": 3}, "is not a positive multiple"),
+        ({"dtype": "int4"}, "unknown element type"),
+        ({"pages": 0}, "pages 0"),
+        ({"page_stride": 0}, "page_stride 0"),
+        ({"tokens": [{"count": 16, "stride": 0}]}, "a digit of 16 steps of 0 bytes"),
+        ({"shard_range": [3, 3]}, "shard range"),
+        ({"packing": "tiles"}, "a packing is named by opaque groups"),
+        ({"key": "layer.3"}, "stands twice"),
+        ({"offset": 1 << 63}, r"\$\[77\]\.offset"),
+        ({"page_stride": -(1 << 63)}, r"\$\[77\]\.page_stride"),
+    ],
+)
+def test_one_bad_field_among_many_alike_is_refused(change: dict[str, object], words: str) -> None:
+    """Whatever the others share with it: by its key, or by its place where it is no number."""
+    tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
+    layout = tree["layout"]
+    [field] = layout["fields"]
+    size = layout["regions"][0]["nbytes"]
+    layout["regions"][0]["nbytes"] = 160 * size
+    layout["fields"] = [field | {"key": f"layer.{i}", "offset": i * size} for i in range(160)]
+    assert len(wire.decode_payload(msgspec.msgpack.encode(tree)).layout.kinds) == 1
+    layout["fields"][77] |= change
+    with pytest.raises(WireError, match=words) as refusal:
+        wire.decode_payload(msgspec.msgpack.encode(tree))
+    assert re.search(rf"'{change.get('key', 'layer.77')}'|\$\[77\]", str(refusal.value))
 
 
 def test_no_release_is_longer_than_its_bound() -> None:
