@@ -177,10 +177,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """What this rank publishes."""
         return self._worker.handshake if self._worker is not None else None
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Apply this step's messages: vLLM calls this before it runs the model, and
+        ``start_load_kv`` after that, where loads of this step would wait for no reason."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, Step):
+            self._worker.apply(connector_metadata)
+
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
-        """Apply this step's messages."""
-        if self._worker is not None and isinstance(self._connector_metadata, Step):
-            self._worker.apply(self._connector_metadata)
+        """Everything has begun when the step's messages came."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end between steps, never inside one."""

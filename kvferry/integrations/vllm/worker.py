@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.02
+IDLE_SECONDS = 0.005
 """How long a step that runs nothing waits for a load, with the interpreter's lock released: a
-spinning engine would starve the endpoint's thread, and its steps want the cores that the load
-needs. A request that comes meanwhile waits as long, at most."""
+spinning engine would starve the endpoint's thread. A request that comes meanwhile waits as long."""
 
 
 class FerryWorker:
