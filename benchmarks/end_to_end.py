@@ -1,6 +1,6 @@
 """Real vLLM engines: time to decode's first token, beside vLLM's own NixlConnector.
 
-    python benchmarks/end_to_end.py [--driver NAME]... [--rounds 5] [--at-once 1 8 32] [--quick]
+    python benchmarks/end_to_end.py [--driver NAME]... [--rounds 10] [--at-once 1 8 32] [--quick]
                                     [--json FILE]
 
 A model made on the spot, small in weights and large in its cache: 24 MiB for each prompt of 192
@@ -145,7 +145,7 @@ def beside(
     for number in options.at_once:
         rounds = options.rounds * (1 if options.quick or number > 8 else 2 if number > 1 else 4)
         show(f"{ours.name} and {theirs.name}, {number} at once")
-        given = prompts(max(number, 4))
+        given = prompts(max(number, 2))
         found = np.empty((2, rounds, 2))
         for pair in (ours, theirs):
             pair.first_tokens(given, number)  # what is done once is done
@@ -212,11 +212,11 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
     parser.add_argument("--driver", action="append", help="default: each that works here")
-    parser.add_argument("--rounds", type=int, help="default 5; up to 8 at once, more")
+    parser.add_argument("--rounds", type=int, help="default 10; up to 8 at once, more")
     parser.add_argument("--at-once", type=int, nargs="+", help="requests; default 1 8 32")
     parser.add_argument("--quick", action="store_true", help="to see that it runs: half a minute")
     found = parser.parse_args()
-    found.rounds = found.rounds or (2 if found.quick else 5)
+    found.rounds = found.rounds or (2 if found.quick else 10)
     found.at_once = found.at_once or ([2] if found.quick else [1, 8, 32])
     return found
 
