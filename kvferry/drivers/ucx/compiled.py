@@ -129,30 +129,45 @@ def _compiled(library: Ucp) -> Loops:
     import numba
 
     jit: Any = numba.njit(nogil=True)
-    get, put = library.function("ucp_get_nbx"), library.function("ucp_put_nbx")
+    loops = Loops(
+        get=jit(_posting(library.function("ucp_get_nbx"))),
+        put=jit(_posting(library.function("ucp_put_nbx"))),
+        sweep=jit(_sweeping(library)),
+        drive=jit(_driving(library)),
+        move=jit(_moving()),
+    )
+    none = np.empty(0, np.uint64)
+    for loop in (loops.get, loops.put):
+        loop(1, none, none, none, none, none, none)
+    loops.sweep(none, 0)
+    loops.drive(1, 0)
+    loops.move(none, none, none)
+    return loops
+
+
+# What is compiled. numba takes the functions around each loop for constants.
+
+
+def _posting(call: Any) -> Callable[..., None]:  # noqa: ANN401
+    def post(
+        endpoint: Any,  # noqa: ANN401
+        local: U64Array,
+        nbytes: U64Array,
+        remote: U64Array,
+        keys: U64Array,
+        params: U64Array,
+        answers: U64Array,
+    ) -> None:
+        for i in range(len(local)):
+            answers[i] = call(endpoint, local[i], nbytes[i], remote[i], keys[i], params[i])
+
+    return post
+
+
+def _sweeping(library: Ucp) -> Callable[[U64Array, int], tuple[int, int]]:
     check, free = library.looping("ucp_request_check_status"), library.looping("ucp_request_free")
-    progress = library.function("ucp_worker_progress")
-    libc, monotonic, second = ctypes.CDLL(None), time.CLOCK_MONOTONIC, 1_000_000_000
-    memmove, clock = libc.memmove, libc.clock_gettime
-    clock.restype, clock.argtypes = ctypes.c_int, [ctypes.c_int, _WORD]
-    memmove.restype, memmove.argtypes = _WORD, [_WORD, _WORD, _WORD]
     errors_from = np.uint64(ERRORS_FROM)
     signed: Any = np.int64
-
-    def posting(call: Any) -> Any:  # noqa: ANN401
-        def post(
-            endpoint: Any,  # noqa: ANN401
-            local: U64Array,
-            nbytes: U64Array,
-            remote: U64Array,
-            keys: U64Array,
-            params: U64Array,
-            answers: U64Array,
-        ) -> None:
-            for i in range(len(local)):
-                answers[i] = call(endpoint, local[i], nbytes[i], remote[i], keys[i], params[i])
-
-        return jit(post)
 
     def sweep(requests: U64Array, start: int) -> tuple[int, int]:
         first = 0
@@ -170,6 +185,14 @@ def _compiled(library: Ucp) -> Loops:
                 first = code
         return len(requests), first
 
+    return sweep
+
+
+def _driving(library: Ucp) -> Callable[[int, int], int]:
+    progress, clock = library.function("ucp_worker_progress"), ctypes.CDLL(None).clock_gettime
+    clock.restype, clock.argtypes = ctypes.c_int, [ctypes.c_int, _WORD]
+    monotonic, second = time.CLOCK_MONOTONIC, 1_000_000_000
+
     def drive(worker: int, nanoseconds: int) -> int:
         now: Any = np.empty(2, np.int64)
         clock(monotonic, now.ctypes.data)
@@ -180,17 +203,15 @@ def _compiled(library: Ucp) -> Loops:
             clock(monotonic, now.ctypes.data)
         return 1
 
+    return drive
+
+
+def _moving() -> Callable[[U64Array, U64Array, U64Array], None]:
+    memmove = ctypes.CDLL(None).memmove
+    memmove.restype, memmove.argtypes = _WORD, [_WORD, _WORD, _WORD]
+
     def move(targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
         for i in range(len(targets)):
             memmove(targets[i], sources[i], nbytes[i])
 
-    loops = Loops(
-        get=posting(get), put=posting(put), sweep=jit(sweep), drive=jit(drive), move=jit(move)
-    )
-    none = np.empty(0, np.uint64)
-    for loop in (loops.get, loops.put):
-        loop(1, none, none, none, none, none, none)
-    loops.sweep(none, 0)
-    loops.drive(1, 0)
-    loops.move(none, none, none)
-    return loops
+    return move
