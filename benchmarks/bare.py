@@ -23,7 +23,7 @@ def serve(buffer: Bytes) -> None:
         connection, _ = listener.accept()
         with connection:
             while connection.recv(1):
-                connection.sendall(buffer)
+                connection.sendall(buffer.data)
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def reader(script: str, *arguments: str) -> Iterator[Callable[[], None]]:
         buffer = np.ones(region.nbytes, np.uint8)
         place = ("127.0.0.1", int.from_bytes(said, "big"))
         with socket.create_connection(place) as connection:
-            yield lambda: _read(connection, memoryview(buffer))
+            yield lambda: _read(connection, buffer.data)
 
 
 def _read(connection: socket.socket, into: memoryview) -> None:

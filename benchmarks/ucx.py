@@ -173,7 +173,9 @@ def _peer(
 
 
 def _socket(options: argparse.Namespace) -> AbstractContextManager[Callable[[], None]]:
-    return bare.reader(__file__, "--driver=socket", f"--megabytes={options.megabytes}")
+    made: AbstractContextManager[Callable[[], None]]
+    made = bare.reader(__file__, "--driver=socket", f"--megabytes={options.megabytes}")
+    return made
 
 
 def _serve(options: argparse.Namespace) -> None:

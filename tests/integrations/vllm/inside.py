@@ -62,6 +62,45 @@ def drive_worker_without_caches(engine: Any, model: str) -> None:
     connector.shutdown()
 
 
+def order_of_a_step(engine: Any, model: str) -> list[str]:
+    """What happens in a step that runs the model, as vLLM's own code drives a worker's hooks."""
+    from unittest.mock import patch
+
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorRole,
+        KVConnectorTransferResults,
+    )
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+    from kvferry.integrations.vllm import connector as module
+    from kvferry.integrations.vllm.metadata import Step
+
+    happened: list[str] = []
+
+    def results() -> KVConnectorTransferResults:
+        happened.append("results")
+        return KVConnectorTransferResults()
+
+    worker = MagicMock(results=results, take_health=lambda: None, take_stats=lambda: None)
+    worker.apply.side_effect = lambda step: happened.append("messages")
+    connector, config = _connector(model, KVConnectorRole.WORKER)
+    with patch.object(module, "start_worker", lambda *_: worker):
+        connector.register_kv_caches({})
+    output = MagicMock(
+        kv_connector_metadata=Step(), has_sync_kv_loads=False, finished_req_ids=set()
+    )
+    with (
+        patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector),
+        set_forward_context(None, config),
+        KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output),
+    ):
+        happened.append("model")
+    connector.shutdown()
+    return happened
+
+
 def serve_foreign_handshake(engine: Any, model: str) -> None:
     """A scheduler half that is given another connector's handshake metadata."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole

@@ -41,6 +41,11 @@ class TestInVllm:
         """vLLM may drive a worker's hooks before, or without, any cache; foreign metadata too."""
         reference.run(inside.drive_worker_without_caches, str(reference.model))
 
+    def test_loads_begin_before_the_model_runs(self, reference: Engine) -> None:
+        """And what is over is asked for after it."""
+        happened = reference.run(inside.order_of_a_step, str(reference.model))
+        assert happened == ["messages", "model", "results"]
+
     def test_foreign_handshake_is_ignored(self, reference: Engine) -> None:
         """MultiConnector gives all of its children what the first one published."""
         reference.run(inside.serve_foreign_handshake, str(reference.model))
