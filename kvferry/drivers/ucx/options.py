@@ -21,6 +21,9 @@ WISHES: Mapping[str, str] = {
     "KEEPALIVE_INTERVAL": "500ms",
     # Connecting must not hold everything up.
     "TCP_CONN_NB": "y",
+    # All that a worker has is looked after from the start. Otherwise UCX (1.22) may sleep on the
+    # first message through shared memory, if its sender is interrupted while writing it.
+    "ADAPTIVE_PROGRESS": "n",
     # Few calls for much: each is a turn.
     "CMA_TX_QUOTA": "8",
     "TCP_TX_SEG_SIZE": "64k",
