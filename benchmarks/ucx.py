@@ -182,7 +182,7 @@ def _serve(options: argparse.Namespace) -> None:
     buffer = np.ones(options.megabytes << 20, np.uint8)
     if options.driver == "socket":
         bare.serve(buffer)
-        return
+        common.leave()
     transport: Transport
     if options.driver == "ucx":
         transport = _ucx(options.over[0], options)
