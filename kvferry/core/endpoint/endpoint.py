@@ -18,6 +18,7 @@ from kvferry.core.descriptors import Spans
 from kvferry.core.endpoint import lines
 from kvferry.core.endpoint.aside import STUCK_SECONDS
 from kvferry.core.endpoint.context import Load
+from kvferry.core.endpoint.device import Awaiting
 from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
 from kvferry.core.endpoint.pulling import Puller
 from kvferry.core.endpoint.serving import Server
@@ -36,7 +37,7 @@ from kvferry.core.zeroing import zero_cpu
 logger = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.0002
-"""Pause between polls while transfers are under way."""
+"""Pause between polls while transfers are under way, or the device has work on a load's pages."""
 LISTEN_SECONDS = 0.001
 """Of the polls, so often one also asks for what peers say."""
 HELD_SECONDS = 0.005
@@ -102,6 +103,7 @@ class Endpoint:
             figures=self._figures,
             reported=self._reported,
         )
+        self._awaiting = Awaiting(self._puller.begin, self._puller.abort)
         self._changed = threading.Condition()
         self._received: dict[RequestId, KVFerryError | None] = {}
         self._records: list[LoadRecord] = []
@@ -152,12 +154,21 @@ class Endpoint:
         """
         self._command(lambda: self._puller.prepare(ticket))
 
-    def load(self, load: Load) -> None:
-        """Pull a request's pages; the outcome comes with ``results``."""
+    def load(self, load: Load, passed: Callable[[], bool] | None = None) -> None:
+        """Pull a request's pages; the outcome comes with ``results``.
+
+        Args:
+            load: what to read.
+            passed: whether the device has passed all work on the load's pages that was enqueued
+                before; until then nothing is read. As for ``apply``; ``None``: it has.
+        """
         self._check_open()
         with self._changed:
             self._pending += load.report
-        self._post(lambda: self._puller.begin(load))
+        if passed is None:
+            self._post(lambda: self._puller.begin(load))
+        else:
+            self._post(lambda: self._awaiting.add(load, passed))
 
     def refuse(self, request: RequestId, error: KVFerryError) -> None:
         """Report a request failed and received without reading anything."""
@@ -167,7 +178,7 @@ class Endpoint:
 
     def abort(self, request: RequestId) -> None:
         """Give a load up. It is still reported, when no byte can land any more."""
-        self._command(lambda: self._puller.abort(request))
+        self._command(lambda: self._awaiting.abort(request))
 
     # Both.
 
@@ -342,6 +353,7 @@ class Endpoint:
     def _turn(self) -> bool:
         """One round of everything; whether there is reason not to pause."""
         busy = self._obey()
+        busy = self._awaiting.progress() or busy
         busy = self._puller.progress() or busy
         busy = self._transfers.progress() or busy
         if (now := time.monotonic()) >= self._next_listen:
@@ -369,7 +381,7 @@ class Endpoint:
     def _pause(self, busy: bool) -> float:
         if busy:
             return 0.0
-        if len(self._transfers):
+        if len(self._transfers) or len(self._awaiting):
             return BUSY_SECONDS
         if len(self._puller):
             return BUSY_SECONDS * 5

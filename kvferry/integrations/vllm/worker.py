@@ -42,8 +42,8 @@ class FerryWorker:
 
     Args:
         endpoint: of this rank.
-        passed: called when requests are ordered ready; what it returns says whether the device has
-            passed all work that was enqueued before that call.
+        passed: called when requests are ordered ready or pages are to be read; what it returns says
+            whether the device has passed all work that was enqueued before that call.
         drain: seconds for which ``close`` waits for held pages to be read.
     """
 
@@ -102,12 +102,15 @@ class FerryWorker:
         """What the scheduler half says in this step. Never blocks."""
         if step.ranks:
             self._endpoint.join([wire.decode_payload(data) for data in step.ranks])
+        # Before the step's own work, which nothing here has to wait for. vLLM has enqueued the
+        # zeroing of new pages by now.
+        passed = self._passed() if step.orders.ready or step.loads else None
         if step.orders:
-            self._endpoint.apply(step.orders, self._passed() if step.orders.ready else None)
+            self._endpoint.apply(step.orders, passed)
         for ticket in step.prepare:
             self._endpoint.prepare(ticket)
         for load in step.loads:
-            self._endpoint.load(load)
+            self._endpoint.load(load, passed)
         for request, reason in step.refused:
             self._endpoint.refuse(RequestId(request), TicketError(reason))
         for request in step.aborted:

@@ -134,6 +134,7 @@ class Engine:
         first: int = 0,
         first_index: int = 0,
         nothing: bool = False,
+        passed: Callable[[], bool] | None = None,
     ) -> None:
         """Start a load on every rank."""
         load = Load(
@@ -144,7 +145,7 @@ class Engine:
             report=not nothing,
         )
         for rank in self.ranks:
-            rank.endpoint.load(load)
+            rank.endpoint.load(load, passed)
 
     def prepare(self, ticket: Ticket) -> None:
         """A request with this ticket waits for pages, on every rank."""

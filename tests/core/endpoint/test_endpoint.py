@@ -121,6 +121,39 @@ def test_with_a_drafter_the_read_waits_for_the_device() -> None:
         np.testing.assert_array_equal(decode.ranks[0].cache[:, 2], prefill.ranks[0].cache[:, 1])
 
 
+def test_nothing_is_read_before_the_device_is_done_with_the_pages() -> None:
+    """What it still does to them, zeroing say, comes before what is read."""
+    with engine("prefill") as prefill, engine("decode") as decode:
+        zeroed = threading.Event()
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2], passed=zeroed.is_set)
+        assert not decode.ranks[0].endpoint.wait(0.05)
+        decode.ranks[0].cache[:, 2] = 0
+        zeroed.set()
+        assert not decode.outcome("d-1").failed
+        assert_pulled(decode, [2], 4)
+
+
+def test_a_load_that_waits_for_the_device_can_be_given_up() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        never = threading.Event()
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2], passed=never.is_set)
+        decode.ranks[0].endpoint.abort(RequestId("d-1"))
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], EndpointClosedError)
+        assert np.isnan(decode.ranks[0].cache[:, 2]).all()
+        prefill.released("p-1")
+
+
+def test_a_device_that_cannot_say_fails_only_what_waits_for_it() -> None:
+    def broken() -> bool:
+        raise RuntimeError("an error of the device")
+
+    with engine("prefill") as prefill, engine("decode") as decode:
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2], passed=broken)
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], EndpointClosedError)
+        decode.pull("d-2", prefill.serve("p-2", [3], 4), [5])
+        assert not decode.outcome("d-2").failed
+
+
 def test_a_late_read_fails() -> None:
     with engine("prefill") as prefill, engine("decode") as decode:
         prefill.compute("p-1", [1], 4)
