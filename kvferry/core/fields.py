@@ -16,6 +16,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, Struct
 
+from kvferry.core.errors import LayoutError
 from kvferry.core.memory import I64Array
 
 ELEMENT_BYTES = {
@@ -40,9 +41,11 @@ MAX_DIGITS = 8
 MAX_KEY = 512
 MAX_ENCODING = 256
 MAX_COUNT = 1 << 40
+MAX_KINDS = 512
+"""Of one layout. What a peer publishes may all hash alike, and is then compared one by one."""
 
 Whole = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
-"""Of a field, as it is decoded: numbers that fit an array, and of which hardly two hash alike."""
+"""Of a field, as it is decoded: numbers that fit an array."""
 
 
 class Digit(Struct, frozen=True, kw_only=True, gc=False):
@@ -173,10 +176,20 @@ _kind = attrgetter(*(f.name for f in fields(Field) if f.name not in _OWN))
 
 
 def kinds(some: Iterable[Field]) -> tuple[Alike, ...]:
-    """Fields by their kinds, in the order in which these appear."""
+    """Fields by their kinds, in the order in which these appear.
+
+    Raises:
+        LayoutError: there are more than ``MAX_KINDS``.
+    """
     found: dict[object, list[Field]] = defaultdict(list)
     for f in some:
         found[_kind(f)].append(f)
+        if len(found) > MAX_KINDS:
+            raise LayoutError(
+                f"field {f.key[:MAX_KEY]!r} is of another kind than all before it, and there are "
+                f"{MAX_KINDS} of those, as many as are allowed: fields of one layout may differ in "
+                "key, encoding, region and offset, but not each in something else"
+            )
     return tuple(map(alike, found.values()))
 
 

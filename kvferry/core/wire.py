@@ -280,7 +280,7 @@ def _layout(unread: _Unread) -> Layout:
         known = Layout(
             regions=regions, groups=_groups.decode(groups), fields=_fields.decode(fields)
         )
-        if len(fields) <= MAX_KNOWN_BYTES:
+        if len(groups) + len(fields) <= MAX_KNOWN_BYTES:
             _layouts.keep(key, known)
         return known
     return known.moved(regions)

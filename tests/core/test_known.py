@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -110,6 +111,16 @@ def test_fields_are_there_once_for_all_engines() -> None:
     assert first.fields is second.fields
     assert first.regions != second.regions
     assert second == elsewhere(stacked(2), [2])
+
+
+def test_what_is_too_long_is_not_kept() -> None:
+    """Also where the length is in what nobody reads."""
+    long = msgspec.msgpack.decode(payload(stacked(2)))
+    for group in long["layout"]["groups"]:
+        group["padding"] = bytes(1 << 20)
+    first, second = (decode_payload(msgspec.msgpack.encode(long)).layout for _ in range(2))
+    assert first == second == stacked(2)
+    assert first.fields is not second.fields
 
 
 def test_what_does_not_fit_is_refused_also_where_it_is_known() -> None:

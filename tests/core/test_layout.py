@@ -111,6 +111,13 @@ def test_one_bad_field_among_many_alike_is_refused_by_name(
     assert repr(bad.key[:512]) in str(refusal.value)
 
 
+def test_refuses_more_kinds_of_fields_than_a_model_has() -> None:
+    """Also those that hash alike, as -1 and -2 do: a peer decides what it publishes."""
+    some = [replace(heads(f"layer.{i}"), shard_range=(-1 - i % 2, i // 2)) for i in range(513)]
+    with pytest.raises(LayoutError, match=r"field 'layer\.512' is of another kind"):
+        layout(*some)
+
+
 def test_refuses_a_key_that_stands_twice() -> None:
     with pytest.raises(LayoutError, match="field 'k' stands twice"):
         layout(heads("k"), heads("k", region=1))

@@ -5,11 +5,20 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvferry.core.endpoint.context import Load
+from kvferry.core.errors import DeadlineError, EndpointClosedError, KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waits:
+    load: Load
+    passed: Callable[[], bool]
+    until: float
 
 
 class Awaiting:
@@ -19,45 +28,59 @@ class Awaiting:
     read. Loads begin in the order in which they came, as the device works.
 
     Args:
-        begin: starts a load, and ``abort``: gives one up that has been started.
+        begin: starts a load; with an error it is one that has failed already, and touches no page.
+        clock: seconds, monotonic, and ``patience``: how many of them the device has.
     """
 
-    def __init__(self, begin: Callable[[Load], None], abort: Callable[[RequestId], None]) -> None:
+    def __init__(
+        self,
+        begin: Callable[[Load, KVFerryError | None], None],
+        *,
+        clock: Callable[[], float],
+        patience: float,
+    ) -> None:
         self._begin = begin
-        self._abort = abort
-        self._loads: deque[tuple[Load, Callable[[], bool]]] = deque()
+        self._clock = clock
+        self._patience = patience
+        self._waiting: deque[_Waits] = deque()
 
     def __len__(self) -> int:
         """Loads that have not begun."""
-        return len(self._loads)
+        return len(self._waiting)
 
     def add(self, load: Load, passed: Callable[[], bool]) -> None:
         """Begin a load as soon as ``passed`` says so."""
-        self._loads.append((load, passed))
+        until = self._clock() + self._patience
+        self._waiting.append(_Waits(load=load, passed=passed, until=until))
 
     def progress(self) -> bool:
-        """Begin what may begin; whether there was anything."""
+        """Begin what may begin, or must be given up; whether there was anything."""
         begun = False
-        while self._loads and self._may_begin(*self._loads[0]):
+        while self._waiting:
+            over, error = self._asked(self._waiting[0])
+            if not over:
+                break
             begun = True
-            self._begin(self._loads.popleft()[0])
+            self._begin(self._waiting.popleft().load, error)
         return begun
 
-    def abort(self, request: RequestId) -> None:
-        """Give a load up, begun or not; one that had not begun reads nothing."""
-        for waits in [waits for waits in self._loads if waits[0].request == request]:
-            self._loads.remove(waits)
-            self._begin(waits[0])
-        self._abort(request)
+    def give_up(self, request: RequestId | None = None) -> None:
+        """Let one request's load fail, or all of them, and touch no page."""
+        gone = [one for one in self._waiting if request in (None, one.load.request)]
+        for one in gone:
+            self._waiting.remove(one)
+            self._begin(one.load, EndpointClosedError("given up by this engine"))
 
-    def _may_begin(self, load: Load, passed: Callable[[], bool]) -> bool:
+    def _asked(self, one: _Waits) -> tuple[bool, KVFerryError | None]:
+        """Whether it waits no more, and why it has failed, if it has."""
         try:
-            return passed()
-        except Exception:  # a device library's own, of any type
-            logger.exception(
-                "cannot tell whether the work for the pages of %s has passed (cause device): "
-                "nothing is read into them",
-                load.request,
-            )
-            self.abort(load.request)
-            return False
+            if one.passed():
+                return True, None
+        except Exception as exc:  # a device library's own, of any type
+            logger.exception("cannot tell whether the work for %s has passed", one.load.request)
+            return True, EndpointClosedError(f"the device does not say when it is done: {exc}")
+        if self._clock() < one.until:
+            return False, None
+        return True, DeadlineError(
+            f"the device was not done with the pages of this load after {self._patience:g} s"
+        )

@@ -103,7 +103,7 @@ class Endpoint:
             figures=self._figures,
             reported=self._reported,
         )
-        self._awaiting = Awaiting(self._puller.begin, self._puller.abort)
+        self._awaiting = Awaiting(self._puller.begin, clock=clock, patience=options.load_timeout)
         self._changed = threading.Condition()
         self._received: dict[RequestId, KVFerryError | None] = {}
         self._records: list[LoadRecord] = []
@@ -178,7 +178,7 @@ class Endpoint:
 
     def abort(self, request: RequestId) -> None:
         """Give a load up. It is still reported, when no byte can land any more."""
-        self._command(lambda: self._awaiting.abort(request))
+        self._command(lambda: self._abort(request))
 
     # Both.
 
@@ -312,6 +312,10 @@ class Endpoint:
     def _has_results(self) -> bool:
         return bool(self._received or self._sent or self._broken)
 
+    def _abort(self, request: RequestId) -> None:
+        self._awaiting.give_up(request)
+        self._puller.abort(request)
+
     def _reported(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
         """A load is over; on the endpoint's thread."""
         lines.loaded(load, error, record)
@@ -344,6 +348,7 @@ class Endpoint:
         until = time.monotonic() + WIND_DOWN_SECONDS
         while time.monotonic() < until:
             self._obey()
+            self._awaiting.give_up()
             self._puller.abort_all()
             if not (self._puller.progress() or len(self._transfers)):
                 break

@@ -125,8 +125,8 @@ class Puller:
         if ticket.engine != self._own.engine:
             self._waiting.add(ticket)
 
-    def begin(self, load: Load) -> None:
-        """Start a load."""
+    def begin(self, load: Load, error: KVFerryError | None = None) -> None:
+        """Start a load; with an error: one that has failed already, and touches no page."""
         load_id = self._loads.begin(
             load.request,
             load.ticket.hold,
@@ -142,9 +142,9 @@ class Puller:
             self._refuse(load_id, TicketError("the ticket is from this very engine", reason=reason))
             return
         context.wait_seconds, gone = self._waiting.take(load.ticket)
-        if gone is not None:
+        if failed := error or gone:
             context.failed_at = Stage.WAIT
-            self._loads.abort(load_id, gone)
+            self._loads.abort(load_id, failed)
         self._peers.reach(
             load.ticket,
             lambda peer: self._shaken(load_id, peer),

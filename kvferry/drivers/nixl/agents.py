@@ -7,15 +7,23 @@ first needed, has the same memory, and knows the same peers; no peer knows it.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import threading
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import ConnectError, DriverError, PeerLostError, TransportError
 from kvferry.core.memory import Region
-from kvferry.drivers.nixl.agent import Agent, Handle, Part, Registration
+from kvferry.drivers.nixl.agent import Agent, Handle, Part, Registration, bare
 from kvferry.drivers.nixl.library import Library
 from kvferry.drivers.nixl.options import Options, without_threads
 from kvferry.drivers.nixl.peer import Peer
+
+_FAILED_BEFORE = "a transfer has failed before"
+
+_FILES = 64
+"""Three times as many file descriptors as an agent without threads takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,20 +111,27 @@ class Agents:
             return self._second
 
     def _made(self) -> Agent:
+        _check_files()
         try:
             made = Agent(self._library, f"{self.first.name}-2", self._options)
         except DriverError as exc:
-            raise TransportError(f"a transfer has failed before, and since then: {exc}") from exc
+            raise TransportError(f"{_FAILED_BEFORE}, and since then: {exc}") from exc
+        except self._library.errors as exc:
+            raise TransportError(f"{_FAILED_BEFORE}, and since then: {exc}") from bare(exc)
         try:
             for shared in self._memory.values():
                 shared.held[made] = made.register(shared.region)
         except TransportError:
-            for shared in self._memory.values():
-                if made in shared.held:
-                    made.deregister(shared.held.pop(made))
-            made.close(quiet=True)
+            self._unmade(made)
             raise
         return made
+
+    def _unmade(self, made: Agent) -> None:
+        for shared in self._memory.values():
+            if made in shared.held:
+                with contextlib.suppress(TransportError):
+                    made.deregister(shared.held.pop(made))
+        made.close(quiet=True)
 
     def _deregister(self, registration: Registration) -> None:
         failed: list[TransportError] = []
@@ -127,3 +142,14 @@ class Agents:
                 failed.append(exc)
         if failed:
             raise failed[0]
+
+
+def _check_files() -> None:
+    """UCX aborts the process if it gets some of the file descriptors that it wants, and not all."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = most - len(os.listdir("/proc/self/fd"))
+    if free < _FILES:
+        raise TransportError(
+            f"{_FAILED_BEFORE}, and to post another takes up to {_FILES} file descriptors, of "
+            f"which {free} of {most} are free: raise the limit (ulimit -n), or restart the engine"
+        )

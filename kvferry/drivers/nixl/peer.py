@@ -49,6 +49,10 @@ class Peer:
             raise ConnectError(f"an address of {self.name} that holds NIXL's metadata of {name}")
         self.told[agent] = self.keys
 
+    def lose(self) -> None:
+        """NIXL has dropped it, which it does not do with itself: then only memory is gone."""
+        self.lost = not self.itself
+
     def part(self) -> list[TransportError]:
         """Let all agents forget it, which closes their connections; what went wrong."""
         failed = []

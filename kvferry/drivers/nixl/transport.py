@@ -233,7 +233,7 @@ class NixlTransport(Transport):
         try:
             self._agent.notify(found.name, payload)
         except PeerLostError:
-            found.lost = True
+            found.lose()
 
     def notifications(self) -> list[Notification]:
         self._guard()
@@ -356,7 +356,7 @@ class NixlTransport(Transport):
 
     def _note_loss(self, job: Job) -> None:
         if isinstance(job.status.error, PeerLostError) and job.peer in self._peers:
-            self._peers[job.peer].lost = True
+            self._peers[job.peer].lose()
 
     def _drained(self, jobs: Iterable[Job], deadline: float) -> bool:
         """Wait until NIXL calls every part of some transfers ended; whether that was in time."""

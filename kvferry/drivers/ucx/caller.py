@@ -113,9 +113,9 @@ class Caller:
     @property
     def waits(self) -> bool:
         """Whether something has to be looked after even if nothing happens."""
-        return bool(self._jobs) or any(
-            line.stage is not Stage.READY for line in self._lines.values()
-        )
+        # A copy: this is also asked without the lock, while others connect.
+        lines = list(self._lines.values())
+        return bool(self._jobs) or any(line.stage is not Stage.READY for line in lines)
 
     def turn(self) -> bool:
         """Do what there is to do; whether there may be more."""

@@ -27,6 +27,8 @@ from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.endpoint.engines import LAYERS, Engine, Shape, engine, expected, until
 
+LONG = 60.0
+
 SHAPES = [
     pytest.param(Shape(), Shape(), id="equal"),
     pytest.param(Shape(tp=2, block=2), Shape(heads_first=False), id="tp 2 to 1, HND to NHD"),
@@ -133,13 +135,31 @@ def test_nothing_is_read_before_the_device_is_done_with_the_pages() -> None:
         assert_pulled(decode, [2], 4)
 
 
-def test_a_load_that_waits_for_the_device_can_be_given_up() -> None:
-    with engine("prefill") as prefill, engine("decode") as decode:
+@pytest.mark.parametrize("how", ["aborted", "too late"])
+def test_a_load_that_waits_for_the_device_can_be_given_up(how: str) -> None:
+    """Its producer is told, and nobody touches its pages, of which the device may have hold."""
+    options = EndpointOptions(load_timeout=LONG if how == "aborted" else 0.3)
+    with engine("prefill") as prefill, engine("decode", options=options) as decode:
+        decode.pull("d-0", prefill.serve("p-0", [1], 4), [2])  # they know each other
+        assert not decode.outcome("d-0").failed
+        prefill.released("p-0")
         never = threading.Event()
-        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2], passed=never.is_set)
-        decode.ranks[0].endpoint.abort(RequestId("d-1"))
-        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], EndpointClosedError)
-        assert np.isnan(decode.ranks[0].cache[:, 2]).all()
+        decode.pull("d-1", prefill.serve("p-1", [3], 3), [4, 5], passed=never.is_set)
+        if how == "aborted":
+            decode.ranks[0].endpoint.abort(RequestId("d-1"))
+        wanted = EndpointClosedError if how == "aborted" else DeadlineError
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], wanted)
+        assert np.isnan(decode.ranks[0].cache[:, [4, 5]]).all()
+        prefill.released("p-1")
+
+
+def test_who_closes_tells_the_producers_of_loads_that_wait_for_the_device() -> None:
+    with engine("prefill") as prefill:
+        with engine("decode") as decode:
+            decode.pull("d-0", prefill.serve("p-0", [1], 4), [2])
+            assert not decode.outcome("d-0").failed
+            prefill.released("p-0")
+            decode.pull("d-1", prefill.serve("p-1", [3], 4), [4], passed=threading.Event().is_set)
         prefill.released("p-1")
 
 

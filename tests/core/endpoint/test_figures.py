@@ -130,8 +130,9 @@ def test_a_lease_that_is_over_and_the_read_that_comes_too_late() -> None:
         assert here.of(FAILURES) == {("prefill", "fence", "stale"): 1}
         assert here.of(STALE) == {("prefill",): 1}
         assert not here.of(BYTES)
-        eventually(lambda: there.total(LATE) == 2, "both ranks have heard of the end")
-        eventually(lambda: there.total(IGNORED) == 2, "and that the read was refused")
+        eventually(lambda: there.total(IGNORED) == 2, "both ranks have heard that it was refused")
+        # The second is not read any more once the first has been found stale.
+        assert there.total(LATE) in (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,18 @@ def test_the_first_posts_until_it_must_not(maker: Maker) -> None:
     assert maker.made[1].name != "ours"
 
 
+def test_the_second_is_not_made_of_too_few_file_descriptors(
+    maker: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Agents(LIBRARY, "ours", Options())
+    maker.made[0].spent = True
+    with monkeypatch.context() as short:
+        short.setattr("resource.getrlimit", lambda _: (20, 20))
+        with pytest.raises(TransportError, match=r"of which -?\d+ of 20 are free: raise the limit"):
+            pair.prepare(_peer(), PART)
+    assert pair.prepare(_peer(), PART).agent is maker.made[1]
+
+
 def test_the_second_has_the_memory_and_knows_the_peers(maker: Maker) -> None:
     pair, first, second, peer = _both(maker)
     more = pair.register(OTHER)

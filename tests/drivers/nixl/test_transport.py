@@ -94,6 +94,30 @@ def test_no_telemetry_unless_asked(make: Make) -> None:
         transport.telemetry(_moved(transport, make()))
 
 
+def test_a_part_whose_memory_is_gone_costs_no_connection_with_itself(make: Make) -> None:
+    """It can't be lost, so nothing would bring it back."""
+    transport, rows = make(), 3 * 4096
+    here, there, other = (np.full(rows * 64, value, np.uint8) for value in (0, 1, 7))
+    local, gone, stays = map(region_of, (here, there, other))
+    for region in (local, gone, stays):
+        transport.register(region)
+    peer = transport.connect(transport.address())
+    places = [(local.address + 64 * i, gone.address + 64 * i, 32) for i in range(rows)]
+    begun = transport.read(peer, copies_between(places, local=local, remote=gone))
+    transport.deregister(gone)
+    _ended(transport, begun)
+    place = [(local.address, stays.address, 4096)]
+    after = transport.read(peer, copies_between(place, local=local, remote=stays))
+    assert _ended(transport, after) is State.DONE
+    assert (here[:4096] == 7).all()
+
+
+def _ended(transport: NixlTransport, transfer: TransferId) -> State:
+    while (state := transport.poll([transfer])[0].state) is State.PENDING:
+        time.sleep(0.001)
+    return state
+
+
 def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
