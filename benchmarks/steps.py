@@ -40,9 +40,9 @@ TARGET = "≤ 1.1"
 """Nothing that can be measured."""
 LEAST = 1e-6
 """A microsecond, or a millionth of a core: nothing that was measured is less."""
-STEPS = 200
-"""In a row; their median is one measurement."""
-MOST = 40
+STEPS = 100
+"""In a row; their median is one measurement. Few, so that engines take turns often."""
+MOST = 100
 """Rounds of a case."""
 LONG = 3600.0
 READY_SECONDS = 120.0
@@ -82,7 +82,7 @@ class Engine:
             began, spent = time.perf_counter(), time.thread_time()
             self.step()
             cpu[index], took[index] = time.thread_time() - spent, time.perf_counter() - began
-            time.sleep(0.001)
+            time.sleep(0.0005)
         seconds = time.perf_counter() - start
         beside = time.process_time() - all_threads - (time.thread_time() - own)
         return float(np.median(cpu)), float(np.quantile(took, 0.99)), beside / seconds
@@ -309,7 +309,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser: argparse.ArgumentParser = common.parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=6.0, help="for each case, about")
+    parser.add_argument("--seconds", type=float, default=8.0, help="for each case, about")
     parser.add_argument("--quick", action="store_true", help="few requests, 1 s a case")
     parser.add_argument("--only", choices=[case.what for case in CASES])
     options = parser.parse_args()
