@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,15 @@ class TestIdle(TransferTests):
 
 
 def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     return subprocess.run(
-        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, *command],
+        cwd=cwd,
+        env=own,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
 
 
