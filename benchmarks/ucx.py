@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import bare
 import common
@@ -207,30 +208,15 @@ def _conditions(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _rows(one: Result) -> Iterator[rows.Row]:
-    yield _row(one)
-    if one.socket is not None:
-        yield rows.compared(
-            one.socket,
-            section=f"the driver ucx over {one.over}, beside a TCP connection",
-            case=f"{one.op} of {one.block >> 10} KiB blocks, {one.order}",
-            measured=one.driver_ms,
-            unit="ms",
-            of="time of the same bytes over one connection",
-        )
-
-
-def _row(one: Result) -> rows.Row:
+    driver, case = f"the driver ucx over {one.over}", f"{one.op} of {one.block >> 10} KiB blocks"
+    row = partial(rows.compared, case=f"{case}, {one.order}", measured=one.driver_ms, unit="ms")
     small = (one.block, one.order) == (SIZES[0], "in a row")
     target = rows.goal(SMALL_IN_A_ROW if small else GOAL, at_least=False)
-    return rows.compared(
-        one.ratio,
-        section=f"the driver ucx over {one.over}, two processes",
-        case=f"{one.op} of {one.block >> 10} KiB blocks, {one.order}",
-        measured=one.driver_ms,
-        unit="ms",
-        of="time of NIXL over the same transports",
-        target=target,
-    )
+    of = "time of NIXL over the same transports"
+    yield row(one.ratio, section=f"{driver}, two processes", of=of, target=target)
+    if one.socket is not None:
+        of = "time of the same bytes over one connection"
+        yield row(one.socket, section=f"{driver}, beside a TCP connection", of=of)
 
 
 def _show(results: list[Result], conditions: dict[str, object]) -> None:
