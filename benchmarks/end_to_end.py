@@ -8,6 +8,8 @@ tokens. One engine prefills, another decodes, by ``KVFerryConnector`` over each 
 here, and likewise two by ``NixlConnector``; the two pairs take turns. Prompts are prefilled before
 the time is taken: it is what decode needs, from a request that brings its ticket to its first
 token, with so many requests at once, and how many requests it answers a second (two tokens each).
+The pair whose turn it is not stands still (SIGSTOP), since nobody serves by both: NIXL's progress
+thread takes a core of each of NixlConnector's engines, whether there is anything to do or not.
 Every round ends with a look at what vLLM counted: all prompt tokens came from the other engine.
 
 It needs vLLM's CPU build and NIXL.
@@ -19,7 +21,7 @@ import argparse
 import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,10 +59,23 @@ class Pair:
     prefill: serving.Engine
     decode: serving.Engine
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """It goes on, and stands still again at the end."""
+        engines = (self.prefill, self.decode)
+        try:
+            for engine in engines:
+                engine.go_on()
+            yield
+        finally:
+            for engine in engines:
+                engine.stop()
+
     def first_tokens(self, prompts: Sequence[list[int]], at_once: int) -> tuple[float, float]:
         """The median of the seconds to the first token, and of all for each request."""
-        tickets = self.prefill.prefill(prompts)
-        found = self.decode.ask(prompts, tickets, at_once, MAX_TOKENS)
+        with self.turn():
+            tickets = self.prefill.prefill(prompts)
+            found = self.decode.ask(prompts, tickets, at_once, MAX_TOKENS)
         wanted = sum(map(len, prompts))
         if {answer.reason for answer in found.each} != {"length"} or found.pulled < wanted:
             raise SystemExit(f"{self.name}: {found.pulled:.0f} of {wanted} tokens were pulled")
@@ -94,7 +109,7 @@ class Fleet:
             raise SystemExit("no checkpoint could be made; transformers and torch make it")
 
     def launch(self, driver: str | None) -> Pair:
-        """A pair of KVFerryConnector over a driver, or of NixlConnector; it serves."""
+        """A pair of KVFerryConnector over a driver, or of NixlConnector; it has to be its turn."""
         name = driver or NIXL_CONNECTOR
         # Prompts come again and again: prefill keeps them, decode must not.
         prefill, decode = (
@@ -103,6 +118,8 @@ class Fleet:
         )
         for engine in (prefill, decode):
             engine.started()
+        for engine in (prefill, decode):
+            engine.stop()
         return Pair(name=name, prefill=prefill, decode=decode)
 
     def _engine(self, name: str, config: dict[str, Any], cached: bool) -> serving.Engine:

@@ -8,6 +8,8 @@ import importlib
 import itertools
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -80,6 +82,13 @@ class Engine:
         )
         self._process.start()
         theirs.close()
+        # Should this process be killed while the engine stands still, the pipe to this one ends, and
+        # the engine learns of it.
+        self._waker = subprocess.Popen(
+            ["sh", "-c", f"read _; kill -CONT -{self._process.pid}"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
 
     def started(self) -> None:
         """Wait until it serves."""
@@ -98,13 +107,29 @@ class Engine:
         answers: Answers = self._receive(ANSWER_SECONDS)
         return answers
 
+    def stop(self) -> None:
+        """Let all its processes stand still, until it goes on."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After ``stop``; otherwise nothing."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # They are a group of their own.
+        if self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
     def close(self) -> None:
         """End it."""
+        self.go_on()
         with contextlib.suppress(OSError):
             self._connection.send(None)
         self._process.join(10)
         self._process.kill()
         self._process.join()
+        self._waker.communicate()
 
     def _receive(self, seconds: float) -> Any:
         try:
@@ -122,6 +147,7 @@ class Engine:
 def _main(
     connection: Connection, log: str, environment: dict[str, str], arguments: dict[str, Any]
 ) -> None:
+    os.setpgid(0, 0)
     # Some of the files beside this one have the name of a package that vLLM may yet import.
     sys.path = [path for path in sys.path if Path(path) != Path(__file__).parent]
     from tests.integrations.vllm import engine_process, frugal
@@ -160,9 +186,11 @@ async def _serve(connection: Connection, arguments: dict[str, Any]) -> None:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, kv_transfer_config=transfer))
     connection.send("started")
     loop = asyncio.get_running_loop()
-    while (message := await loop.run_in_executor(None, _received, connection)) is not None:
-        connection.send(await _answers(engine, *message))
-    engine.shutdown()
+    try:
+        while (message := await loop.run_in_executor(None, _received, connection)) is not None:
+            connection.send(await _answers(engine, *message))
+    finally:
+        engine.shutdown()
 
 
 def _received(connection: Connection) -> Any:
