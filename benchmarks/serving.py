@@ -82,8 +82,8 @@ class Engine:
         )
         self._process.start()
         theirs.close()
-        # Should this process be killed while the engine stands still, the pipe to this one ends, and
-        # the engine learns of it.
+        # Should this process be killed while the engine stands still, the pipe ends, and the
+        # engine goes on to learn of it.
         self._waker = subprocess.Popen(
             ["sh", "-c", f"read _; kill -CONT -{self._process.pid}"],
             stdin=subprocess.PIPE,
