@@ -9,7 +9,9 @@ kept for it: decoded, checked, planned; in CPU time. "Handshake" is that and the
 real socket; by the clock.
 A peer is the first of its shape, or one that differs from an earlier one only in where its memory
 lies, as the engines of one deployment do: vLLM's worker too has tables then that it uses again.
-TP a-b: a prefill ranks, b decode ranks; all is done by decode's rank 0.
+TP a-b: a prefill ranks, b decode ranks; all is done by decode's rank 0, which knows its own
+engine's layouts from its start, and with them the fields of a peer that is laid out alike; not of
+one with another number of ranks or blocks.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ from kvferry.core.layout import Layout
 from kvferry.core.shapes import Planner
 from kvferry.core.topology import Plan
 
-CASES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 8), (3, 2))
-"""Prefill ranks, decode ranks."""
+CASES = ((1, 1, 1.0), (1, 1, 0.9), (2, 1, 1.0), (4, 1, 1.0), (8, 1, 1.0), (1, 8, 1.0), (3, 2, 1.0))
+"""Prefill ranks, decode ranks, and how many blocks prefill has for each of decode's."""
 EQUAL, UNEQUAL, CONSTANT = "≥ 50", "≥ 1000", "≤ 1.05"
 FEWER = 10
 """Memory is compared with so many times fewer blocks."""
@@ -53,15 +55,26 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Two engines, by how many ranks each has."""
+    """Two engines, by how many ranks each has.
+
+    Attributes:
+        prefill, decode: their ranks.
+        layers, blocks: of decode; prefill has ``share`` times as many blocks.
+    """
 
     prefill: int
     decode: int
     layers: int
     blocks: int
+    share: float
 
     def __str__(self) -> str:
-        return f"TP {self.prefill}-{self.decode}"
+        unlike = "" if self.share == 1 else ", unlike blocks"
+        return f"TP {self.prefill}-{self.decode}{unlike}"
+
+    def far(self, blocks: int) -> int:
+        """Prefill's blocks, where decode has so many."""
+        return int(blocks * self.share)
 
     @property
     def refused(self) -> bool:
@@ -83,8 +96,7 @@ class Ferry:
         self._case = case
         shape = Shape(tp=case.decode)
         self._own = engines.engine(shape, case.layers, case.blocks, base=1 << 55)
-        self._mine = wire.decode_payload(engines.payload(self._own[0], engine="decode"))
-        self._planner = Planner(self._own, 0)
+        self._forget(self._own)
 
     def built(self, again: bool) -> side.Took:
         """All that is built for another peer."""
@@ -100,7 +112,7 @@ class Ferry:
     def memory(self, blocks: int) -> tuple[int, int]:
         """Bytes while it is built, at most, and bytes that stay."""
         case = self._case
-        far = engines.engine(Shape(tp=case.prefill), case.layers, blocks)
+        far = engines.engine(Shape(tp=case.prefill), case.layers, case.far(blocks))
         own = engines.engine(Shape(tp=case.decode), case.layers, blocks, base=1 << 55)
         raw = engines.payloads(far)
         self._forget(own)
@@ -116,14 +128,17 @@ class Ferry:
         case, start = self._case, next(self._starts)
         if not again:
             self._forget(self._own)
-        far = engines.engine(Shape(tp=case.prefill), case.layers, case.blocks, base=start << 43)
+        shape, blocks = Shape(tp=case.prefill), case.far(case.blocks)
+        far = engines.engine(shape, case.layers, blocks, base=start << 43)
         made: list[bytes] = engines.payloads(far)
         return made
 
     def _forget(self, own: list[Layout]) -> None:
-        """Every shape."""
-        self._planner = Planner(own, 0)
+        """Every shape but this engine's own, which each of its ranks is told first."""
         wire._layouts = Known(wire.MAX_KNOWN)
+        told = [wire.decode_payload(raw) for raw in engines.payloads(own, name="decode")]
+        self._mine = told[0]
+        self._planner = Planner([each.layout for each in told], 0)
 
     def _built(self, raw: list[bytes]) -> tuple[Plan, object]:
         return self._planned(engine_info(raw))
@@ -154,8 +169,8 @@ class Vllm:
         """The engines of a case."""
         self._made.clear()
         self._case = case
-        self._payload = self._start(case.prefill, case).payload
-        self._worker = self._start(case.decode, case).worker
+        self._payload = self._start(case, case.prefill, case.far(case.blocks)).payload
+        self._worker = self._start(case, case.decode, case.blocks).worker
 
     def built(self, again: bool) -> side.Took:
         """All that is built for another peer."""
@@ -171,8 +186,8 @@ class Vllm:
                 lambda: self._worker._nixl_handshake(host, port, self._case.prefill, name)
             )
 
-    def _start(self, tp: int, case: Case) -> vllm_worker.Worker:
-        return vllm_worker.start(tp=tp, layers=case.layers, blocks=case.blocks)
+    def _start(self, case: Case, tp: int, blocks: int) -> vllm_worker.Worker:
+        return vllm_worker.start(tp=tp, layers=case.layers, blocks=blocks)
 
     def _forget(self, again: bool) -> None:
         if not again:
@@ -212,7 +227,8 @@ def _options() -> argparse.Namespace:
 
 def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
     cases = [
-        Case(prefill=a, decode=b, layers=options.layers, blocks=options.blocks) for a, b in CASES
+        Case(prefill=a, decode=b, layers=options.layers, blocks=options.blocks, share=share)
+        for a, b, share in CASES
     ]
     with ExitStack() as stack:
         ours = stack.enter_context(side.Side(Ferry))
