@@ -197,12 +197,23 @@ class Puller:
         return busy
 
     def _silence(self, now: float) -> None:
-        """Disconnect from whom a cancelled read goes on: nothing less ends it."""
+        """Disconnect from whom a cancelled read goes on: nothing less ends it.
+
+        That would be the end of other loads from there, too: while there are some, the read may go
+        on until its own deadline.
+        """
         for load_id in [one for one, until in self._cancelled.items() if until <= now]:
             self._cancelled[load_id] = now + CANCEL_SECONDS
             peer = self._contexts[load_id].peer
-            if peer is not None and peer.connected:
+            if peer and (self._loads.is_late(load_id, now) or not self._is_wanted(peer)):
                 self._part(peer, PeerLostError("disconnected, to end a read that was cancelled"))
+
+    def _is_wanted(self, peer: Peer) -> bool:
+        """Whether there are loads from it that have not failed."""
+        return any(
+            context.peer is peer and self._loads.wanted(load_id)
+            for load_id, context in self._contexts.items()
+        )
 
     def _count_quarantined(self) -> None:
         if not self._peers.loud and not self._quarantined:
@@ -320,9 +331,10 @@ class Puller:
             peer.suspect = True
 
     def _doomed(self, action: Action, error: KVFerryError) -> None:
-        """Bytes may still land."""
+        """Bytes may still land. A read that was cancelled is given time to end by itself."""
         self._loads.doomed(action.load, action.rank, error)
-        self._doomed_peer(self._contexts[action.load].known_peer)
+        if not isinstance(error, TransferCancelledError):
+            self._doomed_peer(self._contexts[action.load].known_peer)
 
     def _doomed_peer(self, peer: Peer) -> None:
         """Where only a disconnect proves quiet, disconnect."""

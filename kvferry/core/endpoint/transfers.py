@@ -188,7 +188,9 @@ class Transfers:
             return False
         heard = False
         for transfer, status in zip(ids, self._transport.poll(ids), strict=True):
-            if status.state is not State.PENDING:
+            # What was heard of one may have ended its connection: then no other is named, either.
+            leaving = self._posted[transfer].peer in self._leaving
+            if status.state is not State.PENDING and not leaving:
                 heard = self._hear(transfer, status) or heard
         return heard
 

@@ -133,6 +133,11 @@ class Loads:
         load = self._loads.get(load_id)
         return load is not None and load.failure is None and not load.reported
 
+    def is_late(self, load_id: LoadId, now: float) -> bool:
+        """Whether a load is not over, and its deadline has passed."""
+        load = self._loads.get(load_id)
+        return load is not None and now >= load.deadline
+
     def begin(
         self, request: RequestId, hold: Hold, *, computed: bool, reads: bool, deadline: float
     ) -> LoadId:
