@@ -53,7 +53,11 @@ class Aside:
             target=lambda: self._run(thread, call, over), name="kvferry-aside", daemon=True
         )
         self._running[thread] = self._clock()
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # there can be no more threads: better late than never
+            del self._running[thread]
+            over(_outcome(call))
 
     def wait(self, until: float) -> bool:
         """Wait for all calls, or until then by ``time.monotonic``; whether all have returned."""

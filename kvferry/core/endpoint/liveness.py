@@ -27,6 +27,9 @@ class Watch:
         incarnation: the start of it that is meant; another one is not it.
         options: how often, and how many misses mean that it is dead.
         lost: called once, on the watch's thread, when it is dead or another one.
+
+    Raises:
+        OSError, RuntimeError: no file descriptor, or no thread, is to be had.
     """
 
     def __init__(
@@ -44,7 +47,12 @@ class Watch:
         self._waker, self._wake = socket.socketpair()
         self._stopped = False
         name = f"kvferry-watch-{key.engine[:16]}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        except RuntimeError:
+            self._waker.close()
+            self._wake.close()
+            raise
 
     def stop(self) -> None:
         """Watch no more; returns at once."""

@@ -27,6 +27,8 @@ from kvferry.core.wire import RankPayload
 
 logger = logging.getLogger(__name__)
 
+MORE = "let this process have more files and threads (ulimit -n and -u)"
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Peer:
@@ -293,12 +295,12 @@ class Peers:
         peer = Peer(
             key=key, payloads=shake.payloads, plan=shake.plan, ids=made.ids, used=self._clock()
         )
-        if made.error is not None:
+        if (error := made.error or self._watch(peer)) is not None:
             self.forget(peer)
             self._handshakes.failed(key)
             self._standing.lost(key.engine)
             for _, failed in waiting:
-                failed(made.error)
+                failed(error)
             return
         self._handshakes.succeeded(key)
         self._forget_earlier(key.engine)
@@ -307,20 +309,24 @@ class Peers:
         seconds = time.perf_counter() - shake.begun
         self._figures.count_stage(Stage.HANDSHAKE, seconds, key.engine)
         self._warn(known, shake)
-        self._watch(peer)
         for ready, _ in waiting:
             ready(peer)
 
-    def _watch(self, peer: Peer) -> None:
+    def _watch(self, peer: Peer) -> ConnectError | None:
+        """Ask from now on whether it lives; why not, where that cannot be."""
         if not self._options.liveness_interval:
-            return
+            return None
 
         def lost(error: KVFerryError) -> None:
             self._post(lambda: self._lost(peer, error) if peer.connected else None)
 
-        self._watches[peer] = Watch(
-            peer.key, Incarnation(peer.incarnation), options=self._options, lost=lost
-        )
+        try:
+            self._watches[peer] = Watch(
+                peer.key, Incarnation(peer.incarnation), options=self._options, lost=lost
+            )
+        except (OSError, RuntimeError) as exc:  # no file descriptor, or no thread, is to be had
+            return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {MORE}")
+        return None
 
     def _warn(self, known: tuple[str, int], shake: Handshake) -> None:
         """Once per start of a producer; all ranks would say the same."""

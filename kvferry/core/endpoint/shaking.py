@@ -131,7 +131,11 @@ class Handshakes:
         """Daemon threads: a host that never answers must not keep the process from ending."""
         self._running += 1
         name = f"kvferry-shake-{key.engine[:16]}"
-        threading.Thread(target=self._run, args=(key,), name=name, daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(key,), name=name, daemon=True).start()
+        except RuntimeError as exc:
+            error = HandshakeError(f"{exc}: let this process have more threads (ulimit -u)")
+            self._post(lambda: self._over(key, error))
 
     def _run(self, key: PeerKey) -> None:
         try:

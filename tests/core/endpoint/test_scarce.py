@@ -1,0 +1,61 @@
+"""A process that may have no more threads or files: a load fails, and never the endpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+
+import pytest
+
+from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
+from kvferry.core.lifecycle.holds import RequestId
+from tests.core.endpoint.engines import Engine, engine
+
+
+def load(prefill: Engine, decode: Engine, number: int) -> KVFerryError | None:
+    """Why a load failed, if it did."""
+    request = f"d-{number}"
+    decode.pull(request, prefill.serve(f"p-{number}", [number], 4), [number])
+    return decode.outcome(request).failed.get(RequestId(request))
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"),
+    [("kvferry-shake", HandshakeError), ("kvferry-watch", ConnectError), ("kvferry-aside", None)],
+)
+def test_no_more_threads(
+    name: str, outcome: type[KVFerryError] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, []
+
+    def scarce(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with engine("prefill") as prefill, engine("decode") as decode:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", scarce)
+            error = load(prefill, decode, 1)
+        assert refused
+        assert outcome is None or (isinstance(error, outcome) and "ulimit" in str(error))
+        assert error is None or outcome is not None
+        assert load(prefill, decode, 2) is None
+        assert decode.ranks[0].endpoint.healthy
+
+
+def test_no_more_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with engine("prefill") as prefill, engine("decode") as decode:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socketpair", scarce)
+            error = load(prefill, decode, 1)
+        assert isinstance(error, ConnectError)
+        assert "Too many open files; let this process have more files" in str(error)
+        assert load(prefill, decode, 2) is None
+        assert decode.ranks[0].endpoint.healthy
