@@ -110,6 +110,7 @@ class Endpoint:
         self._sent: set[RequestId] = set()
         self._pending = 0
         self._next_listen = 0.0
+        self._turned = time.monotonic()
         self._broken: BaseException | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvferry-endpoint", daemon=True)
@@ -206,6 +207,8 @@ class Endpoint:
                 f"{stuck} calls of the driver, to connect to a peer or to disconnect from one, "
                 f"have not returned for {STUCK_SECONDS:.0f} s: restart the engine if that lasts"
             )
+        if not found and time.monotonic() - self._turned > STUCK_SECONDS:
+            found.append("a call of the driver does not return: restart the engine if that lasts")
         return tuple(found)
 
     @property
@@ -361,7 +364,8 @@ class Endpoint:
         busy = self._awaiting.progress() or busy
         busy = self._puller.progress() or busy
         busy = self._transfers.progress() or busy
-        if (now := time.monotonic()) >= self._next_listen:
+        self._turned = now = time.monotonic()
+        if now >= self._next_listen:
             self._next_listen = now + LISTEN_SECONDS
             self._server.hear(self._transport.notifications())
             self._server.tick()

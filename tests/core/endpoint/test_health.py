@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.handshake import HandshakeServer, health
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.transport import PeerId
+from kvferry.core.transport import PeerId, TransferId
 from kvferry.core.wire import encode
 from tests.core.endpoint.engines import Watched, engine, eventually
 
@@ -54,6 +56,39 @@ def test_a_connection_that_does_not_fall_silent_is_a_problem_until_it_does() -> 
         driver.loud = False
         eventually(lambda: endpoint.healthy, "the connection is closed after all")
     assert endpoint.problems == ("the endpoint is closed",)
+
+
+class Stuck(Watched):
+    """A driver that does not come back from a read until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        self.let_go.wait()
+        return super().read(peer, copies, notify)
+
+
+def test_a_call_that_does_not_return_is_a_problem_until_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvferry.core.endpoint.endpoint.STUCK_SECONDS", 1.0)
+    driver = Stuck()
+    with (
+        engine("prefill") as prefill,
+        engine("decode", transport=lambda: driver) as decode,
+    ):
+        endpoint = decode.ranks[0].endpoint
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        try:
+            eventually(lambda: not endpoint.healthy, "the problem is known")
+            assert "a call of the driver does not return" in endpoint.problems[0]
+            assert endpoint.pending == 1
+        finally:
+            driver.let_go.set()
+        assert not decode.outcome("d-1").failed
+        eventually(lambda: endpoint.healthy, "the call has returned")
 
 
 @pytest.fixture
