@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from kvferry.core.effort import LOOP_STEPS, Effort
 from kvferry.core.errors import PlanError
 from kvferry.core.fields import Alike
 from kvferry.core.layout import Axis, Context, GroupKind, Layout, length
 from kvferry.core.subblocks import share_tokens
+
+HOLDING_STEPS, CUT_STEPS = 50, 50
+"""Of what one rank holds of tensors that stand together, and of a field where they have to be cut
+apart."""
 
 
 class Holding(NamedTuple):
@@ -43,16 +48,18 @@ class Side:
     Attributes:
         name: ``local`` or ``remote``, for messages.
         layouts: by rank.
+        effort: of both sides, what looking at them takes.
         holdings: by key.
         fields: by key and rank; also of those that were left out.
         drafts: the keys of draft layers.
     """
 
-    __slots__ = ("drafts", "fields", "holdings", "layouts", "name")
+    __slots__ = ("drafts", "effort", "fields", "holdings", "layouts", "name")
 
-    def __init__(self, name: str, layouts: Sequence[Layout]) -> None:
+    def __init__(self, name: str, layouts: Sequence[Layout], effort: Effort) -> None:
         self.name = name
         self.layouts = layouts
+        self.effort = effort
         self.holdings: dict[str, list[Holding]] = {}
         self.fields: dict[str, dict[int, Alike]] = {}
         self.drafts: set[str] = set()
@@ -116,16 +123,21 @@ _Held = tuple[Side, int, Alike]
 """What a rank of an engine holds."""
 
 
-def sides(local: Sequence[Layout], remote: Sequence[Layout]) -> tuple[Side, Side]:
+def sides(local: Sequence[Layout], remote: Sequence[Layout], effort: Effort) -> tuple[Side, Side]:
     """Both engines, the local one first."""
-    near, far = Side("local", local), Side("remote", remote)
+    near, far = Side("local", local, effort), Side("remote", remote, effort)
     held = [
         (side, rank, alike)
         for side in (near, far)
         for rank, layout in enumerate(side.layouts)
         for alike in layout.kinds
     ]
-    for side, rank, alike in held if _stand_together(held) else _cut(held):
+    fields = sum(len(alike.keys) for _, _, alike in held)
+    effort.spend(fields + HOLDING_STEPS * len(held), "fields")
+    if not _stand_together(held):
+        effort.spend(CUT_STEPS * fields, "fields that are alike on one rank and not on another")
+        held = list(_cut(held))
+    for side, rank, alike in held:
         side.add(rank, alike)
     return near, far
 
@@ -170,13 +182,17 @@ def coverage(key: str, local: Side, remote: Side) -> list[list[Piece]]:
 
 def _read(key: str, reader: Side, holder: Side) -> list[list[Piece]]:
     """What one side's holdings would read from the other's."""
+    turns: dict[int, list[tuple[int, Holding]]] = {}
+    for index, theirs in enumerate(holder.holdings[key]):
+        turns.setdefault(holder.context(theirs).rank, []).append((index, theirs))
     count = len(reader.holdings[key])
-    return [list(_pieces(key, position, reader, holder)) for position in range(count)]
+    return [list(_pieces(key, position, reader, holder, turns)) for position in range(count)]
 
 
 def _agree(key: str, local: Side, remote: Side) -> None:
     first = local.holdings[key][0]
     for side in (local, remote):
+        side.effort.spend(HOLDING_STEPS * len(side.holdings[key]), f"field {key!r}")
         lead = side.holdings[key][0]
         for holding in side.holdings[key]:
             here, there = f"local rank {first.rank}", f"{side.name} rank {holding.rank}"
@@ -196,32 +212,43 @@ def _equal(
             )
 
 
-def _pieces(key: str, position: int, reader: Side, holder: Side) -> Iterator[Piece]:
-    """What one holding reads: its range, once for every share of its tokens on the other side."""
+def _pieces(
+    key: str,
+    position: int,
+    reader: Side,
+    holder: Side,
+    turns: Mapping[int, list[tuple[int, Holding]]],
+) -> Iterator[Piece]:
+    """What one holding reads: its range, once for every share of its tokens on the other side.
+
+    ``turns`` are the other side's holdings with their positions, by whose turn their tokens are.
+    """
     mine = reader.holdings[key][position]
     context = reader.context(mine)
-    theirs = list(enumerate(holder.holdings[key]))
-    lead = holder.context(theirs[0][1])
+    lead = holder.context(holder.holdings[key][0])
     for turn in range(lead.size):
+        reader.effort.spend(2 * LOOP_STEPS, f"field {key!r} on many context ranks")
         share = Context(size=lead.size, rank=turn, interleave=lead.interleave)
         if not share_tokens(context, share):
             continue
-        holders = [(i, h) for i, h in theirs if holder.context(h).rank == turn]
+        holders = turns.get(turn, [])
         prefer = position * len(holders) // len(reader.holdings[key])
-        names = reader.name, holder.name
-        yield from _covered(key, names, mine, share, holders[prefer:] + holders[:prefer])
+        yield from _covered(key, reader, holder, mine, share, holders[prefer:] + holders[:prefer])
 
 
 def _covered(
     key: str,
-    names: tuple[str, str],
+    reader: Side,
+    holder: Side,
     mine: Holding,
     share: Context,
     holders: list[tuple[int, Holding]],
 ) -> Iterator[Piece]:
     """The range of a holding, piece by piece, from the first holder that has the next index."""
+    names = reader.name, holder.name
     cursor, stop = mine.shard
     while cursor < stop:
+        reader.effort.spend(4 * LOOP_STEPS + len(holders), f"field {key!r} on many ranks")
         found = next(((i, h) for i, h in holders if h.shard[0] <= cursor < h.shard[1]), None)
         if found is None:
             raise _gap(key, names, mine, cursor, share, [h for _, h in holders])

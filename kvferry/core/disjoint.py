@@ -2,7 +2,7 @@
 
 The question is asked of every layout, also of a peer's, so the answer must be cheap for hundreds of
 fields with tens of thousands of pages: it works on strides and enumerates only as a last resort.
-Strides that do not nest count as meeting.
+Strides that do not nest count as meeting. What it takes is counted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvferry.core.effort import Effort
 from kvferry.core.memory import I64Array
 
-MAX_RUNS = 1 << 20
-"""How many runs are enumerated for one question; what is left open then is taken to meet."""
+QUESTION_STEPS, CLUSTER_STEPS, PIECE_STEPS, RUN_STEPS = 500, 100, 5, 8
+"""Of a question, of pieces whose ranges meet, of each of them, of a run that is enumerated."""
+WHERE = "bytes that fields of one group might share"
 
 Digits = tuple[tuple[int, int], ...]
 
@@ -65,9 +67,10 @@ class _Set(NamedTuple):
         return _Set(*(each[index] for each in self))
 
 
-def overlapping(pieces: Sequence[Pieces]) -> tuple[str, str] | None:
+def overlapping(pieces: Sequence[Pieces], effort: Effort) -> tuple[str, str] | None:
     """Labels of two pieces that meet (or of one that meets itself), or ``None``."""
-    sweep = _Sweep()
+    effort.spend(QUESTION_STEPS * len(pieces), WHERE)
+    sweep = _Sweep(effort)
     forms: list[tuple[int, int]] = []
     for some in pieces:
         nested = _nested(some.run, some.digits)
@@ -111,13 +114,13 @@ ROW = 2 * np.dtype(np.int64).itemsize
 
 
 class _Sweep:
-    """One question: remembers which constellations are clear, and how much it has enumerated."""
+    """One question: remembers which constellations are clear."""
 
-    def __init__(self) -> None:
+    def __init__(self, effort: Effort) -> None:
+        self._effort = effort
         self._forms: list[_Form] = []
         self._numbers: dict[_Form, int] = {}
         self._clear: set[object] = set()
-        self._runs = MAX_RUNS
 
     def number(self, form: _Form) -> int:
         """What stands for a form."""
@@ -128,6 +131,7 @@ class _Sweep:
 
     def clash(self, some: _Set) -> tuple[int, int] | None:
         """Sweep by bounding range; look closer only where ranges meet."""
+        self._effort.spend(CLUSTER_STEPS + PIECE_STEPS * len(some.start), WHERE)
         some = some.at(np.argsort(some.start, kind="stable"))
         ends = np.maximum.accumulate(some.start + some.span)
         heads = np.flatnonzero(np.append(True, some.start[1:] >= ends[:-1]))
@@ -152,6 +156,7 @@ class _Sweep:
 
     def _peeled(self, cluster: _Set) -> _Set | None:
         """All without their coarsest digit, if they share it and lie within one step of it."""
+        self._effort.spend(CLUSTER_STEPS + PIECE_STEPS * len(cluster.form), WHERE)
         forms = {number: self._forms[number] for number in set(cluster.form.tolist())}
         tops = {form.digits[:1] for form in forms.values()}
         if len(tops) != 1 or tops == {()}:
@@ -170,9 +175,7 @@ class _Sweep:
     def _enumerated(self, cluster: _Set) -> tuple[int, int] | None:
         forms = [self._forms[number] for number in cluster.form.tolist()]
         runs = [math.prod(count for count, _ in form.digits) for form in forms]
-        self._runs -= sum(runs)
-        if self._runs < 0:
-            return int(cluster.number[0]), int(cluster.number[1])
+        self._effort.spend(CLUSTER_STEPS * len(runs) + RUN_STEPS * sum(runs), WHERE)
         starts = np.concatenate(
             [_starts(start, form) for start, form in zip(cluster.start, forms, strict=True)]
         )

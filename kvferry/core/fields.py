@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Annotated
@@ -16,6 +16,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, Struct
 
+from kvferry.core.effort import Effort
 from kvferry.core.errors import LayoutError
 from kvferry.core.memory import I64Array
 
@@ -42,7 +43,7 @@ MAX_KEY = 512
 MAX_ENCODING = 256
 MAX_COUNT = 1 << 40
 MAX_KINDS = 512
-"""Of one layout. What a peer publishes may all hash alike, and is then compared one by one."""
+"""Of one layout."""
 
 Whole = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
 """Of a field, as it is decoded: numbers that fit an array."""
@@ -55,7 +56,7 @@ class Digit(Struct, frozen=True, kw_only=True, gc=False):
     stride: Whole
 
 
-Axis = tuple[Digit, ...]
+Axis = Annotated[tuple[Digit, ...], Meta(max_length=MAX_DIGITS)]
 """Digits from coarse to fine; no digit at all is an axis of length 1."""
 
 
@@ -109,7 +110,7 @@ class Field:
     tokens: Axis = ()
     shard: Axis = ()
     shard_range: tuple[Whole, Whole] = (0, 1)
-    inner: tuple[Axis, ...] = ()
+    inner: Annotated[tuple[Axis, ...], Meta(max_length=MAX_DIGITS)] = ()
     tokens_per_state: Whole = 1
     packing: str = ""
     draft: bool = False
@@ -175,16 +176,24 @@ _OWN = "key", "encoding", "region", "offset"
 _kind = attrgetter(*(f.name for f in fields(Field) if f.name not in _OWN))
 
 
-def kinds(some: Iterable[Field]) -> tuple[Alike, ...]:
+def kinds(some: Sequence[Field], effort: Effort) -> tuple[Alike, ...]:
     """Fields by their kinds, in the order in which these appear.
 
+    What a peer publishes may all hash alike, and is then compared one by one: with every kind, each
+    field costs more.
+
     Raises:
-        LayoutError: there are more than ``MAX_KINDS``.
+        LayoutError: there are more than ``MAX_KINDS``, or too many for so many fields.
     """
     found: dict[object, list[Field]] = defaultdict(list)
+    known = 0
     for f in some:
         found[_kind(f)].append(f)
-        if len(found) > MAX_KINDS:
+        if len(found) == known:
+            continue
+        known += 1
+        effort.spend(len(some), "fields of many kinds")
+        if known > MAX_KINDS:
             raise LayoutError(
                 f"field {f.key[:MAX_KEY]!r} is of another kind than all before it, and there are "
                 f"{MAX_KINDS} of those, as many as are allowed: fields of one layout may differ in "

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvferry.core.disjoint import Pieces, overlapping
+from kvferry.core.effort import LOOP_STEPS, Effort
 from kvferry.core.errors import LayoutError
 from kvferry.core.fields import (
     ELEMENT_BYTES,
@@ -58,6 +59,8 @@ HOLE = 0
 MAX_REGIONS = 1 << 12
 MAX_FIELDS = 1 << 16
 MAX_GROUPS = 1 << 8
+FIELD_STEPS, REGION_STEPS = 40, 20
+"""Of decoding and checking one."""
 
 
 class GroupKind(enum.StrEnum):
@@ -123,9 +126,10 @@ class Group:
 class _Sorted:
     """What a layout remembers and does not publish."""
 
-    __slots__ = ("_kinds",)
+    __slots__ = ("_kinds", "_steps")
 
     _kinds: tuple[Alike, ...]
+    _steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +138,8 @@ class Layout(_Sorted):
 
     Raises:
         LayoutError: a field cannot be, an index leads nowhere, a field leaves its region, two
-            elements of one group share a byte, a key stands twice, or a bound of this module is
-            passed.
+            elements of one group share a byte, a key stands twice, a bound of this module is
+            passed, or all this would take too long to find out.
     """
 
     regions: tuple[Region, ...]
@@ -144,17 +148,28 @@ class Layout(_Sorted):
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+        effort = _effort()
+        effort.spend(
+            FIELD_STEPS * len(self.fields) + REGION_STEPS * len(self.regions), "fields and regions"
+        )
+        object.__setattr__(self, "_kinds", kinds(self.fields, effort))
         for some in self.kinds:
             _check_kind(self, some.first)
             _check_places(self, some)
-        _check_disjoint(self)
+        _check_disjoint(self, effort)
+        object.__setattr__(self, "_steps", effort.steps)
 
     @property
     def kinds(self) -> tuple[Alike, ...]:
         """All fields by their kinds."""
         if not hasattr(self, "_kinds"):
-            object.__setattr__(self, "_kinds", kinds(self.fields))
+            object.__setattr__(self, "_kinds", kinds(self.fields, _effort()))
         return self._kinds
+
+    @property
+    def steps(self) -> int:
+        """How much work its checks were, as ``effort`` counts it; 0 of a copy."""
+        return getattr(self, "_steps", 0)
 
     def moved(self, regions: tuple[Region, ...]) -> Layout:
         """The same in other regions. Checked again where they differ in more than where they lie.
@@ -167,6 +182,7 @@ class Layout(_Sorted):
         made = copy.copy(self)
         object.__setattr__(made, "regions", regions)
         object.__setattr__(made, "_kinds", self.kinds)
+        object.__setattr__(made, "_steps", self.steps)
         return made
 
     def pages(self, group: int) -> int:
@@ -174,6 +190,10 @@ class Layout(_Sorted):
         return min(
             (some.first.pages for some in self.kinds if some.first.group == group), default=0
         )
+
+
+def _effort() -> Effort:
+    return Effort(LayoutError, "checking a layout")
 
 
 def _check_sizes(layout: Layout) -> None:
@@ -257,7 +277,7 @@ def _check_axes(group: Group, f: Field) -> None:
         )
 
 
-def _check_disjoint(layout: Layout) -> None:
+def _check_disjoint(layout: Layout, effort: Effort) -> None:
     devices: dict[object, int] = {}
     places = np.array(  # from byte 1 on, so that an end fits 64 bits, too
         [(devices.setdefault(_device(r), len(devices)), r.address - 1) for r in layout.regions],
@@ -267,7 +287,11 @@ def _check_disjoint(layout: Layout) -> None:
     for some in layout.kinds:
         device, start = places[some.regions].T
         digits = tuple((digit.count, digit.stride) for digit in some.first.digits)
-        for number in set(device.tolist()):
+        numbers = set(device.tolist())
+        effort.spend(
+            LOOP_STEPS * len(numbers) * (1 + len(device) // 1000), "fields on many devices"
+        )
+        for number in numbers:
             here = np.flatnonzero(device == number)
             pieces = Pieces(
                 labels=[some.keys[i] for i in here.tolist()],
@@ -277,7 +301,7 @@ def _check_disjoint(layout: Layout) -> None:
             )
             by_place.setdefault((some.first.group, number), []).append(pieces)
     for found in by_place.values():
-        clash = overlapping(found)
+        clash = overlapping(found, effort)
         if clash:
             raise LayoutError(
                 f"fields {clash[0]!r} and {clash[1]!r} put two elements of one group on one byte, "

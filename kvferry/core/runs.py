@@ -16,6 +16,7 @@ from itertools import chain
 import numpy as np
 
 from kvferry.core.axes import Joint
+from kvferry.core.effort import Effort
 from kvferry.core.memory import I64Array
 
 
@@ -77,12 +78,19 @@ def absorbed(nbytes: int, digits: Joint) -> tuple[int, Joint]:
     return nbytes, tuple(reversed(kept))
 
 
-def joined(boxes: list[Boxes]) -> list[Boxes]:
-    """The same bytes in as few boxes as can be found."""
+BOX_STEPS, RUN_STEPS = 500, 3
+"""Of looking for boxes and runs that touch, once."""
+
+
+def joined(boxes: list[Boxes], effort: Effort) -> list[Boxes]:
+    """The same bytes in as few boxes as can be found. ``effort`` counts what it takes."""
     while True:
         alike: dict[Joint, list[Runs]] = {}
         for digits, runs in boxes:
-            for length in np.unique(runs.nbytes).tolist():
+            lengths = np.unique(runs.nbytes).tolist()
+            steps = BOX_STEPS + RUN_STEPS * len(runs) + len(lengths) * (BOX_STEPS + len(runs) // 20)
+            effort.spend(steps, "runs that touch")
+            for length in lengths:
                 nbytes, fewer = absorbed(length, digits)
                 part = runs.at(runs.nbytes == length)
                 alike.setdefault(fewer, []).append(part.of_length(nbytes))

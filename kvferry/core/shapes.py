@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvferry.core.effort import MAX_STEPS
 from kvferry.core.known import Known
 from kvferry.core.layout import Layout
 from kvferry.core.memory import Region
@@ -17,6 +18,8 @@ from kvferry.core.topology import Match, Plan, Source, plan
 
 MAX_PLANS = 64
 """Of so many shapes of engines, those that were met last."""
+MAX_PLAN_STEPS = MAX_STEPS // 20
+"""None that were more work, and so are larger."""
 
 
 class Planner:
@@ -43,8 +46,9 @@ class Planner:
         if known is not None and all(map(_like, known[0], remote)):
             return moved(known[1], remote)
         made = plan(self._local, remote, self._rank)
-        # With the layouts, which keep those ids from becoming another's.
-        self._known.keep(shape, (tuple(remote), made))
+        if made.steps + sum(layout.steps for layout in remote) <= MAX_PLAN_STEPS:
+            # With the layouts, which keep those ids from becoming another's.
+            self._known.keep(shape, (tuple(remote), made))
         return made
 
 

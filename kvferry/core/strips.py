@@ -14,14 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.core.axes import Digits, Joint, Walk, coarse, digits_of, even, normalised, walk
+from kvferry.core.effort import LOOP_STEPS, MAX_STEPS, Effort
 from kvferry.core.errors import PlanError
 from kvferry.core.fields import Alike
 from kvferry.core.layout import Field, Layout
 from kvferry.core.memory import I64Array, Region
 from kvferry.core.runs import Boxes, Runs, absorbed, concatenated, count, joined, sums, unfolded
 
-MAX_STRIPS = 1 << 22
+SHAPE_STEPS, STRIP_STEPS, BATCH_STEPS = 500, 5, 1000
+"""Of a shape, of a strip, and of strips that are kept together: every request goes through them."""
+MAX_STRIPS = MAX_STEPS // STRIP_STEPS
 """Above this many strips in one sub-block two layouts are refused: nobody could read them."""
+WHERE = "fields that lie differently on both sides"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,25 +117,32 @@ def batches(
     remote: Layout,
     grain: int,
     window: tuple[int, int] | None = None,
+    *,
+    effort: Effort | None = None,
 ) -> tuple[Batch, ...]:
     """The strips of fields of one local and one remote group, per sub-block of ``grain`` tokens.
 
     With ``window``, of the tokens ``[start, stop)`` of each sub-block only; whole entries.
+    ``effort`` counts what it takes; by itself if it is ``None``.
 
     Raises:
-        PlanError: they are too many; names a field.
+        PlanError: they are too many, or too much work; names a field.
     """
     first = parts[0].first
+    effort = effort or Effort(PlanError, "finding strips")
     shapes: dict[object, tuple[_Shape, list[Overlaps]]] = {}
     for part in parts:
         geometry = _geometry(part.first)
+        # Shapes may all hash alike, and are then compared one by one.
+        effort.spend(LOOP_STEPS + len(shapes), WHERE)
         if geometry not in shapes:
+            effort.spend(SHAPE_STEPS, WHERE)
             shapes[geometry] = _shape(part.first, grain, window), []
+            effort.spend(len(shapes[geometry][0].local), WHERE)
         shapes[geometry][1].append(part)
-    _check_count(
-        first,
-        (len(shape.local) * sum(map(len, found)) for shape, found in shapes.values()),
-    )
+    boxes_in_all = sum(len(shape.local) * sum(map(len, found)) for shape, found in shapes.values())
+    _check_count(first, [boxes_in_all])
+    effort.spend(boxes_in_all, WHERE)
     pairs = _Pairs(local, remote)
     boxes: dict[Motion, list[Boxes]] = {}
     for shape, found in shapes.values():
@@ -140,7 +151,7 @@ def batches(
     return tuple(
         batch
         for motion, some in boxes.items()
-        for batch in _batches(motion, _strips(some, first), pairs)
+        for batch in _batches(motion, _strips(some, first, effort), pairs, effort)
     )
 
 
@@ -238,15 +249,19 @@ def _runs(shape: _Shape, part: Overlaps, pairs: _Pairs) -> Runs:
     )
 
 
-def _strips(boxes: list[Boxes], o: Overlap) -> Runs:
-    fewest = joined(boxes)
-    _check_count(o, [count(fewest)])
+def _strips(boxes: list[Boxes], o: Overlap, effort: Effort) -> Runs:
+    fewest = joined(boxes, effort)
+    strips = count(fewest)
+    _check_count(o, [strips])
+    effort.spend(STRIP_STEPS * strips, WHERE)
     return unfolded(fewest)
 
 
-def _batches(motion: Motion, runs: Runs, pairs: _Pairs) -> Iterator[Batch]:
+def _batches(motion: Motion, runs: Runs, pairs: _Pairs, effort: Effort) -> Iterator[Batch]:
     """Sorted runs, by length."""
-    for nbytes in np.unique(runs.nbytes).tolist():
+    lengths = np.unique(runs.nbytes).tolist()
+    effort.spend(len(lengths) * (BATCH_STEPS + len(runs) // 20), "strips of many lengths")
+    for nbytes in lengths:
         part = runs.at(runs.nbytes == nbytes)
         stops = [*(np.flatnonzero(np.diff(part.pair)) + 1).tolist(), len(part)]
         yield Batch(

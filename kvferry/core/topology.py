@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.core.coverage import Side, coverage, sides
+from kvferry.core.effort import Effort
 from kvferry.core.errors import PlanError
 from kvferry.core.fields import Alike
 from kvferry.core.layout import Group, GroupKind, Layout
@@ -94,6 +95,7 @@ class Plan:
             or 1 where nobody does and one tells it.
         tells: the remote ranks that nobody reads and that this rank tells, ascending.
         own: what this rank has of each local group.
+        steps: how much work it was, as ``effort`` counts it.
     """
 
     rank: int
@@ -101,6 +103,7 @@ class Plan:
     readers: tuple[int, ...]
     tells: tuple[int, ...]
     own: tuple[Own, ...]
+    steps: int = 0
     _windows: dict[object, tuple[Batch, ...]] = field(default_factory=dict, repr=False)
 
     def blanks(
@@ -144,11 +147,13 @@ def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
         rank: which local rank the plan is for.
 
     Raises:
-        PlanError: the layouts cannot be matched; names the field, the range and the ranks.
+        PlanError: the layouts cannot be matched; names the field, the range and the ranks. Or
+            that would take too long to find out.
     """
     if not 0 <= rank < len(local):
         raise PlanError(f"there is no local rank {rank}: there are {len(local)}")
-    near, far = sides(local, remote)
+    effort = Effort(PlanError, "planning what to read from the engine")
+    near, far = sides(local, remote, effort)
     _check_drafts(near, far)
     if not far.drafts:
         near.leave_out(near.drafts)
@@ -159,12 +164,13 @@ def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
     readers = [0] * len(remote)
     for _, source in reads:
         readers[source] += 1
+    sources = tuple(
+        _source(local[rank], remote[source], source, overlaps[source], effort)
+        for source in sorted(overlaps)
+    )
     return Plan(
         rank=rank,
-        sources=tuple(
-            _source(local[rank], remote[source], source, overlaps[source])
-            for source in sorted(overlaps)
-        ),
+        sources=sources,
         readers=tuple(max(count, 1) for count in readers),
         tells=tuple(
             source
@@ -172,6 +178,7 @@ def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
             if count == 0 and source * len(local) // len(remote) == rank
         ),
         own=_own(near, rank),
+        steps=effort.steps,
     )
 
 
@@ -242,7 +249,9 @@ def _assigned(
     return reads, overlaps
 
 
-def _source(local: Layout, remote: Layout, rank: int, overlaps: list[Overlaps]) -> Source:
+def _source(
+    local: Layout, remote: Layout, rank: int, overlaps: list[Overlaps], effort: Effort
+) -> Source:
     by_groups: dict[tuple[int, int], list[Overlaps]] = {}
     for part in overlaps:
         groups = part.local.first.group, part.remote.first.group
@@ -251,11 +260,15 @@ def _source(local: Layout, remote: Layout, rank: int, overlaps: list[Overlaps]) 
         remote=rank,
         local_layout=local,
         remote_layout=remote,
-        matches=tuple(_match(local, remote, *groups, found) for groups, found in by_groups.items()),
+        matches=tuple(
+            _match(local, remote, *groups, found, effort) for groups, found in by_groups.items()
+        ),
     )
 
 
-def _match(local: Layout, remote: Layout, near: int, far: int, parts: list[Overlaps]) -> Match:
+def _match(
+    local: Layout, remote: Layout, near: int, far: int, parts: list[Overlaps], effort: Effort
+) -> Match:
     pairing = Pairing(
         index=near,
         local=local.groups[near],
@@ -268,5 +281,5 @@ def _match(local: Layout, remote: Layout, near: int, far: int, parts: list[Overl
         local_pages=min(part.local.first.pages for part in parts),
         remote_pages=min(part.remote.first.pages for part in parts),
         parts=tuple(parts),
-        batches=batches(parts, local, remote, pairing.grain),
+        batches=batches(parts, local, remote, pairing.grain, effort=effort),
     )

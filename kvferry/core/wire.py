@@ -15,7 +15,7 @@ from msgspec import Meta, Raw, Struct
 
 from kvferry.core.errors import WireError
 from kvferry.core.known import Known
-from kvferry.core.layout import MAX_REGIONS, Field, Group, Layout
+from kvferry.core.layout import MAX_FIELDS, MAX_GROUPS, MAX_REGIONS, Field, Group, Layout
 from kvferry.core.lifecycle.holds import GENERATION_LIMIT, MAX_SLOTS, WORD_BYTES
 from kvferry.core.memory import Region
 from kvferry.core.untrusted import MALFORMED
@@ -295,8 +295,12 @@ _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _versions: msgspec.msgpack.Decoder[Versions] = msgspec.msgpack.Decoder(Versions)
 _payload: msgspec.msgpack.Decoder[_UnreadPayload] = msgspec.msgpack.Decoder(_UnreadPayload)
-_groups: msgspec.msgpack.Decoder[tuple[Group, ...]] = msgspec.msgpack.Decoder(tuple[Group, ...])
-_fields: msgspec.msgpack.Decoder[tuple[Field, ...]] = msgspec.msgpack.Decoder(tuple[Field, ...])
+_groups: msgspec.msgpack.Decoder[tuple[Group, ...]] = msgspec.msgpack.Decoder(
+    Annotated[tuple[Group, ...], Meta(max_length=MAX_GROUPS)]
+)
+_fields: msgspec.msgpack.Decoder[tuple[Field, ...]] = msgspec.msgpack.Decoder(
+    Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)]
+)
 _layouts: Known[Layout] = Known(MAX_KNOWN)
 _notes: msgspec.msgpack.Decoder[list[Note]] = msgspec.msgpack.Decoder(Notes)
 

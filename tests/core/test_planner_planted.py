@@ -204,8 +204,10 @@ def sub_blocks_are_single_entries(patch: Patch) -> None:
     def entry(parts: Any) -> int:
         return math.lcm(*(part.local.first.tokens_per_state for part in parts))
 
-    def fine(real: Any, parts: Any, local: Any, remote: Any, grain: int, *window: Any) -> Any:
-        return real(parts, local, remote, grain if window else entry(parts), *window)
+    def fine(
+        real: Any, parts: Any, local: Any, remote: Any, grain: int, *window: Any, **counted: Any
+    ) -> Any:
+        return real(parts, local, remote, grain if window else entry(parts), *window, **counted)
 
     instead(patch, topology, "batches", fine)
 

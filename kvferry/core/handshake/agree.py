@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvferry.core.effort import Effort
 from kvferry.core.errors import HandshakeError, IncompatibleError, WireError
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.wire import (
@@ -18,6 +19,10 @@ from kvferry.core.wire import (
 )
 
 UPGRADE = "upgrade the older of the two engines"
+BYTES_PER_STEP = 8
+"""Of reading a payload; what it says costs more."""
+FACT_STEPS = 20
+"""Of a key of an agreement, which is compared twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +75,12 @@ def engine_info(payloads: Sequence[bytes]) -> EngineInfo:
     Raises:
         IncompatibleError: a rank speaks no protocol version of this build.
         HandshakeError: a payload cannot be decoded, or the payloads are not those of all ranks of
-            one start of one engine; names the ranks and the values.
+            one start of one engine, or they are too much work; names the ranks and the values.
     """
     if not 1 <= len(payloads) <= MAX_RANKS:
         raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
-    ranks = tuple(_decode(rank, data) for rank, data in enumerate(payloads))
+    effort = Effort(HandshakeError, "reading what the engine publishes")
+    ranks = tuple(_decode(rank, data, effort) for rank, data in enumerate(payloads))
     for problem in _problems(ranks):
         raise HandshakeError(f"{problem}; every rank of an engine must be started alike")
     first = ranks[0]
@@ -129,15 +135,19 @@ def unspoken(theirs: Versions) -> str:
     return f"it speaks protocol versions {theirs.spoken}, this build {SPOKEN.spoken}: {UPGRADE}"
 
 
-def _decode(rank: int, data: bytes) -> RankPayload:
+def _decode(rank: int, data: bytes, effort: Effort) -> RankPayload:
     """Versions first: the payload of another version may look like anything."""
+    effort.spend(len(data) // BYTES_PER_STEP, f"the payload of rank {rank}")
     try:
         versions = decode_versions(data)
         if versions.common(SPOKEN) is None:
             raise IncompatibleError(f"payload of rank {rank}: {unspoken(versions)}")
-        return decode_payload(data)
+        payload = decode_payload(data)
     except WireError as exc:
         raise HandshakeError(f"payload of rank {rank}: {exc}") from exc
+    steps = payload.layout.steps + FACT_STEPS * len(payload.agreement)
+    effort.spend(steps, f"the payload of rank {rank}")
+    return payload
 
 
 def _problems(ranks: Sequence[RankPayload]) -> Iterator[str]:

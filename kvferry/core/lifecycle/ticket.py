@@ -108,13 +108,13 @@ def _page_problems(ticket: Ticket) -> Iterator[str]:
 def page_limits(payloads: Sequence[RankPayload]) -> tuple[int, ...]:
     """Per group of an engine, what its page ids are below; 0 where no rank has a field of it.
 
-    It looks at every field of every rank: once per handshake, not once per ticket.
+    It looks at every kind of field of every rank: once per handshake, not once per ticket.
     """
-    layouts = [payload.layout for payload in payloads]
-    return tuple(
-        min((pages for layout in layouts if (pages := layout.pages(group))), default=0)
-        for group in range(len(layouts[0].groups))
-    )
+    limits = [0] * len(payloads[0].layout.groups)
+    for first in (some.first for payload in payloads for some in payload.layout.kinds):
+        if first.group < len(limits):
+            limits[first.group] = min(limits[first.group] or first.pages, first.pages)
+    return tuple(limits)
 
 
 def check_against(ticket: Ticket, payloads: Sequence[RankPayload], limits: Sequence[int]) -> None:
