@@ -14,7 +14,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.endpoint.engines import Engine, engine, eventually
 from tests.faults.cable import Cable, Channel, Staged, staged
-from tests.faults.stages import LEASE, OPTIONS, SHAPE, Remote, produce, remote, right, shaking
+from tests.faults.stages import LEASE, LONG, OPTIONS, SHAPE, Remote, produce, remote, right, shaking
 
 LOCAL = [3, 4]
 
@@ -169,8 +169,9 @@ class Bench:
         """What was wrong is over: the next load works, no page is held, nothing was said twice."""
         self.mend()
         # A producer that has just come back may still be taken for dead, once.
-        if self.load("d-2", self.far.serve("p-2")) != "loaded":
-            assert self.load("d-3", self.far.serve("p-3")) == "loaded"
+        self.load("d-2", self.far.serve("p-2"))
+        self.far.lease = LONG
+        assert self.load("d-3", self.far.serve("p-3")) == "loaded"
         self.far.released()
         self._listen()
         assert set(self.reported.values()) == {1}, self.reported

@@ -36,6 +36,8 @@ OTHERS = [5, 6]
 """Those of another one."""
 LEASE = 3.0
 """Short: where nobody says that a hold is over, its end is waited for."""
+LONG = 60.0
+"""Ends in no test: only a word gives these pages back."""
 OPTIONS = EndpointOptions(
     lease=LEASE, handshake_timeout=5.0, load_timeout=15.0, liveness_interval=1.0, liveness_misses=3
 )

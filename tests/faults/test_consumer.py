@@ -20,6 +20,7 @@ from tests.faults.cells import DRIVERS, STAGES, Cell
 from tests.faults.stages import (
     HELD,
     LEASE,
+    LONG,
     OPTIONS,
     PATIENT,
     SHAPE,
@@ -41,8 +42,6 @@ PLACES = [
         for stage in STAGES
     ),
 ]
-LONG = 60.0
-"""A lease that ends in no test."""
 CUT = {"before the handshake": WAYS, "during the handshake": frozenset[Way]({"answers"})}
 """What of a side channel is cut so that a load stands still there."""
 
@@ -87,7 +86,7 @@ def test_one_that_is_killed(driver: str, stage: str) -> None:
         producer(driver) as prefill,
         remote(consume, stage, driver) as decode,
     ):
-        reach(decode, prefill)
+        reach(decode, prefill, LONG if stage == "finishing" else LEASE)
         cell.strikes()
         decode.kill()
         prefill.released("p-1")
@@ -179,7 +178,7 @@ def test_one_that_gives_the_request_up(driver: str, stage: str) -> None:
             endpoint.abort(RequestId("d-1"))
 
         near.at = {stage: abort}
-        ticket = serve(prefill, "p-1")
+        ticket = serve(prefill, "p-1", LONG)
         if stage == "waiting":
             decode.prepare(ticket)
         decode.pull("d-1", ticket, LOCAL, nothing=stage == "waiting")
@@ -226,6 +225,7 @@ def test_one_that_talks_nonsense(stage: str) -> None:
         world.far.channel.noisy = frozenset({"questions"})
 
     with bench() as world:
+        world.far.lease = LONG if stage == "finishing" else LEASE
         outcome = world.through(stage, garble)
         assert outcome == ("HandshakeError" if "handshake" in stage else "loaded")
         world.far.released()
