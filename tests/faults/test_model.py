@@ -20,6 +20,7 @@ from tests.faults.cells import figure
 STEPS = int(os.environ.get("KVFERRY_MODEL_STEPS", "100000"))
 SEARCH = settings(
     max_examples=200,
+    derandomize=False,  # which Hypothesis has otherwise where the environment says CI
     database=None,
     stateful_step_count=25,
     deadline=None,
