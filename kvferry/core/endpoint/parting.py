@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from kvferry.core.endpoint.aside import Aside
-from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.endpoint.transfers import Transfers, as_ours
 from kvferry.core.errors import TransportUsageError
-from kvferry.core.failures import on_one_line
+from kvferry.core.failures import cause_of, on_one_line
 from kvferry.core.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
@@ -93,11 +93,13 @@ class Partings:
         leaving.is_closing = False
         if not leaving.tries:
             logger.error(
-                "connection %d, to %s, did not fall silent (stage disconnect): the pages that it "
-                "may still write are quarantined until it does; restart the engine if that lasts",
+                "connection %d, to %s, did not fall silent (stage disconnect, cause %s): %s; the "
+                "pages that it may still write are quarantined until it does: restart the engine "
+                "if that lasts",
                 peer,
                 on_one_line(str(leaving.owner)),
-                exc_info=error,
+                cause_of(as_ours(error)),
+                on_one_line(str(as_ours(error))),
             )
         leaving.tries += 1
         leaving.due = self._clock() + min(2.0**leaving.tries, LONGEST_SECONDS)

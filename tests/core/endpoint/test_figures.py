@@ -266,7 +266,9 @@ def test_pages_that_may_still_be_written_are_quarantined(caplog: pytest.LogCaptu
         eventually(lambda: counted.of(QUARANTINED) == {("0",): 0}, "they are quiet")
     [line] = [r.getMessage() for r in caplog.records if "did not fall silent" in r.getMessage()]
     assert "prefill" in line
+    assert "(stage disconnect, cause transport): still copying; the pages" in line
     assert "restart the engine if that lasts" in line
+    assert not any(record.exc_info for record in caplog.records)
 
 
 class Secretive(Watched):
