@@ -43,7 +43,7 @@ types: $(STAMP) ## Static types
 	$(BIN)/mypy
 
 unit: $(STAMP) ## The quick tests, which need neither vLLM nor NIXL nor UCX
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4
 
 faults: $(STAMP) ## Peers that fail at any stage, and drivers with planted faults
 	$(BIN)/pytest -m 'faults and not slow and not nixl'

@@ -42,6 +42,7 @@ def test_the_files_that_keygen_writes(tmp_path: Path) -> None:
         ("env:OWN", "env:TWO", "--curve-peer names 2 keys"),
         (OWN.secret.hex(), ENGINE.public.hex(), "and not where it is"),
     ],
+    ids=["no peer", "no key", "short", "unset", "peer is no key", "two peers", "the key itself"],
 )
 def test_what_is_no_key_is_refused(secret_key: str, peer: str, why: str) -> None:
     with pytest.raises(SecretError, match=why) as caught:

@@ -88,6 +88,7 @@ def test_keys_and_peers_come_together() -> None:
         (keyed(), b"", "its tickets name no key, and this engine has keys"),
         (keyed(), OTHER.public, f"its key is {OTHER.public.hex()}, which is not listed here"),
     ],
+    ids=["no keys here", "no key there", "another's key"],
 )
 def test_who_may_not_be_asked(access: Access, key: bytes, words: str) -> None:
     with pytest.raises(AdmissionError, match=words):
