@@ -155,8 +155,9 @@ class FerryScheduler:
 
     @property
     def pending(self) -> bool:
-        """Whether the workers must hear something although the engine may have nothing to run."""
-        return self._consumer.pending
+        """Whether the engine must step although it may have nothing to run: its workers must hear
+        something, or one is not well, and can only say in a step that it is again."""
+        return self._consumer.pending or any(self._problems.values())
 
     def reset(self) -> None:
         """Give up the holds, so that vLLM's next try to reset its cache succeeds."""

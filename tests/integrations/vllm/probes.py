@@ -54,6 +54,12 @@ def free_blocks(engine: Any) -> int:
     return free
 
 
+def has_to_step(engine: Any) -> bool:
+    """Whether the connector has vLLM step an engine that has nothing else to do."""
+    scheduler = engine.engine_core.engine_core.scheduler
+    return bool(scheduler.connector.has_pending_push_work())
+
+
 def preemptions(engine: Any) -> int:
     """How often requests that the scheduler knows were preempted; metrics lag behind."""
     scheduler = engine.engine_core.engine_core.scheduler

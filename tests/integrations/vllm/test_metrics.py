@@ -97,16 +97,19 @@ def test_a_refused_ticket_is_counted_by_reason(prefill: Engine, decode: Engine) 
 
 
 def test_what_a_rank_finds_wrong_reaches_a_probe(prefill: Engine) -> None:
-    """In the next step after it is found, and likewise when it is over."""
+    """In the next step after it is found, and as soon as it is over: who is told of it keeps
+    requests away, so the engine steps on without any."""
     [ticket] = prefill.prefill(prompt(20, seed=33))
 
     def told(*problems: str) -> bool:
         condition = health(ticket["remote_host"], ticket["remote_port"], timeout=20.0)
         return condition.problems == list(problems)
 
+    assert not prefill.run(probes.has_to_step)
     prefill.run(metering.ail, "it burns")
     prefill.prefill(prompt(21, seed=33))
     eventually(lambda: told("rank 0: it burns"))
+    assert prefill.run(probes.has_to_step)
     prefill.run(metering.ail, "")
-    prefill.prefill(prompt(22, seed=33))
     eventually(told)
+    assert not prefill.run(probes.has_to_step)
