@@ -18,7 +18,7 @@ from kvferry.core.topology import Match, Plan, Source, plan
 
 MAX_PLANS = 64
 """Of so many shapes of engines, those that were met last."""
-MAX_PLAN_STEPS = MAX_STEPS // 20
+MAX_PLAN_STEPS = MAX_STEPS // 10
 """None that were more work, and so are larger."""
 
 

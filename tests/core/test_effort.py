@@ -15,6 +15,7 @@ from kvferry.core.errors import HandshakeError, LayoutError, PlanError, WireErro
 from kvferry.core.handshake import engine_info
 from kvferry.core.layout import Context, Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region
+from kvferry.core.shapes import Planner
 from kvferry.core.topology import plan
 from kvferry.core.wire import RankPayload, decode_payload, encode
 from tests.core.layouts import model, paged
@@ -241,6 +242,14 @@ def test_context_ranks_are_not_compared_with_each_other() -> None:
         return plan([one], remote, 0).steps
 
     assert steps(200) < 3 * steps(100)
+
+
+def test_plans_that_are_large_are_made_anew_and_not_kept() -> None:
+    """Or some dozens of peers would fill the memory."""
+    for count, kept in ((1, True), (10, False)):
+        local, remote = shapes_that_are_all_different(count)
+        planner = Planner(local, 0)
+        assert (planner.plan(remote).own is planner.plan(remote).own) is kept
 
 
 # What there is.
