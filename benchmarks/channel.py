@@ -1,6 +1,6 @@
 """How many consumers one side channel serves, and what the engine beside it notices.
 
-    python benchmarks/channel.py [--clients 1000] [--rounds 3] [--quick] [--json FILE]
+    python benchmarks/channel.py [--clients 1000] [--rounds 9] [--quick] [--json FILE]
 
 The server is what an engine runs, in a thread of a process that meanwhile makes engine steps: some
 milliseconds of Python and numpy, then a wait, as for a device. The clients are real ones: each has
@@ -55,7 +55,7 @@ class Producer:
         raw = engines.payloads(engines.engine(Shape(tp=ranks), layers, 20_000), NAME)
         self._server = HandshakeServer(raw, engine=NAME, incarnation=INCARNATION)
         self._bare = zmq.Context().socket(zmq.ROUTER)
-        self._bare.setsockopt(zmq.BACKLOG, 1024)
+        self._bare.setsockopt(zmq.BACKLOG, 4096)
         self._port = self._bare.bind_to_random_port("tcp://127.0.0.1")
         self._reply = encode(Payloads(ranks=raw))
         threading.Thread(target=self._answer, daemon=True).start()
@@ -218,7 +218,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=1_000)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="200 clients, two rounds")
     options = parser.parse_args()
     if options.quick:
