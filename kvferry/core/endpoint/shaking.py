@@ -105,7 +105,10 @@ class Handshakes:
             del self._delayed[key]
             self._queued.append(key)
         while self._queued and self._running < MAX_HANDSHAKES:
-            self._start(self._queued.popleft())
+            # Who never answers must not make those wait that might.
+            key = min(self._queued, key=self._failures)
+            self._queued.remove(key)
+            self._start(key)
 
     def failed(self, key: PeerKey) -> None:
         """The engine could not be reached, or was lost: the next handshake waits longer."""
@@ -126,6 +129,10 @@ class Handshakes:
         """Start no more; wait for none."""
         self._queued.clear()
         self._delayed.clear()
+
+    def _failures(self, key: PeerKey) -> int:
+        backoff = self._backoffs.get(key)
+        return backoff.failures if backoff is not None else 0
 
     def _start(self, key: PeerKey) -> None:
         """Daemon threads: a host that never answers must not keep the process from ending."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvferry.core.endpoint import shaking
 from kvferry.core.endpoint.shaking import MAX_HANDSHAKES, Handshake, Handshakes, PeerKey
 from kvferry.core.errors import HandshakeError, KVFerryError
 from kvferry.core.topology import Plan
@@ -80,6 +81,27 @@ def test_engines_are_reached_side_by_side_up_to_a_limit() -> None:
     bench.run(MAX_HANDSHAKES)
     bench.run(2)
     assert len(bench.heard) == MAX_HANDSHAKES + 2
+
+
+def test_who_has_failed_least_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shaking, "MAX_HANDSHAKES", 1)
+    bench = Bench(fails=True)
+    for name in ("mute", "mute", "restarting"):
+        bench.ask(name)
+        bench.now += 100.0
+        bench.shakes.progress(bench.now)
+        bench.run()
+    bench.fails, before = False, len(bench.calls)
+    bench.gate.clear()
+    order = ["running", "mute", "restarting", "one", "other"]
+    for name in order:
+        bench.now += 100.0
+        bench.ask(name)
+    bench.gate.set()
+    for _ in order:
+        bench.run()
+    called = [key.engine for key in bench.calls[before:]]
+    assert called == ["running", "one", "other", "restarting", "mute"]
 
 
 @pytest.mark.parametrize("failures", [1, 2, 5, 20])
