@@ -24,6 +24,7 @@ from kvferry.core.errors import (
 from kvferry.core.memory import CPU, Region
 from kvferry.drivers.nixl.library import Library
 from kvferry.drivers.nixl.options import Options, has_cuda, parameters, threads
+from kvferry.drivers.nixl.threads import Threads
 
 CUDA = "cuda"
 SEGMENTS = {CPU: "DRAM", CUDA: "VRAM"}
@@ -101,12 +102,14 @@ class Agent:
             # Calls come from different threads, if one at a time.
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        with library.patient(options.progress_milliseconds):
-            self._agent: Any = api.nixl_agent(name, config)
-        self._failed = False
-        started = parameters(options, library, self._agent.agent)
-        self._threads = threads(started)
-        self._start(started)
+        self._own = Threads()
+        with self._own.starting():
+            with library.patient(options.progress_milliseconds):
+                self._agent: Any = api.nixl_agent(name, config)
+            self._failed = False
+            started = parameters(options, library, self._agent.agent)
+            self._threads = threads(started)
+            self._start(started)
         self.memory = self._memory()
         self.notifies = self._probe_notifications()
         _pin(self._agent.agent)
@@ -129,6 +132,10 @@ class Agent:
         thread may keep something of a transfer that has failed, and would run it when they next
         move anything (docs/adr/0018). It can do all else."""
         return self._failed and self._threads > 0
+
+    def rest(self) -> None:
+        """Wait until its threads have left whatever copy they were in."""
+        self._own.rest()
 
     # Memory.
 

@@ -89,6 +89,11 @@ class Agents:
         with self._lock:
             self._deregister(registration)
 
+    def rest(self) -> None:
+        """Wait until NIXL's threads have left whatever copy they were in."""
+        for agent in self._all:
+            agent.rest()
+
     def close(self, *, quiet: bool) -> None:
         """End them; memory has been deregistered, and handles have been released.
 

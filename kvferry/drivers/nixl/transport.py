@@ -58,10 +58,6 @@ _GRACE_SECONDS = 5.0
 
 _TURN_SECONDS = 0.0005
 
-_SETTLE_SECONDS = 0.02
-"""NIXL closes a broken connection by itself, and tells no end of it. Its progress threads may then
-still be within one copy, which this outlasts by far."""
-
 
 class NixlTransport(Transport):
     """Reads and writes through a NIXL backend: CPU and CUDA memory, of one host or of several.
@@ -376,5 +372,5 @@ class NixlTransport(Transport):
         failed = [error for job in jobs for error in job.settle()]
         failed += peer.part()
         if broken:
-            time.sleep(_SETTLE_SECONDS)
+            self._agents.rest()
         return failed
