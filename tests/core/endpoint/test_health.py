@@ -12,7 +12,7 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.handshake import HandshakeServer, health
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.transport import PeerId, TransferId
+from kvferry.core.transport import Notification, PeerId, TransferId
 from kvferry.core.wire import encode
 from tests.core.endpoint.engines import Watched, engine, eventually
 
@@ -56,6 +56,27 @@ def test_a_connection_that_does_not_fall_silent_is_a_problem_until_it_does() -> 
         driver.loud = False
         eventually(lambda: endpoint.healthy, "the connection is closed after all")
     assert endpoint.problems == ("the endpoint is closed",)
+
+
+class Down(Watched):
+    """A driver whose library has gone, once the test says so."""
+
+    down = False
+
+    def notifications(self) -> list[Notification]:
+        if self.down:
+            raise TransportError("the library has gone")
+        return super().notifications()
+
+
+def test_a_driver_that_is_down_is_a_problem() -> None:
+    driver = Down()
+    with engine("decode", transport=lambda: driver) as decode:
+        endpoint = decode.ranks[0].endpoint
+        assert endpoint.healthy
+        driver.down = True
+        eventually(lambda: not endpoint.healthy, "nobody has to ask anything of it")
+        assert endpoint.problems == ("the endpoint has failed: the library has gone",)
 
 
 class Stuck(Watched):
