@@ -30,22 +30,22 @@ def impatient(start_engine: StartEngine) -> Engine:
 
 
 def test_a_producer_that_is_stopped(
-    reference: Engine, prefill: Engine, impatient: Engine, start_engine: StartEngine
+    reference: Engine, impatient: Engine, start_engine: StartEngine
 ) -> None:
     """Its side channel takes the connection, and nobody answers."""
-    stopped = start_engine("stopped", "kv_producer")
-    tickets = [*stopped.prefill(prompt(80)), *prefill.prefill(prompt(85))]
-    pids = stopped.run(killing.victim).pids
+    prefill = start_engine("stopped", "kv_producer")
+    [ticket] = prefill.prefill(prompt(80))
+    pids = prefill.run(killing.victim).pids
     cell = Cell(side="producer", fault="stopped", stage="before the handshake", driver="vllm")
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    failed, other = impatient.generate(prompt(80), prompt(85), params=tickets)
+    failed, other = impatient.generate(prompt(80), prompt(85), params=[ticket, None])
     assert failed.finish_reason == "error"
     assert other.text == texts(reference, prompt(85))[0]
     cell.write("failed alone")
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    assert hand_over(stopped, impatient, prompt(80))[0] == texts(reference, prompt(80))
+    assert hand_over(prefill, impatient, prompt(80))[0] == texts(reference, prompt(80))
 
 
 def test_a_producer_that_cannot_be_reached(
