@@ -58,6 +58,9 @@ _GRACE_SECONDS = 5.0
 
 _TURN_SECONDS = 0.0005
 
+_MAX_PARKED = 64
+"""Peers that NIXL goes on knowing after they were disconnected."""
+
 
 class NixlTransport(Transport):
     """Reads and writes through a NIXL backend: CPU and CUDA memory, of one host or of several.
@@ -87,6 +90,7 @@ class NixlTransport(Transport):
         self._spans = Spans(self._agents)
         self._table = Table()
         self._peers: dict[PeerId, Peer] = {}
+        self._parked: dict[str, Peer] = {}
         self._jobs: dict[TransferId, Job] = {}
         self._ids = itertools.count(1)
 
@@ -183,7 +187,10 @@ class NixlTransport(Transport):
                 f"NIXL is still moving bytes to or from {found.name} after {_GRACE_SECONDS} s: its "
                 "transfers stay doomed; disconnect again, later"
             )
-        self._part(found, jobs)
+        if jobs or found.lost or found.itself:
+            self._part(found, jobs)
+        else:
+            self._park(found)
         del self._peers[peer]
 
     # Transfers.
@@ -251,6 +258,8 @@ class NixlTransport(Transport):
         failed: list[TransportError] = []
         for peer, found in self._peers.items():
             failed += self._part(found, [job for job in jobs if job.peer == peer])
+        for parked in self._parked.values():
+            failed += parked.part()
         failed += self._spans.clear()
         self._peers.clear()
         self._agents.close(quiet=quiet)
@@ -277,17 +286,32 @@ class NixlTransport(Transport):
         return {region for job in self._jobs.values() if not job.final for region in job.local}
 
     def _met(self, theirs: Address, regions: frozenset[Region], keys: frozenset[int]) -> PeerId:
+        parked = self._parked.pop(theirs.name, None)
+        if parked is not None and not parked.keys <= keys:
+            parked.part()
         met = Peer(
             name=theirs.name,
             itself=theirs.name == self._name,
             regions=regions,
             metadata=theirs.metadata,
             keys=keys,
+            # They know it, and are told again: NIXL may have dropped it meanwhile.
+            told={} if parked is None else dict.fromkeys(parked.told, frozenset()),
         )
         met.tell(self._agent)
         peer = PeerId(next(self._ids))
         self._peers[peer] = met
         return peer
+
+    def _park(self, peer: Peer) -> None:
+        """Let NIXL go on knowing a peer with which all is well.
+
+        While both ends live, NIXL closes neither end's sockets, whatever it is told: each time that
+        it forgets a peer and gets to know it again, both processes have some more of them.
+        """
+        self._parked[peer.name] = peer
+        if len(self._parked) > _MAX_PARKED:
+            self._parked.pop(next(iter(self._parked))).part()
 
     def _refresh(self, known: PeerId, theirs: Address, keys: frozenset[int]) -> None:
         """Tell NIXL what a peer has registered meanwhile.

@@ -112,6 +112,29 @@ def test_a_part_whose_memory_is_gone_costs_no_connection_with_itself(make: Make)
     assert (here[:4096] == 7).all()
 
 
+def test_a_peer_that_comes_back_again_and_again_takes_no_more_descriptors(make: Make) -> None:
+    transport, other = make(), make()
+
+    def visited() -> int:
+        _moved(transport, other)
+        transport.disconnect(transport.connect(other.address()))
+        return _descriptors()
+
+    first = [visited() for _ in range(3)][-1]
+    assert max(visited() for _ in range(10)) < first + AN_AGENT
+
+
+def test_a_peer_that_comes_back_after_others_and_with_other_memory(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.drivers.nixl.transport._MAX_PARKED", 1)
+    transport, others = make(), [make() for _ in range(3)]
+    for _ in range(2):
+        for other in others:
+            _moved(transport, other)  # registers memory that stays
+            transport.disconnect(transport.connect(other.address()))
+
+
 def _ended(transport: NixlTransport, transfer: TransferId) -> State:
     while (state := transport.poll([transfer])[0].state) is State.PENDING:
         time.sleep(0.001)
