@@ -85,6 +85,7 @@ class Handshakes:
         self._delayed: dict[PeerKey, float] = {}
         self._backoffs: dict[PeerKey, _Backoff] = {}
         self._running = 0
+        self._is_turn_of_oldest = False
 
     def __len__(self) -> int:
         """How many are asked for and not over."""
@@ -105,10 +106,7 @@ class Handshakes:
             del self._delayed[key]
             self._queued.append(key)
         while self._queued and self._running < MAX_HANDSHAKES:
-            # Who never answers must not make those wait that might.
-            key = min(self._queued, key=self._failures)
-            self._queued.remove(key)
-            self._start(key)
+            self._start(self._take())
 
     def failed(self, key: PeerKey) -> None:
         """The engine could not be reached, or was lost: the next handshake waits longer."""
@@ -129,6 +127,17 @@ class Handshakes:
         """Start no more; wait for none."""
         self._queued.clear()
         self._delayed.clear()
+
+    def _take(self) -> PeerKey:
+        """By turns who has failed least and who has waited longest.
+
+        Those that never answer must not make others wait that might; and names that nobody has
+        asked for yet, of which tickets may bring any number, must not make others wait for ever.
+        """
+        oldest, self._is_turn_of_oldest = self._is_turn_of_oldest, not self._is_turn_of_oldest
+        key = self._queued[0] if oldest else min(self._queued, key=self._failures)
+        self._queued.remove(key)
+        return key
 
     def _failures(self, key: PeerKey) -> int:
         backoff = self._backoffs.get(key)

@@ -83,25 +83,58 @@ def test_engines_are_reached_side_by_side_up_to_a_limit() -> None:
     assert len(bench.heard) == MAX_HANDSHAKES + 2
 
 
-def test_who_has_failed_least_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shaking, "MAX_HANDSHAKES", 1)
-    bench = Bench(fails=True)
-    for name in ("mute", "mute", "restarting"):
+def have_failed(bench: Bench, *names: str) -> None:
+    """Each of these has failed, as often as it is named, and may be asked for again."""
+    bench.fails = True
+    for name in names:
         bench.ask(name)
         bench.now += 100.0
         bench.shakes.progress(bench.now)
         bench.run()
-    bench.fails, before = False, len(bench.calls)
+    bench.now += 100.0
+    bench.fails = False
+
+
+MUTE = [f"mute-{number}" for number in range(5)]
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+def test_who_has_failed_least_is_next_at_every_second_turn(
+    begun: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shaking, "MAX_HANDSHAKES", 1)
+    bench = Bench()
+    have_failed(bench, *MUTE, *MUTE, "restarting", *["other"] * begun)
     bench.gate.clear()
-    order = ["running", "mute", "restarting", "one", "other"]
+    bench.ask("running")
+    assert bench.under_way(len(bench.heard) + 1)
+    before = len(bench.calls)
+    order = [*MUTE, "restarting", "one"]
     for name in order:
-        bench.now += 100.0
         bench.ask(name)
     bench.gate.set()
-    for _ in order:
+    for _ in ["running", *order]:
         bench.run()
     called = [key.engine for key in bench.calls[before:]]
-    assert called == ["running", "one", "other", "restarting", "mute"]
+    assert sorted(called) == sorted(order)
+    assert called.index("one") < 2
+    assert called.index("restarting") < 4
+
+
+def test_nobody_waits_for_ever_while_new_names_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shaking, "MAX_HANDSHAKES", 1)
+    bench = Bench()
+    have_failed(bench, "restarting")
+    bench.gate.clear()
+    for name in ("running", *(f"early-{number}" for number in range(5)), "restarting"):
+        bench.ask(name)
+    before = bench.calls.count(PeerKey("restarting", "host", 1))
+    bench.gate.set()
+    for number in range(20):  # at every second turn one of seven is called that came before them
+        bench.ask(f"new-{number}")
+        bench.ask(f"newer-{number}")
+        bench.run()
+    assert bench.calls.count(PeerKey("restarting", "host", 1)) > before
 
 
 @pytest.mark.parametrize("failures", [1, 2, 5, 20])
