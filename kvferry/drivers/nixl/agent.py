@@ -133,9 +133,9 @@ class Agent:
         move anything (docs/adr/0018). It can do all else."""
         return self._failed and self._threads > 0
 
-    def rest(self) -> None:
-        """Wait until its threads have left whatever copy they were in."""
-        self._own.rest()
+    def rest(self, deadline: float) -> bool:
+        """Wait until its threads have left whatever copy they were in; whether that was in time."""
+        return self._own.rest(deadline)
 
     # Memory.
 

@@ -89,10 +89,13 @@ class Agents:
         with self._lock:
             self._deregister(registration)
 
-    def rest(self) -> None:
-        """Wait until NIXL's threads have left whatever copy they were in."""
-        for agent in self._all:
-            agent.rest()
+    def rest(self, deadline: float) -> bool:
+        """Wait until NIXL's threads have left whatever copy they were in; whether that was in time.
+
+        Args:
+            deadline: by ``time.monotonic``.
+        """
+        return all(agent.rest(deadline) for agent in self._all)
 
     def close(self, *, quiet: bool) -> None:
         """End them; memory has been deregistered, and handles have been released.

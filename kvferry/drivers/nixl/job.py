@@ -86,8 +86,13 @@ class Job:
             self.status = Status(state=State.DOOMED, error=bare(error))
             self.waiting.clear()
 
-    def settle(self) -> list[TransportError]:
-        """Give all handles back, and be FAILED; what went wrong with that."""
+    def settle(self) -> None:
+        """Be FAILED, if it is not final: no byte of it lands any more."""
+        if not self.final:
+            self.status = Status(state=State.FAILED, error=self.status.error)
+
+    def release(self) -> list[TransportError]:
+        """Give all handles back; what went wrong with that."""
         failed = []
         for handle in (*self.running, *self.ended):
             try:
@@ -96,8 +101,6 @@ class Job:
                 failed.append(exc)
         self.running.clear()
         self.ended.clear()
-        if not self.final:
-            self.status = Status(state=State.FAILED, error=self.status.error)
         return failed
 
     def _post_some(self) -> None:
@@ -123,6 +126,7 @@ class Job:
         """A part that is not to be had. If no other moves, then the transfer is quiet."""
         self.doom(error)
         if not self.running:
+            self.release()
             self.settle()
 
     def _ended_well(self, handle: Handle) -> None:

@@ -22,6 +22,7 @@ class Peer:
         keys: of the spans in it.
         told: of which spans each agent of ours has been told since it was connected.
         lost: whether NIXL has dropped it.
+        failed: whether a transfer with it has.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Peer:
     keys: frozenset[int] = frozenset()
     told: dict[Agent, frozenset[int]] = field(default_factory=dict)
     lost: bool = False
+    failed: bool = False
 
     def tell(self, agent: Agent) -> None:
         """Let an agent get to know it, or what it has registered since.

@@ -33,19 +33,25 @@ class Threads:
         yield
         self._ids |= set(os.listdir(_TASKS)) - before
 
-    def rest(self) -> None:
-        """Wait until none is within a copy that it was in before.
+    def rest(self, deadline: float) -> bool:
+        """Wait until none is within a copy that it was in before; whether that was in time.
 
         A thread has left it when it sleeps, has ended, or has had a processor for longer than a
         copy takes; what it waits for a processor does not count.
+
+        Args:
+            deadline: by ``time.monotonic``.
         """
         ran = {thread: seconds for thread in self._ids if (seconds := _ran(thread)) is not None}
         while ran:
+            if time.monotonic() > deadline:
+                return False
             time.sleep(_TURN_SECONDS)
             for thread, before in list(ran.items()):
                 now = _ran(thread)
                 if now is None or now - before > _COPY_SECONDS:
                     del ran[thread]
+        return True
 
 
 def _ran(thread: str) -> float | None:

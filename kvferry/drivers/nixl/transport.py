@@ -43,10 +43,11 @@ from kvferry.core.transport import (
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import library
 from kvferry.drivers.nixl.address import Address
-from kvferry.drivers.nixl.agent import PART_ROWS, Part, Telemetry, unsupported
+from kvferry.drivers.nixl.agent import CUDA, PART_ROWS, Part, Telemetry, unsupported
 from kvferry.drivers.nixl.agents import Agents
 from kvferry.drivers.nixl.job import Job
 from kvferry.drivers.nixl.options import Options
+from kvferry.drivers.nixl.parked import Parked
 from kvferry.drivers.nixl.peer import Peer, check_backend
 from kvferry.drivers.nixl.rows import Table
 from kvferry.drivers.nixl.spans import Spans
@@ -58,8 +59,8 @@ _GRACE_SECONDS = 5.0
 
 _TURN_SECONDS = 0.0005
 
-_MAX_PARKED = 64
-"""Peers that NIXL goes on knowing after they were disconnected."""
+_DEVICE_SECONDS = 0.02
+"""Longer by far than one copy that a GPU makes; no thread of the host's shows when that ends."""
 
 
 class NixlTransport(Transport):
@@ -90,7 +91,7 @@ class NixlTransport(Transport):
         self._spans = Spans(self._agents)
         self._table = Table()
         self._peers: dict[PeerId, Peer] = {}
-        self._parked: dict[str, Peer] = {}
+        self._parked = Parked()
         self._jobs: dict[TransferId, Job] = {}
         self._ids = itertools.count(1)
 
@@ -187,10 +188,15 @@ class NixlTransport(Transport):
                 f"NIXL is still moving bytes to or from {found.name} after {_GRACE_SECONDS} s: its "
                 "transfers stay doomed; disconnect again, later"
             )
-        if jobs or found.lost or found.itself:
+        if jobs or found.lost or found.failed or found.itself:
             self._part(found, jobs)
+            if not self._settled(jobs):
+                raise TransportError(
+                    f"NIXL's threads have not come to rest {_GRACE_SECONDS} s after they were told "
+                    f"to leave {found.name}: its transfers stay doomed; disconnect again, later"
+                )
         else:
-            self._park(found)
+            self._parked.park(found)
         del self._peers[peer]
 
     # Transfers.
@@ -258,8 +264,8 @@ class NixlTransport(Transport):
         failed: list[TransportError] = []
         for peer, found in self._peers.items():
             failed += self._part(found, [job for job in jobs if job.peer == peer])
-        for parked in self._parked.values():
-            failed += parked.part()
+        self._parked.clear()
+        quiet = self._settled(jobs) and quiet
         failed += self._spans.clear()
         self._peers.clear()
         self._agents.close(quiet=quiet)
@@ -286,32 +292,17 @@ class NixlTransport(Transport):
         return {region for job in self._jobs.values() if not job.final for region in job.local}
 
     def _met(self, theirs: Address, regions: frozenset[Region], keys: frozenset[int]) -> PeerId:
-        parked = self._parked.pop(theirs.name, None)
-        if parked is not None and not parked.keys <= keys:
-            parked.part()
         met = Peer(
             name=theirs.name,
             itself=theirs.name == self._name,
             regions=regions,
             metadata=theirs.metadata,
             keys=keys,
-            # They know it, and are told again: NIXL may have dropped it meanwhile.
-            told={} if parked is None else dict.fromkeys(parked.told, frozenset()),
         )
-        met.tell(self._agent)
+        self._parked.meet(met, self._agent)
         peer = PeerId(next(self._ids))
         self._peers[peer] = met
         return peer
-
-    def _park(self, peer: Peer) -> None:
-        """Let NIXL go on knowing a peer with which all is well.
-
-        While both ends live, NIXL closes neither end's sockets, whatever it is told: each time that
-        it forgets a peer and gets to know it again, both processes have some more of them.
-        """
-        self._parked[peer.name] = peer
-        if len(self._parked) > _MAX_PARKED:
-            self._parked.pop(next(iter(self._parked))).part()
 
     def _refresh(self, known: PeerId, theirs: Address, keys: frozenset[int]) -> None:
         """Tell NIXL what a peer has registered meanwhile.
@@ -375,8 +366,11 @@ class NixlTransport(Transport):
             self._note_loss(job)
 
     def _note_loss(self, job: Job) -> None:
-        if isinstance(job.status.error, PeerLostError) and job.peer in self._peers:
-            self._peers[job.peer].lose()
+        peer = self._peers.get(job.peer)
+        if peer is not None and job.status.error is not None:
+            peer.failed = True
+            if isinstance(job.status.error, PeerLostError):
+                peer.lose()
 
     def _drained(self, jobs: Iterable[Job], deadline: float) -> bool:
         """Wait until NIXL calls every part of some transfers ended; whether that was in time."""
@@ -390,11 +384,19 @@ class NixlTransport(Transport):
             time.sleep(_TURN_SECONDS)
 
     def _part(self, peer: Peer, jobs: Sequence[Job]) -> list[TransportError]:
-        """Close a connection, and let its unfinished transfers be FAILED; what went wrong."""
-        broken = any(job.ended for job in jobs)
+        """Close a connection, of which these transfers are unfinished; what went wrong."""
         # In this order: a handle keeps its connection open.
-        failed = [error for job in jobs for error in job.settle()]
-        failed += peer.part()
-        if broken:
-            self._agents.rest()
-        return failed
+        failed = [error for job in jobs for error in job.release()]
+        return failed + peer.part()
+
+    def _settled(self, jobs: Sequence[Job]) -> bool:
+        """Let transfers whose connection was closed be FAILED; whether they are quiet in time."""
+        if not jobs:
+            return True
+        if not self._agents.rest(time.monotonic() + _GRACE_SECONDS):
+            return False
+        if CUDA in self._agent.memory:
+            time.sleep(_DEVICE_SECONDS)
+        for job in jobs:
+            job.settle()
+        return True

@@ -46,9 +46,11 @@ def test_a_failed_part_dooms_until_it_is_settled() -> None:
     job.advance()
     assert job.status.state is State.DOOMED
     assert job.running == []
-    assert job.settle() == []
-    assert (job.status.state, str(job.status.error)) == (State.FAILED, "gone")
+    assert job.release() == []
+    assert job.status.state is State.DOOMED
     assert not agent.held
+    job.settle()
+    assert (job.status.state, str(job.status.error)) == (State.FAILED, "gone")
     assert agent.sent == []
 
 
@@ -60,7 +62,7 @@ def test_after_a_part_that_fails_at_once_no_other_is_posted() -> None:
     assert agent.posted == parts[:2]
     assert job.status.state is State.DOOMED
     assert len(agent.held) == 2
-    job.settle()
+    job.release()
     assert not agent.held
 
 
@@ -97,6 +99,7 @@ def test_where_the_next_part_is_not_to_be_had_the_one_that_moves_must_be_settled
     job.advance()
     job.advance()
     assert (job.over, job.status.state) == (True, State.DOOMED)
+    job.release()
     job.settle()
     assert (job.over, job.status.state) == (True, State.FAILED)
     assert not agent.held

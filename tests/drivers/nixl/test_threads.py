@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ def running(work: threading.Event) -> Iterator[threading.Thread]:
     def run() -> None:
         work.wait()
         while not over.is_set():
-            sum(range(1000))
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)  # without the interpreter's lock
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -35,18 +36,39 @@ def used(thread: threading.Thread) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0))
 
 
-def test_a_thread_that_sleeps_rests() -> None:
+def soon() -> float:
+    """A deadline that no test reaches."""
+    return time.monotonic() + 60.0
+
+
+def at_work(thread: threading.Thread) -> None:
+    """Wait until it keeps a processor."""
+    before = used(thread)
+    while used(thread) - before < 0.01:
+        time.sleep(0.001)
+
+
+def test_a_thread_that_sleeps_rests_also_if_there_is_no_time() -> None:
     threads = Threads()
-    with threads.starting(), running(threading.Event()) as thread:
-        threads.rest()
+    with ExitStack() as stack:
+        with threads.starting():
+            thread = stack.enter_context(running(threading.Event()))
+        while used(thread) == 0.0:
+            time.sleep(0.001)
+        while not threads.rest(0.0):  # it may not have come to sleep yet
+            time.sleep(0.001)
         assert thread.is_alive()
 
 
 def test_one_that_has_ended_rests() -> None:
-    threads = Threads()
-    with threads.starting(), running(threading.Event()):
-        pass
-    threads.rest()
+    threads, work = Threads(), threading.Event()
+    with ExitStack() as stack:
+        with threads.starting():
+            thread = stack.enter_context(running(work))
+        work.set()
+        at_work(thread)
+        assert not threads.rest(0.0)
+    assert threads.rest(soon())
 
 
 def test_one_that_runs_is_waited_for_until_it_has_left_any_copy() -> None:
@@ -55,9 +77,7 @@ def test_one_that_runs_is_waited_for_until_it_has_left_any_copy() -> None:
         with threads.starting():
             thread = stack.enter_context(running(work))
         work.set()
+        at_work(thread)
         before = used(thread)
-        while used(thread) - before < 0.01:
-            time.sleep(0.001)
-        before = used(thread)
-        threads.rest()
+        assert threads.rest(soon())
         assert used(thread) - before > 0.01
