@@ -1,8 +1,8 @@
 """How much work what a peer publishes may make.
 
 A few megabytes can describe layouts whose checks, or whose plan, would take hours, and they come
-from anyone. So work is counted before it is done, and too much of it is refused. It is counted in
-steps and not by the clock: every rank refuses the same, on any machine.
+from anyone. So work is counted on the way, most of it before it is done, and too much of it is
+refused. It is counted in steps and not by the clock: any machine refuses the same.
 """
 
 from __future__ import annotations
