@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+UNWELL_SECONDS = 60.0
+"""For how long an engine that is not well steps on without requests, from when its problems last
+changed. Some never end, and vLLM neither shuts down nor sleeps while it has to step."""
 
 
 class FerryScheduler:
@@ -77,6 +82,7 @@ class FerryScheduler:
         admission.warn(self._admission, self._config.side_channel_host)
         self._server: HandshakeServer | None = None
         self._problems: dict[int, tuple[str, ...]] = {}
+        self._problems_changed = 0.0
         self._untold_ranks: tuple[bytes, ...] = ()
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
@@ -145,6 +151,7 @@ class FerryScheduler:
         self._producer.sent(output.finished_sending or ())
         if isinstance(output.kv_connector_worker_meta, Health):
             self._problems = {**self._problems, **output.kv_connector_worker_meta.problems}
+            self._problems_changed = time.monotonic()
         self._consumer.received(output.finished_recving or (), output.failed_recving or ())
 
     def take_stats(self) -> FerryStats | None:
@@ -156,8 +163,10 @@ class FerryScheduler:
     @property
     def pending(self) -> bool:
         """Whether the engine must step although it may have nothing to run: its workers must hear
-        something, or one is not well, and can only say in a step that it is again."""
-        return self._consumer.pending or any(self._problems.values())
+        something, or one fell ill not long ago, and can only say in a step that it is well."""
+        unwell = any(self._problems.values())
+        lately = time.monotonic() < self._problems_changed + UNWELL_SECONDS
+        return self._consumer.pending or (unwell and lately)
 
     def reset(self) -> None:
         """Give up the holds, so that vLLM's next try to reset its cache succeeds."""

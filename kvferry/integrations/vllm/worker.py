@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.005
-"""How long a step that runs nothing waits for a load, with the interpreter's lock released: a
-spinning engine would starve the endpoint's thread. A request that comes meanwhile waits as long."""
+"""How long a step that runs nothing waits for a load, or for this rank to be well, with the
+interpreter's lock released: a spinning engine would starve the endpoint's thread. A request that
+comes meanwhile waits as long."""
 
 
 class FerryWorker:
@@ -119,7 +120,7 @@ class FerryWorker:
 
     def results(self) -> KVConnectorTransferResults:
         """What is over since the last call, each request once; waits a little in an idle step."""
-        if self._idle and self._endpoint.pending:
+        if self._idle and (self._endpoint.pending or self._problems):
             self._endpoint.wait(IDLE_SECONDS)
         results = self._endpoint.results()
         return KVConnectorTransferResults(

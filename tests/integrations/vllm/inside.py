@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 
 def register_twice(engine: Any) -> str:
@@ -20,8 +20,6 @@ def register_twice(engine: Any) -> str:
 
 def register_over_another(engine: Any) -> str:
     """What `register` says where another connector has the name."""
-    from unittest.mock import patch
-
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
@@ -39,8 +37,6 @@ def register_over_another(engine: Any) -> str:
 
 def drive_worker_without_caches(engine: Any, model: str) -> None:
     """A step of a worker whose caches were never registered, with another connector's metadata."""
-    from unittest.mock import patch
-
     from vllm.distributed.kv_transfer import kv_transfer_state
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
@@ -64,8 +60,6 @@ def drive_worker_without_caches(engine: Any, model: str) -> None:
 
 def order_of_a_step(engine: Any, model: str) -> list[str]:
     """What happens in a step that runs the model, as vLLM's own code drives a worker's hooks."""
-    from unittest.mock import patch
-
     from vllm.distributed.kv_transfer import kv_transfer_state
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorRole,
@@ -111,6 +105,60 @@ def serve_foreign_handshake(engine: Any, model: str) -> None:
     assert step.ranks == ()
     connector.shutdown()
     connector.shutdown()
+
+
+def steps_while_unwell(engine: Any, model: str) -> dict[str, bool]:
+    """Whether a scheduler half has its engine step, as ranks fall ill and time passes."""
+    import time
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from kvferry.integrations.vllm.metadata import Health
+
+    connector, _ = _connector(model, KVConnectorRole.SCHEDULER)
+    has_to: dict[str, bool] = {}
+
+    def hear(case: str, after: float, *problems: tuple[str, ...]) -> None:
+        clock.return_value += after
+        for rank, each in enumerate(problems):
+            health = Health(problems={rank: each})
+            connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=health))
+        has_to[case] = connector.has_pending_push_work()
+
+    with patch.object(time, "monotonic", return_value=time.monotonic()) as clock:
+        hear("well", 0.0)
+        hear("ill", 0.0, ("it burns",))
+        hear("still ill", 50.0)
+        hear("ill of more", 0.0, ("it burns",), ("it smokes",))
+        hear("still ill of more", 50.0)
+        hear("ill for long", 50.0)
+        hear("ill of something else", 0.0, ("it smokes",))
+        hear("well again", 0.0, (), ())
+    connector.shutdown()
+    return has_to
+
+
+def waits_in_a_step(engine: Any) -> dict[str, bool]:
+    """Whether a worker half waits in a step, by what its endpoint says and what the step runs."""
+    from kvferry.integrations.vllm.metadata import Step
+    from kvferry.integrations.vllm.worker import FerryWorker
+    from tests.core.messages import payload
+
+    def waits(*, problems: tuple[str, ...] = (), pending: int = 0, idle: bool = True) -> bool:
+        endpoint = MagicMock(payload=payload(), problems=problems, pending=pending)
+        worker = FerryWorker(endpoint, lambda: None)
+        worker.take_health()
+        worker.apply(Step(idle=idle))
+        worker.results()
+        return bool(endpoint.wait.called)
+
+    return {
+        "well": waits(),
+        "loads": waits(pending=1),
+        "unwell": waits(problems=("it burns",)),
+        "unwell and busy": waits(problems=("it burns",), idle=False),
+    }
 
 
 def added_figures(engine: Any) -> dict[str, float]:

@@ -50,6 +50,27 @@ class TestInVllm:
         """MultiConnector gives all of its children what the first one published."""
         reference.run(inside.serve_foreign_handshake, str(reference.model))
 
+    def test_an_unwell_engine_steps_on_for_a_while(self, reference: Engine) -> None:
+        """Not for ever: some things never get well, and vLLM ends only when it has no work."""
+        assert reference.run(inside.steps_while_unwell, str(reference.model)) == {
+            "well": False,
+            "ill": True,
+            "still ill": True,
+            "ill of more": True,
+            "still ill of more": True,
+            "ill for long": False,
+            "ill of something else": True,
+            "well again": False,
+        }
+
+    def test_an_unwell_engine_does_not_spin(self, reference: Engine) -> None:
+        assert reference.run(inside.waits_in_a_step) == {
+            "well": False,
+            "loads": True,
+            "unwell": True,
+            "unwell and busy": False,
+        }
+
     def test_figures_add_up(self, reference: Engine) -> None:
         """As vLLM adds them over ranks and steps, and rebuilds them in the process that logs."""
         assert reference.run(inside.added_figures) == {
