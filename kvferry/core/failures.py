@@ -83,6 +83,10 @@ _REMEDIES = {
 """The other causes' errors say themselves what to do, or there is nothing to be done."""
 
 
+MORE = "let this process have more files and threads (ulimit -n and -u)"
+"""What to do where the operating system gives no more of them; goes with what it said."""
+
+
 def cause_of(error: KVFerryError) -> Cause:
     """Why, in a word."""
     found = (cause for kind, cause in _CAUSES if isinstance(error, kind))

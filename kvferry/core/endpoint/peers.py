@@ -15,6 +15,7 @@ from kvferry.core.endpoint.shaking import Handshake, Handshakes, PeerKey
 from kvferry.core.endpoint.standing import Standing
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, PeerLostError
+from kvferry.core.failures import MORE
 from kvferry.core.handshake import agree, fetch
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import Party
@@ -26,8 +27,6 @@ from kvferry.core.transport import PeerId, Transport
 from kvferry.core.wire import RankPayload
 
 logger = logging.getLogger(__name__)
-
-MORE = "let this process have more files and threads (ulimit -n and -u)"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.core.errors import HandshakeError, KVFerryError
+from kvferry.core.failures import MORE
 from kvferry.core.topology import Plan
 from kvferry.core.wire import RankPayload
 
@@ -150,7 +151,7 @@ class Handshakes:
         try:
             threading.Thread(target=self._run, args=(key,), name=name, daemon=True).start()
         except RuntimeError as exc:
-            error = HandshakeError(f"{exc}: let this process have more threads (ulimit -u)")
+            error = HandshakeError(f"{exc}; {MORE}")
             self._post(lambda: self._over(key, error))
 
     def _run(self, key: PeerKey) -> None:

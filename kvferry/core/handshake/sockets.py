@@ -13,6 +13,7 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.core.errors import HandshakeError
+from kvferry.core.failures import MORE
 from kvferry.core.security import KeyPair
 
 Socket = zmq.Socket[bytes]
@@ -42,7 +43,8 @@ def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[st
         timeout: seconds that looking a name up may take; ``None`` for as long as it takes.
 
     Raises:
-        HandshakeError: it stands for none, or for every address at once, or ``port`` is none.
+        HandshakeError: it stands for none, or for every address at once, or ``port`` is none; or
+            there is no thread to look it up.
     """
     if not 0 <= port <= 65535:
         raise HandshakeError(f"port {port} is not in 0 to 65535: correct side_channel_port")
@@ -64,7 +66,7 @@ def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[st
 
 
 def _resolved(host: str | None, port: int, timeout: float | None) -> list[str]:
-    """Numeric addresses need no resolver. Raises ``OSError`` or ``ValueError``."""
+    """Numeric addresses need no resolver. Raises ``OSError``, ``ValueError`` or as above."""
     with suppress(OSError, ValueError):
         return _looked_up(host, port, socket.AI_NUMERICHOST)
     return _looked_up(host, port) if timeout is None else _within(host, port, timeout)
@@ -89,7 +91,11 @@ def _within(host: str | None, port: int, timeout: float) -> list[str]:
         finally:
             _resolvers.release()
 
-    threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
+    try:
+        threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
+    except RuntimeError as exc:
+        _resolvers.release()
+        raise HandshakeError(f"host {host!r} cannot be looked up: {exc}; {MORE}") from exc
     try:
         found = answer.get(timeout=max(timeout, 0))
     except queue.Empty:

@@ -109,3 +109,22 @@ def test_resolvers_that_hang_are_bounded(
     with pytest.raises(HandshakeError, match="names are being looked up already"):
         fetch("slow.test", 4242, "prefill", timeout=LONG)
     assert ping("127.0.0.1", server.port, "prefill", timeout=LONG) == 7
+
+
+def test_no_thread_for_a_resolver(server: HandshakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no resolver's place: once there are threads again, names are looked up."""
+    monkeypatch.setattr(module, "_resolvers", threading.BoundedSemaphore(1))
+    names(monkeypatch, iter([["127.0.0.1"]]))
+    start = threading.Thread.start
+
+    def scarce(thread: threading.Thread) -> None:
+        if thread.name == "kvferry-resolve":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", scarce)
+        for _ in range(2):
+            with pytest.raises(HandshakeError, match=r"can't start new thread; .*ulimit"):
+                ping("prefill.test", server.port, "prefill", timeout=LONG)
+    assert ping("prefill.test", server.port, "prefill", timeout=LONG) == 7
