@@ -205,7 +205,9 @@ class Puller:
         for load_id in [one for one, until in self._cancelled.items() if until <= now]:
             self._cancelled[load_id] = now + CANCEL_SECONDS
             peer = self._contexts[load_id].peer
-            if peer and (self._loads.is_late(load_id, now) or not self._is_wanted(peer)):
+            if peer is None or not peer.connected:
+                continue
+            if self._loads.is_late(load_id, now) or not self._is_wanted(peer):
                 self._part(peer, PeerLostError("disconnected, to end a read that was cancelled"))
 
     def _is_wanted(self, peer: Peer) -> bool:

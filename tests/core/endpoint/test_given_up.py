@@ -49,7 +49,10 @@ class Held(Watched):
         self.dooms = dooms
         self.let_go = False
         self.reads: dict[TransferId, bool] = {}
-        """Those of pages, and whether they were cancelled."""
+        """Those of pages, and whether they are known to fail."""
+        self.cancelled: set[TransferId] = set()
+        self.settled: set[TransferId] = set()
+        """Those that were cancelled in a turn of the endpoint's that is over."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -66,8 +69,10 @@ class Held(Watched):
     def cancel(self, transfer: TransferId) -> None:
         if transfer in self.reads:
             self.reads[transfer] = self.dooms
+            self.cancelled.add(transfer)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        self.settled |= self.cancelled
         found = zip(transfers, super().poll(transfers), strict=True)
         return [self._status(transfer) or status for transfer, status in found]
 
@@ -100,6 +105,13 @@ def two_are_read(driver: Held, prefill: Engine, decode: Engine) -> None:
     for number in (1, 2):
         decode.pull(f"d-{number}", prefill.serve(f"p-{number}", [number], TOKENS), [number])
     eventually(lambda: len(driver.reads) == 2, "both are read")
+
+
+def give_up(driver: Held, decode: Engine, *numbers: int) -> None:
+    """And no time passes before the reads of these loads, all so far, have been cancelled."""
+    for number in numbers:
+        decode.ranks[0].endpoint.abort(RequestId(f"d-{number}"))
+    eventually(lambda: len(driver.settled) == len(numbers), "what was read is cancelled")
 
 
 def a_while_passes(clock: Clock, other: Engine, decode: Engine, seconds: float) -> None:
@@ -136,7 +148,7 @@ def test_a_load_that_is_given_up_does_not_end_others(dooms: bool) -> None:
     driver, clock = Held(dooms=dooms), Clock()
     with three(driver, clock) as (prefill, other, decode):
         two_are_read(driver, prefill, decode)
-        decode.ranks[0].endpoint.abort(RequestId("d-1"))
+        give_up(driver, decode, 1)
         a_while_passes(clock, other, decode, LOAD_TIMEOUT / 2)
         assert driver.disconnected == set()
         assert decode.ranks[0].endpoint.pending == 2, "bytes may still land"
@@ -154,10 +166,29 @@ def test_what_is_read_for_nobody_is_ended(dooms: bool) -> None:
     driver, clock = Held(dooms=dooms), Clock()
     with three(driver, clock) as (prefill, other, decode):
         two_are_read(driver, prefill, decode)
-        for number in (1, 2):
-            decode.ranks[0].endpoint.abort(RequestId(f"d-{number}"))
+        give_up(driver, decode, 1, 2)
         a_while_passes(clock, other, decode, LOAD_TIMEOUT / 2)
         assert all(errors(decode, 2))
+        assert len(driver.disconnected) == 1
+
+
+@pytest.mark.parametrize("dooms", [False, True])
+def test_a_read_that_was_cancelled_is_ended_at_its_loads_own_deadline(dooms: bool) -> None:
+    """Also where that ends a load that has time left."""
+    driver, clock = Held(dooms=dooms), Clock()
+    with three(driver, clock) as (prefill, other, decode):
+        decode.pull("d-1", prefill.serve("p-1", [1], TOKENS), [1])
+        eventually(lambda: len(driver.reads) == 1, "the first is read")
+        clock.skip(0.3 * LOAD_TIMEOUT)
+        decode.pull("d-2", prefill.serve("p-2", [2], TOKENS), [2])
+        eventually(lambda: len(driver.reads) == 2, "both are read")
+        give_up(driver, decode, 1)
+        a_while_passes(clock, other, decode, 0.4 * LOAD_TIMEOUT)
+        assert driver.disconnected == set()
+        a_while_passes(clock, other, decode, 0.35 * LOAD_TIMEOUT)
+        given_up, other_error = errors(decode, 2)
+        assert isinstance(given_up, EndpointClosedError)
+        assert isinstance(other_error, PeerLostError)
         assert len(driver.disconnected) == 1
 
 
