@@ -15,7 +15,7 @@ from kvferry.core.endpoint.fencing import WordRead, WordReads, fitting
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Peer, Peers
 from kvferry.core.endpoint.renewing import Renewer
-from kvferry.core.endpoint.transfers import Job, Outcome, Transfers, as_ours
+from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Job, Outcome, Transfers, as_ours
 from kvferry.core.endpoint.waiting import Waiting
 from kvferry.core.endpoint.words import Scratch
 from kvferry.core.errors import (
@@ -34,12 +34,8 @@ from kvferry.core.stats import MAX_NAME, QUARANTINED, UNTOLD, Figures, LoadRecor
 from kvferry.core.transport import Quiescence, Transport
 from kvferry.core.wire import RankPayload, Release, encode
 
-CANCEL_SECONDS = 1.0
-"""How long a read may go on after it was cancelled."""
-
 TICK_SECONDS = 0.002
 """How often deadlines are looked at, and pages that are still computing are asked for again."""
-
 
 Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
 
@@ -87,7 +83,11 @@ class Puller:
         self._workspace = Workspace()
         self._words = WordReads(scratch)
         self._renewer = Renewer(
-            words=self._words, transfers=transfers, lost=self._harmed, doomed=self._doomed_peer
+            words=self._words,
+            transfers=transfers,
+            clock=clock,
+            lost=self._harmed,
+            doomed=self._doomed_peer,
         )
         self._waiting = Waiting(self._peers, self._renewer, clock)
         self._maybe_over: set[LoadId] = set()

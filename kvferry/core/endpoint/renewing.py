@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvferry.core.endpoint.fencing import WordRead, WordReads
 from kvferry.core.endpoint.peers import Peer
-from kvferry.core.endpoint.transfers import Transfers
-from kvferry.core.errors import KVFerryError
+from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Transfers
+from kvferry.core.errors import KVFerryError, TransferCancelledError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.loads import gone
 from kvferry.core.lifecycle.renewals import Ask, RenewalId, Renewals
@@ -32,8 +32,10 @@ class Renewer:
     Args:
         words: reads the slot words.
         transfers: to give up reads that are not answered.
+        clock: seconds, monotonic.
         lost: called when a read of a peer's word has failed, or will.
-        doomed: called when it is known to fail and not yet quiet.
+        doomed: called when it is known to fail and not yet quiet; a second later where it was
+            cancelled, if it has not ended by itself.
     """
 
     def __init__(
@@ -41,15 +43,18 @@ class Renewer:
         *,
         words: WordReads,
         transfers: Transfers,
+        clock: Callable[[], float],
         lost: Callable[[Peer, KVFerryError], None],
         doomed: Callable[[Peer], None],
     ) -> None:
         self._words = words
         self._transfers = transfers
+        self._clock = clock
         self._lost = lost
         self._doomed = doomed
         self._renewals = Renewals()
         self._targets: dict[RenewalId, _Target] = {}
+        self._cancelled: dict[Ask, tuple[Peer, float]] = {}
 
     def __len__(self) -> int:
         return len(self._renewals)
@@ -90,7 +95,11 @@ class Renewer:
             self._renewals.settle(renewal, rank)
 
     def progress(self, now: float) -> None:
-        """Renew what is due."""
+        """Renew what is due, and end what was cancelled and goes on."""
+        for ask, (peer, until) in list(self._cancelled.items()):
+            if until <= now:
+                del self._cancelled[ask]
+                self._doomed(peer)
         due, overdue = self._renewals.take_due(now)
         for ask in overdue:
             self._transfers.cancel(ask)
@@ -106,7 +115,14 @@ class Renewer:
                 self.end(ask.renewal)
                 target.ended(gone())
 
+        def doomed(error: KVFerryError) -> None:
+            if isinstance(error, TransferCancelledError):
+                self._cancelled[ask] = peer, self._clock() + CANCEL_SECONDS
+            else:
+                self._doomed(peer)
+
         def lost(error: KVFerryError) -> None:
+            self._cancelled.pop(ask, None)
             self._renewals.unanswered(ask)
             self._lost(peer, error)
 
@@ -118,5 +134,5 @@ class Renewer:
             note=Renewal(incarnation=peer.incarnation, slot=hold.slot, generation=hold.generation),
             landed=landed,
             lost=lost,
-            doomed=lambda error: self._doomed(peer),
+            doomed=doomed,
         )

@@ -17,6 +17,8 @@ from kvferry.core.errors import (
 )
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 
+CANCEL_SECONDS = 1.0
+"""How long a read may go on after it was cancelled."""
 LONG_SECONDS = 0.001
 """After a post that took longer, what has ended meanwhile has its turn before the next post."""
 UNDER_WAY_BYTES = 32 << 20

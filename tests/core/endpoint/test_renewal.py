@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.errors import StaleError
+from kvferry.core.copies import Copies
+from kvferry.core.endpoint import EndpointOptions, renewing
+from kvferry.core.errors import StaleError, TransferCancelledError
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.wire import Renewal, decode_notes
 from tests.core.endpoint.engines import Clock, Shape, Watched, engine, eventually
 
@@ -152,3 +156,74 @@ def test_a_device_that_never_passes_holds_pages_for_one_lease(
         clock.skip(LEASE)
         prefill.released("p-1")
     assert len([r for r in caplog.records if "cannot tell" in r.message]) == raises
+
+
+class Unanswered(Watched):
+    """A driver of which reads go on when they are cancelled, until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = False
+        self.reads: set[TransferId] = set()
+        """Those that are not over."""
+        self.cancelled: set[TransferId] = set()
+        self.doomed = 0
+        """How often it has said of one that it will fail."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        transfer = super().read(peer, copies, notify)
+        self.reads.add(transfer)
+        return transfer
+
+    def cancel(self, transfer: TransferId) -> None:
+        self.cancelled.add(transfer)
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        found = zip(transfers, super().poll(transfers), strict=True)
+        return [self._status(transfer, is_over=status.state.final) for transfer, status in found]
+
+    def _status(self, transfer: TransferId, *, is_over: bool) -> Status:
+        if transfer not in self.cancelled:
+            return Status(state=State.PENDING)
+        error = TransferCancelledError("cancelled")
+        if self.let_go and is_over:
+            return Status(state=State.FAILED, error=error)
+        self.doomed += 1
+        return Status(state=State.DOOMED, error=error)
+
+    def forget(self, transfer: TransferId) -> None:
+        super().forget(transfer)
+        self.reads.discard(transfer)
+
+    def disconnect(self, peer: PeerId) -> None:
+        self.let_go = True
+        super().disconnect(peer)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_renewal_that_is_cancelled_has_a_while_to_end_by_itself(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewing, "CANCEL_SECONDS", 2 * LEASE)  # longer than this test takes
+    clock, driver = Clock(), Unanswered()
+    with (
+        engine("prefill") as prefill,
+        engine("decode", options=PATIENT, transport=lambda: driver, clock=clock) as decode,
+    ):
+        decode.prepare(prefill.serve("p-1", [1, 2], 8))
+        eventually(lambda: len(driver.reads) == 1, "it is renewed")
+        clock.skip(LEASE / 2)
+        eventually(lambda: driver.doomed > 1, "it was cancelled, and goes on")
+        if ends:
+            driver.let_go = True
+            eventually(lambda: not driver.reads, "it has ended")
+            clock.skip(2 * LEASE)
+            eventually(lambda: len(driver.reads) == 1, "it is renewed again")
+            assert not driver.disconnected
+        else:
+            clock.skip(2 * LEASE)
+            eventually(lambda: bool(driver.disconnected), "it is ended")
