@@ -32,6 +32,7 @@ from engines import Shape
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.handshake.call import Call
 from kvferry.core.handshake.line import Line
+from kvferry.core.handshake.server import BACKLOG
 from kvferry.core.security import OPEN
 from kvferry.core.wire import Ask, Payloads, Ping, Pong, decode_request, encode
 
@@ -55,7 +56,7 @@ class Producer:
         raw = engines.payloads(engines.engine(Shape(tp=ranks), layers, 20_000), NAME)
         self._server = HandshakeServer(raw, engine=NAME, incarnation=INCARNATION)
         self._bare = zmq.Context().socket(zmq.ROUTER)
-        self._bare.setsockopt(zmq.BACKLOG, 4096)
+        self._bare.setsockopt(zmq.BACKLOG, BACKLOG)
         self._port = self._bare.bind_to_random_port("tcp://127.0.0.1")
         self._reply = encode(Payloads(ranks=raw))
         threading.Thread(target=self._answer, daemon=True).start()

@@ -116,11 +116,11 @@ class Fleet:
             self._engine(f"{name}-{role}", transfer(driver, role), cached)
             for role, cached in (("kv_producer", True), ("kv_consumer", False))
         )
-        for engine in (prefill, decode):
-            engine.started()
-        for engine in (prefill, decode):
-            engine.stop()
-        return Pair(name=name, prefill=prefill, decode=decode)
+        pair = Pair(name=name, prefill=prefill, decode=decode)
+        with pair.turn():
+            prefill.started()
+            decode.started()
+        return pair
 
     def _engine(self, name: str, config: dict[str, Any], cached: bool) -> serving.Engine:
         own = {"kv_transfer_config": config, "enable_prefix_caching": cached}

@@ -92,14 +92,15 @@ class Partings:
         leaving = self._leaving[peer]
         leaving.is_closing = False
         if not leaving.tries:
+            ours = as_ours(error)
             logger.error(
                 "connection %d, to %s, did not fall silent (stage disconnect, cause %s): %s; the "
                 "pages that it may still write are quarantined until it does: restart the engine "
                 "if that lasts",
                 peer,
                 on_one_line(str(leaving.owner)),
-                cause_of(as_ours(error)),
-                on_one_line(str(as_ours(error))),
+                cause_of(ours),
+                on_one_line(str(ours)),
             )
         leaving.tries += 1
         leaving.due = self._clock() + min(2.0**leaving.tries, LONGEST_SECONDS)

@@ -38,9 +38,9 @@ class Parked:
         """
         with self._lock:
             known = self._peers.pop(peer.name, None)
-            if known is not None and not known.keys <= peer.keys:
-                known.part()
             if known is not None:
+                if not known.keys <= peer.keys:
+                    known.part()
                 # They know it, and are told again: NIXL may have dropped it meanwhile.
                 peer.told.update(dict.fromkeys(known.told, frozenset()))
             try:

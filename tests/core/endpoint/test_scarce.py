@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import threading
 
 import pytest
 
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 from tests.core.endpoint.engines import Engine, engine
+from tests.core.scarcity import no_threads
 
 
 def load(prefill: Engine, decode: Engine, number: int) -> KVFerryError | None:
@@ -30,20 +30,9 @@ def load(prefill: Engine, decode: Engine, number: int) -> KVFerryError | None:
         ("kvferry-aside", None),
     ],
 )
-def test_no_more_threads(
-    name: str, outcome: type[KVFerryError] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, refused = threading.Thread.start, []
-
-    def scarce(thread: threading.Thread) -> None:
-        if thread.name.startswith(name):
-            refused.append(thread)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
+def test_no_more_threads(name: str, outcome: type[KVFerryError] | None) -> None:
     with engine("prefill", host="localhost") as prefill, engine("decode") as decode:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", scarce)
+        with no_threads(name) as refused:
             error = load(prefill, decode, 1)
         assert refused
         if outcome is None:

@@ -14,6 +14,7 @@ from kvferry.core.handshake import HandshakeServer, fetch, ping
 from kvferry.core.handshake import sockets as module
 from kvferry.core.security import Access, Networks
 from tests.core.messages import encoded, payload
+from tests.core.scarcity import no_threads
 
 LONG = 60.0
 HERE = Access(networks=Networks.of(["127.0.0.0/8"]))
@@ -115,15 +116,7 @@ def test_no_thread_for_a_resolver(server: HandshakeServer, monkeypatch: pytest.M
     """It takes no resolver's place: once there are threads again, names are looked up."""
     monkeypatch.setattr(module, "_resolvers", threading.BoundedSemaphore(1))
     names(monkeypatch, iter([["127.0.0.1"]]))
-    start = threading.Thread.start
-
-    def scarce(thread: threading.Thread) -> None:
-        if thread.name == "kvferry-resolve":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", scarce)
+    with no_threads("kvferry-resolve"):
         for _ in range(2):
             with pytest.raises(HandshakeError, match=r"can't start new thread; .*ulimit"):
                 ping("prefill.test", server.port, "prefill", timeout=LONG)

@@ -41,11 +41,18 @@ def soon() -> float:
     return time.monotonic() + 60.0
 
 
-def at_work(thread: threading.Thread) -> None:
-    """Wait until it keeps a processor."""
-    before = used(thread)
-    while used(thread) - before < 0.01:
-        time.sleep(0.001)
+@contextmanager
+def at_work() -> Iterator[tuple[Threads, threading.Thread]]:
+    """A thread that keeps a processor, and those that are watched: it alone."""
+    threads, work = Threads(), threading.Event()
+    with ExitStack() as stack:
+        with threads.starting():
+            thread = stack.enter_context(running(work))
+        work.set()
+        before = used(thread)
+        while used(thread) - before < 0.01:
+            time.sleep(0.001)
+        yield threads, thread
 
 
 def test_a_thread_that_sleeps_rests_also_if_there_is_no_time() -> None:
@@ -61,23 +68,13 @@ def test_a_thread_that_sleeps_rests_also_if_there_is_no_time() -> None:
 
 
 def test_one_that_has_ended_rests() -> None:
-    threads, work = Threads(), threading.Event()
-    with ExitStack() as stack:
-        with threads.starting():
-            thread = stack.enter_context(running(work))
-        work.set()
-        at_work(thread)
+    with at_work() as (threads, _):
         assert not threads.rest(0.0)
     assert threads.rest(soon())
 
 
 def test_one_that_runs_is_waited_for_until_it_has_left_any_copy() -> None:
-    threads, work = Threads(), threading.Event()
-    with ExitStack() as stack:
-        with threads.starting():
-            thread = stack.enter_context(running(work))
-        work.set()
-        at_work(thread)
+    with at_work() as (threads, thread):
         before = used(thread)
         assert threads.rest(soon())
         assert used(thread) - before > 0.01
