@@ -33,7 +33,7 @@ def payload(of: Layout, rank: int = 0) -> bytes:
             agreement={},
             layout=of,
             driver="d",
-            address=b"a",
+            address=b"rank %d" % rank,
             slots=Region(address=8, nbytes=8),
         )
     )

@@ -73,15 +73,20 @@ class Context:
     post_seconds: float = 0.0
     transfer_seconds: float = 0.0
     fence_seconds: float = 0.0
-    request: ReadRequest = field(init=False)
+    _request: ReadRequest | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        ticket = self.load.ticket
-        remote = tuple(
-            Pages(ids=np.array(ids, dtype=np.int64), first_index=first)
-            for ids, first in zip(ticket.pages, ticket.first_index, strict=True)
-        )
-        self.request = ReadRequest(ranges=self.load.ranges, local=self.load.local, remote=remote)
+    @property
+    def request(self) -> ReadRequest:
+        """What to read. Made when it is first asked for, from a ticket that was checked by then."""
+        if self._request is None:
+            ticket = self.load.ticket
+            remote = tuple(
+                Pages(ids=np.array(ids, dtype=np.int64), first_index=first)
+                for ids, first in zip(ticket.pages, ticket.first_index, strict=True)
+            )
+            load = self.load
+            self._request = ReadRequest(ranges=load.ranges, local=load.local, remote=remote)
+        return self._request
 
     @property
     def known_peer(self) -> Peer:
