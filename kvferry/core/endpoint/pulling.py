@@ -327,11 +327,11 @@ class Puller:
             return copies(peer.sources[rank], context.request, self._workspace)
 
         def finished(outcome: Outcome) -> None:
-            context.add(outcome)
-            if outcome.error is None:
-                self._loads.read(load_id, rank)
-            else:
-                self._lost(action, outcome.error)
+            try:
+                self._finished(action, context, outcome)
+            except Exception as exc:  # noqa: BLE001  the read is over, so its load can fail
+                error = self._containment.caught("a read that has ended", exc)
+                self._loads.lost(load_id, rank, error)
 
         peer = context.known_peer
         if rank not in peer.ids:
@@ -345,6 +345,13 @@ class Puller:
             tags={(load_id, rank)},
         )
         self._transfers.add(job)
+
+    def _finished(self, action: Action, context: Context, outcome: Outcome) -> None:
+        context.add(outcome)
+        if outcome.error is None:
+            self._loads.read(action.load, action.rank)
+        else:
+            self._lost(action, outcome.error)
 
     def _word_read(self, action: Action, context: Context) -> WordRead:
         fence = action.op is Op.FENCE

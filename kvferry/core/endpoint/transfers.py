@@ -215,6 +215,7 @@ class Transfers:
     def _poll(self) -> bool:
         ids = [each for each, job in self._posted.items() if job.peer not in self._leaving]
         if not ids:
+            self._containment.succeeded("the driver's poll")  # it is asked for nothing
             return False
         heard = False
         for transfer, status in zip(ids, self._statuses(ids), strict=True):
