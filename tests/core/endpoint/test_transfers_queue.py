@@ -429,8 +429,8 @@ def test_a_read_of_which_nothing_can_be_said_is_over_when_its_connection_is_clos
     for name, peer in (("a", ONE), ("b", ONE), ("other", OTHER)):
         reads.add(name, peer)
     reads.transfers.progress()
-    driver.unclear = {TransferId(1), TransferId(3)}
-    driver.says[TransferId(2)] = DONE
+    driver.unclear = {TransferId(1), TransferId(2)}  # of which the second is the other peer's
+    driver.says[TransferId(3)] = DONE
     assert reads.transfers.progress()
     assert reads.heard == ["b"]
     assert reads.doomed.keys() == {"a", "other"}
