@@ -94,11 +94,13 @@ class Soak:
     def _batch(self) -> None:
         waiting: set[RequestId] = set()
         held: set[RequestId] = set()
+        tickets: list[Ticket] = []
         for place in range(AT_ONCE):
             name, pages = f"r-{self._number}", [1 + 2 * place, 2 + 2 * place]
             self._number += 1
             ticket = self.prefill.serve(name, pages, TOKENS)
             held.add(RequestId(name))
+            tickets.append(ticket)
             how = self.random.random()
             if how < 0.3:
                 self.decode.prepare(ticket)
@@ -107,7 +109,7 @@ class Soak:
                 waiting.add(RequestId(name))
             if 0.85 < how <= 0.95:
                 self.decode.ranks[0].endpoint.abort(RequestId(name))
-        self._give_up_early(ticket)
+        self._give_up_early(tickets[0])
         self._receive(waiting)
         self._release(held)
 

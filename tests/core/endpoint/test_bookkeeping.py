@@ -299,7 +299,7 @@ def test_a_hold_is_renewed_with_every_rank_and_ends_when_one_that_is_read_lost_i
     renewal = renewing.begin(peer)
     reads = renewing.due(0.0)
     assert [(read.rank, read.slot) for read in reads] == [(0, 3), (2, 3)]
-    assert all(read.peer is peer for read in reads)
+    assert {id(read.peer) for read in reads} == {id(peer)}
     note: Any = reads[0].note
     assert (note.incarnation, note.slot, note.generation) == (5, 3, 7)
     reads[1].landed(NOTHING, 0.1)
