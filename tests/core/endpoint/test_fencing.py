@@ -287,6 +287,14 @@ def test_notes_are_split_so_that_each_part_fits(limit: int, count: int) -> None:
     assert len(parts) <= 1 + count // max(1, min(MAX_BATCH, limit // one - 1)), "as few as that"
 
 
+def test_a_notification_is_filled() -> None:
+    """Eight bytes are left for the list that the notes are in."""
+    notes = [release(1)] * 5
+    full = 5 * len(encode(notes[:1])) + 8
+    assert [len(part) for part in fitting(notes, full)] == [5]
+    assert [len(part) for part in fitting(notes, full - 1)] == [4, 1]
+
+
 def test_no_notes_are_no_notifications() -> None:
     assert list(fitting([], 1000)) == []
 
