@@ -138,11 +138,12 @@ def log_to(path: str) -> None:
 
 
 def _completion(output: Any) -> Completion:
-    [sequence] = output.outputs
+    sequence = output.outputs[0]
     return Completion(
         id=output.request_id,
         text=sequence.text,
         tokens=list(sequence.token_ids),
         finish_reason=sequence.finish_reason,
         params=output.kv_transfer_params,
+        samples=[each.text for each in output.outputs],
     )
