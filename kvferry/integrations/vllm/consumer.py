@@ -141,9 +141,8 @@ class Consumer:
             if tokens is None:
                 continue
             # vLLM passes a report on when every rank has made it. Ranks end loads in different
-            # orders, and some before they hear of the next: only what all of them have said
-            # counts. So no rank reads for this request any more when another one's fence, or an
-            # order that comes after it, says "done".
+            # orders, some of them before they hear of the next one, so only what all have reported
+            # counts: no rank reads for this request any more when "done" is said after it.
             self._users.over(RequestId(request_id), loaded=request_id not in failed)
             if request_id in failed:
                 self._figures.add(FAILED)

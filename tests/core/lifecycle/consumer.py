@@ -169,9 +169,7 @@ class Consumer:
         """Nobody uses a hold any more, and the producer does not know."""
         uid = next(self._uids)
         name = RequestId(f"done-{uid}")
-        request = Decode(
-            uid=uid, id=name, issue=issue, cached=issue.prompt.size, prompt_fits=True
-        )
+        request = Decode(uid=uid, id=name, issue=issue, cached=issue.prompt.size, prompt_fits=True)
         order = Order(request=request, pulling=False, shared=False, prepared=False)
         self._begins.append(order)
         self._ordered[uid] = uid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -97,11 +97,13 @@ class Protocol(RuleBasedStateMachine):
         else:
             issue = world.issues[-1 - back] if back < len(world.issues) else None
         consumers = [world.consumers["AB".index(name)] for name in engines]
-        for consumer in consumers if together and issue is not None else ():
-            world.hand(consumer, issue, cached=cached, fits=fits, sample=sample)
+        kind: dict[str, Any] = {"cached": cached, "fits": fits, "sample": sample}
+        if issue is not None and together:
+            for consumer in consumers:
+                world.hand(consumer, issue, **kind)
         for consumer in consumers:
             if issue is not None and not together:
-                world.hand(consumer, issue, cached=cached, fits=fits, sample=sample)
+                world.hand(consumer, issue, **kind)
             for _ in range(rounds):
                 world.pull(consumer, items)
             for request in list(consumer.requests.values())[-1:] if aborts else ():

@@ -330,10 +330,9 @@ class SharedFailureSaysAbandon(Loads):
 
 class DoneAfterTheFirstUser(HoldUsers):
     def over(self, request: RequestId, *, loaded: bool) -> None:
-        key = self._keys.get(request)
+        key = self._keys[request]
         super().over(request, loaded=loaded)
-        use = self._uses.get(key) if key is not None else None
-        if use is not None and not use.is_done_bound:
+        if key in self._uses and not self._uses[key].is_done_bound:
             self._unused[key] = None
 
     def take_unused(self) -> list[Ticket]:

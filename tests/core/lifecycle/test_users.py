@@ -110,7 +110,7 @@ def test_done_is_ordered_with_a_ticket_that_was_proven(first: bool) -> None:
     pair = [(A, good, True), (B, bad, False)]
     for request, one, _ in pair if first else pair[::-1]:
         users.add(request, one)
-    for request, _, loaded in pair:
+    for request, _, _ in pair:
         users.order(request)
     for request, _, loaded in pair:
         users.over(request, loaded=loaded)

@@ -26,4 +26,4 @@ class Completion:
     tokens: list[int]
     finish_reason: str | None
     params: dict[str, Any] | None
-    samples: list[str]
+    samples: list[str] = field(default_factory=list)
