@@ -14,7 +14,7 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import EndpointClosedError, StaleError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.wire import Release, decode_notes
-from tests.core.endpoint.engines import Clock, Engine, Shape, Watched, engine, expected
+from tests.core.endpoint.engines import Clock, Engine, Shape, Watched, engine, expected, until
 from tests.core.endpoint.test_renewal import PATIENT, pass_leases, renewed
 
 LAYER = 1
@@ -101,6 +101,15 @@ def test_the_fence_of_one_that_shares_still_refuses_what_is_gone() -> None:
         prefill.released("p-2")
         told = [release.generation for release in releases(driver)]
         assert told == [second.hold.generation]
+
+
+def test_one_that_needs_nothing_reaches_nobody() -> None:
+    with pair(tp=1) as (prefill, decode, _):
+        ticket = prefill.serve("p-1", [1], 4)
+        decode.pull("d-1", ticket, [], nothing=True, shared=True)
+        decode.pull("d-2", ticket, [2])
+        results = until(decode.ranks[0].endpoint, lambda results: bool(results.loads))
+        assert [record.request for record in results.loads] == ["d-2"]
 
 
 @pytest.mark.parametrize("needs_pages", [True, False])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,13 +12,12 @@ from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.users import HoldUsers
 
-A, B, C = (RequestId(name) for name in "abc")
+A, B, C, D = (RequestId(name) for name in "abcd")
 
 
-def ticket(generation: int = 7, *, incarnation: int = 5, host: str = "10.0.0.1") -> Ticket:
+def ticket(generation: int = 7, host: str = "10.0.0.1", **life: Any) -> Ticket:
     return Ticket(
-        engine="prefill",
-        incarnation=incarnation,
+        **({"engine": "prefill", "incarnation": 5} | life),
         request="p",
         host=host,
         port=5600,
@@ -98,9 +99,10 @@ def test_done_that_is_not_yet_ordered_waits_for_who_comes() -> None:
 def test_holds_are_told_apart() -> None:
     """By slot and generation, and by the life of the engine that has them."""
     users = HoldUsers()
-    for request, one in ((A, ticket()), (B, ticket(8)), (C, ticket(incarnation=6))):
+    tickets = (ticket(), ticket(8), ticket(incarnation=6), ticket(engine="another"))
+    for request, one in zip((A, B, C, D), tickets, strict=True):
         users.add(request, one)
-    assert [users.order(request) for request in (A, B, C)] == [False] * 3
+    assert [users.order(request) for request in (A, B, C, D)] == [False] * 4
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -570,6 +570,18 @@ class TestSharedHolds:
         allocate(made, *arrived(made, params, "c"))
         assert said(made) == ["it"]
 
+    def test_done_is_ordered_with_the_ticket_that_was_good(self) -> None:
+        """Not with one that names the same hold, and another address."""
+        made, params = consumer(), ticket()
+        good = arrived(made, params, "a")
+        bad = arrived(made, params | {"remote_host": "10.6.6.6"}, "b")
+        allocate(made, *good, *bad)
+        made.drain()
+        made.received(["a"])
+        made.received(["b"], failed={"b"})
+        [load] = made.drain().loads
+        assert load.ticket.host == "10.0.0.1"
+
     @pytest.mark.parametrize("name", ["cmpl-7", "a0_b", "0-7", "_7", ""])
     def test_other_ids_are_no_samples(self, name: str) -> None:
         made = consumer()
