@@ -330,9 +330,9 @@ class SharedFailureSaysAbandon(Loads):
 
 class DoneAfterTheFirstUser(HoldUsers):
     def over(self, request: RequestId, *, loaded: bool) -> None:
-        key = self._keys[request]
+        key = self._keys.get(request)
         super().over(request, loaded=loaded)
-        if key in self._uses and not self._uses[key].is_done_bound:
+        if key is not None and key in self._uses and not self._uses[key].is_done_bound:
             self._unused[key] = None
 
     def take_unused(self) -> list[Ticket]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,9 +13,15 @@ from kvferry.core.lifecycle.users import HoldUsers
 A, B, C, D = (RequestId(name) for name in "abcd")
 
 
-def ticket(generation: int = 7, host: str = "10.0.0.1", **life: Any) -> Ticket:
+def ticket(
+    generation: int = 7,
+    host: str = "10.0.0.1",
+    engine: str = "prefill",
+    incarnation: int = 5,
+) -> Ticket:
     return Ticket(
-        **({"engine": "prefill", "incarnation": 5} | life),
+        engine=engine,
+        incarnation=incarnation,
         request="p",
         host=host,
         port=5600,

@@ -12,7 +12,7 @@ from tests.integrations.vllm.engines import Engine
 PATIENCE_SECONDS = 30.0
 PULLED = "vllm:prompt_tokens_by_source[external_kv_transfer]"
 
-SAMPLES = {"n": 2, "temperature": 1.0, "top_k": 1}
+SAMPLES: dict[str, Any] = {"n": 2, "temperature": 1.0, "top_k": 1}
 """Two samples of a prompt, which both take the likeliest token: vLLM refuses ``n`` where the
 temperature is 0."""
 
