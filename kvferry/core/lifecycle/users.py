@@ -1,8 +1,8 @@
-"""The consumer's scheduler half: which requests use a hold, and what says "done" about it.
+"""Count which requests of a consumer engine use a hold, and decide what says "done" about it.
 
-Several requests of one engine may come with one ticket: the samples of one prompt, or a client that
-asks twice. The engine's first complete "done" ends the hold for all of them, so the last one says
-it. Pure: no I/O, no clock.
+Belongs to the scheduler half, which alone knows all requests. Several of them may come with one
+ticket: the samples of one prompt, or a client that asks more than once. The engine's first complete
+"done" ends the hold for all of them, so the last one says it. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
