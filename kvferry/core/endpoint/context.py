@@ -31,6 +31,9 @@ class Load:
             belong to the load until it is reported.
         report: whether the outcome is reported; a load that pulls nothing (the prompt was cached
             here) only tells the producer.
+        shared: whether other requests of this engine use the ticket's hold. The producer is then
+            told neither "done" nor "abandon", and another load must follow that tells it; one
+            that neither reads nor reports only ends the wait that ``prepare`` began.
     """
 
     request: RequestId
@@ -38,6 +41,7 @@ class Load:
     ranges: tuple[tuple[int, int] | None, ...]
     local: tuple[Pages, ...]
     report: bool = True
+    shared: bool = False
 
     @property
     def reads(self) -> bool:

@@ -135,11 +135,15 @@ class Puller:
 
     def begin(self, load: Load, error: KVFerryError | None = None) -> None:
         """Start a load; with an error: one that has failed already, and touches no page."""
+        if load.shared and not load.reads and not load.report:
+            self._waiting.take(load.ticket)
+            return
         load_id = self._loads.begin(
             load.request,
             load.ticket.hold,
             computed=load.ticket.computed,
             reads=load.reads,
+            shared=load.shared,
             deadline=self._clock() + self._load_timeout,
         )
         context = Context(load=load, begun=time.perf_counter())
@@ -354,13 +358,13 @@ class Puller:
             self._lost(action, outcome.error)
 
     def _word_read(self, action: Action, context: Context) -> WordRead:
-        fence = action.op is Op.FENCE
+        tells = action.op is Op.FENCE and not context.load.shared
         return WordRead(
             tag=(action.load, action.rank),
             peer=context.known_peer,
             rank=action.rank,
             slot=context.load.ticket.hold.slot,
-            note=self._release(action, context) if fence else None,
+            note=self._release(action, context) if tells else None,
             landed=lambda value, seconds: self._word(action, value, seconds),
             lost=lambda error: self._lost(action, error),
             doomed=lambda error: self._doomed(action, error),

@@ -422,3 +422,180 @@ class TestConsumer:
         made.on_new_request(each)
         [prepared] = made.drain().prepare
         assert isinstance(prepared, Ticket)
+
+
+def arrived(made: Consumer, params: dict[str, Any], *names: str) -> list[Any]:
+    """Requests that came with one ticket."""
+    each = [request(40, params, name=name) for name in names]
+    for one in each:
+        made.on_new_request(one)
+    return each
+
+
+def allocate(made: Consumer, *requests: Any) -> None:
+    """Blocks for requests of which nothing is cached here."""
+    for one in requests:
+        made.allocated(one, blocks(21, 22, 23), 40)
+
+
+def said(made: Consumer) -> list[str]:
+    """Of each load that is ordered in this step, who says "done" about the hold."""
+    return ["nobody" if load.shared else "it" for load in made.drain().loads]
+
+
+class TestSharedHolds:
+    """Several requests of this engine with one ticket."""
+
+    def test_the_only_one_says_done_itself(self) -> None:
+        made = consumer()
+        allocate(made, *arrived(made, ticket(), "a"))
+        assert said(made) == ["it"]
+        made.received(["a"])
+        assert not made.pending
+
+    def test_known_ones_share_and_done_is_ordered_after_the_last(self) -> None:
+        made = consumer()
+        allocate(made, *arrived(made, ticket(), "a", "b", "c"))
+        assert said(made) == ["nobody"] * 3
+        made.received(["c", "a"], failed={"a"})
+        assert not made.pending
+        made.received(["b"])
+        assert made.pending, "an engine with nothing to run has to step"
+        [load] = made.drain().loads
+        assert (load.shared, load.reads, load.report) == (False, False, False)
+        assert not made.pending
+
+    def test_the_last_one_says_done_itself_if_it_comes_to_its_turn_late(self) -> None:
+        """It waited for blocks while the first was loaded."""
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        allocate(made, first)
+        assert said(made) == ["nobody"]
+        made.received(["a"])
+        assert not made.pending
+        allocate(made, second)
+        assert said(made) == ["it"]
+        made.received(["b"])
+        assert not made.pending
+
+    def test_one_that_is_given_up_before_it_has_blocks(self) -> None:
+        """Its wait ends; the other one is loaded, and says "done"."""
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        made.finished(first)
+        [load] = made.drain().loads
+        assert (load.shared, load.reads, load.report) == (True, False, False)
+        allocate(made, second)
+        assert said(made) == ["it"]
+
+    def test_one_that_is_given_up_while_it_is_loaded(self) -> None:
+        """It is over when all ranks have said so, not before."""
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        allocate(made, first, second)
+        made.drain()
+        made.finished(first)
+        assert made.drain().aborted == ("a",)
+        made.received(["b"])
+        assert not made.pending
+        made.received(["a"], failed={"a"})
+        assert said(made) == ["it"]
+
+    def test_one_that_ended_after_its_load(self) -> None:
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        allocate(made, first, second)
+        made.drain()
+        made.received(["a"])
+        made.finished(first)
+        assert not made.pending
+        made.received(["b"])
+        assert said(made) == ["it"]
+
+    def test_all_that_are_given_up(self) -> None:
+        made = consumer()
+        for one in arrived(made, ticket(), "a", "b"):
+            made.finished(one)
+        assert said(made) == ["nobody", "it"]
+        assert not made.pending
+
+    def test_one_of_which_all_is_cached_here(self) -> None:
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        made.allocated(first, blocks(21, 22, 23), 0)
+        allocate(made, second)
+        assert said(made) == ["nobody", "it"]
+
+    def test_one_whose_ticket_is_refused_does_not_count(self) -> None:
+        made = consumer()
+        params = ticket()
+        [good] = arrived(made, params, "a")
+        bad = request(40, params, name="b")
+        bad.prompt_token_ids = [*range(1, 41)]
+        made.on_new_request(bad)
+        allocate(made, good, bad)
+        assert said(made) == ["it"]
+        made.received(["a", "b"], failed={"b"})
+        assert not made.pending
+
+    def test_one_that_is_preempted_after_its_load_uses_the_hold_no_more(self) -> None:
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        allocate(made, first, second)
+        made.drain()
+        made.received(["a", "b"])
+        assert said(made) == ["it"]
+        allocate(made, first, second)
+        assert said(made) == []
+        assert not made.pending
+
+    def test_samples_of_one_prompt_come_one_by_one(self) -> None:
+        """The first is loaded before the second is known, and leaves it the hold."""
+        made, params = consumer(), ticket()
+        allocate(made, *arrived(made, params, "0_cmpl-7-a1b2"))
+        assert said(made) == ["nobody"]
+        [second] = arrived(made, params, "1_cmpl-7-a1b2")
+        made.received(["0_cmpl-7-a1b2"])
+        assert said(made) == []
+        allocate(made, second)
+        assert said(made) == ["nobody"]
+        made.received(["1_cmpl-7-a1b2"])
+        assert said(made) == ["it"]
+
+    def test_done_that_is_due_waits_for_who_comes_before_it_is_ordered(self) -> None:
+        made, params = consumer(), ticket()
+        allocate(made, *arrived(made, params, "a", "b"))
+        made.drain()
+        made.received(["a", "b"])
+        allocate(made, *arrived(made, params, "c"))
+        assert said(made) == ["it"]
+
+    def test_done_is_ordered_with_the_ticket_that_was_good(self) -> None:
+        """Not with one that names the same hold, and another address."""
+        made, params = consumer(), ticket()
+        good = arrived(made, params, "a")
+        bad = arrived(made, params | {"remote_host": "10.6.6.6"}, "b")
+        allocate(made, *good, *bad)
+        made.drain()
+        made.received(["a"])
+        made.received(["b"], failed={"b"})
+        [load] = made.drain().loads
+        assert load.ticket.host == "10.0.0.1"
+
+    @pytest.mark.parametrize("name", ["cmpl-7", "a0_b", "0-7", "_7", ""])
+    def test_other_ids_are_no_samples(self, name: str) -> None:
+        made = consumer()
+        allocate(made, *arrived(made, ticket(), name))
+        assert said(made) == ["it"]
+
+    def test_every_prepared_ticket_is_followed_by_one_load(self) -> None:
+        """Before the "done" that stands alone: what counts the waits must not count that."""
+        made, params = consumer(), ticket()
+        first, second, third = arrived(made, params, "a", "b", "c")
+        made.finished(first)
+        made.allocated(second, blocks(21, 22, 23), 0)
+        made.finished(third)
+        arrivals = made.drain()
+        assert len(arrivals.prepare) == 3
+        assert [load.request for load in arrivals.loads[:3]] == ["a", "b", "c"]
+        assert len(arrivals.loads) <= 4
