@@ -14,6 +14,7 @@ import msgspec
 
 from kvferry.core.copies import Copies
 from kvferry.core.errors import (
+    ConnectError,
     PeerLostError,
     TransferCancelledError,
     TransportError,
@@ -74,6 +75,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class _Peer:
     name: str
     instance: bytes
+    place: tuple[int, int, int, str]
     reach: Reach
     regions: dict[Region, Entry]
     channel: Channel
@@ -190,6 +192,15 @@ class LoopbackTransport(Transport):
         # A copy, here and below: other calls may change it meanwhile.
         peers = list(self._peers.items())
         known = next((i for i, p in peers if p.instance == theirs.instance), None)
+        place = (theirs.pid, theirs.start_time, theirs.board, theirs.socket)
+        if known is not None and (self._peers[known].name, self._peers[known].place) != (
+            theirs.name,
+            place,
+        ):
+            raise ConnectError(
+                f"an address of {theirs.name} has the instance of {self._peers[known].name}, which "
+                "is connected, and leads elsewhere"
+            )
         if known is not None and not self._peers[known].channel.lost:
             self._peers[known].regions = regions
             return known
@@ -200,6 +211,7 @@ class LoopbackTransport(Transport):
         self._peers[peer] = _Peer(
             name=theirs.name,
             instance=theirs.instance,
+            place=place,
             reach=way,
             regions=regions,
             channel=channel,

@@ -10,7 +10,9 @@ import msgspec
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
 from kvferry.core.untrusted import MALFORMED
+from kvferry.drivers.ucx.structs import MEMORY
 from kvferry.drivers.ucx.ucp import MAX_PACKED_KEY, MAX_WORKER_ADDRESS
+from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
 
 MAX_ADDRESS_BYTES = 4 << 20
 MAX_REGIONS = 1 << 14
@@ -119,6 +121,25 @@ def regions_of(address: Address) -> dict[Region, RegisteredRegion]:
         }
     except LayoutError as exc:
         raise ConnectError(f"the address of {address.name} names no valid region: {exc}") from exc
+
+
+def check_packed(address: Address) -> None:
+    """Refuse what UCX cannot have packed, before UCX reads it.
+
+    Raises:
+        ConnectError: the address of the worker or a key is of another form.
+    """
+    try:
+        check_worker_address(address.worker)
+        for region in address.regions:
+            if region.kind in MEMORY:
+                check_key(region.packed, frozenset({MEMORY[region.kind]}))
+            else:
+                check_key(region.packed)
+    except FormatError as exc:
+        raise ConnectError(
+            f"the address of {address.name} holds what UCX did not pack: {exc}"
+        ) from exc
 
 
 def _digest(address: Address) -> bytes:

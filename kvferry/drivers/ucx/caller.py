@@ -186,9 +186,20 @@ class Caller:
         return outlet
 
     def met(self, address: Address) -> Peer | None:
-        """The peer of an address, if it is known."""
+        """The peer of an address, if it is known.
+
+        Raises:
+            ConnectError: one is known by what this one says of itself, and it is another: what was
+                published of a peer does not take its connection away.
+        """
         found = (p for p in self.peers.values() if p.address.instance == address.instance)
-        return next(found, None)
+        peer = next(found, None)
+        if peer is not None and not _same(peer.address, address):
+            raise ConnectError(
+                f"an address of {address.name} has the instance of {peer.address.name}, which is "
+                "connected, and leads elsewhere"
+            )
+        return peer
 
     def revive(self, peer: Peer) -> Line:
         """The line to a peer; another one if it is broken."""
@@ -294,7 +305,8 @@ class Caller:
             line.part(
                 PeerLostError(
                     f"{line.host.name} has not answered in {self._patience:g} s: it may be "
-                    "stopped, or the network cut (driver_options: connect_seconds)"
+                    "stopped, or the network cut (driver_options: connect_seconds), or another "
+                    "is there by now: connect with a new address"
                 )
             )
         if line.buried():
@@ -323,3 +335,8 @@ class Caller:
             if line.unanswered:
                 used = [job.keys for job in self._jobs if job.uses(line)]
                 line.answer(frozenset().union(*used))
+
+
+def _same(one: Address, other: Address) -> bool:
+    """Whether two addresses are of one transport: what never changes is alike."""
+    return (one.name, one.place, one.worker) == (other.name, other.place, other.worker)
