@@ -33,6 +33,7 @@ from kvferry.core.copies import copies_between
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import PeerId, Transport
+from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
 from kvferry.testing.peers import Process
 from tests.faults.mutations import Mutator
 
@@ -50,6 +51,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 ANSWER_SECONDS = 30.0
 """How long one address may take before its process counts as hanging."""
 READ_SECONDS = 0.2
+_DRAWS = 200
 SETTLE_SECONDS = 0.01
 EXTREMES = (0, 1, 2, 0x1F, 0x20, 0x3F, 0x40, 0x7F, 0x80, 0xFE, 0xFF)
 WORDS = (0, 1, 0xFFFF, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
@@ -75,11 +77,15 @@ class Blobs:
             self._repeat,
         ]
 
-    def changed(self, right: bytes) -> bytes:
-        """Change a blob in one to four places."""
-        wrong = bytearray(right)
-        for _ in range(self.random.choice([1, 1, 1, 2, 4])):
-            self.random.choice(self._changes)(wrong)
+    def changed(self, right: bytes, check: Callable[[bytes], object]) -> bytes:
+        """Change a blob in one to four places; every other time so that it passes a check."""
+        wanted = self.random.random() < 0.5
+        for _ in range(_DRAWS):
+            wrong = bytearray(right)
+            for _ in range(self.random.choice([1, 1, 1, 2, 4])):
+                self.random.choice(self._changes)(wrong)
+            if not wanted or (wrong != right and _passes(wrong, check)):
+                break
         return bytes(wrong) or b"\0"
 
     def _at(self, wrong: bytearray) -> int:
@@ -114,6 +120,14 @@ class Blobs:
         wrong[at:at] = wrong[at : at + size]
 
 
+def _passes(wrong: bytearray, check: Callable[[bytes], object]) -> bool:
+    try:
+        check(bytes(wrong))
+    except FormatError:
+        return False
+    return True
+
+
 def of_ucx(right: bytes, blobs: Blobs) -> bytes:
     """Return an address of the ucx driver with a wrong blob in it, and the digest of that."""
     from kvferry.drivers.ucx import address as wire
@@ -121,10 +135,10 @@ def of_ucx(right: bytes, blobs: Blobs) -> bytes:
     address = wire.decode(right)
     changes: dict[str, Any] = {}
     if blobs.random.random() < 0.7 or not address.regions:
-        changes["worker"] = blobs.changed(address.worker)
+        changes["worker"] = blobs.changed(address.worker, check_worker_address)
     else:
         [first, *rest] = address.regions
-        packed = blobs.changed(first.packed)
+        packed = blobs.changed(first.packed, check_key)
         changes["regions"] = [msgspec.structs.replace(first, packed=packed), *rest]
     return wire.encode(msgspec.structs.replace(address, **changes))
 
@@ -133,15 +147,16 @@ def of_ucx_host(right: bytes, blobs: Blobs) -> bytes:
     """Return a wrong address of a worker, as a hello carries it."""
     from kvferry.drivers.ucx import address as wire
 
-    return blobs.changed(wire.decode(right).worker)
+    return blobs.changed(wire.decode(right).worker, check_worker_address)
 
 
 def of_nixl(right: bytes, blobs: Blobs) -> bytes:
     """Return an address of the nixl driver with wrong metadata in it, and the digest of that."""
     from kvferry.drivers.nixl import address as wire
+    from kvferry.drivers.nixl.metadata import parsed
 
     address = wire.decode(right)
-    metadata = blobs.changed(address.metadata)
+    metadata = blobs.changed(address.metadata, parsed)
     return msgspec.msgpack.encode(
         msgspec.structs.replace(address, metadata=metadata, digest=wire.digest_of(metadata))
     )
