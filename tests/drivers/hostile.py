@@ -44,7 +44,7 @@ FACTORIES = {
     "loopback": "kvferry.drivers.loopback:LoopbackTransport",
 }
 OPTIONS: dict[str, dict[str, object]] = {
-    "ucx": {"connect_seconds": 0.05},
+    "ucx": {"connect_seconds": 0.15},
     "nixl": {},
     "loopback": {},
 }

@@ -61,6 +61,8 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         withdrawn: how many registrations had been undone when this was made.
         regions: what was registered then.
         digest: of what only UCX can read: it does not survive bytes that were changed on the way.
+        whole: of all of this, so that a changed one is refused rather than waited for; empty from
+            versions before it.
     """
 
     magic: Literal["kvferry-ucx-1"] = "kvferry-ucx-1"
@@ -72,6 +74,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     withdrawn: Word
     regions: Annotated[list[RegisteredRegion], msgspec.Meta(max_length=MAX_REGIONS)]
     digest: bytes = b""
+    whole: bytes = b""
 
 
 _decoder = msgspec.msgpack.Decoder(Address)
@@ -80,7 +83,7 @@ _decoder = msgspec.msgpack.Decoder(Address)
 def encode(address: Address) -> bytes:
     """The bytes that peers get, with their digest."""
     return msgspec.msgpack.encode(
-        msgspec.structs.replace(address, digest=_digest(address)),
+        msgspec.structs.replace(address, digest=_digest(address), whole=_whole(address)),
     )
 
 
@@ -101,7 +104,7 @@ def decode(data: bytes) -> Address:
         raise ConnectError(
             f"not an address of the ucx driver ({exc}): both sides must use the same driver"
         ) from exc
-    if address.digest != _digest(address):
+    if address.digest != _digest(address) or address.whole not in (b"", _whole(address)):
         raise ConnectError(
             f"the address of {address.name[:64]} was damaged on its way: its digest is another"
         )
@@ -147,3 +150,17 @@ def _digest(address: Address) -> bytes:
     for region in address.regions:
         digest.update(region.packed)
     return digest.digest()
+
+
+def _whole(address: Address) -> bytes:
+    """Of the fields that there were when it was introduced: who adds one leaves it as it is."""
+    said = (
+        address.name,
+        address.instance,
+        address.place,
+        address.ucx,
+        address.worker,
+        address.withdrawn,
+        address.regions,
+    )
+    return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=_DIGEST_BYTES).digest()

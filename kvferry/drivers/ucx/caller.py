@@ -186,20 +186,14 @@ class Caller:
         return outlet
 
     def met(self, address: Address) -> Peer | None:
-        """The peer of an address, if it is known.
-
-        Raises:
-            ConnectError: one is known by what this one says of itself, and it is another: what was
-                published of a peer does not take its connection away.
-        """
-        found = (p for p in self.peers.values() if p.address.instance == address.instance)
-        peer = next(found, None)
-        if peer is not None and not _same(peer.address, address):
-            raise ConnectError(
-                f"an address of {address.name} has the instance of {peer.address.name}, which is "
-                "connected, and leads elsewhere"
-            )
-        return peer
+        """The peer of an address, if it is known: an address that leads to another worker is not
+        that of a peer with the same instance, whatever else it says."""
+        found = (
+            p
+            for p in self.peers.values()
+            if (p.address.instance, p.address.worker) == (address.instance, address.worker)
+        )
+        return next(found, None)
 
     def revive(self, peer: Peer) -> Line:
         """The line to a peer; another one if it is broken."""
@@ -335,8 +329,3 @@ class Caller:
             if line.unanswered:
                 used = [job.keys for job in self._jobs if job.uses(line)]
                 line.answer(frozenset().union(*used))
-
-
-def _same(one: Address, other: Address) -> bool:
-    """Whether two addresses are of one transport: what never changes is alike."""
-    return (one.name, one.place, one.worker) == (other.name, other.place, other.worker)
