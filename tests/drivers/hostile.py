@@ -48,6 +48,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "nixl": {},
     "loopback": {},
 }
+RENEWED_AFTER = 500
+"""Addresses, after which another process is taken: connections leave descriptors behind in NIXL."""
 ANSWER_SECONDS = 30.0
 """How long one address may take before its process counts as hanging."""
 READ_SECONDS = 0.2
@@ -80,6 +82,7 @@ class Blobs:
     def changed(self, right: bytes, check: Callable[[bytes], object]) -> bytes:
         """Change a blob in one to four places; every other time so that it passes a check."""
         wanted = self.random.random() < 0.5
+        wrong = bytearray(right)
         for _ in range(_DRAWS):
             wrong = bytearray(right)
             for _ in range(self.random.choice([1, 1, 1, 2, 4])):
@@ -151,11 +154,18 @@ def of_ucx_host(right: bytes, blobs: Blobs) -> bytes:
 
 
 def of_nixl(right: bytes, blobs: Blobs) -> bytes:
-    """Return an address of the nixl driver with wrong metadata in it, and the digest of that."""
+    """Return an address of the nixl driver with wrong metadata in it, and the digest of that.
+
+    Each has a name of its own: NIXL takes no other address under that of one that it refused.
+    """
     from kvferry.drivers.nixl import address as wire
     from kvferry.drivers.nixl.metadata import parsed
 
     address = wire.decode(right)
+    name = f"{blobs.random.randrange(1 << 64):x}".zfill(len(address.name))
+    address = msgspec.structs.replace(
+        address, name=name, metadata=address.metadata.replace(address.name.encode(), name.encode())
+    )
     metadata = blobs.changed(address.metadata, parsed)
     return msgspec.msgpack.encode(
         msgspec.structs.replace(address, metadata=metadata, digest=wire.digest_of(metadata))
@@ -262,10 +272,14 @@ class Tried:
 
     side: str
     deaths: list[tuple[str, bytes]] = field(default_factory=list)
+    _tried: int = 0
     _process: subprocess.Popen[bytes] | None = None
 
     def outcome(self, data: bytes) -> str:
         """Try an address; what became of it, ``died: ...`` among others."""
+        if self._tried % RENEWED_AFTER == 0:
+            self.close()
+        self._tried += 1
         process = self._process = self._process or self._started()
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("no pipes")
@@ -277,6 +291,8 @@ class Tried:
         if answer:
             return answer
         hangs = not ready
+        if not hangs:
+            process.wait()
         self.close()
         status = "hung" if hangs else f"died: {_status(process.returncode)}"
         self.deaths.append((status, data))
@@ -285,8 +301,6 @@ class Tried:
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
             self._process.kill()
             self._process.communicate()
             self._process = None

@@ -103,7 +103,11 @@ def test_what_is_for_another_instance_is_dropped_and_its_worker_is_not_connected
     assert (worker.connected, worker.ended) == ([ONE], [])
 
 
-@pytest.mark.parametrize("address", [b"\0", b"nonsense", ONE[:-1], b"\x2f" + ONE[1:], UNIFIED])
+@pytest.mark.parametrize(
+    "address",
+    [b"\0", b"nonsense", ONE[:-1], b"\x2f" + ONE[1:], UNIFIED],
+    ids=["a byte", "nonsense", "cut", "another version", "another format"],
+)
 def test_what_ucx_did_not_pack_does_not_reach_it(address: bytes) -> None:
     host, worker = hosted()
     hear(host, worker, hello(worker=address))
