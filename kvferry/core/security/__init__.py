@@ -1,10 +1,10 @@
 """Who may: secrets that sign tickets, keys that admit peers, and the addresses they may have.
 
-Pure values and checks; the sockets are in ``kvferry.core.handshake``. Stdlib only, but for making
-key pairs, which asks ZMQ.
+Values and checks; the side channel's sockets are in ``kvferry.core.handshake``. Stdlib only, but
+for making key pairs, which asks ZMQ.
 """
 
-from kvferry.core.security.access import OPEN, Access
+from kvferry.core.security.access import NEARBY, OPEN, Access
 from kvferry.core.security.keys import KEY_BYTES, KeyPair, generate, public_keys
 from kvferry.core.security.networks import Networks
 from kvferry.core.security.signing import TicketSecrets
@@ -12,6 +12,7 @@ from kvferry.core.security.vault import Secret, listed_keys, read_secret
 
 __all__ = [
     "KEY_BYTES",
+    "NEARBY",
     "OPEN",
     "Access",
     "KeyPair",
