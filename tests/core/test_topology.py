@@ -411,6 +411,35 @@ def test_refuses_what_would_need_a_copy_per_byte() -> None:
         plan([bytewise("td")], [bytewise("dt")], 0)
 
 
+@pytest.mark.parametrize("where", ["tokens", "shard", "inner"])
+def test_refuses_an_axis_that_shares_no_runs(where: str) -> None:
+    """It is refused before all of its entries are counted out, whichever axis it is."""
+    near, far = 1 << 11, (1 << 11) + 1
+
+    def walked(first: int, second: int) -> Layout:
+        along = axis((first, 1), (second, first))
+        f = Field(
+            key="k",
+            group=0,
+            region=0,
+            offset=0,
+            page_stride=near * far,
+            pages=2,
+            dtype="int8",
+            unit=1,
+            tokens=along if where == "tokens" else (),
+            shard=along if where == "shard" else (),
+            shard_range=(0, near * far if where == "shard" else 1),
+            inner=(along,) if where == "inner" else (),
+        )
+        state = Group(kind=GroupKind.STATE, block_tokens=0)
+        return layout(f, groups=[paged(near * far) if where == "tokens" else state])
+
+    assert strips(plan([walked(near, far)], [walked(near, far)], 0)) == [1]
+    with pytest.raises(PlanError, match="field 'k': the two layouts share no runs longer"):
+        plan([walked(near, far)], [walked(far, near)], 0)
+
+
 def test_refuses_a_rank_that_is_not_there() -> None:
     with pytest.raises(PlanError, match="there is no local rank 1: there are 1"):
         plan(engine((0, 1)), engine((0, 1)), 1)
