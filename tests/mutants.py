@@ -36,7 +36,7 @@ examples:
 The same seed, count, paths and code draw the same mutants. Each is applied alone, to a copy of the
 working tree, and tried with the tests that import its module, then with those of its folder and of
 the folders in it, then with all other quick tests: a survivor takes minutes. One process runs at a
-time, at low priority.
+time.
 """
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -64,6 +64,8 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.RShift: ast.LShift,
 }
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+MARKERS = {"tests/integrations/vllm/caches": "not slow"}
+"""What else is quick, by folder: these tests need vLLM, and no engine."""
 DROPPED = (ast.AugAssign, ast.Break, ast.Continue, ast.Delete, ast.Expr, ast.Raise)
 ANNOTATIONS = ("annotation", "decorator_list", "returns", "type_comment")
 
@@ -119,9 +121,7 @@ def mutants_of(path: Path, source: bytes) -> list[Mutant]:
             was=source[start:stop].decode(),
             code=text_lines[node.lineno - 1].decode().strip(),
         )
-        with contextlib.suppress(SyntaxError):
-            ast.parse(mutant.applied(source))
-            found.append(mutant)
+        found.append(mutant)
     return sorted(found, key=lambda mutant: (mutant.start, mutant.stop, mutant.text))
 
 
@@ -229,23 +229,32 @@ def draw(paths: Sequence[str], count: int, seed: int, root: Path = ROOT) -> list
 
 
 def stages(module: Path, root: Path = ROOT) -> list[list[str]]:
-    """Return pytest's arguments for a module, those first that are likely to notice a mistake."""
+    """Return pytest's arguments for a module, likely tests first, and each test once."""
     folder = Path("tests", *module.parent.parts[1:])
     while not (root / folder).is_dir():
         folder = folder.parent
+
+    def names(tests: Sequence[Path]) -> list[str]:
+        return [str(test.relative_to(root)) for test in tests]
+
     dotted = ".".join(module.with_suffix("").parts).removesuffix(".__init__")
-    tests = sorted((root / folder).rglob("test_*.py"))
+    beside = sorted((root / folder).glob("test_*.py"))
     near = [
-        str(test.relative_to(root))
-        for test in tests
+        test
+        for test in beside
         if test.stem.startswith(f"test_{module.stem}") or f"{dotted} import" in test.read_text()
     ]
-    ignored = [argument for test in near for argument in ("--ignore", test)]
-    beside = sorted({str(t.relative_to(root)) for t in (root / folder).glob("test_*.py")} - {*near})
-    for test in beside:
-        ignored += ["--ignore", test]
-    rest = ["tests", "--ignore", str(folder)]
-    return [each for each in (near, beside, [str(folder), *ignored], rest) if each]
+    others = [test for test in beside if test not in near]
+    of_folder = root / folder.parent / f"test_{folder.name}.py"
+    above = [of_folder] if of_folder.is_file() else []
+    also = ["-m", MARKERS[str(folder)]] if str(folder) in MARKERS else []
+    ignored = [argument for test in names(beside) for argument in ("--ignore", test)]
+    rest = [
+        "tests",
+        *(part for path in (str(folder), *names(above)) for part in ("--ignore", path)),
+    ]
+    asked = [names([*near, *above]), names(others), [str(folder), *ignored], rest]
+    return [[*each, *(also if each is not rest else [])] for each in asked if each]
 
 
 class Scratch:
@@ -283,7 +292,7 @@ class Scratch:
     def passes(self, arguments: Sequence[str]) -> bool:
         """Run pytest in the copy, and return whether all passed in time."""
         options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-        command = ["nice", "-n", "10", sys.executable, "-m", "pytest", *options, *arguments]
+        command = [sys.executable, "-m", "pytest", *options, *arguments]
         environment = os.environ | {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
         with subprocess.Popen(
             command,
@@ -304,8 +313,8 @@ class Scratch:
 
 
 def survives(scratch: Scratch, mutant: Mutant, *, near: bool) -> bool:
-    """Return whether no quick test notices a mutant; with ``near``, none of its own folder."""
-    asked = stages(mutant.path)[: -1 if near else None]
+    """Return whether no quick test notices a mutant; with ``near``, none right in its folder."""
+    asked = stages(mutant.path)[: -2 if near else None]
     with scratch.mutated(mutant):
         return all(scratch.passes(each) for each in asked)
 
@@ -324,7 +333,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="which ones (1)")
     parser.add_argument("--only", help="numbers of the draw, with commas between them")
     parser.add_argument(
-        "--near", action="store_true", help="leave out the tests of other folders: much faster"
+        "--near", action="store_true", help="leave out the tests of all other folders: much faster"
+    )
+    parser.add_argument("--nice", type=int, default=5, help="how much priority to give up (5)")
+    parser.add_argument(
+        "--unchecked", action="store_true", help="do not ask first whether the tests pass now"
     )
     parser.add_argument("--list", action="store_true", help="print the draw and stop")
     parser.add_argument(
@@ -347,14 +360,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for number, mutant in drawn:
             print(f"{number:4} {mutant}")  # noqa: T201
         return
+    os.nice(options.nice)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that nothing is left behind
     with tempfile.TemporaryDirectory(prefix="kvferry-mutants-") as folder:
-        _report(Scratch(Path(folder).resolve(), options.seconds), drawn, near=options.near)
+        scratch = Scratch(Path(folder).resolve(), options.seconds)
+        near = {test for _, mutant in drawn for test in stages(mutant.path)[0]}
+        if not options.unchecked and not scratch.passes(sorted(near)):
+            sys.exit("some tests fail without any mutant: run the quick tests first")
+        _report(scratch, drawn, near=options.near)
 
 
 def _report(scratch: Scratch, drawn: Sequence[tuple[int, Mutant]], *, near: bool) -> None:
-    for first in sorted({tuple(stages(mutant.path)[0]) for _, mutant in drawn}):
-        if not scratch.passes(first):
-            sys.exit(f"these fail without any mutant: pytest {' '.join(first)}")
     alive = []
     for number, mutant in drawn:
         started = time.monotonic()

@@ -65,13 +65,25 @@ def test_one_seed_draws_the_same() -> None:
     assert len({(m.start, m.stop) for m in first}) == 5
 
 
-@pytest.mark.parametrize("module", ["kvferry/core/runs.py", "kvferry/core/lifecycle/keeper.py"])
-def test_every_quick_test_has_its_turn_once(module: str) -> None:
+@pytest.mark.parametrize(
+    "module",
+    [
+        "kvferry/core/runs.py",
+        "kvferry/core/lifecycle/keeper.py",
+        "kvferry/core/handshake/server.py",
+        "kvferry/integrations/vllm/caches/pages.py",
+    ],
+)
+def test_every_test_has_its_turn_once(module: str) -> None:
     asked = stages(Path(module))
-    named = [test for each in asked[:-1] for test in each if test.endswith(".py")]
+    turns = {path: 0 for path in (ROOT / "tests").rglob("test_*.py")}
     for arguments in asked:
-        ignored = [b for a, b in itertools.pairwise(arguments) if a == "--ignore"]
-        assert all((ROOT / path).exists() for path in ignored)
-    *_, folder, rest = asked
-    assert rest == ["tests", "--ignore", folder[0]]
-    assert set(named) >= set(folder[2::2])
+        ignored = {b for a, b in itertools.pairwise(arguments) if a == "--ignore"}
+        chosen = [
+            ROOT / each for each in arguments if each.startswith("tests") and each not in ignored
+        ]
+        left_out = [ROOT / each for each in ignored]
+        for path in turns:
+            under = {path, *path.parents}
+            turns[path] += bool(under & {*chosen}) and not under & {*left_out}
+    assert set(turns.values()) == {1}
