@@ -66,6 +66,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 MARKERS = {"tests/integrations/vllm/caches": "not slow"}
 """What else is quick, by folder: these tests need vLLM, and no engine."""
+ALIVE, NOTICED, TOO_LONG = "ALIVE", "noticed", "too long"
 DROPPED = (ast.AugAssign, ast.Break, ast.Continue, ast.Delete, ast.Expr, ast.Raise)
 ANNOTATIONS = ("annotation", "decorator_list", "returns", "type_comment")
 
@@ -262,7 +263,7 @@ class Scratch:
 
     Args:
         folder: where the copy is made; empty.
-        seconds: for how long pytest may run before a mutant counts as noticed.
+        seconds: for how long pytest may run.
     """
 
     def __init__(self, folder: Path, seconds: float) -> None:
@@ -289,8 +290,8 @@ class Scratch:
             file.write_bytes(source)
             os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def passes(self, arguments: Sequence[str]) -> bool:
-        """Run pytest in the copy, and return whether all passed in time."""
+    def run(self, arguments: Sequence[str]) -> str:
+        """Run pytest in the copy, and return one of ``ALIVE``, ``NOTICED`` and ``TOO_LONG``."""
         options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *options, *arguments]
         environment = os.environ | {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -304,19 +305,20 @@ class Scratch:
         ) as run:
             try:
                 # 5: there was nothing to run.
-                return run.wait(self._seconds) in (0, 5)
+                return ALIVE if run.wait(self._seconds) in (0, 5) else NOTICED
             except subprocess.TimeoutExpired:
-                return False
+                return TOO_LONG
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(run.pid, signal.SIGKILL)
 
 
-def survives(scratch: Scratch, mutant: Mutant, *, near: bool) -> bool:
-    """Return whether no quick test notices a mutant; with ``near``, none right in its folder."""
+def verdict(scratch: Scratch, mutant: Mutant, *, near: bool) -> str:
+    """Return what becomes of a mutant; with ``near``, only tests right in its folder are asked."""
     asked = stages(mutant.path)[: -2 if near else None]
     with scratch.mutated(mutant):
-        return all(scratch.passes(each) for each in asked)
+        found = (scratch.run(each) for each in asked)
+        return next((word for word in found if word != ALIVE), ALIVE)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -344,7 +346,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         default=600,
-        help="a run of pytest that takes longer counts as noticed (600)",
+        help="how long a run of pytest may take (600); a mutant may never end",
     )
     return parser
 
@@ -365,22 +367,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="kvferry-mutants-") as folder:
         scratch = Scratch(Path(folder).resolve(), options.seconds)
         near = {test for _, mutant in drawn for test in stages(mutant.path)[0]}
-        if not options.unchecked and not scratch.passes(sorted(near)):
+        if not options.unchecked and scratch.run(sorted(near)) != ALIVE:
             sys.exit("some tests fail without any mutant: run the quick tests first")
         _report(scratch, drawn, near=options.near)
 
 
 def _report(scratch: Scratch, drawn: Sequence[tuple[int, Mutant]], *, near: bool) -> None:
-    alive = []
+    words: dict[str, list[str]] = {NOTICED: [], TOO_LONG: [], ALIVE: []}
     for number, mutant in drawn:
         started = time.monotonic()
-        survived = survives(scratch, mutant, near=near)
-        alive += [(number, mutant)] * survived
-        word, seconds = "ALIVE" if survived else "noticed", time.monotonic() - started
+        word = verdict(scratch, mutant, near=near)
+        words[word].append(f"{number:4} {mutant}")
+        seconds = time.monotonic() - started
         print(f"{number:4} {word:8} {seconds:5.0f} s  {mutant}", flush=True)  # noqa: T201
-    print(f"\n{len(drawn)} tried, {len(drawn) - len(alive)} noticed, {len(alive)} alive:")  # noqa: T201
-    for number, mutant in alive:
-        print(f"{number:4} {mutant}")  # noqa: T201
+    counts = ", ".join(f"{len(found)} {word}" for word, found in words.items())
+    print(f"\n{len(drawn)} tried: {counts}", *words[TOO_LONG], *words[ALIVE], sep="\n")  # noqa: T201
 
 
 if __name__ == "__main__":
