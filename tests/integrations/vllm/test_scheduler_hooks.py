@@ -21,11 +21,12 @@ OUTPUT = SimpleNamespace(total_num_scheduled_tokens=3)
 IDLE = SimpleNamespace(total_num_scheduled_tokens=0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def vllm() -> Iterator[Any]:
-    """``scheduler`` and ``metadata``."""
-    with without_vllm.modules("scheduler", "metadata") as (scheduler, metadata):
-        yield SimpleNamespace(scheduler=scheduler, metadata=metadata)
+    """``scheduler``, ``metadata`` and ``stats``."""
+    names = ("scheduler", "metadata", "stats")
+    with without_vllm.modules(*names) as modules:
+        yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
 
 def configured(
@@ -284,9 +285,8 @@ def test_an_unwell_engine_steps_on_for_a_while(
 
 class TestFigures:
     @pytest.fixture
-    def stats(self) -> Iterator[Any]:
-        with without_vllm.modules("stats") as (module,):
-            yield module
+    def stats(self, vllm: Any) -> Any:
+        return vllm.stats
 
     def test_the_log_line(self, stats: Any) -> None:
         figures = stats.FerryStats(

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
+from enum import Enum
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 OURS = "kvferry.integrations.vllm."
@@ -47,6 +48,25 @@ class PromMetrics:
         )
 
 
+class Role(Enum):
+    """vLLM's ``KVConnectorRole``."""
+
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class Base:
+    """vLLM's ``KVConnectorBase_V1``."""
+
+    def __init__(self, vllm_config: Any, role: Role, kv_cache_config: Any) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self.bound: Any = None
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self.bound = metadata
+
+
 @contextmanager
 def modules(*names: str) -> Iterator[list[Any]]:
     """Import modules of ours anew, and have them forgotten again: they know the stand-ins."""
@@ -59,7 +79,16 @@ def modules(*names: str) -> Iterator[list[Any]]:
     packages = [ModuleType(".".join(parts[:length])) for length in range(1, len(parts) + 1)]
     for name in ("HandshakeMetadata", "Metadata", "WorkerMetadata"):
         setattr(base, f"KVConnector{name}", type(f"KVConnector{name}", (), {"__slots__": ()}))
-    vars(base)["KVConnectorTransferResults"] = Results
+    vars(base).update(
+        KVConnectorBase_V1=Base,
+        KVConnectorRole=Role,
+        KVConnectorTransferResults=Results,
+        SupportsHMA=type("SupportsHMA", (), {}),
+    )
+    config, hits = ModuleType("vllm.config"), ModuleType("vllm.v1.metrics.cache_hit_source")
+    vars(config)["get_current_vllm_config_or_none"] = lambda: None
+    vars(hits)["CacheHitSource"] = SimpleNamespace(P2P="p2p")
+    packages += [config, hits, ModuleType("vllm.v1"), ModuleType("vllm.v1.metrics")]
     vars(metrics).update(KVConnectorPromMetrics=PromMetrics, KVConnectorStats=Stats)
     sys.modules.update({module.__name__: module for module in (*packages, base, metrics)})
     try:
