@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import Access, TicketSecrets, generate
 from kvferry.core.stats import Figures
@@ -17,7 +16,6 @@ from kvferry.integrations.vllm.admission import Admission
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.producer import Producer
-from kvferry.integrations.vllm.prompts import digest_of
 from kvferry.integrations.vllm.serving import Serving
 from kvferry.integrations.vllm.ticket import Sizes, read
 
@@ -491,20 +489,6 @@ class TestConsumer:
         taker.on_new_request(each)
         assert len(taker.drain().prepare) == (there == here)
         assert ("it was made for another prompt" in caplog.text) == (there != here)
-
-    def test_mask_beyond_what_is_handed_over(self) -> None:
-        """Only the positions of the pages count: the rest of a prompt is computed here."""
-        torch = pytest.importorskip("torch")
-        shorter, longer = request(40), request(40)
-        for each, last in ((shorter, True), (longer, False)):
-            each.prompt_embeds = torch.ones(40, 8)
-            each.prompt_is_token_ids = [True] * 39 + [last]
-        assert digest_of(shorter, 39) == digest_of(longer, 39)
-        assert digest_of(shorter, 40) != digest_of(longer, 40)
-
-    def test_without_a_mask_digests_are_what_they_were(self) -> None:
-        """So that engines of older builds take each other's tickets."""
-        assert digest_of(request(40), 30) == digest(range(30), None, [], None, None)
 
     def test_unverified_prompt(self) -> None:
         made = consumer(verify_prompt=False)
