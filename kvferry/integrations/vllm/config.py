@@ -37,6 +37,7 @@ NIXL_KEYS = {
 NIXL_ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "side_channel_host",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "side_channel_port",
+    "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "kv_lease_duration",
 }
 """NixlConnector's environment variables, each with the key that does the same here."""
 

@@ -90,6 +90,13 @@ def blocks(*ids: int, cached: int = 0) -> Any:
     return SimpleNamespace(blocks=[listed(*ids, cached=cached)])
 
 
+def mask(repeated: str | None) -> list[bool] | None:
+    """Which of 40 positions are token ids, a fifth of them at a time."""
+    if repeated is None:
+        return None
+    return [digit == "1" for digit in repeated for _ in range(8)]
+
+
 def listed(*ids: int, cached: int = 0) -> list[Any]:
     """``KVCacheBlock``s."""
     hashes = [b"hash"] * cached + [None] * (len(ids) - cached)
@@ -149,6 +156,53 @@ class TestProducer:
         each = request(40, PREFILL, computed=41)
         made.take_on(each)
         assert made.finished(each, [[7, 8]], SERVING) is None
+
+    @pytest.mark.parametrize(
+        ("group", "tail", "tokens"),
+        [
+            (CacheGroup(index=0, tokens=1024, is_state=True), 1, 40),
+            (CacheGroup(index=0, tokens=16, window=32), 1, 40),
+            (CacheGroup(index=0, tokens=16, chunk=32), 3, 4),
+        ],
+    )
+    def test_no_ticket_for_a_bounded_prompt_that_is_scored(
+        self, group: CacheGroup, tail: int, tokens: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Its whole prompt is computed, and what decode needs is before its last tokens."""
+        figures = Figures(driver="loopback")
+        made = producer(tail=tail, groups=[group], figures=figures)
+        each = request(tokens, dict(PREFILL))
+        each.skip_reading_prefix_cache = True
+        made.on_new_request(each)
+        assert each.num_prompt_tokens == tokens
+        made.take_on(each)
+        made.drain()
+        assert made.finished(each, [[7, 8, 9]], SERVING) is None
+        assert len(made.drain().drops) == 1
+        assert figures.take() == {"tickets_not_made": {"loopback": {"scored": 1}}}
+        assert "prompt_logprobs" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("group", "tail", "tokens"),
+        [
+            (CacheGroup(index=0, tokens=16), 0, 40),
+            (CacheGroup(index=0, tokens=16), 2, 40),
+            (CacheGroup(index=0, tokens=16, window=32), 1, 1),
+        ],
+    )
+    def test_ticket_for_a_prompt_that_is_scored(
+        self, group: CacheGroup, tail: int, tokens: int
+    ) -> None:
+        """Where decode can do with the pages of the whole prompt."""
+        made = producer(tail=tail, groups=[group])
+        each = request(tokens, dict(PREFILL))
+        each.skip_reading_prefix_cache = True
+        made.on_new_request(each)
+        made.take_on(each)
+        params = made.finished(each, [[7, 8, 9]], SERVING)
+        taker = consumer([group], backoff=tail)
+        taker.on_new_request(request(tokens, params))
+        assert len(taker.drain().prepare) == 1
 
     def test_hold_survives_preemption(self) -> None:
         made = producer()
@@ -414,6 +468,27 @@ class TestConsumer:
             each.__dict__.update(change)
             made.on_new_request(each)
             assert f"request r{number}: ticket refused: it was made for another" in caplog.text
+
+    @pytest.mark.parametrize("there", [None, "11111", "00000", "11100"])
+    @pytest.mark.parametrize("here", [None, "11111", "00000", "11100"])
+    def test_prompt_that_mixes_token_ids_and_embeddings(
+        self, there: str | None, here: str | None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The same ids and embeddings are another prompt where other positions are ids."""
+        torch = pytest.importorskip("torch")
+        made = producer()
+        each = request(40, PREFILL)
+        each.prompt_embeds = torch.ones(40, 8)
+        each.prompt_is_token_ids = mask(there)
+        made.take_on(each)
+        params = made.finished(each, [[1, 2, 3]], SERVING)
+        each = request(40, params)
+        each.prompt_embeds = torch.ones(40, 8)
+        each.prompt_is_token_ids = mask(here)
+        taker = consumer()
+        taker.on_new_request(each)
+        assert len(taker.drain().prepare) == (there == here)
+        assert ("it was made for another prompt" in caplog.text) == (there != here)
 
     def test_unverified_prompt(self) -> None:
         made = consumer(verify_prompt=False)
