@@ -17,6 +17,15 @@ from tests.core.lifecycle.fabric import Fabric, require
 from tests.core.lifecycle.producer import PAGES, STEPS_AHEAD, Issue, Producer, skewed
 
 
+class Uncounted(HoldUsers):
+    """What an older build does: every load says "done" for itself."""
+
+    def order(self, request: RequestId, *, siblings: bool = False) -> bool:
+        super().order(request, siblings=siblings)
+        self._uses[self._keys[request]].is_done_bound = True
+        return False
+
+
 class Consumer:
     """One life of a decode engine."""
 
@@ -163,7 +172,8 @@ class Consumer:
         shared = self.users.order(request.id, siblings=request.sample)
         self._begins.append(Order(request=request, pulling=pulling, shared=shared))
         # Of a sample, whose siblings may come later, no message may ever end the hold.
-        self._ordered[request.uid] = sys.maxsize if request.sample else next(self._uids)
+        if not isinstance(self.users, Uncounted):
+            self._ordered[request.uid] = sys.maxsize if request.sample else next(self._uids)
 
     def _order_done(self, issue: Issue) -> None:
         """Nobody uses a hold any more, and the producer does not know."""

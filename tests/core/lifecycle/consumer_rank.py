@@ -276,7 +276,7 @@ class ConsumerRank:
         if cause is None:
             raise Violation("a hold that stands was read as stale")
         # Every "done" that this life of the engine said or ordered when it knew of the request.
-        known = {uid for uid, when in self._ordered.items() if when > request.uid}
+        known = {uid for uid, when in self._ordered.items() if when > request.uid} | {request.uid}
         own = cause.engine == self.engine and cause.origins <= known
         ended = "a hold that was still to be read was ended by those of its own engine:"
         require(not own or not cause.origins, ended, cause.origins)

@@ -32,12 +32,27 @@ class Protocol(RuleBasedStateMachine):
         second=st.integers(0, 9),
         slots=st.integers(1, PAGES),
         max_held=st.sampled_from([None, None, 2, 3]),
+        is_older=st.booleans(),
     )
-    def start(self, ranks: int, first: int, second: int, slots: int, max_held: int | None) -> None:
+    def start(
+        self,
+        ranks: int,
+        first: int,
+        second: int,
+        slots: int,
+        max_held: int | None,
+        is_older: bool,
+    ) -> None:
+        """``is_older``: engine B is of a build that does not count who uses a hold."""
         plans = PLANS[ranks]
         pair = (plans[first % len(plans)], plans[second % len(plans)])
         self.world = World(
-            ranks=ranks, plans=pair, slots=slots, parts=self.parts, max_held=max_held
+            ranks=ranks,
+            plans=pair,
+            slots=slots,
+            parts=self.parts,
+            max_held=max_held,
+            is_older=is_older,
         )
 
     # Requests.

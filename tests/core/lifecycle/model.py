@@ -20,7 +20,7 @@ from kvferry.core.lifecycle.users import HoldUsers
 from kvferry.core.transport import State
 from kvferry.core.wire import Release, encode
 from tests.core.lifecycle.checks import check_end, check_ledger, check_rest
-from tests.core.lifecycle.consumer import Consumer
+from tests.core.lifecycle.consumer import Consumer, Uncounted
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decodes import Decode, Stage
 from tests.core.lifecycle.fabric import Fabric, Message, require
@@ -96,8 +96,10 @@ class World:
         slots: int,
         parts: Parts,
         max_held: int | None = None,
+        is_older: bool = False,
     ) -> None:
         self.parts = parts
+        self._is_older = is_older
         self.now = 0.0
         self.silent = False
         self.fabric = Fabric()
@@ -445,7 +447,7 @@ class World:
             rank=self.parts.consumer_rank,
             loads=self.parts.loads,
             renewals=self.parts.renewals,
-            users=self.parts.users,
+            users=Uncounted if self._is_older and name == "B" else self.parts.users,
             uids=self._uids,
             fabric=self.fabric,
             producer=lambda: self.producer,
