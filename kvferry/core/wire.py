@@ -27,7 +27,7 @@ NEWEST_PROTOCOL = 1
 MAX_REQUEST_BYTES = 1 << 12
 MAX_REPLY_BYTES = 1 << 26
 MAX_NOTE_BYTES = 1 << 11
-"""No single ``Release`` or ``Renewal`` is longer."""
+"""No single ``Release``, ``Renewal`` or ``Heartbeat`` is longer."""
 MAX_NOTES = 1 << 12
 """As many fit one notification."""
 MAX_LEASE = 86400.0
@@ -44,6 +44,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, Meta(ge=1, le=1 << 16)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
 RandomBits = Annotated[int, Meta(ge=1, le=GENERATION_LIMIT - 1)]
+Life = Annotated[int, Meta(ge=0, le=GENERATION_LIMIT - 1)]
 
 
 class Coordinates(Struct, frozen=True, kw_only=True, order=True):
@@ -96,6 +97,7 @@ class _Published(Versions, frozen=True, kw_only=True):
     address: Annotated[bytes, Meta(max_length=1 << 20)]
     slots: Region
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)] | None = None
+    heartbeats: bool = False
 
     def __post_init__(self) -> None:
         Versions.__post_init__(self)
@@ -121,6 +123,8 @@ class RankPayload(_Published, frozen=True, kw_only=True):
         slots: the table of slot words, 8 bytes each; registered with the transport.
         lease: seconds that a renewal gives a hold from then on; ``None`` where the rank's build
             does not know renewals, and would not hear any.
+        heartbeats: whether the rank's build knows ``Heartbeat``. One that does not drops the whole
+            notification.
 
     Raises:
         WireError: there is no version in the range, or ``slots`` is no table of words.
@@ -218,18 +222,39 @@ class Release(Struct, frozen=True, kw_only=True, tag="release"):
 class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
     """A consumer rank still waits for a hold's pages: its lease starts anew.
 
+    One that names its engine claims the hold as well, and says with ``Heartbeat`` that it lives.
+
     Attributes:
         incarnation: of the producer.
         slot, generation: the hold.
+        engine: the consumer engine; empty where its build knows no heartbeats.
+        life: the incarnation of that engine: who was restarted claims nothing that it claimed.
     """
 
     incarnation: RandomBits
     slot: Annotated[int, Meta(ge=0, lt=MAX_SLOTS)]
     generation: RandomBits
+    engine: Annotated[str, Meta(max_length=256)] = ""
+    life: Life = 0
 
 
-Note = Release | Renewal
-"""What a consumer rank tells a producer rank about a hold."""
+class Heartbeat(Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    """A consumer engine lives, and wants all that it has claimed by renewals.
+
+    Renews no lease. Nothing is said to a rank whose payload lacks ``heartbeats``.
+
+    Attributes:
+        incarnation: of the producer.
+        engine, life: as in ``Renewal``.
+    """
+
+    incarnation: RandomBits
+    engine: Name
+    life: Life = 0
+
+
+Note = Release | Renewal | Heartbeat
+"""What a consumer rank tells a producer rank."""
 
 Notes = Annotated[list[Note], Meta(min_length=1, max_length=MAX_NOTES)]
 

@@ -30,6 +30,7 @@ from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, 
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ledger import Orders
+from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.stats import REFUSED, Data, Figures, LoadRecord
 from kvferry.core.transport import Notification, Transport
@@ -145,6 +146,14 @@ class Endpoint:
             self._check_open()
             self._server.apply(orders, passed)
             self._wake.set()
+
+    def silent(self) -> list[Silence]:
+        """Ticketed holds of whose consumers nothing was heard for ``GONE_SECONDS``, oldest first.
+
+        Where requests wait for pages, a scheduler may give up those of which all ranks say so.
+        Looks at every hold. Never blocks.
+        """
+        return self._server.silent()
 
     # The consumer's side.
 
@@ -303,6 +312,7 @@ class Endpoint:
             address=self._transport.address(),
             slots=self._table.region,
             lease=self._lease,
+            heartbeats=True,
         )
 
     def _post(self, command: Callable[[], None]) -> None:

@@ -77,6 +77,11 @@ class Peer:
         return PeerLostError(f"engine {self.key.engine} was disconnected")
 
     @property
+    def heartbeats(self) -> dict[int, PeerId]:
+        """The connections to ranks that know heartbeats, by rank."""
+        return {rank: peer for rank, peer in self.ids.items() if self.payloads[rank].heartbeats}
+
+    @property
     def parties(self) -> tuple[Party, ...]:
         """The ranks that concern this rank."""
         return tuple(Party(rank=rank, reads=rank in self.sources) for rank in sorted(self.ids))

@@ -91,6 +91,9 @@ class Puller:
         self._workspace = Workspace()
         self._words = WordReads(scratch, containment)
         self._renewer = Renewer(
+            engine=own.engine,
+            life=own.incarnation,
+            notify=transport.notify,
             words=self._words,
             transfers=transfers,
             clock=clock,

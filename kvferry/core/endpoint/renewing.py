@@ -2,10 +2,13 @@
 
 A renewal is a read of the slot word with the renewal bound to it: the word is the answer ("gone",
 or that the hold stands for the producer's lease from now on), and costs the producer nothing.
+It claims the hold for this engine, which says with a heartbeat every second that it lives.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,8 +18,12 @@ from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Transfers
 from kvferry.core.errors import KVFerryError, TransferCancelledError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.loads import gone
+from kvferry.core.lifecycle.reclamation import HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.renewals import Ask, RenewalId, Renewals
-from kvferry.core.wire import Renewal
+from kvferry.core.transport import PeerId
+from kvferry.core.wire import Heartbeat, Renewal, encode
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +37,9 @@ class Renewer:
     """All renewals of one rank. Used by the endpoint's thread only.
 
     Args:
+        engine, life: this engine and its incarnation, which claim what is renewed.
+        notify: sends bytes to a peer. What it raises is ignored: a heartbeat that does not arrive
+            is the lease's matter.
         words: reads the slot words.
         transfers: to give up reads that are not answered.
         clock: seconds, monotonic.
@@ -41,12 +51,19 @@ class Renewer:
     def __init__(
         self,
         *,
+        engine: str,
+        life: int,
+        notify: Callable[[PeerId, bytes], None],
         words: WordReads,
         transfers: Transfers,
         clock: Callable[[], float],
         lost: Callable[[Peer, int, KVFerryError], None],
         doomed: Callable[[Peer, int, KVFerryError], None],
     ) -> None:
+        self._engine = engine
+        self._life = life
+        self._notify = notify
+        self._next_heartbeat = -math.inf
         self._words = words
         self._transfers = transfers
         self._clock = clock
@@ -105,6 +122,20 @@ class Renewer:
             self._transfers.cancel(ask)
         for ask in due:
             self._words.add(self._read(ask, self._targets[ask.renewal]))
+        if self._targets and now >= self._next_heartbeat:
+            self._next_heartbeat = now + HEARTBEAT_SECONDS
+            for peer in {target.peer for target in self._targets.values()}:
+                self._say_alive(peer)
+
+    def _say_alive(self, peer: Peer) -> None:
+        """One message to each rank, for all that is claimed there."""
+        note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
+        payload = encode([note])
+        for peer_id in peer.heartbeats.values():
+            try:
+                self._notify(peer_id, payload)
+            except Exception:  # whatever a driver raises
+                logger.debug("no heartbeat to engine %s", peer.key.engine, exc_info=True)
 
     def _read(self, ask: Ask, target: _Target) -> WordRead:
         peer, hold = target.peer, target.hold
@@ -131,7 +162,13 @@ class Renewer:
             peer=peer,
             rank=ask.rank,
             slot=hold.slot,
-            note=Renewal(incarnation=peer.incarnation, slot=hold.slot, generation=hold.generation),
+            note=Renewal(
+                incarnation=peer.incarnation,
+                slot=hold.slot,
+                generation=hold.generation,
+                engine=self._engine,
+                life=self._life,
+            ),
             landed=landed,
             lost=lost,
             doomed=doomed,

@@ -16,9 +16,10 @@ from kvferry.core.failures import on_one_line
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
 from kvferry.core.lifecycle.ledger import Orders
+from kvferry.core.lifecycle.reclamation import GONE_SECONDS, MAX_SILENT, Silence
 from kvferry.core.stats import EXPIRED, IGNORED, LATE, Figures
 from kvferry.core.transport import Notification
-from kvferry.core.wire import Note, Renewal, decode_notes
+from kvferry.core.wire import Heartbeat, Note, Renewal, decode_notes
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class Server:
         self._clock = clock
         self._figures = figures
         self._awaited: list[_Awaited] = []
+        self._listened = clock()
+        """Until when all that consumers said was heard."""
         self._lock = threading.Lock()
 
     @property
@@ -82,7 +85,12 @@ class Server:
                     self._awaited.append(_Awaited(hold=hold, passed=passed))
 
     def hear(self, notifications: Iterable[Notification]) -> None:
-        """Messages from consumers; what is not one is dropped."""
+        """Messages from consumers; what is not one is dropped.
+
+        Args:
+            notifications: all that had arrived.
+        """
+        now = self._clock()
         for notification in notifications:
             try:
                 notes = decode_notes(notification.payload)
@@ -97,6 +105,8 @@ class Server:
             with self._lock:
                 for note in notes:
                     self._take(note)
+        with self._lock:
+            self._listened = now
 
     def tick(self) -> None:
         """Pages that became ready, leases that are over."""
@@ -121,6 +131,14 @@ class Server:
                 on_one_line(request),
             )
 
+    def silent(self) -> list[Silence]:
+        """Ticketed holds whose consumer seems to be gone, the oldest first.
+
+        Their ages are of when this rank last listened: who could not be heard is not gone.
+        """
+        with self._lock:
+            return self._keeper.silent(self._listened, GONE_SECONDS, MAX_SILENT)
+
     def take_sent(self) -> list[RequestId]:
         """Requests to report sent."""
         with self._lock:
@@ -134,6 +152,9 @@ class Server:
     def _take(self, note: Note) -> None:
         if isinstance(note, Renewal):
             self._keeper.renew(note, self._clock())  # the slot word says how it went
+            return
+        if isinstance(note, Heartbeat):
+            self._keeper.heartbeat(note, self._clock())  # an engine may have ended its last claim
             return
         verdict = self._keeper.release(note)
         if verdict is Verdict.LATE:

@@ -7,16 +7,25 @@ the same everywhere here: first the slot word is cleared, then the request is re
 from __future__ import annotations
 
 import enum
+import heapq
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ledger import Orders
-from kvferry.core.wire import Release, Renewal
+from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.wire import Heartbeat, Release, Renewal
 
 MAX_READERS = 64
-"""How many consumer engines are counted for one hold; it takes one to end it."""
+"""How many consumer engines are counted for one hold; it takes one to end it. As many may claim
+it."""
+MAX_CLAIMANTS = 1 << 12
+"""How many consumer engines are known by their claims. Who comes beyond is known by renewals."""
+ANONYMOUS_PART = 3
+"""A renewal that claims nothing counts as a sign of life for this part of the lease: so often its
+consumer, which knows no heartbeats, renews."""
 
 
 class Words(Protocol):
@@ -40,6 +49,10 @@ class Verdict(enum.Enum):
     """Another incarnation, another generation, or a hold that is over."""
 
 
+_Claimant = tuple[str, int]
+"""A consumer engine and its incarnation."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Held:
     request: RequestId
@@ -51,6 +64,10 @@ class _Held:
     is_ready: bool = False
     readers: dict[str, set[int]] = field(default_factory=dict)
     """Consumer engine to the ranks that need the hold no longer."""
+    alive: float = -math.inf
+    """Until when there was a sign of life that no claimant gave: it was ordered or became ready, or
+    was renewed by who claims nothing."""
+    claimants: set[_Claimant] = field(default_factory=set)
 
 
 class HoldKeeper:
@@ -73,6 +90,10 @@ class HoldKeeper:
         self._sent: list[RequestId] = []
         self._expired: dict[int, int] = {}
         """Slot to the generation of the last hold whose lease was over, to know the late by."""
+        self._claims = Counter[_Claimant]()
+        """How many holds each consumer engine claims; none that claims nothing."""
+        self._heard: dict[_Claimant, float] = {}
+        """When each of them last said anything."""
 
     @property
     def held(self) -> int:
@@ -116,25 +137,74 @@ class HoldKeeper:
         """
         held = self._find(hold)
         if held:
-            held.lease = lease
+            held.lease, held.alive = lease, now
             self._set_deadline(held, now + lease)
 
     def ready(self, hold: Hold, now: float) -> None:
         """All work of an ordered request has passed: it may be read, and its lease starts."""
         held = self._find(hold)
         if held and held.lease is not None and not held.is_ready:
-            held.is_ready = True
+            held.is_ready, held.alive = True, max(held.alive, now)
             self._set_deadline(held, now + held.lease)
             self._words[hold.slot] = hold.ready
 
     def renew(self, message: Renewal, now: float) -> Verdict:
-        """A consumer rank still waits: the lease of pages that are ready starts anew."""
+        """A consumer rank still waits: the lease of pages that are ready starts anew.
+
+        A renewal that names its engine claims the hold for it.
+        """
         held = self._named(message)
         if held is None:
             return Verdict.UNKNOWN
         if held.lease is not None and held.is_ready:
             self._set_deadline(held, now + held.lease)
+        if not self._claim(held, message, now):
+            held.alive = max(held.alive, now + (held.lease or 0.0) / ANONYMOUS_PART)
         return Verdict.RENEWED
+
+    def heartbeat(self, message: Heartbeat, now: float) -> Verdict:
+        """A consumer engine lives, and wants all that it claimed. No lease is renewed."""
+        claimant = message.engine, message.life
+        if message.incarnation != self._incarnation or claimant not in self._claims:
+            return Verdict.UNKNOWN
+        self._heard[claimant] = now
+        return Verdict.RENEWED
+
+    def age(self, hold: Hold, now: float) -> float | None:
+        """For how many seconds nobody gave a sign of life for a ticketed hold.
+
+        Of those who claim it the youngest counts; of one that nobody claims, the time since it
+        became ready (or was ordered), or its last renewal by a consumer that claims nothing, which
+        counts for a third of the lease.
+
+        Returns:
+            At least 0; ``None`` where there is no such hold, or no ticket for it yet.
+        """
+        held = self._find(hold)
+        return None if held is None or held.lease is None else self._age(held, now)
+
+    def silent(self, now: float, beyond: float, limit: int) -> list[Silence]:
+        """Ticketed holds of at least an age, the oldest first.
+
+        Looks at every hold, so it is not for every step.
+
+        Args:
+            now: on this rank's clock.
+            beyond: seconds.
+            limit: how many at most.
+        """
+        ticketed = [held for held in self._held.values() if held.lease is not None]
+        aged = [(self._age(held, now), held) for held in ticketed]
+        old = [each for each in aged if each[0] >= beyond]
+        return [
+            Silence(
+                request=held.request,
+                hold=held.hold,
+                age=age,
+                engines=tuple(sorted({name for name, _ in held.claimants})),
+            )
+            for age, held in heapq.nlargest(limit, old, key=lambda each: each[0])
+        ]
 
     def end(self, hold: Hold) -> None:
         """Give a ticketed hold up; reported sent unless it was already."""
@@ -197,6 +267,31 @@ class HoldKeeper:
         known = held is not None and held.hold.generation == message.generation
         return held if known and message.incarnation == self._incarnation else None
 
+    def _age(self, held: _Held, now: float) -> float:
+        signs = max((self._heard[claimant] for claimant in held.claimants), default=-math.inf)
+        return max(0.0, now - max(signs, held.alive))
+
+    def _claim(self, held: _Held, message: Renewal, now: float) -> bool:
+        """Whether the hold is claimed by this message's engine now."""
+        claimant = message.engine, message.life
+        if not message.engine:
+            return False
+        if claimant not in held.claimants:
+            known = claimant in self._claims or len(self._claims) < MAX_CLAIMANTS
+            if not known or len(held.claimants) >= MAX_READERS:
+                return False
+            held.claimants.add(claimant)
+            self._claims[claimant] += 1
+        self._heard[claimant] = now
+        return True
+
+    def _disclaim(self, held: _Held) -> None:
+        """Forget the engines of which this was the last claim."""
+        for claimant in held.claimants:
+            self._claims[claimant] -= 1
+            if not self._claims[claimant]:
+                del self._claims[claimant], self._heard[claimant]
+
     def _is_late(self, message: Release) -> bool:
         if message.abandoned or message.incarnation != self._incarnation:
             return False
@@ -208,7 +303,7 @@ class HoldKeeper:
 
     def _clear(self, hold: Hold) -> None:
         self._words[hold.slot] = NOTHING
-        del self._held[hold.slot]
+        self._disclaim(self._held.pop(hold.slot))
 
     def _over(self, held: _Held) -> None:
         self._clear(held.hold)

@@ -6,10 +6,11 @@ Shares no memory with the workers: they hear of it through ``Orders``, one batch
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry.core.lifecycle.holds import Hold, RequestId, random_generation
+from kvferry.core.lifecycle.reclamation import Silence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +22,8 @@ class Orders:
         take_ons: requests that are computed for another engine from this step on.
         ready: holds whose pages may be read once all work before this step has passed, with the
             lease in seconds.
-        ends: ticketed holds to give up now (a reset, or too much is held); they are still reported
-            as sent.
+        ends: ticketed holds to give up now (a reset, too much is held, or their consumer is gone);
+            they are still reported as sent.
     """
 
     drops: tuple[Hold, ...] = ()
@@ -72,6 +73,8 @@ class HoldLedger:
         self._take_ons: list[tuple[RequestId, Hold]] = []
         self._ready: list[tuple[Hold, float]] = []
         self._ends: list[Hold] = []
+        self._ending: set[RequestId] = set()
+        """Ordered to end, and not yet sent."""
 
     @property
     def held(self) -> int:
@@ -82,6 +85,16 @@ class HoldLedger:
     def held_pages(self) -> int:
         """How many pages tickets hold, each counted once."""
         return len(self._pages)
+
+    @property
+    def ticketed(self) -> int:
+        """How many requests have a ticket that was not given up."""
+        return len(self._oldest)
+
+    @property
+    def ending(self) -> bool:
+        """Whether pages of holds that were ordered to end are still to come back."""
+        return bool(self._ending)
 
     def take_on(self, request: RequestId) -> Hold | None:
         """A hold for a request that another engine will decode; the same one after preemption.
@@ -155,11 +168,33 @@ class HoldLedger:
             self._free.append(entry.hold.slot)
             self._let_go(entry)
             self._oldest.pop(request, None)
+            self._ending.discard(request)
 
     def reset(self) -> None:
         """Give up every ticketed hold: its ticket becomes stale, its pages come back."""
-        ordered = {entry.hold for entry in self._entries.values() if entry.ticketed}
-        self._ends.extend(sorted(ordered - set(self._ends)))
+        ticketed = [(r, entry.hold) for r, entry in self._entries.items() if entry.ticketed]
+        self._ends.extend(sorted({hold for _, hold in ticketed} - set(self._ends)))
+        self._ending.update(request for request, _ in ticketed)
+
+    def give_up(self, silent: Iterable[Silence], pages: int) -> list[Silence]:
+        """Give up the first of these holds until so many pages come back.
+
+        Args:
+            silent: the best to give up first; what is over, or was given up already, is left out.
+            pages: how many are wanted.
+
+        Returns:
+            Those that were given up.
+        """
+        goal, given = len(self._pages) - pages, []
+        for each in silent:
+            if len(self._pages) <= goal:
+                break
+            entry = self._entries.get(each.request)
+            if entry is not None and entry.hold == each.hold and each.request in self._oldest:
+                self._give_up(each.request)
+                given.append(each)
+        return given
 
     def drain(self) -> Orders:
         """What happened since the last call. The slots of drops are free from now on."""
@@ -178,11 +213,16 @@ class HoldLedger:
         """The oldest goes first; the newest fits alone, so it stays."""
         while self._max_pages is not None and len(self._pages) > self._max_pages:
             oldest = next(iter(self._oldest))
-            del self._oldest[oldest]
-            entry = self._entries[oldest]
-            self._let_go(entry)
-            self._ends.append(entry.hold)
+            self._give_up(oldest)
             self._evicted.append(oldest)
+
+    def _give_up(self, request: RequestId) -> None:
+        """A request with a ticket; its pages count no more, though they are still to come back."""
+        del self._oldest[request]
+        entry = self._entries[request]
+        self._let_go(entry)
+        self._ends.append(entry.hold)
+        self._ending.add(request)
 
     def _let_go(self, entry: _Entry) -> None:
         self._pages.subtract(entry.pages)

@@ -152,6 +152,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """A request ended."""
         return self._half().finished(request, block_ids)
 
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks will be free soon: vLLM, which asks when a running request lacks some,
+        preempts nobody then."""
+        return self._half().running_waits()
+
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step although it has nothing to run."""
         return self._scheduler is not None and self._scheduler.pending
@@ -203,8 +208,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.results() if self._worker is not None else KVConnectorTransferResults()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the scheduler half is to know of this rank's health."""
-        return self._worker.take_health() if self._worker is not None else None
+        """What the scheduler half is to know of this rank: its health, and what it asked for."""
+        return self._worker.take_report() if self._worker is not None else None
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Figures since the last call; vLLM asks both roles and adds."""

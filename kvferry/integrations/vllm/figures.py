@@ -15,6 +15,8 @@ class NoTicket(enum.StrEnum):
     """No slot is free, or a request of its id is still held."""
     TOO_LARGE = "too_large"
     """It alone has more blocks than may be held."""
+    ROLE = "role"
+    """This engine's role is a consumer's: nobody would come for its pages."""
     WENT_ON = "went_on"
     """It was decoded here for too long: its states and windows are past its prompt."""
     SCORED = "scored"
@@ -41,6 +43,11 @@ EVICTED = Figure(
     kind=Kind.COUNTER,
     text="Holds that were given up because more than max_held_fraction was held.",
 )
+ORPHANED = Figure(
+    name="orphaned_holds",
+    kind=Kind.COUNTER,
+    text="Holds that were given up, since requests waited for blocks and no consumer was there.",
+)
 NO_TICKETS = Figure(
     name="tickets_not_made",
     kind=Kind.COUNTER,
@@ -53,6 +60,6 @@ HELD = Figure(
     text="Blocks that are held for other engines, each counted once.",
 )
 
-FIGURES = (LOADS, FAILED, TOKENS, EVICTED, NO_TICKETS, HELD, *stats.FIGURES)
+FIGURES = (LOADS, FAILED, TOKENS, EVICTED, ORPHANED, NO_TICKETS, HELD, *stats.FIGURES)
 """All. The metric of each is called ``vllm:kvferry_`` and its name."""
 BY_NAME = {figure.name: figure for figure in FIGURES}

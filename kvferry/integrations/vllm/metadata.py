@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.core.endpoint import Load
 from kvferry.core.lifecycle.ledger import Orders
+from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.ticket import Ticket
 
 
@@ -24,19 +25,25 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Health(KVConnectorWorkerMetadata):
-    """What is wrong with some ranks; goes to the scheduler half in the step when it changes.
+class RankReport(KVConnectorWorkerMetadata):
+    """What some ranks tell the scheduler half in a step, beside what is over.
 
     Attributes:
-        problems: by rank; none for one that is well again.
+        problems: what is wrong, by rank, where that has changed; none for one that is well again.
+        silent: ticketed holds whose consumer seems to be gone, the oldest first, by rank; only of
+            ranks that were asked in this step.
     """
 
-    problems: Mapping[int, tuple[str, ...]]
+    problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    silent: Mapping[int, tuple[Silence, ...]] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Health:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """These and those of other ranks."""
-        theirs = other.problems if isinstance(other, Health) else {}
-        return Health(problems={**self.problems, **theirs})
+        if not isinstance(other, RankReport):
+            return self
+        return RankReport(
+            problems={**self.problems, **other.problems}, silent={**self.silent, **other.silent}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,8 @@ class Step(KVConnectorMetadata):
         loads: what to pull, or only to say "done" about.
         refused: requests whose ticket was refused, with the reason.
         aborted: requests that were given up while their load was under way.
+        asks_silent: requests wait for blocks: every rank is to report holds whose consumer seems to
+            be gone.
         idle: the engine runs no token in this step, and may wait for a load instead.
     """
 
@@ -59,4 +68,5 @@ class Step(KVConnectorMetadata):
     loads: tuple[Load, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     aborted: tuple[str, ...] = ()
+    asks_silent: bool = False
     idle: bool = False

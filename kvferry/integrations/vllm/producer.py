@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.failures import on_one_line
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
+from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
 from kvferry.core.security import TicketSecrets
 from kvferry.core.stats import Figures
-from kvferry.integrations.vllm.figures import EVICTED, HELD, NO_TICKETS, NoTicket
+from kvferry.integrations.vllm.figures import EVICTED, HELD, NO_TICKETS, ORPHANED, NoTicket
 from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.prompts import digest_of, shorten
 from kvferry.integrations.vllm.ticket import Offer, Sizes
@@ -26,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """How a request ends whose prompt was computed (names of vLLM's ``RequestStatus``)."""
+
+MAX_NAMED = 4
+"""So many engines are named in one line of the log."""
 
 TRUNCATED = "_p_side_truncated"
 """Marks, in a request's params, a prompt that was shortened: a preempted request comes back."""
@@ -44,6 +49,8 @@ class Producer:
         computed: whether nothing writes pages after a request's last token was sampled.
         sizes: the engine's parallelism.
         secrets: sign the tickets; ``None`` leaves them unsigned.
+        hands_over: whether other engines load from this one (its role is a producer's).
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -58,6 +65,8 @@ class Producer:
         sizes: Sizes,
         max_held: int | None = None,
         secrets: TicketSecrets | None = None,
+        hands_over: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._groups = groups
         self._figures = figures
@@ -69,11 +78,21 @@ class Producer:
         self._computed = computed
         self._sizes = sizes
         self._secrets = secrets
+        self._hands_over = hands_over
+        self._warned_of_role = False
+        self._clock = clock
+        self._pressure = BlockPressure(slots)
+        self._wanted: dict[str, int] = {}
+        """Requests that vLLM looked at in this scheduling pass and gave no blocks, and how many
+        they need."""
+        self._running_waits = False
 
     def on_new_request(self, request: Request) -> None:
         """Shorten the prompt of a request that is prefilled for another engine, once."""
         params = request.kv_transfer_params or {}
-        if not _for_another(request) or not self._backoff or params.get(TRUNCATED):
+        if _for_another(request) and not self._hands_over:
+            self._refuse_role(request)
+        if not self._is_handed_over(request) or not self._backoff or params.get(TRUNCATED):
             return
         if request.num_prompt_tokens <= self._backoff or request.skip_reading_prefix_cache:
             return
@@ -83,7 +102,7 @@ class Producer:
 
     def take_on(self, request: Request) -> None:
         """The request is first computed in the coming step, or again after a preemption."""
-        if not _for_another(request):
+        if not self._is_handed_over(request):
             return
         if self._ledger.take_on(RequestId(request.request_id)) is None:
             self._no_ticket(
@@ -99,7 +118,8 @@ class Producer:
         """The ticket of a request that ended; ``None`` if its blocks are vLLM's at once."""
         request_id = RequestId(request.request_id)
         tokens = self._handed_over(request)
-        hold = self._hold(request, block_ids) if tokens and _for_another(request) else None
+        wanted = tokens and self._is_handed_over(request)
+        hold = self._hold(request, block_ids) if wanted else None
         if hold is None:
             self._ledger.drop(request_id)
             return None
@@ -134,12 +154,27 @@ class Producer:
 
     def _no_ticket(self, request: Request, reason: NoTicket, why: str) -> None:
         self._figures.add(NO_TICKETS, reason=reason.value)
+        if reason is NoTicket.ROLE and self._warned_of_role:
+            return  # a router's setting: every request says the same
+        self._warned_of_role = self._warned_of_role or reason is NoTicket.ROLE
         logger.warning(
             "request %s: no ticket is made (stage prefill, cause %s): %s",
             on_one_line(request.request_id),
             reason,
             why,
         )
+
+    def _refuse_role(self, request: Request) -> None:
+        self._no_ticket(
+            request,
+            NoTicket.ROLE,
+            'this engine\'s kv_role is "kv_consumer", so no other engine would come for its pages, '
+            'and they are not held: set "kv_producer" or "kv_both", or let the router send '
+            "do_remote_decode to prefill engines only; said once",
+        )
+
+    def _is_handed_over(self, request: Request) -> bool:
+        return self._hands_over and _for_another(request)
 
     def _handed_over(self, request: Request) -> int:
         """How many tokens a ticket of this request covers; 0 if it gets none.
@@ -149,7 +184,11 @@ class Producer:
         if request.status.name not in COMPLETE:
             return 0
         tokens: int = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if self._bounded and request.num_computed_tokens != tokens and _for_another(request):
+        if (
+            self._bounded
+            and request.num_computed_tokens != tokens
+            and self._is_handed_over(request)
+        ):
             self._no_ticket(
                 request,
                 NoTicket.WENT_ON,
@@ -198,6 +237,77 @@ class Producer:
     def drain(self) -> Orders:
         """What the workers must hear in this step."""
         return self._ledger.drain()
+
+    # Requests that wait for blocks.
+
+    def published(self, ranks: int) -> None:
+        """So many ranks hold pages for others."""
+        self._pressure.ranks = ranks
+
+    def looked_at(self, request: Request, computed: int) -> None:
+        """vLLM looks whether it has blocks for a request of which ``computed`` tokens are here.
+
+        Where ``given_blocks`` does not follow in the same pass, it has none.
+        """
+        tokens = request.num_tokens - computed
+        self._wanted[request.request_id] = sum(
+            1 if group.is_state else -(-tokens // group.tokens) for group in self._groups
+        )
+
+    def given_blocks(self, request: Request) -> None:
+        """It had."""
+        self._wanted.pop(request.request_id, None)
+
+    def running_waits(self) -> bool:
+        """vLLM lacks a block for a running request; whether some will come back soon."""
+        self._running_waits = True
+        return self._ledger.ending
+
+    def relieve(self) -> bool:
+        """At the end of a scheduling pass: give up holds whose consumer is gone, if that helps.
+
+        Returns:
+            Whether the ranks are to say, in the coming step, of which holds they hear nothing.
+        """
+        waits, wanted = bool(self._wanted) or self._running_waits, sum(self._wanted.values())
+        self._wanted.clear()
+        self._running_waits = False
+        silent = self._pressure.take_silent()
+        if not waits:
+            return False
+        self._give_up(self._ledger.give_up(silent, self._pressure.enough(wanted)))
+        return self._pressure.ask(self._clock(), held=self._ledger.ticketed)
+
+    def heard_silence(self, reports: Mapping[int, Sequence[Silence]]) -> None:
+        """What the ranks say that were asked."""
+        if reports:
+            self._pressure.answered(reports)
+
+    def _give_up(self, holds: Sequence[Silence]) -> None:
+        if not holds:
+            return
+        self._figures.add(ORPHANED, len(holds))
+        engines = sorted({engine for each in holds for engine in each.engines})
+        logger.warning(
+            "the pages of %d requests were given back before anybody read them, since other "
+            "requests wait for blocks (stage held, cause orphaned): %s, and gave no sign of life "
+            "for %.1f to %.1f s; restart decode, or if it lives, look whether it reaches this "
+            "engine, and hand it its tickets sooner",
+            len(holds),
+            _claims(holds, engines),
+            min(each.age for each in holds),
+            max(each.age for each in holds),
+        )
+
+
+def _claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
+    """Who wanted the pages, for the log."""
+    unclaimed = sum(not each.engines for each in holds)
+    named = ", ".join(on_one_line(engine, 64) for engine in engines[:MAX_NAMED])
+    more = f" and {len(engines) - MAX_NAMED} more" if len(engines) > MAX_NAMED else ""
+    claimed = f"{len(holds) - unclaimed} were claimed by engine {named}{more}"
+    nobody = f"nobody had come for {unclaimed}"
+    return ", ".join(([claimed] if engines else []) + ([nobody] if unclaimed else []))
 
 
 def _for_another(request: Request) -> bool:

@@ -49,8 +49,8 @@ class ReplicaWorker:
     def take_stats(self) -> None:
         """There are no figures."""
 
-    def take_health(self) -> None:
-        """There is nothing that could fail."""
+    def take_report(self) -> None:
+        """There is nothing that could fail, nor is anything held."""
 
     def close(self) -> None:
         """Nothing to end."""

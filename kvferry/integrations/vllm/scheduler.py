@@ -14,7 +14,7 @@ from kvferry.integrations.vllm import admission
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.groups import cache_groups
-from kvferry.integrations.vllm.metadata import Handshake, Health, Step
+from kvferry.integrations.vllm.metadata import Handshake, RankReport, Step
 from kvferry.integrations.vllm.places import sizes_of
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import backoff
@@ -63,6 +63,7 @@ class FerryScheduler:
             sizes=sizes_of(parallel),
             max_held=int(self._config.max_held_fraction * kv_cache_config.num_blocks),
             secrets=self._admission.secrets,
+            hands_over=transfer.is_kv_producer,
         )
         self._consumer = Consumer(
             groups,
@@ -105,6 +106,7 @@ class FerryScheduler:
             return
         self._close_server()
         self._untold_ranks = tuple(handshake.payload for handshake in ours)
+        self._producer.published(len(ours))
         self._serving, self._server = serve(
             self._untold_ranks, self._config, self._admission.access, self._what_is_wrong
         )
@@ -116,11 +118,13 @@ class FerryScheduler:
 
     def matched(self, request: Request, computed: int) -> tuple[int, bool]:
         """How many tokens beyond ``computed`` will be loaded, and whether asynchronously."""
+        self._producer.looked_at(request, computed)
         tokens = self._consumer.matched(request, computed)
         return tokens, tokens > 0
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """A request has blocks; ``external`` of its tokens are to be loaded."""
+        self._producer.given_blocks(request)
         self._producer.take_on(request)
         self._consumer.allocated(request, blocks, external)
 
@@ -136,6 +140,7 @@ class FerryScheduler:
         """What the workers must hear in this step."""
         ranks, self._untold_ranks = self._untold_ranks, ()
         arrivals = self._consumer.drain()
+        asks_silent = self._producer.relieve()
         return Step(
             ranks=ranks,
             orders=self._producer.drain(),
@@ -143,15 +148,19 @@ class FerryScheduler:
             loads=arrivals.loads,
             refused=arrivals.refused,
             aborted=arrivals.aborted,
+            asks_silent=asks_silent,
             idle=scheduler_output.total_num_scheduled_tokens == 0,
         )
 
     def heard(self, output: KVConnectorOutput) -> None:
         """What all workers have reported."""
         self._producer.sent(output.finished_sending or ())
-        if isinstance(output.kv_connector_worker_meta, Health):
-            self._problems = {**self._problems, **output.kv_connector_worker_meta.problems}
-            self._problems_changed = time.monotonic()
+        report = output.kv_connector_worker_meta
+        if isinstance(report, RankReport):
+            self._producer.heard_silence(report.silent)
+            if report.problems:
+                self._problems = {**self._problems, **report.problems}
+                self._problems_changed = time.monotonic()
         self._consumer.received(output.finished_recving or (), output.failed_recving or ())
 
     def take_stats(self) -> FerryStats | None:
@@ -159,6 +168,10 @@ class FerryScheduler:
         self._producer.count()
         figures = self._figures.take()
         return FerryStats(data=figures) if figures else None
+
+    def running_waits(self) -> bool:
+        """vLLM lacks a block for a running request; whether held ones will come back soon."""
+        return self._producer.running_waits()
 
     @property
     def pending(self) -> bool:

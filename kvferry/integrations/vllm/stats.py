@@ -41,6 +41,7 @@ from kvferry.integrations.vllm.figures import (
     HELD,
     LOADS,
     NO_TICKETS,
+    ORPHANED,
     TOKENS,
     NoTicket,
 )
@@ -67,6 +68,7 @@ TROUBLE = {
     EXPIRED: "expired leases",
     LATE: "done after expiry",
     EVICTED: "evicted holds",
+    ORPHANED: "orphaned holds",
     PEERS_DOWN: "peers down",
     QUARANTINED: "quarantined pages",
 }

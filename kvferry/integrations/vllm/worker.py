@@ -18,7 +18,7 @@ from kvferry.integrations.vllm.admission import admission_of
 from kvferry.integrations.vllm.agreement import identity_of, judgements
 from kvferry.integrations.vllm.caches.describe import describe
 from kvferry.integrations.vllm.caches.facts import layer_facts
-from kvferry.integrations.vllm.metadata import Handshake, Health, Step
+from kvferry.integrations.vllm.metadata import Handshake, RankReport, Step
 from kvferry.integrations.vllm.places import Seat, seat_of, shared_incarnation
 from kvferry.integrations.vllm.replica import ReplicaWorker
 from kvferry.integrations.vllm.stats import FerryStats
@@ -58,6 +58,7 @@ class FerryWorker:
         self._drain = drain
         self._passed = passed
         self._idle = False
+        self._asks_silent = False
         self._problems: tuple[str, ...] = ()
         self.handshake = Handshake(payload=wire.encode(endpoint.payload))
 
@@ -116,6 +117,7 @@ class FerryWorker:
             self._endpoint.refuse(RequestId(request), TicketError(reason))
         for request in step.aborted:
             self._endpoint.abort(RequestId(request))
+        self._asks_silent = step.asks_silent
         self._idle = step.idle
 
     def results(self) -> KVConnectorTransferResults:
@@ -134,13 +136,17 @@ class FerryWorker:
         figures = self._endpoint.take_figures()
         return FerryStats(data=figures) if figures else None
 
-    def take_health(self) -> Health | None:
-        """What is wrong here, if that has changed since the last call."""
-        problems = self._endpoint.problems
-        if problems == self._problems:
+    def take_report(self) -> RankReport | None:
+        """What is wrong here, if that has changed since the last call, and what was asked for."""
+        rank, problems = self._endpoint.payload.rank, self._endpoint.problems
+        changed, asked = problems != self._problems, self._asks_silent
+        self._problems, self._asks_silent = problems, False
+        if not changed and not asked:
             return None
-        self._problems = problems
-        return Health(problems={self._endpoint.payload.rank: problems})
+        return RankReport(
+            problems={rank: problems} if changed else {},
+            silent={rank: tuple(self._endpoint.silent())} if asked else {},
+        )
 
     def close(self) -> None:
         """End the endpoint; twice is fine."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
 from kvferry.core.lifecycle.keeper import Verdict
-from kvferry.core.wire import Release, Renewal
+from kvferry.core.wire import Heartbeat, Release, Renewal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,10 @@ class Standing:
     is_ready: bool = False
     said: dict[str, dict[int, int]] = field(default_factory=dict)
     """Consumer engine to rank to the request that the rank spoke of."""
+    claims: set[tuple[str, int]] = field(default_factory=set)
+    """Consumer engines, and which start of them."""
+    alive: float = 0.0
+    """Until when somebody else gave a sign of life."""
 
 
 class Book:
@@ -43,6 +47,8 @@ class Book:
         self.over: dict[Hold, Cause] = {}
         self.expired: dict[int, Hold] = {}
         """Slot to the last hold there whose lease ended it."""
+        self._signs: dict[tuple[str, int], float] = {}
+        """When each consumer engine last claimed something, or said that it lives."""
 
     def words(self, slots: int) -> list[int]:
         """What the slot table has to be."""
@@ -58,11 +64,13 @@ class Book:
         if hold in self.standing:
             self.standing[hold].lease = lease
             self.standing[hold].deadline = now + lease
+            self.standing[hold].alive = now
 
     def passed(self, hold: Hold, now: float) -> None:
         standing = self.standing.get(hold)
         if standing is not None and standing.lease is not None:
             standing.is_ready, standing.deadline = True, now + standing.lease
+            standing.alive = max(standing.alive, now)
 
     def renewed(self, renewal: Renewal, now: float) -> Verdict:
         """What a renewal has to do: only pages that are ready are kept longer."""
@@ -71,7 +79,29 @@ class Book:
             return Verdict.UNKNOWN
         if standing.is_ready and standing.lease is not None:
             standing.deadline = now + standing.lease
+        if renewal.engine:
+            standing.claims.add((renewal.engine, renewal.life))
+            self._signs[renewal.engine, renewal.life] = now
+        else:
+            standing.alive = max(standing.alive, now + (standing.lease or 0.0) / 3)
         return Verdict.RENEWED
+
+    def beaten(self, heartbeat: Heartbeat, now: float) -> Verdict:
+        """A heartbeat counts for those who claim something that stands."""
+        claimant = heartbeat.engine, heartbeat.life
+        claims = any(claimant in standing.claims for standing in self.standing.values())
+        if heartbeat.incarnation != self._incarnation or not claims:
+            return Verdict.UNKNOWN
+        self._signs[claimant] = now
+        return Verdict.RENEWED
+
+    def ages(self, now: float) -> dict[Hold, float]:
+        """For how long nobody gave a sign of life for each hold that has a ticket."""
+        return {
+            hold: max(0.0, now - max([standing.alive, *(self._signs[c] for c in standing.claims)]))
+            for hold, standing in self.standing.items()
+            if standing.lease is not None
+        }
 
     def expire(self, now: float) -> list[RequestId]:
         holds = self.standing.items()

@@ -42,11 +42,13 @@ class ConsumerRank:
         ordered: dict[int, int],
         loads: type[Loads],
         renewals: type[Renewals],
+        life: int,
         fabric: Fabric,
         producer: Callable[[], Producer],
         now: Callable[[], float],
     ) -> None:
         self.engine = engine
+        self.life = life
         self.rank = rank
         self.parties = parties
         self.expected = expected

@@ -33,6 +33,7 @@ class Protocol(RuleBasedStateMachine):
         slots=st.integers(1, PAGES),
         max_held=st.sampled_from([None, None, 2, 3]),
         is_older=st.booleans(),
+        old=st.sampled_from(["", "", "", "B"]),
     )
     def start(
         self,
@@ -42,8 +43,10 @@ class Protocol(RuleBasedStateMachine):
         slots: int,
         max_held: int | None,
         is_older: bool,
+        old: str,
     ) -> None:
-        """``is_older``: engine B is of a build that does not count who uses a hold."""
+        """``is_older``: engine B is of a build that does not count who uses a hold;
+        ``old``: which engine's build knows no heartbeats."""
         plans = PLANS[ranks]
         pair = (plans[first % len(plans)], plans[second % len(plans)])
         self.world = World(
@@ -53,6 +56,7 @@ class Protocol(RuleBasedStateMachine):
             parts=self.parts,
             max_held=max_held,
             is_older=is_older,
+            old=old,
         )
 
     # Requests.
@@ -186,6 +190,16 @@ class Protocol(RuleBasedStateMachine):
             self.world.wait(seconds)
         else:
             self.world.settle()
+        self.drift(picks)
+
+    @rule(
+        seconds=st.sampled_from([3.0, 5.0, 7.0]),
+        heard=st.sampled_from([slice(None), slice(0, 1), slice(1, 2), slice(0, 0)]),
+        picks=PICKS,
+    )
+    def starve(self, seconds: float, heard: slice, picks: bytes) -> None:
+        """The prefill engine lacks pages, and decode is heard everywhere, somewhere or nowhere."""
+        self.world.starve(seconds, heard)
         self.drift(picks)
 
     # What goes wrong, or is given up.

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.keeper import HoldKeeper
 from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.lifecycle.loads import Loads, Party
+from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure
 from kvferry.core.lifecycle.renewals import Renewals
 from kvferry.core.lifecycle.users import HoldUsers
 from kvferry.core.transport import State
@@ -82,6 +83,7 @@ class Parts:
     users: type[HoldUsers] = HoldUsers
     consumer_rank: type[ConsumerRank] = ConsumerRank
     producer: type[Producer] = Producer
+    pressure: type[BlockPressure] = BlockPressure
     strict: bool = True
 
 
@@ -97,6 +99,7 @@ class World:
         parts: Parts,
         max_held: int | None = None,
         is_older: bool = False,
+        old: str = "",
     ) -> None:
         self.parts = parts
         self._is_older = is_older
@@ -105,7 +108,8 @@ class World:
         self.fabric = Fabric()
         self.issues: list[Issue] = []
         self._ranks, self.slots, self._max_held = ranks, slots, max_held
-        self._uids = itertools.count(1)
+        self._uids, self._lives = itertools.count(1), itertools.count(1)
+        self._old = old
         self.producer = self._new_producer()
         self.consumers = [
             self._new_consumer(name, plan) for name, plan in zip("AB", plans, strict=True)
@@ -293,6 +297,60 @@ class World:
             waited = wait.renewal is not None and rank.rank not in wait.settled
             require(not (expired and waited), "expired, although it was renewed:", hold)
 
+    def starve(self, seconds: float, heard: slice) -> None:
+        """Requests wait for pages, and some seconds pass in which only some ranks are heard at.
+
+        ``heard``: the ranks where renewals and heartbeats arrive; those for others are late.
+        """
+        for _ in IDS:
+            if self.producer.starved is None:
+                self.ask(size=2, drafter=False)
+                self._producer_step(tail=True)
+        for _ in range(2):  # what was answered earlier is used up
+            self._producer_step(tail=True)
+        ranks = self.producer.ranks[heard]
+        kept = self._claimed(ranks)
+        for second in range(int(seconds) + 1):
+            self.wait(1.0 if second else 0.0)
+            self._claim(ranks)
+        kept = [hold for hold in self._claimed(ranks) if hold in kept]
+        waits, left = self.producer.starved, self._lost()
+        orphaned = len(self.producer.orphaned)
+        for _ in range(3):
+            self._producer_step(tail=True)
+        given_up = self.producer.orphaned[orphaned:]
+        require(not set(kept) & set(given_up), "given up, though it is waited for:", kept)
+        helped = given_up or waits is None or waits.at is not At.WAITING
+        require(bool(helped) or not left, "kept, though nobody comes for it and pages lack:", left)
+
+    def _lost(self) -> list[Hold]:
+        """Holds with a ticket of which no rank has heard for long enough."""
+        books = [(rank.book.ages(rank.now()), rank) for rank in self.producer.ranks]
+        return [
+            prompt.hold
+            for prompt in self.producer.at(At.HELD)
+            if prompt.hold is not None and prompt.hold not in self.producer.given_up
+            if all(ages.get(prompt.hold, 0.0) >= GONE_SECONDS for ages, _ in books)
+        ]
+
+    def _claimed(self, ranks: list[ProducerRank]) -> list[Hold]:
+        """What consumers wait for, that renew it at one of these ranks."""
+        return [
+            wait.request.issue.ticket.hold
+            for wait, renewed in self._renewed()
+            if any(rank in ranks and rank.rank not in wait.settled for rank in renewed)
+        ]
+
+    def _claim(self, ranks: list[ProducerRank]) -> None:
+        """Renewals go through, and what they and heartbeats say arrives at these ranks."""
+        self._land_renewals()
+        numbers = {rank.rank for rank in ranks}
+        for message in [m for m in self.fabric.messages if is_renewal(m)]:
+            if message.rank in numbers:
+                self.deliver(message)
+        for producer_rank in self.producer.ranks:
+            producer_rank.tick()
+
     def _renewed(self) -> Iterator[tuple[Wait, list[ProducerRank]]]:
         """What is renewed at the producer that lives, and where."""
         for engine in self.consumers:
@@ -303,6 +361,10 @@ class World:
 
     def _renew(self) -> None:
         """Renewals go through, and nothing else; then leases end."""
+        self._claim(self.producer.ranks)
+
+    def _land_renewals(self) -> None:
+        """Renewals that are due are posted, and their reads land."""
         for engine in self.consumers:
             for rank in engine.ranks:
                 rank.tick()
@@ -310,10 +372,6 @@ class World:
                     while not transfer.state.final:
                         self.fabric.land(transfer, 0)
                 rank.poll()
-        for message in [m for m in self.fabric.messages if is_renewal(m)]:
-            self.deliver(message)
-        for producer_rank in self.producer.ranks:
-            producer_rank.tick()
 
     def _producer_step(self, *, tail: bool) -> None:
         producer = self.producer
@@ -435,6 +493,7 @@ class World:
             ledger=self.parts.ledger,
             keeper=self.parts.keeper,
             rank=self.parts.producer_rank,
+            pressure=self.parts.pressure,
             strict=self.parts.strict,
             clock=lambda: self.now,
             issues=self.issues,
@@ -449,6 +508,7 @@ class World:
             renewals=self.parts.renewals,
             users=Uncounted if self._is_older and name == "B" else self.parts.users,
             uids=self._uids,
+            life=0 if name == self._old else next(self._lives),
             fabric=self.fabric,
             producer=lambda: self.producer,
             clock=lambda: self.now,

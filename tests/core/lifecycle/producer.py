@@ -25,9 +25,10 @@ from kvferry.core.lifecycle.holds import (
 )
 from kvferry.core.lifecycle.keeper import HoldKeeper
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
+from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
-from kvferry.core.wire import Coordinates, RankPayload, Renewal, decode_notes
+from kvferry.core.wire import Coordinates, Heartbeat, RankPayload, Renewal, decode_notes
 from tests.core.lifecycle.book import Book, Cause
 from tests.core.lifecycle.fabric import Content, Message, require
 
@@ -110,10 +111,18 @@ class Work(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Step:
-    """What the scheduler sends to every rank, and what they report."""
+    """What the scheduler sends to every rank, and what they report.
+
+    Attributes:
+        asks: whether they are to say of which holds they hear nothing.
+        ages: what the book of each rank says of its holds then.
+    """
 
     orders: Orders
     work: list[Work]
+    asks: bool = False
+    silent: dict[int, list[Silence]] = field(default_factory=dict)
+    ages: dict[int, dict[Hold, float]] = field(default_factory=dict)
     outputs: dict[int, list[RequestId]] = field(default_factory=dict)
 
 
@@ -150,6 +159,9 @@ class ProducerRank:
         self._apply(step.orders)
         for work in step.work:
             self._queue_writes(work, final=work.last and not work.prompt.drafter)
+        if step.asks:
+            step.silent[self.rank] = self.keeper.silent(self._now(), GONE_SECONDS, PAGES)
+            step.ages[self.rank] = self.book.ages(self._now())
         sent = self.keeper.take_sent()
         self.stream.append(partial(step.outputs.__setitem__, self.rank, sent))
         for work in step.work:
@@ -186,6 +198,8 @@ class ProducerRank:
         for note, origin in zip(decode_notes(message.payload), message.origins, strict=True):
             if isinstance(note, Renewal):
                 verdict, expected = self.keeper.renew(note, now), self.book.renewed(note, now)
+            elif isinstance(note, Heartbeat):
+                verdict, expected = self.keeper.heartbeat(note, now), self.book.beaten(note, now)
             else:
                 verdict, expected = self.keeper.release(note), self.book.heard(note, origin)
             require(verdict is expected or not self._strict, "verdict", verdict, "not", expected)
@@ -197,6 +211,8 @@ class ProducerRank:
             words = self.book.words(len(self.words))
             require(self.words == words, "slot words", self.words, "are to be", words)
             require(self.keeper.held == len(self.book.standing), "held", self.keeper.held)
+            for hold, age in self.book.ages(self._now()).items():
+                require(self.keeper.age(hold, self._now()) == age, "an age is to be", age)
 
     def _apply(self, orders: Orders) -> None:
         now = self._now()
@@ -229,6 +245,7 @@ class Producer:
         ledger: type[HoldLedger],
         keeper: type[HoldKeeper],
         rank: type[ProducerRank],
+        pressure: type[BlockPressure],
         strict: bool,
         clock: Callable[[], float],
         issues: list[Issue],
@@ -237,6 +254,10 @@ class Producer:
         self.slots = slots
         self.max_held = max_held
         self.ledger = ledger(slots, max_pages=max_held)
+        self.pressure = pressure(PAGES, ranks)
+        self.orphaned: list[Hold] = []
+        self._clock = clock
+        self._ages: dict[int, dict[Hold, float]] = {}
         self.ranks = [
             rank(i, slots, self.incarnation, keeper, skewed(clock, 1000.0 * i), strict)
             for i in range(ranks)
@@ -269,7 +290,8 @@ class Producer:
             if prompt.size <= len(self.free):
                 self._take_in(prompt)
         work = [self._next_chunk(p) for p in self.at(At.RUNNING) if p.chunk < p.chunks]
-        step = Step(orders=self.ledger.drain(), work=work)
+        asks = self._relieve()
+        step = Step(orders=self.ledger.drain(), work=work, asks=asks)
         self.given_up.update(step.orders.ends)
         self._check_limit()
         self.steps.append(step)
@@ -283,6 +305,9 @@ class Producer:
     def process(self) -> None:
         """The oldest step's results are there: requests finish, and pages come back."""
         step = self.steps.popleft()
+        if step.asks:
+            self.pressure.answered(step.silent)
+            self._ages = step.ages
         for work in step.work:
             current = work.prompt.at is At.RUNNING and work.prompt.epoch == work.epoch
             if work.last and current:
@@ -316,7 +341,23 @@ class Producer:
             for request in rank.keeper.take_sent():
                 self._check_sent(rank.rank, request)
 
+    @property
+    def starved(self) -> Prompt | None:
+        """Who waits for pages, at the head of the queue."""
+        return next((p for p in self.at(At.WAITING) if p.size > len(self.free)), None)
+
     # Inside.
+
+    def _relieve(self) -> bool:
+        """Give up holds whose consumer is gone, if somebody waits; whether to ask the ranks."""
+        silent, waits = self.pressure.take_silent(), self.starved
+        if waits is None:
+            return False
+        for each in self.ledger.give_up(silent, self.pressure.enough(waits.size)):
+            youngest = min(ages.get(each.hold, 0.0) for ages in self._ages.values())
+            require(youngest >= GONE_SECONDS, "given up, though its consumer lives:", each)
+            self.orphaned.append(each.hold)
+        return self.pressure.ask(self._clock(), held=self.ledger.ticketed)
 
     def _check_limit(self) -> None:
         """Clients cannot pin the whole cache: not when the ranks have heard what is given up."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import PeerLostError
 from kvferry.core.lifecycle.loads import LoadId, gone
+from kvferry.core.lifecycle.reclamation import HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.renewals import Ask, RenewalId, Renewals
 from kvferry.core.transport import State
-from kvferry.core.wire import Renewal, decode_notes, encode
+from kvferry.core.wire import Heartbeat, Renewal, decode_notes, encode
 from tests.core.lifecycle.decodes import STALE, Decode
 from tests.core.lifecycle.fabric import Link, Message, Transfer, require
 from tests.core.lifecycle.producer import LEASE
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def is_renewal(message: Message) -> bool:
-    """Whether it is a batch of renewals."""
-    return all(isinstance(note, Renewal) for note in decode_notes(message.payload))
+    """Whether it is a batch of renewals, or a heartbeat."""
+    return all(isinstance(note, Renewal | Heartbeat) for note in decode_notes(message.payload))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,6 +53,7 @@ class Renewing:
         self._waits: list[Wait] = []
         self._loading: dict[LoadId, Wait] = {}
         self._by_id: dict[RenewalId, Wait] = {}
+        self._next_heartbeat = -math.inf
 
     @property
     def waiting(self) -> bool:
@@ -114,6 +117,7 @@ class Renewing:
             if transfer.op is None and any(ask in transfer.loads for ask in overdue):
                 transfer.cancelled = True
         self._ask(due)
+        self._say_alive()
 
     def hear(self, transfer: Transfer) -> None:
         """A renewal's transfer is final."""
@@ -145,6 +149,21 @@ class Renewing:
                 batches[link, ask.rank].append(ask)
         for (link, rank), asks in batches.items():
             self._post(link, rank, asks)
+
+    def _say_alive(self) -> None:
+        """Every second, to every rank where something is renewed; an old build knows nothing of
+        that."""
+        rank, renewed = self._rank, self.renewed()
+        if not renewed or rank.now() < self._next_heartbeat or not rank.life:
+            return
+        self._next_heartbeat = rank.now() + HEARTBEAT_SECONDS
+        incarnations = {wait.request.issue.ticket.incarnation for wait in renewed}
+        for incarnation in sorted(incarnations):
+            note = Heartbeat(incarnation=incarnation, engine=rank.engine, life=rank.life)
+            rank.fabric.messages += [
+                Message(sender=rank.engine, rank=party.rank, payload=encode([note]), origins=(0,))
+                for party in rank.parties
+            ]
 
     def _post(self, link: Link, rank: int, asks: list[Ask]) -> None:
         words: dict[Ask, int] = {}
@@ -179,6 +198,8 @@ class Renewing:
                 incarnation=ticket.incarnation,
                 slot=ticket.hold.slot,
                 generation=ticket.hold.generation,
+                engine=self._rank.engine if self._rank.life else "",
+                life=self._rank.life,
             )
             for ticket in tickets
         ]

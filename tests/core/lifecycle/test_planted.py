@@ -7,9 +7,11 @@ table), but for those in ``BY_TABLE``, whose consequences are rare.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -20,10 +22,11 @@ from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
 from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads
+from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
 from kvferry.core.lifecycle.renewals import Ask, RenewalId, Renewals
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.users import HoldUsers
-from kvferry.core.wire import Release, Renewal
+from kvferry.core.wire import Heartbeat, Release, Renewal
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decodes import Pull
 from tests.core.lifecycle.fabric import Link, Transfer, Violation
@@ -298,6 +301,59 @@ class RenewalsNotHeard(HoldKeeper):
         return Verdict.RENEWED
 
 
+class OldestRankCounts(BlockPressure):
+    """A hold is given up when any rank hears nothing of it."""
+
+    def answered(self, reports: Mapping[int, Iterable[Silence]]) -> None:
+        found = {each.hold: each for report in reports.values() for each in report}
+        self._silent = sorted(found.values(), key=lambda each: each.age, reverse=True)
+
+
+class NobodyIsAsked(BlockPressure):
+    def ask(self, now: float, *, held: int) -> bool:
+        return False
+
+
+class HeartbeatsNotHeard(HoldKeeper):
+    def heartbeat(self, message: Heartbeat, now: float) -> Verdict:
+        return Verdict.RENEWED
+
+
+class ClaimsNotHeard(HoldKeeper):
+    """What a consumer lives for is not known."""
+
+    def renew(self, message: Renewal, now: float) -> Verdict:
+        return super().renew(_unclaimed(message), now)
+
+
+class RestartKeepsClaims(HoldKeeper):
+    """A consumer engine that was started again speaks for what it claimed before."""
+
+    def renew(self, message: Renewal, now: float) -> Verdict:
+        return super().renew(msgspec.structs.replace(message, life=bool(message.life)), now)
+
+    def heartbeat(self, message: Heartbeat, now: float) -> Verdict:
+        return super().heartbeat(msgspec.structs.replace(message, life=1), now)
+
+
+class EndedWordClearedAfterwards(HoldKeeper):
+    """A hold that is ordered to end is reported sent, and its word cleared with the next orders."""
+
+    _late: tuple[Hold, ...] = ()
+
+    def apply(self, orders: Orders, now: float) -> None:
+        late, self._late = self._late, ()
+        for hold in late:
+            self._words[hold.slot] = NOTHING
+        super().apply(orders, now)
+
+    def end(self, hold: Hold) -> None:
+        if self._find(hold):
+            super().end(hold)
+            self._words[hold.slot] = hold.ready
+            self._late = (*self._late, hold)
+
+
 class AbandonBeforeQuiet(Loads):
     def abort(self, load_id: LoadId, error: KVFerryError) -> None:
         load = self._loads.get(load_id)
@@ -367,6 +423,10 @@ class SamplesCountAsAlone(HoldUsers):
         return super().order(request)
 
 
+def _unclaimed(message: Renewal) -> Renewal:
+    return msgspec.structs.replace(message, engine="")
+
+
 def _changed(message: Release, **changes: Any) -> Release:
     return Release(**{**{f: getattr(message, f) for f in message.__struct_fields__}, **changes})
 
@@ -404,6 +464,12 @@ PLANTED: dict[str, Parts] = {
     "renewed once": Parts(renewals=RenewedOnce),
     "renewed while the fence is under way": Parts(renewals=RenewedWhileFencing),
     "renewals not heard": Parts(keeper=RenewalsNotHeard),
+    "the oldest of all ranks counts": Parts(pressure=OldestRankCounts),
+    "nobody is asked for silent holds": Parts(pressure=NobodyIsAsked),
+    "heartbeats not heard": Parts(keeper=HeartbeatsNotHeard),
+    "claims not heard": Parts(keeper=ClaimsNotHeard),
+    "a restarted consumer keeps its claims": Parts(keeper=RestartKeepsClaims),
+    "an ended hold's word cleared after its pages": Parts(keeper=EndedWordClearedAfterwards),
     "nothing to read, nothing reported": Parts(loads=NothingReadNothingReported),
     "done bound to the fence of a shared load": Parts(consumer_rank=SharedFenceSaysDone),
     "abandon sent for a shared load": Parts(loads=SharedFailureSaysAbandon),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
@@ -105,7 +107,11 @@ class Keeper:
             self.keeper.ready(HOLD, 100.0)
 
     def renew(self, now: float, **changes: int) -> Verdict:
-        fields = {"incarnation": INCARNATION, "slot": HOLD.slot, "generation": HOLD.generation}
+        fields: dict[str, Any] = {
+            "incarnation": INCARNATION,
+            "slot": HOLD.slot,
+            "generation": HOLD.generation,
+        }
         return self.keeper.renew(Renewal(**{**fields, **changes}), now)
 
 

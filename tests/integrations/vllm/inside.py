@@ -77,7 +77,7 @@ def order_of_a_step(engine: Any, model: str) -> list[str]:
         happened.append("results")
         return KVConnectorTransferResults()
 
-    worker = MagicMock(results=results, take_health=lambda: None, take_stats=lambda: None)
+    worker = MagicMock(results=results, take_report=lambda: None, take_stats=lambda: None)
     worker.apply.side_effect = lambda step: happened.append("messages")
     connector, config = _connector(model, KVConnectorRole.WORKER)
     with patch.object(module, "start_worker", lambda *_: worker):
@@ -114,7 +114,7 @@ def steps_while_unwell(engine: Any, model: str) -> dict[str, bool]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.outputs import KVConnectorOutput
 
-    from kvferry.integrations.vllm.metadata import Health
+    from kvferry.integrations.vllm.metadata import RankReport
 
     connector, _ = _connector(model, KVConnectorRole.SCHEDULER)
     has_to: dict[str, bool] = {}
@@ -122,7 +122,7 @@ def steps_while_unwell(engine: Any, model: str) -> dict[str, bool]:
     def hear(case: str, after: float, *problems: tuple[str, ...]) -> None:
         clock.return_value += after
         for rank, each in enumerate(problems):
-            health = Health(problems={rank: each})
+            health = RankReport(problems={rank: each})
             connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=health))
         has_to[case] = connector.has_pending_push_work()
 
@@ -148,7 +148,7 @@ def waits_in_a_step(engine: Any) -> dict[str, bool]:
     def waits(*, problems: tuple[str, ...] = (), pending: int = 0, idle: bool = True) -> bool:
         endpoint = MagicMock(payload=payload(), problems=problems, pending=pending)
         worker = FerryWorker(endpoint, lambda: None)
-        worker.take_health()
+        worker.take_report()
         worker.apply(Step(idle=idle))
         worker.results()
         return bool(endpoint.wait.called)
