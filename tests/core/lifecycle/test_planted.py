@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -319,23 +318,6 @@ class HeartbeatsNotHeard(HoldKeeper):
         return Verdict.RENEWED
 
 
-class ClaimsNotHeard(HoldKeeper):
-    """What a consumer lives for is not known."""
-
-    def renew(self, message: Renewal, now: float) -> Verdict:
-        return super().renew(_unclaimed(message), now)
-
-
-class RestartKeepsClaims(HoldKeeper):
-    """A consumer engine that was started again speaks for what it claimed before."""
-
-    def renew(self, message: Renewal, now: float) -> Verdict:
-        return super().renew(msgspec.structs.replace(message, life=bool(message.life)), now)
-
-    def heartbeat(self, message: Heartbeat, now: float) -> Verdict:
-        return super().heartbeat(msgspec.structs.replace(message, life=1), now)
-
-
 class EndedWordClearedAfterwards(HoldKeeper):
     """A hold that is ordered to end is reported sent, and its word cleared with the next orders."""
 
@@ -423,10 +405,6 @@ class SamplesCountAsAlone(HoldUsers):
         return super().order(request)
 
 
-def _unclaimed(message: Renewal) -> Renewal:
-    return msgspec.structs.replace(message, engine="")
-
-
 def _changed(message: Release, **changes: Any) -> Release:
     return Release(**{**{f: getattr(message, f) for f in message.__struct_fields__}, **changes})
 
@@ -467,8 +445,6 @@ PLANTED: dict[str, Parts] = {
     "the oldest of all ranks counts": Parts(pressure=OldestRankCounts),
     "nobody is asked for silent holds": Parts(pressure=NobodyIsAsked),
     "heartbeats not heard": Parts(keeper=HeartbeatsNotHeard),
-    "claims not heard": Parts(keeper=ClaimsNotHeard),
-    "a restarted consumer keeps its claims": Parts(keeper=RestartKeepsClaims),
     "an ended hold's word cleared after its pages": Parts(keeper=EndedWordClearedAfterwards),
     "nothing to read, nothing reported": Parts(loads=NothingReadNothingReported),
     "done bound to the fence of a shared load": Parts(consumer_rank=SharedFenceSaysDone),

@@ -54,6 +54,14 @@ def free_blocks(engine: Any) -> int:
     return free
 
 
+def claimed(engine: Any) -> int:
+    """How many holds some consumer engine claims."""
+    from tests.integrations.vllm import ranks
+
+    keeper = ranks.endpoint()._server._keeper
+    return sum(bool(held.claimants) for held in list(keeper._held.values()))
+
+
 def has_to_step(engine: Any) -> bool:
     """Whether the connector has vLLM step an engine that has nothing else to do."""
     scheduler = engine.engine_core.engine_core.scheduler

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.reclamation import ASK_SECONDS, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import Access, TicketSecrets, generate
 from kvferry.core.stats import Figures
@@ -43,6 +45,7 @@ def request(
         _all_token_ids=list(range(tokens)),
         num_prompt_tokens=tokens,
         num_computed_tokens=tokens if computed is None else computed,
+        num_tokens=tokens,
         max_tokens=9,
         kv_transfer_params=params,
         lora_request=None,
@@ -65,6 +68,7 @@ def producer(
     secrets: TicketSecrets | None = None,
     max_held: int | None = None,
     figures: Figures | None = None,
+    **settings: Any,
 ) -> Producer:
     return Producer(
         groups,
@@ -76,6 +80,7 @@ def producer(
         sizes=Sizes(tp=2, pp=3),
         secrets=secrets,
         max_held=max_held,
+        **settings,
     )
 
 
@@ -269,6 +274,124 @@ class TestProducer:
         each = request(1, dict(PREFILL))
         producer(tail=1).on_new_request(each)
         assert each.num_prompt_tokens == 1
+
+    def test_consumer_holds_nothing_for_others(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Nobody could ever ask for its pages; each such request counts, and one line says so."""
+        figures = Figures(driver="loopback")
+        made = producer(tail=1, figures=figures, hands_over=False)
+        for name in ("a", "b"):
+            each = request(40, PREFILL, name=name)
+            made.on_new_request(each)
+            made.take_on(each)
+            assert each.num_prompt_tokens == 40
+            assert made.finished(each, [[1, 2, 3]], SERVING) is None
+        assert not made.drain()
+        assert figures.take() == {"tickets_not_made": {"loopback": {"role": 2}}}
+        assert caplog.text.count("kv_role") == 1
+        assert 'set "kv_producer" or "kv_both"' in caplog.text
+
+
+class Passes:
+    """Scheduling passes of an engine of two ranks that holds eight requests of two blocks each."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.figures = Figures(driver="loopback")
+        self.producer = producer(figures=self.figures, clock=lambda: self.now)
+        self.producer.published(2)
+        for number in range(8):
+            each = request(32, PREFILL, name=f"r{number}")
+            self.producer.take_on(each)
+            assert self.producer.finished(each, [[2 * number + 1, 2 * number + 2]], SERVING)
+        self.holds = dict(self.producer.drain().take_ons)
+
+    def lack(self, tokens: int = 40) -> bool:
+        """A pass in which a request gets no blocks; whether the ranks are asked."""
+        self.producer.looked_at(request(tokens, name="new"), 0)
+        return self.producer.relieve()
+
+    def answer(self, first: dict[str, float], second: dict[str, float], *engines: str) -> None:
+        """Both ranks say which requests are silent, and for how long."""
+        self.producer.heard_silence(
+            {
+                rank: tuple(
+                    Silence(
+                        request=RequestId(name),
+                        hold=self.holds[RequestId(name)],
+                        age=age,
+                        engines=engines,
+                    )
+                    for name, age in report.items()
+                )
+                for rank, report in enumerate((first, second))
+            }
+        )
+
+    def ended(self) -> list[str]:
+        """Whose holds the workers are to end."""
+        names = {hold: name for name, hold in self.holds.items()}
+        return [names[hold] for hold in self.producer.drain().ends]
+
+
+class TestBlocksAreLacking:
+    def test_ranks_are_asked_while_a_request_waits_and_not_too_often(self) -> None:
+        passes = Passes()
+        assert not passes.producer.relieve()
+        assert passes.lack()
+        assert not passes.lack()
+        passes.now += ASK_SECONDS
+        assert passes.lack()
+
+    def test_a_request_that_got_its_blocks_waits_no_more(self) -> None:
+        passes = Passes()
+        each = request(40, name="new")
+        passes.producer.looked_at(each, 0)
+        passes.producer.given_blocks(each)
+        assert not passes.producer.relieve()
+
+    def test_as_many_go_as_are_waited_for_the_oldest_first(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        passes = Passes()
+        passes.lack()
+        ages = {f"r{number}": 3.0 + number for number in range(6)}
+        passes.answer(ages, ages, "decode-7")
+        passes.lack(tokens=40 + 48)
+        assert passes.ended() == ["r5", "r4", "r3"]
+        [line] = [each for each in caplog.messages if "cause orphaned" in each]
+        assert "the pages of 3 requests" in line
+        assert "3 were claimed by engine decode-7" in line
+        assert "6.0 to 8.0 s" in line
+        counted = passes.figures.take()
+        assert counted is not None
+        assert counted["orphaned_holds"] == {"loopback": 3}
+
+    def test_a_hold_that_one_rank_hears_of_stays(self) -> None:
+        passes = Passes()
+        passes.lack()
+        passes.answer({"r1": 9.0, "r2": 5.0}, {"r2": 4.0})
+        passes.lack(tokens=1000)
+        assert passes.ended() == ["r2"]
+
+    def test_nothing_goes_when_nobody_waits_any_more(self) -> None:
+        passes = Passes()
+        passes.lack()
+        passes.answer({"r1": 9.0}, {"r1": 9.0})
+        assert not passes.producer.relieve()
+        passes.lack()
+        assert passes.ended() == []
+
+    def test_running_requests_are_not_preempted_while_blocks_come_back(self) -> None:
+        passes = Passes()
+        assert not passes.producer.running_waits()
+        assert passes.producer.relieve()
+        passes.answer({"r1": 9.0}, {"r1": 9.0})
+        passes.producer.running_waits()
+        passes.producer.relieve()
+        assert passes.ended() == ["r1"]
+        assert passes.producer.running_waits()
+        passes.producer.sent(["r1"])
+        assert not passes.producer.running_waits()
 
 
 class TestConsumer:
