@@ -1,0 +1,103 @@
+"""How long prefill stands still when decode dies with most of prefill's cache held for it.
+
+    python benchmarks/orphaned.py
+
+Two vLLM engines on the CPU, with kvferry's defaults. Decode has more requests than it can run, so
+that prefill's cache is full of pages that decode waits for, and requests wait at prefill. Then
+decode is killed (SIGKILL), and the time from one prefilled request to the next is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))  # for what the tests know of starting engines
+from examples.tiny_llama import prompt  # noqa: E402
+from tests.integrations.vllm import engines, probes  # noqa: E402
+from tests.integrations.vllm.conftest import CONNECTOR, _build  # noqa: E402
+from tests.integrations.vllm.engines import PREFILL, Engine  # noqa: E402
+
+BLOCKS = 257
+"""Of 32 tokens each, and one that is never given out."""
+TOKENS = 250
+"""Of a prompt: eight blocks."""
+WAITING = 4
+"""So many requests wait at prefill at any time."""
+OTHERS = 200
+"""Requests of decode's own, of which it runs one at a time: it gets to nothing else."""
+
+
+def main() -> None:
+    """Measure, and print one line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--requests", type=int, default=40, help="prefilled after the kill")
+    count = parser.parse_args().requests
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        engines.prepare({"VLLM_CACHE_ROOT": folder, "TMPDIR": folder})
+        model = scratch / "model"
+        model.mkdir()
+        builder = multiprocessing.get_context("forkserver").Process(target=_build, args=(model,))
+        builder.start()
+        builder.join()
+        prefill = _engine("prefill", "kv_producer", model, scratch, num_gpu_blocks_override=BLOCKS)
+        decode = _engine("decode", "kv_consumer", model, scratch, max_num_seqs=1)
+        try:
+            held, gaps = _measure(prefill.wait_started(), decode.wait_started(), count)
+        finally:
+            prefill.close()
+            decode.close()
+    print(
+        f"{100 * held:.1f} % of the cache was held; after the kill prefill stood still for "
+        f"{gaps[0]:.2f} s, then for {max(gaps[1:]):.2f} s at most; {count} requests in "
+        f"{sum(gaps):.2f} s"
+    )
+
+
+def _measure(prefill: Engine, decode: Engine, count: int) -> tuple[float, list[float]]:
+    """The part of the cache that was held, and seconds from the kill, and between requests."""
+    seeds = iter(range(1_000_000))
+
+    def submit() -> str:
+        [request] = prefill.submit(prompt(TOKENS, seed=next(seeds)), max_tokens=1, params=PREFILL)
+        return request
+
+    decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
+    total = prefill.run(probes.free_blocks)
+    fitting = total // (TOKENS // 32 + 1)
+    for _ in range(fitting):
+        prompted = prompt(TOKENS, seed=next(seeds))
+        [ticket] = prefill.prefill(prompted)
+        decode.submit(prompted, params=ticket)
+    waiting = deque(submit() for _ in range(WAITING))
+    time.sleep(5.0)  # everything is claimed, and an honest backlog is left alone
+    if prefill.finished:
+        raise SystemExit(f"prefill went on before the kill: {prefill.finished}")
+    held = 1 - prefill.run(probes.free_blocks) / total
+    decode.kill()
+    gaps: list[float] = []
+    last = time.perf_counter()
+    for _ in range(count):
+        prefill.results([waiting.popleft()])
+        waiting.append(submit())
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    return held, gaps
+
+
+def _engine(name: str, role: str, model: Path, folder: Path, **options: Any) -> Engine:
+    transfer = CONNECTOR | {"kv_role": role, "kv_connector_extra_config": {}}
+    return Engine(name, model, folder, kv_transfer_config=transfer, **options)
+
+
+if __name__ == "__main__":
+    main()
