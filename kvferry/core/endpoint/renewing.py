@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,6 +72,8 @@ class Renewer:
         self._doomed = doomed
         self._renewals = Renewals()
         self._targets: dict[RenewalId, _Target] = {}
+        self._peers = Counter[Peer]()
+        """Producers to how much is renewed there; thousands may wait for one."""
         self._cancelled: dict[Ask, tuple[Peer, float, KVFerryError]] = {}
 
     def __len__(self) -> int:
@@ -98,13 +101,16 @@ class Renewer:
             return None
         renewal = self._renewals.begin(peer.parties, lease=peer.lease, now=now, at_once=at_once)
         self._targets[renewal] = _Target(peer=peer, hold=hold, ended=ended)
+        self._peers[peer] += 1
         return renewal
 
     def end(self, renewal: RenewalId | None) -> None:
         """It is waited for no more."""
         if renewal is not None:
             self._renewals.end(renewal)
-            self._targets.pop(renewal, None)
+            target = self._targets.pop(renewal, None)
+            if target is not None:
+                self._forget(target.peer)
 
     def settle(self, renewal: RenewalId | None, rank: int) -> None:
         """The fence of this rank is posted."""
@@ -122,10 +128,16 @@ class Renewer:
             self._transfers.cancel(ask)
         for ask in due:
             self._words.add(self._read(ask, self._targets[ask.renewal]))
-        if self._targets and now >= self._next_heartbeat:
+        if self._peers and now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
-            for peer in {target.peer for target in self._targets.values()}:
+            for peer in list(self._peers):
                 self._say_alive(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        """One thing less is renewed there."""
+        self._peers[peer] -= 1
+        if not self._peers[peer]:
+            del self._peers[peer]
 
     def _say_alive(self, peer: Peer) -> None:
         """One message to each rank, for all that is claimed there."""
