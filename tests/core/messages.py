@@ -78,6 +78,7 @@ def payloads(draw: st.DrawFn) -> wire.RankPayload:
         driver=draw(names),
         address=draw(st.binary(max_size=50)),
         slots=draw(regions()),
+        heartbeats=draw(st.booleans()),
     )
 
 
@@ -112,6 +113,11 @@ notes = st.lists(
         incarnation=random_bits,
         slot=st.integers(0, MAX_SLOTS - 1),
         generation=random_bits,
+        engine=names | st.just(""),
+        life=random_bits | st.just(0),
+    )
+    | st.builds(
+        wire.Heartbeat, incarnation=random_bits, engine=names, life=random_bits | st.just(0)
     ),
     min_size=1,
     max_size=5,

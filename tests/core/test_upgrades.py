@@ -134,6 +134,9 @@ def test_older_and_newer_messages_about_holds() -> None:
     renewal = {"type": "renewal", "incarnation": 7, "slot": 3, "generation": 9}
     waits = wire.Renewal(incarnation=7, slot=3, generation=9)
     assert wire.decode_notes(packed([newer(renewal), OLDER_RELEASE])) == [waits, known]
+    beat = {"type": "heartbeat", "incarnation": 7, "engine": "decode"}
+    alive = wire.Heartbeat(incarnation=7, engine="decode")
+    assert wire.decode_notes(packed([newer(beat), OLDER_RELEASE])) == [alive, known]
 
 
 def test_versions_meet_in_the_newest_that_both_speak() -> None:

@@ -61,7 +61,8 @@ TICKET = tickets.Offer(
 RELEASE = wire.Release(
     incarnation=7, slot=3, generation=9, engine="decode", rank=0, expected=1, abandoned=False
 )
-RENEWAL = wire.Renewal(incarnation=7, slot=3, generation=9)
+RENEWAL = wire.Renewal(incarnation=7, slot=3, generation=9, engine="decode", life=5)
+HEARTBEAT = wire.Heartbeat(incarnation=7, engine="decode", life=5)
 ASK, PING = wire.Ask(oldest=1, newest=1, engine="prefill"), wire.Ping(engine="prefill")
 REQUESTS = [wire.encode(each) for each in (ASK, PING, wire.Health(), wire.Health(engine="prefill"))]
 
@@ -99,7 +100,10 @@ DECODERS: dict[str, tuple[Callable[[Mutator], bytes], Callable[[bytes], object]]
         wire.decode_reply,
     ),
     "payload": (packed(*RANKS), wire.decode_payload),
-    "notes": (packed(wire.encode([RELEASE, RENEWAL]), wire.encode([RENEWAL])), wire.decode_notes),
+    "notes": (
+        packed(wire.encode([RELEASE, RENEWAL]), wire.encode([RENEWAL, HEARTBEAT])),
+        wire.decode_notes,
+    ),
     "engine": (packed(*RANKS), lambda data: engine_info([RANKS[0], data])),
     "ticket": (wrong_ticket, decode_ticket),
 }

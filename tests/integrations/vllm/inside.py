@@ -161,6 +161,34 @@ def waits_in_a_step(engine: Any) -> dict[str, bool]:
     }
 
 
+def reports_of_ranks(engine: Any) -> dict[str, Any]:
+    """What two ranks tell the scheduler half, added up, by what the step asked and what changed."""
+    from kvferry.core.lifecycle.holds import Hold, RequestId
+    from kvferry.core.lifecycle.reclamation import Silence
+    from kvferry.integrations.vllm.metadata import Step
+    from kvferry.integrations.vllm.worker import FerryWorker
+    from tests.core.messages import payload
+
+    found = Silence(request=RequestId("r"), hold=Hold(slot=1, generation=7), age=4.0)
+    endpoints = [
+        MagicMock(payload=payload(rank=rank), problems=(), silent=lambda: [found])
+        for rank in range(2)
+    ]
+    workers = [FerryWorker(endpoint, lambda: None) for endpoint in endpoints]
+
+    def added(*, asks: bool) -> Any:
+        for worker in workers:
+            worker.apply(Step(asks_silent=asks))
+        first, second = (worker.take_report() for worker in workers)
+        return first.aggregate(second) if first and second else first or second
+
+    reports = {"nothing": added(asks=False), "asked": added(asks=True).silent}
+    endpoints[1].problems = ("it burns",)
+    reports["ill"] = added(asks=False).problems
+    asked = added(asks=True)
+    return reports | {"asked again": (asked.problems, {r: len(s) for r, s in asked.silent.items()})}
+
+
 def added_figures(engine: Any) -> dict[str, float]:
     """Two ranks' figures and the scheduler's, added and sent to the process that logs."""
     from msgspec import msgpack

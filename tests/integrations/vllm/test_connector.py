@@ -71,6 +71,18 @@ class TestInVllm:
             "unwell and busy": False,
         }
 
+    def test_ranks_report_what_changed_and_what_was_asked_for(self, reference: Engine) -> None:
+        reports = reference.run(inside.reports_of_ranks)
+        [silence] = reports["asked"][0]
+        assert silence.age == 4.0
+        del reports["asked"][0], reports["asked"][1]
+        assert reports == {
+            "nothing": None,
+            "asked": {},
+            "ill": {1: ("it burns",)},
+            "asked again": ({}, {0: 1, 1: 1}),
+        }
+
     def test_figures_add_up(self, reference: Engine) -> None:
         """As vLLM adds them over ranks and steps, and rebuilds them in the process that logs."""
         assert reference.run(inside.added_figures) == {
