@@ -92,6 +92,7 @@ class Endpoint:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._figures = Figures(driver=driver, rank=str(identity.rank))
+        self._clock = clock
         self._server = Server(self._table, identity.incarnation, clock, self._figures)
         self._containment = Containment()
         self._transfers = Transfers(transport, self._containment)
@@ -401,14 +402,16 @@ class Endpoint:
         return self._containment.run(activity, step, False, serves_all=True)
 
     def _listen(self) -> None:
-        run = self._containment.run
-        none: list[Notification] = []
-        for one in run("the driver's notifications", self._arrived, none, serves_all=True):
+        run, now = self._containment.run, self._clock()
+        arrived = run("the driver's notifications", self._arrived, None, serves_all=True)
+        for one in arrived or ():
             run("hearing a notification", partial(self._server.hear, [one]), None)
+        if arrived is not None:
+            self._server.listened(now)
         run("looking after holds", self._server.tick, None, serves_all=True)
         run("reporting what was sent", self._note_sent, None, serves_all=True)
 
-    def _arrived(self) -> list[Notification]:
+    def _arrived(self) -> list[Notification] | None:
         return list(self._transport.notifications())
 
     def _obey(self) -> bool:

@@ -85,12 +85,7 @@ class Server:
                     self._awaited.append(_Awaited(hold=hold, passed=passed))
 
     def hear(self, notifications: Iterable[Notification]) -> None:
-        """Messages from consumers; what is not one is dropped.
-
-        Args:
-            notifications: all that had arrived.
-        """
-        now = self._clock()
+        """Messages from consumers; what is not one is dropped."""
         for notification in notifications:
             try:
                 notes = decode_notes(notification.payload)
@@ -105,8 +100,11 @@ class Server:
             with self._lock:
                 for note in notes:
                     self._take(note)
+
+    def listened(self, until: float) -> None:
+        """All that had arrived until then was heard, by the endpoint's clock."""
         with self._lock:
-            self._listened = now
+            self._listened = until
 
     def tick(self) -> None:
         """Pages that became ready, leases that are over."""

@@ -255,6 +255,7 @@ class FakePeer:
         self.connected = True
         self.payloads = ()
         self.page_limits = ()
+        self.heartbeats: dict[int, Any] = {}
 
 
 class Renewing:
@@ -268,6 +269,9 @@ class Renewing:
         self.doomed: list[tuple[object, int, KVFerryError]] = []
         self.ended: list[KVFerryError] = []
         self.renewer = Renewer(
+            engine="decode",
+            life=5,
+            notify=lambda peer, payload: None,
             words=self,  # type: ignore[arg-type]
             transfers=self,  # type: ignore[arg-type]
             clock=lambda: self.now,

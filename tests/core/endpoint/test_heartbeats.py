@@ -112,7 +112,7 @@ def test_a_producer_that_could_not_listen_takes_nobody_for_gone() -> None:
     server.apply(Orders(ready=((hold, 30.0),)), None)
     clock.skip(100.0)
     assert server.silent() == []
-    server.hear([])
+    server.listened(clock())
     assert [each.request for each in server.silent()] == [request]
 
 
