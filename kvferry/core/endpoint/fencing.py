@@ -18,6 +18,7 @@ from kvferry.core.endpoint.transfers import Job, Outcome, Transfers
 from kvferry.core.endpoint.words import Scratch
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import WORD_BYTES
+from kvferry.core.memory import Region
 from kvferry.core.wire import Note, encode
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class WordRead:
     Attributes:
         tag: whose; see ``WordReads.remove`` and ``Transfers.cancel``.
         peer, rank, slot: where the word is.
+        is_header: whether the word is one of the fingerprint's, which ``slot`` counts then.
         note: bound to the read: "done" to a fence, a renewal to itself, nothing to a check.
         landed: called with the word and the seconds that the read took.
         lost: called instead if the read failed.
@@ -47,6 +49,13 @@ class WordRead:
     landed: Callable[[int, float], None]
     lost: Callable[[KVFerryError], None]
     doomed: Callable[[KVFerryError], None]
+    is_header: bool = False
+
+    @property
+    def region(self) -> Region:
+        """The memory of the producer rank that the word is in."""
+        payload = self.peer.payloads[self.rank]
+        return payload.fingerprint or payload.slots if self.is_header else payload.slots
 
 
 class WordReads:
@@ -72,10 +81,10 @@ class WordReads:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        alike: dict[tuple[Peer, int, type], list[WordRead]] = defaultdict(list)
+        alike: dict[tuple[Peer, int, type, bool], list[WordRead]] = defaultdict(list)
         for read in waiting:
-            alike[read.peer, read.rank, type(read.note)].append(read)
-        for (peer, rank, _), reads in alike.items():
+            alike[read.peer, read.rank, type(read.note), read.is_header].append(read)
+        for (peer, rank, _, _), reads in alike.items():
             notes = [read.note for read in reads if read.note is not None]
             for part in fitting(notes, max_notification) if notes else _batches(reads, MAX_BATCH):
                 batch, reads = reads[: len(part)], reads[len(part) :]
@@ -93,7 +102,7 @@ class WordReads:
         notes = [read.note for read in batch if read.note is not None]
 
         def build() -> Copies:
-            table = first.peer.payloads[first.rank].slots
+            table = first.region
             pairs = [
                 (self._scratch.address(word), table.address + read.slot * WORD_BYTES, WORD_BYTES)
                 for word, read in zip(words, batch, strict=True)

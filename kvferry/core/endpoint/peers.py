@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint.aside import Aside
 from kvferry.core.endpoint.liveness import Watch
@@ -16,17 +17,26 @@ from kvferry.core.endpoint.standing import Standing
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, PeerLostError
 from kvferry.core.failures import MORE
-from kvferry.core.handshake import agree, fetch
+from kvferry.core.handshake import EngineInfo, agree, fetch
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import Party
-from kvferry.core.lifecycle.ticket import Ticket, page_limits
+from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
+from kvferry.core.security.proof import load_library
 from kvferry.core.shapes import Planner
 from kvferry.core.stats import LOST_PEERS, MAX_NAME, Figures, Stage
 from kvferry.core.topology import Plan, Source
 from kvferry.core.transport import PeerId, Transport
 from kvferry.core.wire import RankPayload
 
+if TYPE_CHECKING:
+    from kvferry.core.endpoint.fingerprints import FingerprintReads
+
 logger = logging.getLogger(__name__)
+
+
+Name = tuple[str, int, bytes]
+"""Of a producer: its engine, its incarnation, and the key by which it proves its tickets. Without
+the key, whoever is the first to claim an engine's name would answer for it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,6 +62,8 @@ class Peer:
     """Something failed; it is connected anew as soon as it has no loads."""
     path: str | None = None
     """What carries its bytes, in the driver's words, once something was read."""
+    ticket_key: bytes = b""
+    """The key by which it proves its tickets; empty if it proves none."""
 
     def __post_init__(self) -> None:
         self.sources = {source.remote: source for source in self.plan.sources}
@@ -61,6 +73,15 @@ class Peer:
     def incarnation(self) -> int:
         """Of the producer engine."""
         return self.payloads[0].incarnation
+
+    @property
+    def name(self) -> Name:
+        """Which engine it is, which start of it, and who says so."""
+        return self.key.engine, self.incarnation, self.ticket_key
+
+    def check(self, ticket: Ticket) -> None:
+        """Refuse a ticket that this producer did not make. Raises ``TicketError``."""
+        check_against(ticket, self.payloads, self.page_limits, ticket_key=self.ticket_key)
 
     @property
     def lease(self) -> float | None:
@@ -91,13 +112,14 @@ class _Connections:
 
 
 class Peers:
-    """Producers by engine and incarnation, wherever a ticket says that they are.
+    """Producers by engine, incarnation and key, wherever a ticket says that they are.
 
     Used by the endpoint's thread only; handshakes, pings, and where the driver allows it,
     connecting and disconnecting, run on threads of their own.
 
     Args:
         transport: to connect with.
+        fingerprints: reads those of producers that prove their tickets.
         transfers: of the same transport.
         aside: makes the driver's calls that connect and disconnect.
         post: runs a callable on the endpoint's thread, soon.
@@ -111,6 +133,7 @@ class Peers:
         self,
         *,
         transport: Transport,
+        fingerprints: FingerprintReads,
         transfers: Transfers,
         aside: Aside,
         post: Callable[[Callable[[], None]], None],
@@ -120,6 +143,7 @@ class Peers:
         lost: Callable[[Peer, KVFerryError], None],
     ) -> None:
         self._transport = transport
+        self._fingerprints = fingerprints
         self._aside = aside
         self._post = post
         self._clock = clock
@@ -127,15 +151,15 @@ class Peers:
         self._figures = figures
         self._standing = Standing(figures, clock, options.engine_ttl)
         self._lost = lost
-        self._warned: set[tuple[str, int]] = set()
+        self._warned: set[Name] = set()
         self._own: tuple[RankPayload, ...] = ()
         self._rank = 0
         self._planner = Planner((), 0)
-        self._known: dict[tuple[str, int], Peer] = {}
+        self._known: dict[Name, Peer] = {}
         self._watches: dict[Peer, Watch] = {}
         self._handshakes = Handshakes(self._shake, post, clock)
         self._partings = Partings(transport, transfers, aside, clock)
-        self._connecting: dict[tuple[str, int], list[tuple[Ready, Failed]]] = {}
+        self._connecting: dict[Name, list[tuple[Ready, Failed]]] = {}
         self._postponed: list[Callable[[], None]] = []
 
     @property
@@ -159,7 +183,7 @@ class Peers:
         Where the ticket's incarnation is not known, either the engine was restarted or the ticket
         is old; only the engine can say which.
         """
-        known = self._known.get((ticket.engine, ticket.incarnation))
+        known = self._known.get((ticket.engine, ticket.incarnation, ticket.ticket_key))
         if known is not None and known.suspect and not known.loads:
             self.forget(known)
             known = None
@@ -167,12 +191,19 @@ class Peers:
             known.used = self._clock()
             ready(known)
             return
-        key = PeerKey(ticket.engine, ticket.host, ticket.port, ticket.key)
+        key = PeerKey(
+            ticket.engine,
+            ticket.host,
+            ticket.port,
+            ticket.key,
+            routed=ticket.routed,
+            ticket_key=ticket.ticket_key,
+        )
         self._handshakes.ask(key, lambda result: self._shaken(key, result, ready, failed))
 
     def forget(self, peer: Peer) -> None:
         """Give a peer up: what runs on its connections is ended. The next ticket shakes hands."""
-        known = (peer.key.engine, peer.incarnation)
+        known = peer.name
         if self._known.get(known) is peer:
             del self._known[known]
             self._standing.released(known)
@@ -191,7 +222,7 @@ class Peers:
 
     def is_loud(self, peer: Peer) -> bool:
         """Whether a connection to it did not fall silent when it was closed."""
-        return self._partings.is_loud((peer.key.engine, peer.incarnation))
+        return self._partings.is_loud(peer.name)
 
     def path(self, peer: Peer) -> str:
         """What carries a peer's bytes, in the driver's words; empty if it cannot tell."""
@@ -206,6 +237,7 @@ class Peers:
     def progress(self, now: float) -> None:
         """Start handshakes that had to wait, close what is quiet, release who is idle."""
         self._handshakes.progress(now)
+        self._fingerprints.progress(now)
         self._partings.progress(now)
         self._standing.progress(now)
         postponed, self._postponed = self._postponed, []
@@ -229,14 +261,9 @@ class Peers:
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
         begun, options = time.perf_counter(), self._options
-        info = fetch(
-            key.host,
-            key.port,
-            key.engine,
-            timeout=options.handshake_timeout,
-            access=options.access,
-            key=key.key,
-        )
+        place, info = self._ask(key)
+        if info.ticket_key:
+            load_library()
         mine = self._own[self._rank]
         agreed = [agree(mine, theirs, options.judgements) for theirs in info.ranks]
         return Handshake(
@@ -244,7 +271,40 @@ class Peers:
             plan=self._planner.plan([payload.layout for payload in info.ranks]),
             overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
             begun=begun,
+            place=place,
+            ticket_key=info.ticket_key,
         )
+
+    def _ask(self, key: PeerKey) -> tuple[PeerKey, EngineInfo]:
+        """Ask at each place until one answers as the engine of the ticket.
+
+        All share the handshake's time, so one that is silent leaves some for the next.
+
+        Raises:
+            HandshakeError: none did; says why not of each.
+        """
+        deadline = time.monotonic() + self._options.handshake_timeout
+        places, failures = list(key.places), list[HandshakeError]()
+        while True:
+            place, left = places.pop(0), max(deadline - time.monotonic(), 0.0)
+            try:
+                info = fetch(
+                    place.host,
+                    place.port,
+                    place.engine,
+                    timeout=left / (1 + len(places)),
+                    access=self._options.access,
+                    key=place.key,
+                )
+            except HandshakeError as exc:
+                failures.append(exc)
+                if not places:
+                    raise type(exc)("; and ".join(map(str, failures))) from exc
+            else:
+                # Where another key is published, an engine of the same name may listen: every host
+                # has a loopback address of its own.
+                if info.ticket_key == key.ticket_key or not places:
+                    return place, info
 
     def _shaken(
         self, key: PeerKey, result: Handshake | KVFerryError, ready: Ready, failed: Failed
@@ -287,14 +347,26 @@ class Peers:
         return _Connections(ids=ids)
 
     def _connected(self, key: PeerKey, shake: Handshake, made: _Connections | Exception) -> None:
-        known = _name(key, shake)
-        waiting = self._connecting.pop(known)
         if isinstance(made, Exception):
             made = _Connections(ids={}, error=ConnectError(f"cannot connect: {made!r}"))
         peer = Peer(
-            key=key, payloads=shake.payloads, plan=shake.plan, ids=made.ids, used=self._clock()
+            key=shake.place or key,
+            payloads=shake.payloads,
+            plan=shake.plan,
+            ids=made.ids,
+            used=self._clock(),
+            ticket_key=shake.ticket_key,
         )
-        if (error := made.error or self._watch(peer)) is not None:
+        if made.error is None and peer.ticket_key:
+            self._fingerprints.check(peer, lambda error: self._made(key, shake, peer, error))
+        else:
+            self._made(key, shake, peer, made.error)
+
+    def _made(self, key: PeerKey, shake: Handshake, peer: Peer, error: KVFerryError | None) -> None:
+        """A peer's connections are made and its fingerprint is its own, or not."""
+        known = peer.name
+        waiting = self._connecting.pop(known)
+        if (error := error or self._watch(peer)) is not None:
             self.forget(peer)
             self._handshakes.failed(key)
             self._standing.lost(key.engine)
@@ -327,7 +399,7 @@ class Peers:
             return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {MORE}")
         return None
 
-    def _warn(self, known: tuple[str, int], shake: Handshake) -> None:
+    def _warn(self, known: Name, shake: Handshake) -> None:
         """Once per start of a producer; all ranks would say the same."""
         if shake.overridden and self._rank == 0 and known not in self._warned:
             self._warned.add(known)
@@ -340,11 +412,10 @@ class Peers:
 
     def _forget_earlier(self, engine: str) -> None:
         """Earlier lives of an engine; one with loads under way ends by their errors instead."""
-        for (name, _), peer in list(self._known.items()):
+        for (name, *_), peer in list(self._known.items()):
             if name == engine and not peer.loads:
                 self.forget(peer)
 
 
-def _name(key: PeerKey, shake: Handshake) -> tuple[str, int]:
-    """An engine and the start of it."""
-    return key.engine, shake.payloads[0].incarnation
+def _name(key: PeerKey, shake: Handshake) -> Name:
+    return key.engine, shake.payloads[0].incarnation, shake.ticket_key

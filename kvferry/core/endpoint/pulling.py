@@ -12,6 +12,7 @@ from kvferry.core.endpoint import lines
 from kvferry.core.endpoint.aside import Aside
 from kvferry.core.endpoint.context import Context, Load
 from kvferry.core.endpoint.fencing import WordRead, WordReads, fitting
+from kvferry.core.endpoint.fingerprints import FingerprintReads
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Peer, Peers
 from kvferry.core.endpoint.renewing import Renewer
@@ -29,7 +30,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op
-from kvferry.core.lifecycle.ticket import Ticket, check_against
+from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.stats import MAX_NAME, QUARANTINED, UNTOLD, Figures, LoadRecord, Stage
 from kvferry.core.transport import Quiescence, Transport
 from kvferry.core.wire import RankPayload, Release, encode
@@ -67,8 +68,12 @@ class Puller:
         self._reported = reported
         connects_aside = transport.capabilities.connects_aside
         self._aside = Aside(threads=connects_aside, post=post, clock=clock)
+        self._words = WordReads(scratch)
         self._peers = Peers(
             transport=transport,
+            fingerprints=FingerprintReads(
+                self._words, clock=clock, patience=options.handshake_timeout
+            ),
             transfers=transfers,
             aside=self._aside,
             post=post,
@@ -81,7 +86,6 @@ class Puller:
         self._contexts: dict[LoadId, Context] = {}
         self._by_request: dict[RequestId, LoadId] = {}
         self._workspace = Workspace()
-        self._words = WordReads(scratch)
         self._renewer = Renewer(
             words=self._words,
             transfers=transfers,
@@ -260,7 +264,7 @@ class Puller:
         peer.loads += 1
         self._maybe_over.add(load_id)
         try:
-            check_against(context.load.ticket, peer.payloads, peer.page_limits)
+            peer.check(context.load.ticket)
             if context.load.reads and self._loads.wanted(load_id):
                 self._zero(unwritten(self._own.layout, peer.plan, context.request))
         except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own

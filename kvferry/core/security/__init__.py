@@ -1,12 +1,13 @@
 """Who may: secrets that sign tickets, keys that admit peers, and the addresses they may have.
 
 Pure values and checks; the sockets are in ``kvferry.core.handshake``. Stdlib only, but for making
-key pairs, which asks ZMQ.
+key pairs, which asks ZMQ, and for proofs of tickets, which ask ``cryptography``.
 """
 
 from kvferry.core.security.access import OPEN, Access
 from kvferry.core.security.keys import KEY_BYTES, KeyPair, generate, public_keys
 from kvferry.core.security.networks import Networks
+from kvferry.core.security.proof import Proof, TicketKey
 from kvferry.core.security.signing import TicketSecrets
 from kvferry.core.security.vault import Secret, listed_keys, read_secret
 
@@ -16,7 +17,9 @@ __all__ = [
     "Access",
     "KeyPair",
     "Networks",
+    "Proof",
     "Secret",
+    "TicketKey",
     "TicketSecrets",
     "generate",
     "listed_keys",

@@ -10,7 +10,7 @@ from kvferry.core.failures import on_one_line
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
-from kvferry.core.security import TicketSecrets
+from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.stats import Figures
 from kvferry.integrations.vllm.figures import EVICTED, HELD, NO_TICKETS, NoTicket
 from kvferry.integrations.vllm.groups import CacheGroup
@@ -44,6 +44,7 @@ class Producer:
         computed: whether nothing writes pages after a request's last token was sampled.
         sizes: the engine's parallelism.
         secrets: sign the tickets; ``None`` leaves them unsigned.
+        ticket_key: proves them; ``None`` leaves them without a proof.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Producer:
         sizes: Sizes,
         max_held: int | None = None,
         secrets: TicketSecrets | None = None,
+        ticket_key: TicketKey | None = None,
     ) -> None:
         self._groups = groups
         self._figures = figures
@@ -69,6 +71,7 @@ class Producer:
         self._computed = computed
         self._sizes = sizes
         self._secrets = secrets
+        self._ticket_key = ticket_key
 
     def on_new_request(self, request: Request) -> None:
         """Shorten the prompt of a request that is prefilled for another engine, once."""
@@ -119,7 +122,7 @@ class Producer:
             computed=self._computed,
             sizes=self._sizes,
             key=serving.key,
-        ).params(self._secrets)
+        ).params(self._secrets, self._ticket_key)
 
     def _hold(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Hold | None:
         blocks = frozenset().union(*block_ids) - {HOLE}
