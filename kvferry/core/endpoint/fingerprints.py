@@ -44,10 +44,6 @@ class FingerprintReads:
         self._patience = patience
         self._checks: set[_Check] = set()
 
-    def __len__(self) -> int:
-        """How many are not over."""
-        return len(self._checks)
-
     def check(self, peer: Peer, heard: Heard) -> None:
         """Read the fingerprint of every rank of a peer that is connected.
 

@@ -6,8 +6,10 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +23,8 @@ from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
+from kvferry.core.security import Proof, TicketKey
+from kvferry.core.security.proof import content_of
 from kvferry.core.transport import Notification, PeerId, Transport
 from kvferry.core.wire import Coordinates, encode
 from kvferry.drivers.loopback import LoopbackTransport
@@ -74,6 +78,7 @@ class Engine:
     server: HandshakeServer
     ledger: HoldLedger
     incarnation: int
+    ticket_key: TicketKey | None = None
     ids: Iterator[int] = field(default_factory=itertools.count)
     sent: list[list[RequestId]] = field(default_factory=list)
 
@@ -105,7 +110,7 @@ class Engine:
         assert hold is not None
         if order:
             self.step()
-        return Ticket(
+        ticket = Ticket(
             engine=self.name,
             incarnation=self.incarnation,
             request=request,
@@ -119,6 +124,7 @@ class Engine:
             computed=computed,
             tp_size=self.shape.tp,
         )
+        return proved(ticket, self.ticket_key) if self.ticket_key is not None else ticket
 
     def serve(self, request: str, pages: list[int], tokens: int) -> Ticket:
         """Compute and finish."""
@@ -247,6 +253,26 @@ def fill(shape: Shape, rank: Rank, pages: list[int], tokens: int) -> None:
         rank.cache[layer, pages] = blocks.swapaxes(1, 2) if shape.heads_first else blocks
 
 
+def said(ticket: Ticket) -> dict[str, Any]:
+    """What a proof of this ticket covers."""
+    return {**msgspec.to_builtins(ticket), "proof": None, "routed": None}
+
+
+def proved(ticket: Ticket, key: TicketKey) -> Ticket:
+    """The ticket with a proof by this key."""
+    proof = Proof(
+        key=key.public, content=content_of(said(ticket)), signature=key.sign(said(ticket))
+    )
+    return replace(ticket, proof=proof)
+
+
+def altered(ticket: Ticket, **changes: Any) -> Ticket:
+    """The ticket as whoever reads it has it after somebody altered it on its way."""
+    assert ticket.proof is not None
+    changed = replace(ticket, **changes)
+    return replace(changed, proof=replace(ticket.proof, content=content_of(said(changed))))
+
+
 def layout_of(shape: Shape, cache: npt.NDArray[np.float32], rank: int) -> Layout:
     """One field per layer."""
     row, page = DIM * 4, shape.heads * shape.block * DIM * 4
@@ -282,8 +308,9 @@ def engine(
     host: str = "127.0.0.1",
     port: int = 0,
     clock: Callable[[], float] = time.monotonic,
+    ticket_key: TicketKey | None = None,
 ) -> Iterator[Engine]:
-    """An engine that runs until the block ends."""
+    """An engine that runs until the block ends; without a key, as an older build."""
     shape = shape or Shape()
     incarnation = random_incarnation()
     with contextlib.ExitStack() as stack:
@@ -323,10 +350,13 @@ def engine(
             incarnation=incarnation,
             host=host,
             port=port,
+            ticket_key=ticket_key.public if ticket_key is not None else b"",
         )
         stack.enter_context(server)
         for rank in ranks:
             rank.endpoint.join(payloads)
+            if ticket_key is not None:
+                rank.endpoint.prove(ticket_key.public)
         yield Engine(
             name=name,
             shape=shape,
@@ -334,4 +364,5 @@ def engine(
             server=server,
             ledger=HoldLedger(shape.pages),
             incarnation=incarnation,
+            ticket_key=ticket_key,
         )
