@@ -1,7 +1,7 @@
 """Who may: secrets that sign tickets, keys that admit peers, and the addresses they may have.
 
-Pure values and checks; the sockets are in ``kvferry.core.handshake``. Stdlib only, but for making
-key pairs, which asks ZMQ, and for proofs of tickets, which ask ``cryptography``.
+Pure values and checks; the sockets are in ``kvferry.core.handshake``. Stdlib and msgspec only, but
+for making key pairs, which asks ZMQ, and for proofs of tickets, which ask ``cryptography``.
 """
 
 from kvferry.core.security.access import OPEN, Access

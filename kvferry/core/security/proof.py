@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvferry.core.errors import SecretError, TicketError, TicketReason
-from kvferry.core.security.signing import canonical
+from kvferry.core.untrusted import MALFORMED
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -90,12 +92,21 @@ def content_of(said: Mapping[str, object]) -> bytes:
     """Return the hash of what a ticket says, 32 bytes.
 
     Args:
-        said: as for ``TicketSecrets.sign``.
+        said: text, integers, truth values, and lists and mappings of them, in any order.
 
     Raises:
         TicketError: it cannot be written as JSON.
     """
-    return hashlib.blake2b(canonical(said), digest_size=CONTENT_BYTES).digest()
+    try:
+        text = _canonical.encode(said)
+    except (*MALFORMED, TypeError) as exc:
+        raise TicketError(f"what the ticket says cannot be proved: {exc}") from exc
+    return hashlib.blake2b(text, digest_size=CONTENT_BYTES).digest()
+
+
+_canonical = msgspec.json.Encoder(order="sorted")
+"""One text for what is equal: sorted keys, no spaces. For long lists of blocks, the json module, with
+which secrets sign, takes many times as long."""
 
 
 def check(proof: Proof | None, published: bytes) -> None:

@@ -57,7 +57,7 @@ class TicketSecrets:
             said: text, integers, truth values, and lists and mappings of them; numbers must come
                 back from JSON as they went.
         """
-        return _mac(self.secrets[0], canonical(said))
+        return _mac(self.secrets[0], _canonical(said))
 
     def check(self, said: Mapping[str, object], signature: bytes) -> None:
         """Check what a ticket says against its signature; takes as long whichever secret fits.
@@ -71,7 +71,7 @@ class TicketSecrets:
                 "same ones",
                 reason=TicketReason.SIGNATURE,
             )
-        content = canonical(said)
+        content = _canonical(said)
         fits = [hmac.compare_digest(_mac(secret, content), signature) for secret in self.secrets]
         if not any(fits):
             raise TicketError(
@@ -85,8 +85,8 @@ def _mac(secret: bytes, content: bytes) -> bytes:
     return hmac.new(secret, CONTEXT + content, hashlib.sha256).digest()
 
 
-def canonical(said: Mapping[str, object]) -> bytes:
-    """Return JSON with sorted keys, without spaces, in ASCII: one text for what is equal.
+def _canonical(said: Mapping[str, object]) -> bytes:
+    """JSON with sorted keys, without spaces, in ASCII: one text for what is equal.
 
     Raises:
         TicketError: it cannot be written so, as nothing that came as JSON could be.

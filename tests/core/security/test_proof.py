@@ -28,7 +28,12 @@ from kvferry.core.security.proof import (
 KEY, OTHER = TicketKey(), TicketKey()
 SAID: dict[str, Any] = {
     "remote_block_ids": [[1, 2, 3], []],
-    "kvferry": {"slot": 3, "computed": True, "digest": "00ff"},
+    "kvferry": {
+        "slot": 3,
+        "computed": True,
+        "digest": "00ff",
+        "of_a_newer_version": ["\u00fc", None],
+    },
 }
 
 
@@ -46,6 +51,20 @@ def refusal(proof: Proof | None, published: bytes) -> str:
 def test_what_was_proved_fits_also_after_a_trip_as_json() -> None:
     again = json.loads(json.dumps(SAID, sort_keys=True, indent=1))
     check(replace(proof(), content=content_of(again)), KEY.public)
+
+
+def test_a_proof_that_another_build_made() -> None:
+    """What is signed, and what stands in memory, is the same in every build."""
+    known = Proof(
+        key=bytes.fromhex("03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"),
+        content=content_of(SAID),
+        signature=bytes.fromhex(
+            "ce7da6fb790c099cfb83ab6b86b3e6478dc16b939234095714d48f6b4fe20584"
+            "c9a9429f96de91ae3acd237a76f0658439e62b5586a9b82611856b968beb4501"
+        ),
+    )
+    check(known, known.key)
+    assert fingerprint(known.key).hex() == "7e538c9bd0d5ffa7fa17f1e142d7e0f6"
 
 
 def test_every_key_is_another() -> None:
@@ -93,8 +112,15 @@ def test_a_part_of_another_length_is_refused_by_name(field: str, size: int, name
 
 
 def test_what_cannot_be_written_as_json_is_refused() -> None:
-    with pytest.raises(TicketError, match="cannot be signed"):
-        content_of({"tokens": b"bytes"})
+    with pytest.raises(TicketError, match="cannot be proved"):
+        content_of({"tokens": object()})
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(TicketError, match="cannot be proved"):
+        content_of({"kvferry": deep})
+    with pytest.raises(TicketError, match="cannot be proved"):
+        content_of({"kvferry": "\ud800"})
 
 
 def test_a_fingerprint_names_one_key() -> None:
