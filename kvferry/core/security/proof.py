@@ -105,8 +105,8 @@ def content_of(said: Mapping[str, object]) -> bytes:
 
 
 _canonical = msgspec.json.Encoder(order="sorted")
-"""One text for what is equal: sorted keys, no spaces. For long lists of blocks, the json module, with
-which secrets sign, takes many times as long."""
+"""One text for what is equal: sorted keys, no spaces. For long lists of blocks, the json module,
+with which secrets sign, takes many times as long."""
 
 
 def check(proof: Proof | None, published: bytes) -> None:
