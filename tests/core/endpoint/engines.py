@@ -6,10 +6,8 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -23,11 +21,11 @@ from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
-from kvferry.core.security import Proof, TicketKey
-from kvferry.core.security.proof import content_of
+from kvferry.core.security import TicketKey
 from kvferry.core.transport import Notification, PeerId, Transport
 from kvferry.core.wire import Coordinates, encode
 from kvferry.drivers.loopback import LoopbackTransport
+from tests.core.proving import proved
 
 LAYERS, HEADS, DIM, PAGES = 2, 4, 8, 16
 POISON = np.float32("nan")
@@ -251,26 +249,6 @@ def fill(shape: Shape, rank: Rank, pages: list[int], tokens: int) -> None:
         values[:tokens] = expected(shape, tokens, layer, rank.first_head)
         blocks = values.reshape(len(pages), shape.block, shape.heads, DIM)
         rank.cache[layer, pages] = blocks.swapaxes(1, 2) if shape.heads_first else blocks
-
-
-def said(ticket: Ticket) -> dict[str, Any]:
-    """What a proof of this ticket covers."""
-    return {**msgspec.to_builtins(ticket), "proof": None, "routed": None}
-
-
-def proved(ticket: Ticket, key: TicketKey) -> Ticket:
-    """The ticket with a proof by this key."""
-    proof = Proof(
-        key=key.public, content=content_of(said(ticket)), signature=key.sign(said(ticket))
-    )
-    return replace(ticket, proof=proof)
-
-
-def altered(ticket: Ticket, **changes: Any) -> Ticket:
-    """The ticket as whoever reads it has it after somebody altered it on its way."""
-    assert ticket.proof is not None
-    changed = replace(ticket, **changes)
-    return replace(changed, proof=replace(ticket.proof, content=content_of(said(changed))))
 
 
 def layout_of(shape: Shape, cache: npt.NDArray[np.float32], rank: int) -> Layout:

@@ -28,12 +28,10 @@ from tests.core.endpoint.engines import (
     Engine,
     Shape,
     Watched,
-    altered,
     engine,
     eventually,
-    proved,
-    said,
 )
+from tests.core.proving import altered, proved, said
 
 KEY, OTHER = TicketKey(), TicketKey()
 

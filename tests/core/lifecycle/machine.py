@@ -67,6 +67,7 @@ class Protocol(RuleBasedStateMachine):
         back=st.sampled_from([None, None, None, 0, 1, 2]),
         cached=st.sampled_from([0, 0, 0, 1, 2]),
         fits=st.sampled_from([True] * 7 + [False]),
+        forged=st.sampled_from([False] * 7 + [True]),
         drafter=st.booleans(),
         ordered=st.booleans(),
         items=st.sampled_from([-1, -1, 0, 1, 2, 3]),
@@ -80,6 +81,7 @@ class Protocol(RuleBasedStateMachine):
         back: int | None,
         cached: int,
         fits: bool,
+        forged: bool,
         drafter: bool,
         ordered: bool,
         items: int,
@@ -95,7 +97,7 @@ class Protocol(RuleBasedStateMachine):
         for name in engines:
             consumer = world.consumers["AB".index(name)]
             if issue is not None:
-                world.hand(consumer, issue, cached=cached, fits=fits)
+                world.hand(consumer, issue, cached=cached, fits=fits, forged=forged)
             for _ in range(rounds):
                 world.pull(consumer, items)
             for request in list(consumer.requests.values())[-1:] if aborts else ():

@@ -102,6 +102,7 @@ class World:
         self.issues: list[Issue] = []
         self._ranks, self.slots, self._max_held = ranks, slots, max_held
         self._uids = itertools.count(1)
+        self._forged: set[int] = set()
         self.producer = self._new_producer()
         self.consumers = [
             self._new_consumer(name, plan) for name, plan in zip("AB", plans, strict=True)
@@ -175,6 +176,7 @@ class World:
     def deliver(self, message: Message) -> None:
         """A notification arrives at whoever lives there now."""
         self.fabric.messages.remove(message)
+        require(self._forged.isdisjoint(message.origins), "told of a forged ticket:", message)
         self.producer.ranks[message.rank].hear(message)
 
     # What somebody does.
@@ -202,7 +204,15 @@ class World:
             )
             self.producer.add(prompt)
 
-    def hand(self, engine: Consumer, issue: Issue, *, cached: int = 0, fits: bool = True) -> None:
+    def hand(
+        self,
+        engine: Consumer,
+        issue: Issue,
+        *,
+        cached: int = 0,
+        fits: bool = True,
+        forged: bool = False,
+    ) -> None:
         """A router hands a ticket to a decode engine, if an id is left there."""
         free = [i for i in IDS if i not in engine.requests]
         if free:
@@ -212,7 +222,10 @@ class World:
                 issue=issue,
                 cached=min(cached, issue.prompt.size),
                 prompt_fits=fits,
+                forged=forged,
             )
+            if forged:
+                self._forged.add(request.uid)
             engine.add(request)
 
     def fresh(self, *, drafter: bool, ordered: bool) -> Issue | None:

@@ -23,7 +23,7 @@ from kvferry.core.lifecycle.loads import Action, LoadId, Loads
 from kvferry.core.lifecycle.renewals import Ask, RenewalId, Renewals
 from kvferry.core.wire import Release, Renewal
 from tests.core.lifecycle.consumer_rank import ConsumerRank
-from tests.core.lifecycle.decodes import Pull
+from tests.core.lifecycle.decodes import Decode, Pull
 from tests.core.lifecycle.fabric import Link, Transfer, Violation
 from tests.core.lifecycle.machine import Protocol
 from tests.core.lifecycle.model import Parts
@@ -296,6 +296,24 @@ class RenewalsNotHeard(HoldKeeper):
         return Verdict.RENEWED
 
 
+class RenewedUnproved(ConsumerRank):
+    """What waits is renewed before its proof was verified."""
+
+    def may_renew(self, request: Decode) -> bool:
+        return True
+
+
+class LoadedUnproved(ConsumerRank):
+    """No proof is verified when a load begins."""
+
+    def check(self, request: Decode) -> None:
+        forged, request.forged = request.forged, False
+        try:
+            super().check(request)
+        finally:
+            request.forged = forged
+
+
 class AbandonBeforeQuiet(Loads):
     def abort(self, load_id: LoadId, error: KVFerryError) -> None:
         load = self._loads.get(load_id)
@@ -348,6 +366,8 @@ PLANTED: dict[str, Parts] = {
     "renewals not sent": Parts(renewals=RenewalsNotSent),
     "renewed once": Parts(renewals=RenewedOnce),
     "renewed while the fence is under way": Parts(renewals=RenewedWhileFencing),
+    "a renewal before the proof was verified": Parts(consumer_rank=RenewedUnproved),
+    "a load before the proof was verified": Parts(consumer_rank=LoadedUnproved),
     "renewals not heard": Parts(keeper=RenewalsNotHeard),
     "nothing to read, nothing reported": Parts(loads=NothingReadNothingReported),
 }
