@@ -45,6 +45,7 @@ class FerryScheduler:
 
     Raises:
         ConfigError: the configuration is refused.
+        SecretError: the library that signs tickets cannot do so here.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

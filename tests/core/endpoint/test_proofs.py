@@ -142,6 +142,23 @@ def test_a_forged_ticket_causes_no_renewal_read_done_or_abandon(
         assert heard.payload.count(b"release") == 1
 
 
+@pytest.mark.parametrize("forge", FORGERIES)
+def test_a_request_that_needs_nothing_says_nothing_of_a_forged_ticket(
+    forge: Callable[[Ticket], Ticket],
+) -> None:
+    """Its prompt is in the prefix cache, and a genuine ticket would be answered by "done"."""
+    told = Watched()
+    with (
+        engine("prefill", ticket_key=KEY, transport=lambda: told) as prefill,
+        engine("decode") as decode,
+    ):
+        genuine = prefill.serve("p-1", [1, 2], 8)
+        decode.pull("d-1", forge(genuine), [], nothing=True)
+        loads(decode, "d-2", genuine)
+        prefill.released("p-1")
+        assert [heard.payload.count(b"release") for heard in told.heard] == [1]
+
+
 def test_a_forged_ticket_does_not_end_the_renewal_of_the_hold_that_it_names() -> None:
     """The request with the forged one waits first, and the genuine one beside it."""
     told = Watched()

@@ -30,7 +30,7 @@ from tests.core.lifecycle.model import Parts
 from tests.core.lifecycle.producer import Producer
 
 SEARCH = settings(
-    max_examples=1000,
+    max_examples=3000,
     stateful_step_count=25,
     derandomize=True,
     database=None,
