@@ -15,12 +15,18 @@ from kvferry.core.endpoint.parting import Partings
 from kvferry.core.endpoint.shaking import Handshake, Handshakes, PeerKey
 from kvferry.core.endpoint.standing import Standing
 from kvferry.core.endpoint.transfers import Transfers
-from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, PeerLostError
+from kvferry.core.errors import (
+    ConnectError,
+    HandshakeError,
+    KVFerryError,
+    PeerLostError,
+    TicketError,
+)
 from kvferry.core.failures import MORE
 from kvferry.core.handshake import EngineInfo, agree, fetch
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import Party
-from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
+from kvferry.core.lifecycle.ticket import Ticket, check_against, check_maker, page_limits
 from kvferry.core.security.proof import load_library
 from kvferry.core.shapes import Planner
 from kvferry.core.stats import LOST_PEERS, MAX_NAME, Figures, Stage
@@ -199,7 +205,17 @@ class Peers:
             routed=ticket.routed,
             ticket_key=ticket.ticket_key,
         )
-        self._handshakes.ask(key, lambda result: self._shaken(key, result, ready, failed))
+
+        def shaken(result: Handshake | KVFerryError) -> None:
+            if isinstance(result, Handshake):
+                try:  # before anything is connected
+                    check_maker(ticket, result.payloads, result.ticket_key)
+                except TicketError as error:
+                    failed(error)
+                    return
+            self._shaken(key, result, ready, failed)
+
+        self._handshakes.ask(key, shaken)
 
     def forget(self, peer: Peer) -> None:
         """Give a peer up: what runs on its connections is ended. The next ticket shakes hands."""

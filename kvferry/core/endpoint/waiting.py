@@ -88,9 +88,9 @@ class Waiting:
         )
 
     def _unreached(self, wait: _Wait, error: KVFerryError) -> None:
-        """It is tried again; ``Peers`` sees to it that this is not too often."""
-        del error
+        """Try again, which ``Peers`` sees to is not too often, unless the ticket was refused."""
         wait.is_reaching = False
+        wait.is_over = isinstance(error, TicketError)  # the load will say so
 
     def _reached(self, wait: _Wait, peer: Peer) -> None:
         wait.is_reaching = False

@@ -151,6 +151,20 @@ def check_against(
         TicketError: another incarnation, a proof that does not fit or is missing, another number of
             groups or tensor-parallel ranks, or a block past the end of the producer's cache.
     """
+    check_maker(ticket, payloads, ticket_key)
+    for problem in _handshake_problems(ticket, payloads, limits):
+        raise TicketError(problem, reason=TicketReason.MISMATCH)
+
+
+def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: bytes) -> None:
+    """Check that whoever answered the handshake made a ticket: all that needs no layout.
+
+    Args:
+        ticket, payloads, ticket_key: as for ``check_against``.
+
+    Raises:
+        TicketError: another incarnation, or a proof that does not fit or is missing.
+    """
     for incarnation in {payload.incarnation for payload in payloads} - {ticket.incarnation}:
         raise TicketError(
             f"the ticket is from another life of engine {ticket.engine!r} (incarnation "
@@ -158,8 +172,6 @@ def check_against(
             reason=TicketReason.RESTARTED,
         )
     proof.check(ticket.proof, ticket_key)
-    for problem in _handshake_problems(ticket, payloads, limits):
-        raise TicketError(problem, reason=TicketReason.MISMATCH)
 
 
 def _handshake_problems(
