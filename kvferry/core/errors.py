@@ -121,5 +121,9 @@ class PeerLostError(TransportError):
     """The peer died, restarted or was disconnected."""
 
 
+class StatusUnknownError(TransportError):
+    """The driver cannot say how a transfer stands; only ``disconnect`` proves it quiet then."""
+
+
 class TransferCancelledError(TransportError):
     """The transfer ended because its caller cancelled it."""

@@ -134,10 +134,11 @@ def payload(
     tp: int | None = None,
     driver: str = "loopback",
     agreement: Mapping[str, str] | None = None,
-    address: bytes = b"here",
+    address: bytes | None = None,
     fingerprint: Region | None = None,
 ) -> wire.RankPayload:
-    """A rank's payload with a small layout; ``tp`` is ``rank`` unless given."""
+    """A rank's payload with a small layout; ``tp`` is ``rank`` unless given, and its address is its
+    own."""
     block = Field(
         key="layer.0/k",
         group=0,
@@ -164,7 +165,7 @@ def payload(
             fields=(block,),
         ),
         driver=driver,
-        address=address,
+        address=b"here" + b"'" * rank if address is None else address,
         slots=Region(address=1 << 21, nbytes=128),
         fingerprint=fingerprint,
     )

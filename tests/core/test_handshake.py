@@ -273,7 +273,7 @@ def test_clients_that_stop_in_the_middle_hold_nobody_up(server: HandshakeServer)
 
 def test_a_client_that_never_reads_holds_nobody_up(context: Context) -> None:
     """It asks for far more than all buffers between the two can take."""
-    ranks = [payload(rank, address=bytes(1 << 20)) for rank in range(4)]
+    ranks = [payload(rank, address=bytes([rank]) * (1 << 20)) for rank in range(4)]
     with HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7) as server:
         question = wire.encode(wire.Ask(oldest=1, newest=1, engine="prefill"))
         with dealer(context, server, RCVHWM=1, SNDHWM=2000) as greedy:
@@ -480,6 +480,10 @@ def test_a_bad_answer_is_an_error_that_names_it(
         ([payload(1), payload(0)], "payload 0 of 2 is that of rank 1"),
         ([payload(0), payload(0, tp=1)], "payload 1 of 2 is that of rank 0"),
         ([payload(0, tp=3), payload(1, tp=3)], "ranks 0 and 1 both stand at"),
+        (
+            [payload(0), payload(1, address=payload(0).address)],
+            "ranks 0 and 1 publish one transport address; every rank",
+        ),
         ([payload(0), payload(1, engine="decode")], "engine 'prefill', rank 1 'decode'"),
         ([payload(0), payload(1, incarnation=8)], "incarnation 7, rank 1 8"),
         ([payload(0), payload(1, driver="nixl")], "driver 'loopback', rank 1 'nixl'"),

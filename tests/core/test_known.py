@@ -33,7 +33,7 @@ def payload(of: Layout, rank: int = 0) -> bytes:
             agreement={},
             layout=of,
             driver="d",
-            address=b"a",
+            address=b"rank %d" % rank,
             slots=Region(address=8, nbytes=8),
         )
     )
@@ -113,11 +113,12 @@ def test_fields_are_there_once_for_all_engines() -> None:
     assert second == elsewhere(stacked(2), [2])
 
 
-def test_what_is_too_long_is_not_kept() -> None:
+@pytest.mark.parametrize("where", ["groups", "fields"])
+def test_what_is_too_long_is_not_kept(where: str) -> None:
     """Also where the length is in what nobody reads."""
     long = msgspec.msgpack.decode(payload(stacked(2)))
-    for group in long["layout"]["groups"]:
-        group["padding"] = bytes(1 << 20)
+    for one in long["layout"][where]:
+        one["padding"] = bytes(1 << 20)
     first, second = (decode_payload(msgspec.msgpack.encode(long)).layout for _ in range(2))
     assert first == second == stacked(2)
     assert first.fields is not second.fields

@@ -13,7 +13,7 @@ from kvferry.core.errors import PlanError
 from kvferry.core.layout import Context, Field, Group, GroupKind, Layout, axis
 from kvferry.core.subblocks import share_tokens
 from kvferry.core.topology import Plan, plan
-from tests.core.layouts import heads, layout, model, paged, stacked
+from tests.core.layouts import DIM, heads, layout, model, paged, stacked
 from tests.core.oracle import World
 from tests.core.worlds import worlds
 
@@ -409,6 +409,62 @@ def test_refuses_what_would_need_a_copy_per_byte() -> None:
     assert strips(plan([bytewise("dt")], [bytewise("dt")], 0)) == [1]
     with pytest.raises(PlanError, match="field 'k': the two layouts share no runs longer"):
         plan([bytewise("td")], [bytewise("dt")], 0)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "local", "remote"),
+    [
+        ((2, 4), (3, 4), 1, 0),
+        ((1, 2), (1, 4), 0, 0),
+        ((2, 3), (1, 4), 0, 1),
+        ((1, 4), (3, 4), 2, 0),
+    ],
+)
+def test_a_shard_is_found_where_its_range_says(
+    here: tuple[int, int], there: tuple[int, int], local: int, remote: int
+) -> None:
+    """The first head that both have is head ``local`` of one and head ``remote`` of the other."""
+
+    def ranks(first: tuple[int, int], base: int) -> list[Layout]:
+        rest = [(head, head + 1) for head in range(4) if not first[0] <= head < first[1]]
+        return [layout(heads(shard=shard), base=base) for shard in (first, *rest)]
+
+    found = plan(ranks(here, 1 << 32), ranks(there, 1 << 40), 0)
+    [batch] = next(each for each in found.sources if each.remote == 0).matches[0].batches
+    head = 16 * DIM
+    assert (int(batch.local[0]) - (1 << 32), int(batch.remote[0]) - (1 << 40)) == (
+        local * head,
+        remote * head,
+    )
+
+
+@pytest.mark.parametrize("where", ["tokens", "shard", "inner"])
+def test_refuses_an_axis_that_shares_no_runs(where: str) -> None:
+    """It is refused before all of its entries are counted out, whichever axis it is."""
+    near, far = 1 << 11, (1 << 11) + 1
+
+    def walked(first: int, second: int) -> Layout:
+        along = axis((first, 1), (second, first))
+        f = Field(
+            key="k",
+            group=0,
+            region=0,
+            offset=0,
+            page_stride=near * far,
+            pages=2,
+            dtype="int8",
+            unit=1,
+            tokens=along if where == "tokens" else (),
+            shard=along if where == "shard" else (),
+            shard_range=(0, near * far if where == "shard" else 1),
+            inner=(along,) if where == "inner" else (),
+        )
+        state = Group(kind=GroupKind.STATE, block_tokens=0)
+        return layout(f, groups=[paged(near * far) if where == "tokens" else state])
+
+    assert strips(plan([walked(near, far)], [walked(near, far)], 0)) == [1]
+    with pytest.raises(PlanError, match="field 'k': the two layouts share no runs longer"):
+        plan([walked(near, far)], [walked(far, near)], 0)
 
 
 def test_refuses_a_rank_that_is_not_there() -> None:

@@ -14,13 +14,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
@@ -69,7 +70,8 @@ def most(looks: Iterable[Usage]) -> Usage:
 
 
 class Soak:
-    """Batches of requests, each of which waits, loads, is aborted or needs nothing."""
+    """Batches of requests, each of which waits, loads, is aborted or needs nothing; and with each
+    batch one that is given up before its handshake fails."""
 
     def __init__(self, prefill: Engine, decode: Engine, clock: Clock) -> None:
         self.prefill, self.decode, self.clock = prefill, decode, clock
@@ -92,11 +94,13 @@ class Soak:
     def _batch(self) -> None:
         waiting: set[RequestId] = set()
         held: set[RequestId] = set()
+        tickets: list[Ticket] = []
         for place in range(AT_ONCE):
             name, pages = f"r-{self._number}", [1 + 2 * place, 2 + 2 * place]
             self._number += 1
             ticket = self.prefill.serve(name, pages, TOKENS)
             held.add(RequestId(name))
+            tickets.append(ticket)
             how = self.random.random()
             if how < 0.3:
                 self.decode.prepare(ticket)
@@ -105,8 +109,16 @@ class Soak:
                 waiting.add(RequestId(name))
             if 0.85 < how <= 0.95:
                 self.decode.ranks[0].endpoint.abort(RequestId(name))
+        self._give_up_early(tickets[0])
         self._receive(waiting)
         self._release(held)
+
+    def _give_up_early(self, ticket: Ticket) -> None:
+        """It is told of nothing that is reported; nobody listens where its ticket says."""
+        name = f"early-{self._number}"
+        nowhere = replace(ticket, engine="nobody", port=1)
+        self.decode.pull(name, nowhere, [], nothing=True)
+        self.decode.ranks[0].endpoint.abort(RequestId(name))
 
     def _receive(self, waiting: set[RequestId]) -> None:
         endpoint = self.decode.ranks[0].endpoint
@@ -179,6 +191,9 @@ def test_nothing_grows(quiescence: Quiescence) -> None:
         assert prefill.ranks[0].endpoint.held == 0
         assert decode.ranks[0].endpoint.pending == 0
         assert decode.ranks[0].endpoint.healthy
+        clock.skip(LEASE)  # the last handshakes with nobody are due
+        contexts = decode.ranks[0].endpoint._puller._contexts
+        eventually(lambda: not contexts, "nothing is left of any load")
         figure(
             "soak",
             seconds,

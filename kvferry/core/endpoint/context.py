@@ -31,6 +31,9 @@ class Load:
             belong to the load until it is reported.
         report: whether the outcome is reported; a load that pulls nothing (the prompt was cached
             here) only tells the producer.
+        shared: whether other requests of this engine use the ticket's hold. The producer is then
+            told neither "done" nor "abandon", and another load must follow that tells it; one
+            that neither reads nor reports only ends the wait that ``prepare`` began.
     """
 
     request: RequestId
@@ -38,6 +41,7 @@ class Load:
     ranges: tuple[tuple[int, int] | None, ...]
     local: tuple[Pages, ...]
     report: bool = True
+    shared: bool = False
 
     @property
     def reads(self) -> bool:
@@ -73,15 +77,20 @@ class Context:
     post_seconds: float = 0.0
     transfer_seconds: float = 0.0
     fence_seconds: float = 0.0
-    request: ReadRequest = field(init=False)
+    _request: ReadRequest | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        ticket = self.load.ticket
-        remote = tuple(
-            Pages(ids=np.array(ids, dtype=np.int64), first_index=first)
-            for ids, first in zip(ticket.pages, ticket.first_index, strict=True)
-        )
-        self.request = ReadRequest(ranges=self.load.ranges, local=self.load.local, remote=remote)
+    @property
+    def request(self) -> ReadRequest:
+        """What to read. Made when it is first asked for, from a ticket that was checked by then."""
+        if self._request is None:
+            ticket = self.load.ticket
+            remote = tuple(
+                Pages(ids=np.array(ids, dtype=np.int64), first_index=first)
+                for ids, first in zip(ticket.pages, ticket.first_index, strict=True)
+            )
+            load = self.load
+            self._request = ReadRequest(ranges=load.ranges, local=load.local, remote=remote)
+        return self._request
 
     @property
     def known_peer(self) -> Peer:

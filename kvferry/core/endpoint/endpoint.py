@@ -13,10 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvferry.core.descriptors import Spans
 from kvferry.core.endpoint import lines
 from kvferry.core.endpoint.aside import STUCK_SECONDS
+from kvferry.core.endpoint.containment import Containment
 from kvferry.core.endpoint.context import Load
 from kvferry.core.endpoint.device import Awaiting
 from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
@@ -31,7 +33,7 @@ from kvferry.core.lifecycle.ledger import Orders
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security.proof import fingerprint
 from kvferry.core.stats import REFUSED, Data, Figures, LoadRecord
-from kvferry.core.transport import Transport
+from kvferry.core.transport import Notification, Transport
 from kvferry.core.wire import NEWEST_PROTOCOL, OLDEST_PROTOCOL, RankPayload
 from kvferry.core.zeroing import zero_cpu
 
@@ -91,11 +93,13 @@ class Endpoint:
         self._wake = threading.Event()
         self._figures = Figures(driver=driver, rank=str(identity.rank))
         self._server = Server(self._table, identity.incarnation, clock, self._figures)
-        self._transfers = Transfers(transport)
+        self._containment = Containment()
+        self._transfers = Transfers(transport, self._containment)
         self._puller = Puller(
             own=self.payload,
             transport=transport,
             transfers=self._transfers,
+            containment=self._containment,
             scratch=self._scratch,
             zero=zero,
             options=options,
@@ -218,6 +222,7 @@ class Endpoint:
                 f"{stuck} calls of the driver, to connect to a peer or to disconnect from one, "
                 f"have not returned for {STUCK_SECONDS:.0f} s: restart the engine if that lasts"
             )
+        found += self._containment.problems
         if not found and time.monotonic() - self._turned > STUCK_SECONDS:
             found.append("a call of the driver does not return: restart the engine if that lasts")
         return tuple(found)
@@ -334,16 +339,20 @@ class Endpoint:
 
     def _reported(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
         """A load is over; on the endpoint's thread."""
-        lines.loaded(load, error, record)
-        self._figures.count_load(record)
-        if isinstance(error, TicketError) and self._identity.rank == 0:  # all ranks refuse alike
-            self._figures.add(REFUSED, reason=error.reason.value)
+        count = partial(self._count, load, error, record)
+        self._containment.run("counting a load", count, None)
         with self._changed:
             self._records.append(record)
             if load.report:
                 self._pending -= 1
                 self._received[load.request] = error
                 self._changed.notify_all()
+
+    def _count(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+        lines.loaded(load, error, record)
+        self._figures.count_load(record)
+        if isinstance(error, TicketError) and self._identity.rank == 0:  # all ranks refuse alike
+            self._figures.add(REFUSED, reason=error.reason.value)
 
     def _run(self) -> None:
         try:
@@ -364,33 +373,53 @@ class Endpoint:
         until = time.monotonic() + WIND_DOWN_SECONDS
         while time.monotonic() < until:
             self._obey()
-            self._awaiting.give_up()
-            self._puller.abort_all()
-            if not (self._puller.progress() or len(self._transfers)):
+            self._containment.run("giving loads up", self._give_all_up, None)
+            busy = self._serve("performing loads", self._puller.progress)
+            if not (busy or len(self._transfers)):
                 break
-            if not self._transfers.progress():
+            if not self._serve("reading", self._transfers.progress):
                 time.sleep(BUSY_SECONDS)
 
+    def _give_all_up(self) -> None:
+        self._awaiting.give_up()
+        self._puller.abort_all()
+
     def _turn(self) -> bool:
-        """One round of everything; whether there is reason not to pause."""
+        """One round of everything; whether there is reason not to pause.
+
+        Whatever it calls contains what concerns one load, one peer or one message. What is left is
+        contained here, so that the next round comes: who waits has deadlines that are kept there.
+        """
         busy = self._obey()
-        busy = self._awaiting.progress() or busy
-        busy = self._puller.progress() or busy
-        busy = self._transfers.progress() or busy
+        busy = self._serve("beginning loads", self._awaiting.progress) or busy
+        busy = self._serve("performing loads", self._puller.progress) or busy
+        busy = self._serve("reading", self._transfers.progress) or busy
         self._turned = now = time.monotonic()
         if now >= self._next_listen:
             self._next_listen = now + LISTEN_SECONDS
-            self._server.hear(self._transport.notifications())
-            self._server.tick()
-            self._note_sent()
+            self._listen()
         return busy
+
+    def _serve(self, activity: str, step: Callable[[], bool]) -> bool:
+        return self._containment.run(activity, step, False, serves_all=True)
+
+    def _listen(self) -> None:
+        run = self._containment.run
+        none: list[Notification] = []
+        for one in run("the driver's notifications", self._arrived, none, serves_all=True):
+            run("hearing a notification", partial(self._server.hear, [one]), None)
+        run("looking after holds", self._server.tick, None, serves_all=True)
+        run("reporting what was sent", self._note_sent, None, serves_all=True)
+
+    def _arrived(self) -> list[Notification]:
+        return list(self._transport.notifications())
 
     def _obey(self) -> bool:
         """Do what was posted; whether there was anything."""
         busy = False
         while self._commands:
             busy = True
-            self._commands.popleft()()
+            self._containment.run("a command", self._commands.popleft(), None)
         return busy
 
     def _note_sent(self) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
 from kvferry.core.copies import Copies, copies_between
+from kvferry.core.endpoint.containment import Containment
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.endpoint.transfers import Job, Outcome, Transfers
 from kvferry.core.endpoint.words import Scratch
@@ -59,11 +61,21 @@ class WordRead:
 
 
 class WordReads:
-    """Word reads that wait to be posted together. Used by the endpoint's thread only."""
+    """Word reads that wait to be posted together. Used by the endpoint's thread only.
 
-    def __init__(self, scratch: Scratch) -> None:
+    Args:
+        scratch: where the words land.
+        containment: told of what a read's callback raises; only that read is lost then.
+    """
+
+    def __init__(self, scratch: Scratch, containment: Containment) -> None:
         self._scratch = scratch
+        self._containment = containment
         self._waiting: list[WordRead] = []
+
+    def __len__(self) -> int:
+        """Reads that wait to be posted."""
+        return len(self._waiting)
 
     def add(self, read: WordRead) -> None:
         """To be posted with the next ``post``."""
@@ -84,17 +96,44 @@ class WordReads:
         alike: dict[tuple[Peer, int, type, bool], list[WordRead]] = defaultdict(list)
         for read in waiting:
             alike[read.peer, read.rank, type(read.note), read.is_header].append(read)
-        for (peer, rank, _, _), reads in alike.items():
-            notes = [read.note for read in reads if read.note is not None]
-            for part in fitting(notes, max_notification) if notes else _batches(reads, MAX_BATCH):
-                batch, reads = reads[: len(part)], reads[len(part) :]
-                if rank not in peer.ids:
-                    for read in batch:
-                        read.lost(peer.gone())
-                elif len(batch) > self._scratch.free:
-                    self._waiting.extend(batch)
-                else:
-                    transfers.add(self._job(batch))
+        for reads in alike.values():
+            try:
+                parts = self._parts(reads, max_notification)
+            except Exception as exc:  # noqa: BLE001  what cannot be said to one rank fails there
+                error = self._containment.caught("making a notification", exc)
+                for read in reads:
+                    self._lose(read, error)
+            else:
+                for part in parts:
+                    self._post_part(part, transfers)
+
+    def _parts(self, reads: list[WordRead], max_notification: int) -> list[list[WordRead]]:
+        """Reads that are posted together: alike, and as many as one notification speaks of."""
+        notes = [read.note for read in reads if read.note is not None]
+        if not notes:
+            return list(_batches(reads, MAX_BATCH))
+        sizes = [len(part) for part in fitting(notes, max_notification)]
+        iterator = iter(reads)
+        return [list(islice(iterator, size)) for size in sizes]
+
+    def _post_part(self, part: list[WordRead], transfers: Transfers) -> None:
+        first = part[0]
+        if first.rank not in first.peer.ids:
+            for read in part:
+                self._lose(read, first.peer.gone())
+        elif len(part) > self._scratch.free:
+            self._waiting.extend(part)
+        else:
+            transfers.add(self._job(part))
+
+    def _lose(self, read: WordRead, error: KVFerryError) -> None:
+        self._containment.run("a slot word that was not read", lambda: read.lost(error), None)
+
+    def _land(self, read: WordRead, value: int, seconds: float) -> None:
+        try:
+            read.landed(value, seconds)
+        except Exception as exc:  # noqa: BLE001  the others of the batch must hear of theirs
+            self._lose(read, self._containment.caught("a slot word that was read", exc))
 
     def _job(self, batch: Sequence[WordRead]) -> Job:
         first = batch[0]
@@ -113,13 +152,15 @@ class WordReads:
             for word, read in zip(words, batch, strict=True):
                 value = self._scratch.give_back(word)
                 if outcome.error is None:
-                    read.landed(value, outcome.seconds)
+                    self._land(read, value, outcome.seconds)
                 else:
-                    read.lost(outcome.error)
+                    self._lose(read, outcome.error)
 
         def doomed(error: KVFerryError) -> None:
             for read in batch:
-                read.doomed(error)
+                self._containment.run(
+                    "a slot word's read that is doomed", partial(read.doomed, error), None
+                )
 
         return Job(
             peer=first.peer.ids[first.rank],

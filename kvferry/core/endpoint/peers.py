@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint.aside import Aside
+from kvferry.core.endpoint.connections import Connections
+from kvferry.core.endpoint.containment import Containment
 from kvferry.core.endpoint.liveness import Watch
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.parting import Partings
 from kvferry.core.endpoint.shaking import Handshake, Handshakes, PeerKey
 from kvferry.core.endpoint.standing import Standing
 from kvferry.core.endpoint.transfers import Transfers
@@ -53,7 +54,9 @@ class Peer:
     payloads: tuple[RankPayload, ...]
     plan: Plan
     ids: dict[int, PeerId]
-    """Producer rank to connection, for the ranks that concern this rank."""
+    """Producer rank to connection, for the ranks that concern this rank; none once given up."""
+    links: Mapping[int, PeerId] = field(init=False)
+    """The same, also once given up: what was begun may still be under way there."""
     sources: dict[int, Source] = field(init=False)
     page_limits: tuple[int, ...] = field(init=False)
     loads: int = 0
@@ -65,13 +68,14 @@ class Peer:
     connected: bool = True
     """It has not been given up."""
     suspect: bool = False
-    """Something failed; it is connected anew as soon as it has no loads."""
+    """Something failed: it is connected anew as soon as it has no loads; new ones wait for that."""
     path: str | None = None
     """What carries its bytes, in the driver's words, once something was read."""
     ticket_key: bytes = b""
     """The key by which it proves its tickets; empty if it proves none."""
 
     def __post_init__(self) -> None:
+        self.links = dict(self.ids)
         self.sources = {source.remote: source for source in self.plan.sources}
         self.page_limits = page_limits(self.payloads)
 
@@ -109,14 +113,6 @@ Ready = Callable[[Peer], None]
 Failed = Callable[[KVFerryError], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Connections:
-    """To the ranks of a producer: as many as there could be, and why not all."""
-
-    ids: dict[int, PeerId]
-    error: KVFerryError | None = None
-
-
 class Peers:
     """Producers by engine, incarnation and key, wherever a ticket says that they are.
 
@@ -128,6 +124,7 @@ class Peers:
         fingerprints: reads those of producers that prove their tickets.
         transfers: of the same transport.
         aside: makes the driver's calls that connect and disconnect.
+        containment: told of unexpected exceptions; the tickets that they concern fail.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
         options: times, and whom to connect to.
@@ -142,6 +139,7 @@ class Peers:
         fingerprints: FingerprintReads,
         transfers: Transfers,
         aside: Aside,
+        containment: Containment,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         options: EndpointOptions,
@@ -150,7 +148,7 @@ class Peers:
     ) -> None:
         self._transport = transport
         self._fingerprints = fingerprints
-        self._aside = aside
+        self._containment = containment
         self._post = post
         self._clock = clock
         self._options = options
@@ -164,61 +162,96 @@ class Peers:
         self._known: dict[Name, Peer] = {}
         self._watches: dict[Peer, Watch] = {}
         self._handshakes = Handshakes(self._shake, post, clock)
-        self._partings = Partings(transport, transfers, aside, clock)
+        self._connections = Connections(transport, transfers, aside, clock)
         self._connecting: dict[Name, list[tuple[Ready, Failed]]] = {}
-        self._postponed: list[Callable[[], None]] = []
+        self._resting: dict[Peer, list[Callable[[], None]]] = {}
+        """Tickets that wait until a suspect peer has no loads."""
 
     @property
     def loud(self) -> int:
         """How many connections did not fall silent when they were closed."""
-        return self._partings.loud
+        return self._connections.loud
 
     @property
     def parting(self) -> int:
         """How many connections are being closed."""
-        return len(self._partings)
+        return self._connections.closing
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
         """All ranks of the own engine, and which one this is: the plan needs them all."""
         self._own, self._rank = tuple(own), rank
         self._planner = Planner([payload.layout for payload in own], rank)
 
-    def reach(self, ticket: Ticket, ready: Ready, failed: Failed) -> None:
+    def reach(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
         """Call one of the two with the ticket's producer, at once or when the handshake is over.
 
         Where the ticket's incarnation is not known, either the engine was restarted or the ticket
         is old; only the engine can say which.
+
+        Args:
+            ticket: says where the producer is.
+            ready: called with it, when it is connected.
+            failed: called if it cannot be, or if ``ready`` raises.
+            loads: whether a load is to begin. It waits while loads go on from a suspect producer:
+                otherwise loads that overlap would keep it from being connected anew for ever.
         """
         known = self._known.get((ticket.engine, ticket.incarnation, ticket.ticket_key))
         if known is not None and known.suspect and not known.loads:
-            self.forget(known)
+            self._forget_with_idle(known)
             known = None
-        if known is not None:
+        if known is not None and known.suspect and loads:
+            again = self._resting.setdefault(known, [])
+            again.append(lambda: self.reach(ticket, ready, failed, loads=True))
+        elif known is not None:
             known.used = self._clock()
-            ready(known)
-            return
-        key = PeerKey(
-            ticket.engine,
-            ticket.host,
-            ticket.port,
-            ticket.key,
-            routed=ticket.routed,
-            ticket_key=ticket.ticket_key,
-        )
+            self._tell(known, ready, failed)
+        else:
+            key = PeerKey(
+                ticket.engine,
+                ticket.host,
+                ticket.port,
+                ticket.key,
+                routed=ticket.routed,
+                ticket_key=ticket.ticket_key,
+            )
+            self._handshakes.ask(
+                key, lambda result: self._heard(key, ticket, result, ready, failed)
+            )
 
-        def shaken(result: Handshake | KVFerryError) -> None:
-            if isinstance(result, Handshake):
-                try:  # before anything is connected
-                    check_maker(ticket, result.payloads, result.ticket_key)
-                except TicketError as error:
-                    failed(error)
-                    return
+    def _heard(
+        self,
+        key: PeerKey,
+        ticket: Ticket,
+        result: Handshake | KVFerryError,
+        ready: Ready,
+        failed: Failed,
+    ) -> None:
+        try:
+            if isinstance(result, Handshake):  # before anything is connected
+                check_maker(ticket, result.payloads, result.ticket_key)
             self._shaken(key, result, ready, failed)
+        except TicketError as error:
+            failed(error)
+        except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
+            failed(self._containment.caught("a handshake that is over", exc))
 
-        self._handshakes.ask(key, shaken)
+    def _tell(self, peer: Peer, ready: Ready, failed: Failed) -> None:
+        try:
+            ready(peer)
+        except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
+            failed(self._containment.caught("a ticket whose producer is reached", exc))
+
+    def _forget_with_idle(self, peer: Peer) -> None:
+        """Give a suspect peer up, and those on its connections that have no loads: that closes the
+        connections, unless others that did not fail are read from there."""
+        for connection in list(peer.ids.values()):
+            for other in self.using(connection):
+                if not other.loads:
+                    self.forget(other)
 
     def forget(self, peer: Peer) -> None:
-        """Give a peer up: what runs on its connections is ended. The next ticket shakes hands."""
+        """Give a peer up: what runs on its connections is ended, unless others use them, too. The
+        next ticket shakes hands."""
         known = peer.name
         if self._known.get(known) is peer:
             del self._known[known]
@@ -227,8 +260,8 @@ class Peers:
             watch.stop()
         peer.connected = False
         ids, peer.ids = peer.ids, {}
-        for peer_id in ids.values():
-            self._partings.add(peer_id, known)
+        for connection in ids.values():
+            self._connections.release(connection)
 
     def lose(self, peer: Peer) -> None:
         """As ``forget``, because it failed."""
@@ -238,7 +271,19 @@ class Peers:
 
     def is_loud(self, peer: Peer) -> bool:
         """Whether a connection to it did not fall silent when it was closed."""
-        return self._partings.is_loud(peer.name)
+        return any(self._connections.is_loud(each) for each in peer.links.values())
+
+    def using(self, connection: PeerId) -> list[Peer]:
+        """Producers that are connected by this connection."""
+        return [peer for peer in self._known.values() if connection in peer.ids.values()]
+
+    def is_open(self, connection: PeerId) -> bool:
+        """Whether it stands, for whomever."""
+        return self._connections.is_open(connection)
+
+    def close_connection(self, connection: PeerId) -> None:
+        """Close a connection under whoever still uses it; ends what runs on it."""
+        self._connections.close(connection)
 
     def path(self, peer: Peer) -> str:
         """What carries a peer's bytes, in the driver's words; empty if it cannot tell."""
@@ -254,11 +299,11 @@ class Peers:
         """Start handshakes that had to wait, close what is quiet, release who is idle."""
         self._handshakes.progress(now)
         self._fingerprints.progress(now)
-        self._partings.progress(now)
+        self._connections.progress(now)
         self._standing.progress(now)
-        postponed, self._postponed = self._postponed, []
-        for connect in postponed:
-            connect()
+        for peer in [each for each in self._resting if not (each.connected and each.loads)]:
+            for again in self._resting.pop(peer):
+                again()
         for peer in list(self._known.values()):
             if peer.loads or peer.waits:
                 peer.used = now
@@ -325,79 +370,84 @@ class Peers:
     def _shaken(
         self, key: PeerKey, result: Handshake | KVFerryError, ready: Ready, failed: Failed
     ) -> None:
-        if isinstance(result, Handshake) and self._partings.includes(_name(key, result)):
-            # The driver would give us the connection that is being closed.
-            if self._partings.is_loud(_name(key, result)):
-                failed(ConnectError(f"the last connection to {key.engine} does not fall silent"))
-            else:
-                self._postponed.append(lambda: self._shaken(key, result, ready, failed))
-            return
         if isinstance(result, KVFerryError):
             self._standing.lost(key.engine)
             failed(result)
         elif (peer := self._known.get(_name(key, result))) is not None:
-            ready(peer)
+            self._tell(peer, ready, failed)
         else:
             self._connect(key, result, ready, failed)
 
     def _connect(self, key: PeerKey, shake: Handshake, ready: Ready, failed: Failed) -> None:
         """Once for all who shook hands meanwhile."""
+        ranks = {source.remote for source in shake.plan.sources} | set(shake.plan.tells)
+        addresses = {rank: shake.payloads[rank].address for rank in ranks}
         waiting = self._connecting.setdefault(_name(key, shake), [])
         waiting.append((ready, failed))
         if len(waiting) == 1:
-            self._aside.run(
-                lambda: self._connections(key, shake),
-                lambda outcome: self._connected(key, shake, outcome),
+            self._connections.acquire(
+                addresses, key.engine, lambda made: self._connected(key, shake, made)
             )
 
-    def _connections(self, key: PeerKey, shake: Handshake) -> _Connections:
-        """Beside the endpoint's thread."""
-        ranks = {source.remote for source in shake.plan.sources} | set(shake.plan.tells)
-        ids: dict[int, PeerId] = {}
-        for rank in sorted(ranks):
-            try:
-                ids[rank] = self._transport.connect(shake.payloads[rank].address)
-            except Exception as exc:  # noqa: BLE001  whatever a driver raises fails only this peer
-                error = ConnectError(f"cannot connect to rank {rank} of engine {key.engine}: {exc}")
-                return _Connections(ids=ids, error=error)
-        return _Connections(ids=ids)
-
-    def _connected(self, key: PeerKey, shake: Handshake, made: _Connections | Exception) -> None:
-        if isinstance(made, Exception):
-            made = _Connections(ids={}, error=ConnectError(f"cannot connect: {made!r}"))
-        peer = Peer(
-            key=shake.place or key,
-            payloads=shake.payloads,
-            plan=shake.plan,
-            ids=made.ids,
-            used=self._clock(),
-            ticket_key=shake.ticket_key,
-        )
-        if made.error is None and peer.ticket_key:
-            self._fingerprints.check(peer, lambda error: self._made(key, shake, peer, error))
+    def _connected(
+        self, key: PeerKey, shake: Handshake, made: dict[int, PeerId] | KVFerryError
+    ) -> None:
+        met = made if isinstance(made, KVFerryError) else self._peer(key, shake, made)
+        if isinstance(met, Peer) and met.ticket_key:
+            self._fingerprints.check(met, lambda error: self._proved(key, shake, met, error))
         else:
-            self._made(key, shake, peer, made.error)
+            self._made(key, shake, met)
 
-    def _made(self, key: PeerKey, shake: Handshake, peer: Peer, error: KVFerryError | None) -> None:
-        """A peer's connections are made and its fingerprint is its own, or not."""
-        known = peer.name
-        waiting = self._connecting.pop(known)
-        if (error := error or self._watch(peer)) is not None:
+    def _proved(
+        self, key: PeerKey, shake: Handshake, peer: Peer, error: KVFerryError | None
+    ) -> None:
+        """The fingerprint of a peer is that of its key, or not."""
+        if error is not None:
             self.forget(peer)
+        self._made(key, shake, error or peer)
+
+    def _made(self, key: PeerKey, shake: Handshake, made: Peer | KVFerryError) -> None:
+        waiting = self._connecting.pop(_name(key, shake))
+        met = made if isinstance(made, KVFerryError) else self._meet(key, shake, made)
+        if isinstance(met, KVFerryError):
             self._handshakes.failed(key)
             self._standing.lost(key.engine)
             for _, failed in waiting:
-                failed(error)
+                failed(met)
             return
         self._handshakes.succeeded(key)
+        for ready, failed in waiting:
+            self._tell(met, ready, failed)
+
+    def _peer(self, key: PeerKey, shake: Handshake, ids: dict[int, PeerId]) -> Peer | KVFerryError:
+        """The producer, now that it is connected; or why it cannot be used, with nothing left."""
+        try:
+            return Peer(
+                key=shake.place or key,
+                payloads=shake.payloads,
+                plan=shake.plan,
+                ids=ids,
+                used=self._clock(),
+                ticket_key=shake.ticket_key,
+            )
+        except Exception as exc:  # noqa: BLE001  of what a peer published: only it fails
+            for connection in ids.values():
+                self._connections.release(connection)
+            return self._containment.caught("a producer that is connected", exc)
+
+    def _meet(self, key: PeerKey, shake: Handshake, peer: Peer) -> Peer | KVFerryError:
+        """Use a producer from now on; why not, where that cannot be, with nothing left."""
+        known = _name(key, shake)
+        if (error := self._watch(peer)) is not None:
+            self.forget(peer)
+            return error
         self._forget_earlier(key.engine)
         self._known[known] = peer
         self._standing.connected(key.engine, known)
         seconds = time.perf_counter() - shake.begun
         self._figures.count_stage(Stage.HANDSHAKE, seconds, key.engine)
         self._warn(known, shake)
-        for ready, _ in waiting:
-            ready(peer)
+        return peer
 
     def _watch(self, peer: Peer) -> ConnectError | None:
         """Ask from now on whether it lives; why not, where that cannot be."""

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from kvferry.core.copies import Copies
 from kvferry.core.descriptors import Spans, Workspace, copies, unwritten
 from kvferry.core.endpoint import lines
 from kvferry.core.endpoint.aside import Aside
+from kvferry.core.endpoint.containment import Containment, as_ours
 from kvferry.core.endpoint.context import Context, Load
 from kvferry.core.endpoint.fencing import WordRead, WordReads, fitting
 from kvferry.core.endpoint.fingerprints import FingerprintReads
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Peer, Peers
 from kvferry.core.endpoint.renewing import Renewer
-from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Job, Outcome, Transfers, as_ours
+from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Job, Outcome, Transfers
 from kvferry.core.endpoint.waiting import Waiting
 from kvferry.core.endpoint.words import Scratch
 from kvferry.core.errors import (
     EndpointClosedError,
     KVFerryError,
     PeerLostError,
+    StatusUnknownError,
     TicketError,
     TicketReason,
     TransferCancelledError,
@@ -32,7 +35,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.stats import MAX_NAME, QUARANTINED, UNTOLD, Figures, LoadRecord, Stage
-from kvferry.core.transport import Quiescence, Transport
+from kvferry.core.transport import PeerId, Quiescence, Transport
 from kvferry.core.wire import RankPayload, Release, encode
 
 TICK_SECONDS = 0.002
@@ -50,6 +53,7 @@ class Puller:
         own: RankPayload,
         transport: Transport,
         transfers: Transfers,
+        containment: Containment,
         scratch: Scratch,
         zero: Callable[[Spans], None],
         options: EndpointOptions,
@@ -61,14 +65,17 @@ class Puller:
         self._own = own
         self._transport = transport
         self._transfers = transfers
+        self._containment = containment
         self._zero = zero
         self._load_timeout = options.load_timeout
         self._clock = clock
         self._figures = figures
         self._reported = reported
-        connects_aside = transport.capabilities.connects_aside
-        self._aside = Aside(threads=connects_aside, post=post, clock=clock)
-        self._words = WordReads(scratch)
+        capabilities = transport.capabilities
+        self._max_notification = capabilities.max_notification
+        self._quiescence = capabilities.quiescence
+        self._aside = Aside(threads=capabilities.connects_aside, post=post, clock=clock)
+        self._words = WordReads(scratch, containment)
         self._peers = Peers(
             transport=transport,
             fingerprints=FingerprintReads(
@@ -76,6 +83,7 @@ class Puller:
             ),
             transfers=transfers,
             aside=self._aside,
+            containment=containment,
             post=post,
             clock=clock,
             options=options,
@@ -91,7 +99,7 @@ class Puller:
             transfers=transfers,
             clock=clock,
             lost=self._harmed,
-            doomed=self._doomed_peer,
+            doomed=self._doomed_word,
         )
         self._waiting = Waiting(self._peers, self._renewer, clock)
         self._maybe_over: set[LoadId] = set()
@@ -131,11 +139,15 @@ class Puller:
 
     def begin(self, load: Load, error: KVFerryError | None = None) -> None:
         """Start a load; with an error: one that has failed already, and touches no page."""
+        if load.shared and not load.reads and not load.report:
+            self._waiting.take(load.ticket)
+            return
         load_id = self._loads.begin(
             load.request,
             load.ticket.hold,
             computed=load.ticket.computed,
             reads=load.reads,
+            shared=load.shared,
             deadline=self._clock() + self._load_timeout,
         )
         context = Context(load=load, begun=time.perf_counter())
@@ -153,6 +165,7 @@ class Puller:
             load.ticket,
             lambda peer: self._shaken(load_id, peer),
             lambda error: self._refuse(load_id, error),
+            loads=True,
         )
 
     def abort(self, request: RequestId) -> None:
@@ -185,43 +198,56 @@ class Puller:
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
-            self._peers.progress(now)
-            self._waiting.progress(now)
-            self._renewer.progress(now)
-            self._loads.tick(now)
-            self._silence(now)
-            self._count_quarantined()
+            self._tick(now)
         busy = False
         while actions := self._loads.take_actions():
             busy = True
             self._perform(actions)
             self._maybe_over.update(action.load for action in actions)
         self._drop_what_is_over()
-        self._words.post(self._transfers, self._transport.capabilities.max_notification)
+        self._words.post(self._transfers, self._max_notification)
         return busy
+
+    def _tick(self, now: float) -> None:
+        """Do what is due. Each by itself: deadlines are kept whatever fails beside them."""
+        for activity, step in (
+            ("looking after peers", self._peers.progress),
+            ("looking after tickets", self._waiting.progress),
+            ("renewing", self._renewer.progress),
+            ("keeping deadlines", self._loads.tick),
+            ("ending reads that were cancelled", self._silence),
+            ("counting quarantined pages", self._count_quarantined),
+        ):
+            self._containment.run(activity, partial(step, now), None, serves_all=True)
 
     def _silence(self, now: float) -> None:
         """Disconnect from whom a cancelled read goes on: nothing less ends it.
 
-        That would be the end of other loads from there, too: while there are some, the read may go
-        on until its own deadline.
+        That would be the end of other loads from there, too, by whatever engine's name: while there
+        are some, the read may go on until its own deadline.
         """
         for load_id in [one for one, until in self._cancelled.items() if until <= now]:
             self._cancelled[load_id] = now + CANCEL_SECONDS
             peer = self._contexts[load_id].peer
-            if peer is None or not peer.connected:
+            if peer is None:
                 continue
-            if self._loads.is_late(load_id, now) or not self._is_wanted(peer):
-                self._part(peer, PeerLostError("disconnected, to end a read that was cancelled"))
+            lingering = self._transfers.lingering({(load_id, rank) for rank in peer.links})
+            connections = {each for each in lingering if self._peers.is_open(each)}
+            if self._loads.is_late(load_id, now) or not self._is_wanted(connections):
+                error = PeerLostError("disconnected, to end a read that was cancelled")
+                for connection in connections:
+                    self._cut(connection, error)
 
-    def _is_wanted(self, peer: Peer) -> bool:
-        """Whether there are loads from it that have not failed."""
+    def _is_wanted(self, connections: Collection[PeerId]) -> bool:
+        """Whether loads that have not failed would end with these connections."""
+        peers = {peer for each in connections for peer in self._peers.using(each)}
         return any(
-            context.peer is peer and self._loads.wanted(load_id)
+            context.peer in peers and self._loads.wanted(load_id)
             for load_id, context in self._contexts.items()
         )
 
-    def _count_quarantined(self) -> None:
+    def _count_quarantined(self, now: float) -> None:
+        del now
         if not self._peers.loud and not self._quarantined:
             return
         contexts = [self._contexts[load_id] for load_id in self._by_request.values()]
@@ -235,27 +261,43 @@ class Puller:
     def _perform(self, actions: Sequence[Action]) -> None:
         tell: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
         for action in actions:
-            context = self._contexts[action.load]
-            if action.op is Op.READ:
-                self._read(action, context)
-            elif action.op in (Op.CHECK, Op.FENCE):
-                if action.op is Op.FENCE:
-                    self._renewer.settle(context.renewal, action.rank)
-                self._words.add(self._word_read(action, context))
-            elif action.op is Op.CANCEL:
-                self._cancel(action)
-            elif action.op in (Op.DONE, Op.ABANDON) and context.peer is not None:
-                tell[context.peer, action.rank].append(self._release(action, context))
+            try:
+                self._do(action, self._contexts[action.load], tell)
+            except Exception as exc:  # noqa: BLE001  it fails this load, and no other
+                self._fail(action, self._containment.caught("an action of a load", exc))
         for (peer, rank), releases in tell.items():
-            self._tell(peer, rank, releases)
+            say = partial(self._tell, peer, rank, releases)
+            self._containment.run("telling a peer", say, None)
         for action in actions:  # only when "abandon" is on its way
             if action.op is Op.REPORT:
-                self._report(action, self._contexts[action.load])
+                report = partial(self._report, action, self._contexts[action.load])
+                self._containment.run("reporting a load", report, None)
+
+    def _do(
+        self, action: Action, context: Context, tell: dict[tuple[Peer, int], list[Release]]
+    ) -> None:
+        if action.op is Op.READ:
+            self._read(action, context)
+        elif action.op in (Op.CHECK, Op.FENCE):
+            if action.op is Op.FENCE:
+                self._renewer.settle(context.renewal, action.rank)
+            self._words.add(self._word_read(action, context))
+        elif action.op is Op.CANCEL:
+            self._cancel(action)
+        elif action.op in (Op.DONE, Op.ABANDON) and context.peer is not None:
+            tell[context.peer, action.rank].append(self._release(action, context))
+
+    def _fail(self, action: Action, error: KVFerryError) -> None:
+        """An action was not performed. What is to be read has not been posted then, so it is over;
+        a read that could not be cancelled goes on until it ends, or is ended."""
+        if action.op in (Op.READ, Op.CHECK, Op.FENCE):
+            self._loads.lost(action.load, action.rank, error)
 
     # Handshake.
 
     def _refuse(self, load_id: LoadId, error: KVFerryError) -> None:
         self._loads.unshaken(load_id, error)
+        self._loads.abort(load_id, error)  # if it had begun to read
         self._maybe_over.add(load_id)
 
     def _shaken(self, load_id: LoadId, peer: Peer) -> None:
@@ -293,11 +335,11 @@ class Puller:
             return copies(peer.sources[rank], context.request, self._workspace)
 
         def finished(outcome: Outcome) -> None:
-            context.add(outcome)
-            if outcome.error is None:
-                self._loads.read(load_id, rank)
-            else:
-                self._lost(action, outcome.error)
+            try:
+                self._finished(action, context, outcome)
+            except Exception as exc:  # noqa: BLE001  the read is over, so its load can fail
+                error = self._containment.caught("a read that has ended", exc)
+                self._loads.lost(load_id, rank, error)
 
         peer = context.known_peer
         if rank not in peer.ids:
@@ -312,14 +354,21 @@ class Puller:
         )
         self._transfers.add(job)
 
+    def _finished(self, action: Action, context: Context, outcome: Outcome) -> None:
+        context.add(outcome)
+        if outcome.error is None:
+            self._loads.read(action.load, action.rank)
+        else:
+            self._lost(action, outcome.error)
+
     def _word_read(self, action: Action, context: Context) -> WordRead:
-        fence = action.op is Op.FENCE
+        tells = action.op is Op.FENCE and not context.load.shared
         return WordRead(
             tag=(action.load, action.rank),
             peer=context.known_peer,
             rank=action.rank,
             slot=context.load.ticket.hold.slot,
-            note=self._release(action, context) if fence else None,
+            note=self._release(action, context) if tells else None,
             landed=lambda value, seconds: self._word(action, value, seconds),
             lost=lambda error: self._lost(action, error),
             doomed=lambda error: self._doomed(action, error),
@@ -327,25 +376,41 @@ class Puller:
 
     def _lost(self, action: Action, error: KVFerryError) -> None:
         self._loads.lost(action.load, action.rank, error)
-        self._harmed(self._contexts[action.load].known_peer, error)
+        self._harmed(self._contexts[action.load].known_peer, action.rank, error)
 
-    def _harmed(self, peer: Peer, error: KVFerryError) -> None:
-        """Something failed with a peer."""
+    def _harmed(self, peer: Peer, rank: int, error: KVFerryError) -> None:
+        """Something failed with a rank of a peer."""
+        if not peer.connected:
+            return
         if isinstance(error, PeerLostError):
-            self._part(peer, error)
+            self._cut(peer.links[rank], error)
         elif isinstance(error, TransportError) and not isinstance(error, TransferCancelledError):
             peer.suspect = True
 
     def _doomed(self, action: Action, error: KVFerryError) -> None:
-        """Bytes may still land. A read that was cancelled is given time to end by itself."""
+        """Bytes may still land. A read that was cancelled, or of which the driver says nothing, is
+        given time to end by itself."""
         self._loads.doomed(action.load, action.rank, error)
-        if not isinstance(error, TransferCancelledError):
-            self._doomed_peer(self._contexts[action.load].known_peer)
+        if not isinstance(error, (TransferCancelledError, StatusUnknownError)):
+            self._doomed_word(self._contexts[action.load].known_peer, action.rank, error)
 
-    def _doomed_peer(self, peer: Peer) -> None:
-        """Where only a disconnect proves quiet, disconnect."""
-        if self._transport.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
-            self._part(peer, PeerLostError("disconnected, to end a read that had failed"))
+    def _doomed_word(self, peer: Peer, rank: int, error: KVFerryError) -> None:
+        """Where only a disconnect proves quiet, disconnect; also if the peer is given up, as others
+        may use the connection."""
+        after_disconnect = self._quiescence is Quiescence.AFTER_DISCONNECT
+        if after_disconnect or isinstance(error, StatusUnknownError):
+            why = PeerLostError("disconnected, to end a read that had failed")
+            self._cut(peer.links[rank], why)
+
+    def _cut(self, connection: PeerId, error: KVFerryError) -> None:
+        """Close a connection: it is lost, or nothing less ends what runs on it.
+
+        All engines that use it are given up, also those on which nothing failed: they are told of
+        nothing else by the driver, and the next ticket connects them anew.
+        """
+        for peer in self._peers.using(connection):
+            self._part(peer, error)
+        self._peers.close_connection(connection)  # an engine that is being connected may hold it
 
     def _part(self, peer: Peer, error: KVFerryError) -> None:
         """Give a peer up: its loads fail now, and are reported when they are quiet."""
@@ -387,7 +452,7 @@ class Puller:
         )
 
     def _tell(self, peer: Peer, rank: int, releases: list[Release]) -> None:
-        for part in fitting(releases, self._transport.capabilities.max_notification):
+        for part in fitting(releases, self._max_notification):
             try:
                 if rank in peer.ids:
                     self._transport.notify(peer.ids[rank], encode(part))

@@ -33,7 +33,7 @@ class Renewer:
         words: reads the slot words.
         transfers: to give up reads that are not answered.
         clock: seconds, monotonic.
-        lost: called when a read of a peer's word has failed, or will.
+        lost: called with peer and rank when a read of a peer's word has failed, or will.
         doomed: called when it is known to fail and not yet quiet; a second later where it was
             cancelled, if it has not ended by itself.
     """
@@ -44,8 +44,8 @@ class Renewer:
         words: WordReads,
         transfers: Transfers,
         clock: Callable[[], float],
-        lost: Callable[[Peer, KVFerryError], None],
-        doomed: Callable[[Peer], None],
+        lost: Callable[[Peer, int, KVFerryError], None],
+        doomed: Callable[[Peer, int, KVFerryError], None],
     ) -> None:
         self._words = words
         self._transfers = transfers
@@ -54,7 +54,7 @@ class Renewer:
         self._doomed = doomed
         self._renewals = Renewals()
         self._targets: dict[RenewalId, _Target] = {}
-        self._cancelled: dict[Ask, tuple[Peer, float]] = {}
+        self._cancelled: dict[Ask, tuple[Peer, float, KVFerryError]] = {}
 
     def __len__(self) -> int:
         return len(self._renewals)
@@ -96,10 +96,10 @@ class Renewer:
 
     def progress(self, now: float) -> None:
         """Renew what is due, and end what was cancelled and goes on."""
-        for ask, (peer, until) in list(self._cancelled.items()):
+        for ask, (peer, until, error) in list(self._cancelled.items()):
             if until <= now:
                 del self._cancelled[ask]
-                self._doomed(peer)
+                self._doomed(peer, ask.rank, error)
         due, overdue = self._renewals.take_due(now)
         for ask in overdue:
             self._transfers.cancel(ask)
@@ -117,14 +117,14 @@ class Renewer:
 
         def doomed(error: KVFerryError) -> None:
             if isinstance(error, TransferCancelledError):
-                self._cancelled[ask] = peer, self._clock() + CANCEL_SECONDS
+                self._cancelled[ask] = peer, self._clock() + CANCEL_SECONDS, error
             else:
-                self._doomed(peer)
+                self._doomed(peer, ask.rank, error)
 
         def lost(error: KVFerryError) -> None:
             self._cancelled.pop(ask, None)
             self._renewals.unanswered(ask)
-            self._lost(peer, error)
+            self._lost(peer, ask.rank, error)
 
         return WordRead(
             tag=ask,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from kvferry.core.copies import Copies
+from kvferry.core.endpoint.containment import Containment, as_ours
 from kvferry.core.errors import (
     KVFerryError,
     PeerLostError,
+    StatusUnknownError,
     TransferCancelledError,
     TransportError,
 )
@@ -24,15 +26,6 @@ LONG_SECONDS = 0.001
 UNDER_WAY_BYTES = 32 << 20
 """So many bytes on the way from a peer keep the way full, and its next read waits: reads share the
 way, and if all were under way, the first would end with the last."""
-
-
-def as_ours(exc: Exception) -> KVFerryError:
-    """Any exception as one of ours, so that it fails what it concerns and nothing else."""
-    if isinstance(exc, KVFerryError):
-        return exc
-    error = TransportError(f"unexpected {type(exc).__name__}: {exc}")
-    error.__cause__ = exc
-    return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +56,7 @@ class Job:
             workspace that the next job fills again. What it raises is the job's outcome.
         notify: bound to the read, or ``None``.
         ahead: of what waits because enough is under way, as befits a few bytes.
-        tags: whom it serves; ``Transfers.cancel`` takes them off.
+        tags: whom it serves; ``Transfers.cancel`` takes them off, and puts them into ``given_up``.
         finished: called once, when the transfer is final.
         doomed: called at most once, when it is known to fail but not yet quiet.
     """
@@ -75,6 +68,7 @@ class Job:
     notify: bytes | None = None
     ahead: bool = False
     tags: set[Hashable] = field(default_factory=set)
+    given_up: set[Hashable] = field(default_factory=set)
     started: float = 0.0
     posted: float = 0.0
     copies: int = 0
@@ -83,16 +77,24 @@ class Job:
 
 
 class Transfers:
-    """All reads of one endpoint. Used by its thread only."""
+    """All reads of one endpoint. Used by its thread only.
 
-    def __init__(self, transport: Transport) -> None:
+    Args:
+        transport: to read with.
+        containment: told of what a driver or a job's callback raises that it must not.
+    """
+
+    def __init__(self, transport: Transport, containment: Containment) -> None:
         self._transport = transport
+        self._containment = containment
         self._limit = transport.capabilities.max_outstanding
         self._ahead: deque[Job] = deque()
         self._queued: dict[PeerId, deque[Job]] = {}
         self._posted: dict[TransferId, Job] = {}
         self._under_way: Counter[PeerId] = Counter()
         self._leaving: set[PeerId] = set()
+        self._closed: set[PeerId] = set()
+        """Connections that are closed, with transfers that were not heard of since."""
 
     def __len__(self) -> int:
         """Reads that are queued or under way."""
@@ -123,28 +125,54 @@ class Transfers:
 
     def cancel(self, tag: Hashable) -> None:
         """The job is not wanted by this tag any more; it ends early once nobody wants it."""
-        for job in [job for job in self._waiting() if tag in job.tags]:
+        waiting = [job for job in self._waiting() if tag in job.tags]
+        posted = [(each, job) for each, job in self._posted.items() if tag in job.tags]
+        for job in [*waiting, *(job for _, job in posted)]:
             job.tags.discard(tag)
-            if not job.tags:
-                self._drop(job)
-                self._finish(job, TransferCancelledError("cancelled before it was posted"))
-        for transfer, job in self._posted.items():
-            if tag in job.tags:
-                job.tags.discard(tag)
-                if not job.tags and job.peer not in self._leaving:
-                    self._transport.cancel(transfer)
+            job.given_up.add(tag)
+        unwanted = [job for job in waiting if not job.tags]
+        self._end(unwanted, TransferCancelledError("cancelled before it was posted"))
+        for transfer, job in posted:
+            if not job.tags and job.peer not in self._leaving:
+                self._cancel(transfer)
+
+    def lingering(self, tags: Collection[Hashable]) -> set[PeerId]:
+        """Connections on which a read goes on that one of these tags has given up."""
+        return {job.peer for job in self._posted.values() if not job.given_up.isdisjoint(tags)}
 
     def leave(self, peer: PeerId) -> None:
         """The driver closes this connection: what is queued fails now, and what is under way is not
         named to the driver until ``left``."""
         self._leaving.add(peer)
-        for job in [job for job in self._waiting() if job.peer == peer]:
-            self._drop(job)
-            self._finish(job, PeerLostError("its peer was disconnected"))
+        gone = [job for job in self._waiting() if job.peer == peer]
+        self._end(gone, PeerLostError("its peer was disconnected"))
 
-    def left(self, peer: PeerId) -> None:
-        """The driver has done so, or given up for now: what was under way is heard of again."""
+    def left(self, peer: PeerId, *, closed: bool) -> None:
+        """The driver's call has returned: what was under way is heard of again.
+
+        Args:
+            peer: the connection.
+            closed: whether it is closed. If not, the driver has given up for now.
+        """
         self._leaving.discard(peer)
+        if closed and peer in self._peers_under_way():
+            self._closed.add(peer)
+
+    def _peers_under_way(self) -> set[PeerId]:
+        return {job.peer for job in self._posted.values()}
+
+    def _cancel(self, transfer: TransferId) -> None:
+        try:
+            self._transport.cancel(transfer)
+        except Exception as exc:  # noqa: BLE001  a driver's bug: the read goes on, as some do
+            self._containment.caught("the driver's cancel", exc)
+
+    def _end(self, jobs: Sequence[Job], error: KVFerryError) -> None:
+        """They wait no more; all of them, before any of them is heard of and ends others."""
+        for job in jobs:
+            self._drop(job)
+        for job in jobs:
+            self._finish(job, error)
 
     def _waiting(self) -> list[Job]:
         return list(chain(self._ahead, *self._queued.values()))
@@ -187,21 +215,47 @@ class Transfers:
     def _poll(self) -> bool:
         ids = [each for each, job in self._posted.items() if job.peer not in self._leaving]
         if not ids:
+            self._containment.succeeded("the driver's poll")  # it is asked for nothing
             return False
         heard = False
-        for transfer, status in zip(ids, self._transport.poll(ids), strict=True):
+        for transfer, status in zip(ids, self._statuses(ids), strict=True):
             # What was heard of one may have ended its connection: then no other is named, either.
             leaving = self._posted[transfer].peer in self._leaving
             if status.state is not State.PENDING and not leaving:
                 heard = self._hear(transfer, status) or heard
         return heard
 
+    def _statuses(self, ids: Sequence[TransferId]) -> list[Status]:
+        """What the driver says of each; where it fails, what it says of each alone."""
+        try:
+            statuses = self._ask(ids)
+        except Exception as exc:  # noqa: BLE001  a driver's bug: not all transfers need be its
+            self._containment.caught("the driver's poll", exc, serves_all=True)
+            return [self._status(each) for each in ids]
+        self._containment.succeeded("the driver's poll")
+        return statuses
+
+    def _ask(self, ids: Sequence[TransferId]) -> list[Status]:
+        statuses = self._transport.poll(ids)
+        if len(statuses) != len(ids) or not all(isinstance(each, Status) for each in statuses):
+            raise TypeError(f"poll of {len(ids)} transfers returned {statuses!r:.200}")
+        return statuses
+
+    def _status(self, transfer: TransferId) -> Status:
+        """Of one transfer. Where the driver cannot say it, bytes may land until it disconnects."""
+        try:
+            return self._ask([transfer])[0]
+        except Exception as exc:  # noqa: BLE001  as above
+            closed = self._posted[transfer].peer in self._closed
+            error = StatusUnknownError(f"the driver cannot say how a read stands: {exc!r:.200}")
+            return Status(state=State.FAILED if closed else State.DOOMED, error=error)
+
     def _hear(self, transfer: TransferId, status: Status) -> bool:
         job = self._posted[transfer]
         error = status.error or TransportError("the transfer failed and the driver gave no reason")
         if status.state is State.DOOMED and not job.is_doomed:
             job.is_doomed = True
-            job.doomed(error)
+            self._containment.run("a read that is doomed", lambda: job.doomed(error), None)
             return True
         if not status.state.final:
             return False
@@ -209,7 +263,12 @@ class Transfers:
         self._under_way[job.peer] -= job.nbytes
         if not self._under_way[job.peer]:
             del self._under_way[job.peer]
-        self._transport.forget(transfer)
+        if self._closed:
+            self._closed &= self._peers_under_way()
+        try:
+            self._transport.forget(transfer)
+        except Exception as exc:  # noqa: BLE001  a driver's bug: the transfer is final all the same
+            self._containment.caught("the driver's forget", exc)
         self._finish(job, error if status.state is State.FAILED else None)
         return True
 
@@ -223,4 +282,4 @@ class Transfers:
             seconds=now - (job.started or now),
             post_seconds=(job.posted or now) - (job.started or now),
         )
-        job.finished(outcome)
+        self._containment.run("a read that has ended", lambda: job.finished(outcome), None)

@@ -169,6 +169,7 @@ def _decode(rank: int, data: bytes, effort: Effort) -> RankPayload:
 def _problems(ranks: Sequence[RankPayload]) -> Iterator[str]:
     first = ranks[0]
     seen: dict[object, int] = {}
+    addresses: dict[bytes, int] = {}
     for index, payload in enumerate(ranks):
         if payload.rank != index:
             yield f"payload {index} of {len(ranks)} is that of rank {payload.rank}"
@@ -181,6 +182,9 @@ def _problems(ranks: Sequence[RankPayload]) -> Iterator[str]:
         twin = seen.setdefault(payload.coordinates, index)
         if twin != index:
             yield f"ranks {twin} and {index} both stand at {payload.coordinates}"
+        twin = addresses.setdefault(payload.address, index)
+        if twin != index:  # one connection for both: closed twice, and read the one's for the other
+            yield f"ranks {twin} and {index} publish one transport address"
 
 
 def _clashes(mine: RankPayload, theirs: RankPayload) -> Iterator[tuple[str, str, str]]:

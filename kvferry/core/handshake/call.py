@@ -102,8 +102,8 @@ class Call:
         if not allowed:
             raise AdmissionError(
                 f"it was not connected to, since {' and '.join(self.numeric)} is in none of the "
-                f"networks of allowed_peers ({self.access.networks}): add one, if an engine of "
-                "yours is there"
+                f"networks of allowed_peers ({self.access.networks}): list one that has it there, "
+                "if an engine of yours is at that address, or set allowed_peers to 'anywhere'"
             )
         return allowed
 

@@ -78,7 +78,7 @@ class Gate:
         if not self._access.allows(address):
             return (
                 f"its address, {address}, is in none of the networks of allowed_peers "
-                f"({self._access.networks})"
+                f"({self._access.networks}): list one that has it, if an engine of yours is there"
             )
         if self._access.own is None:
             return ""

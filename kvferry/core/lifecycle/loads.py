@@ -29,7 +29,7 @@ class Op(enum.Enum):
     READ = "read"
     """Read the pages. Nothing is bound to it."""
     FENCE = "fence"
-    """Read the slot word, with "done" bound to the read."""
+    """Read the slot word, with "done" bound to the read unless the load shares its hold."""
     CANCEL = "cancel"
     """Try to end the transfer under way with this rank; its outcome is still awaited."""
     DONE = "done"
@@ -81,6 +81,7 @@ class _Load:
     hold: Hold
     computed: bool
     reads: bool
+    shared: bool
     deadline: float
     parties: tuple[Party, ...] | None = None
     at: dict[int, _At] = field(default_factory=dict)
@@ -139,7 +140,14 @@ class Loads:
         return load is not None and now >= load.deadline
 
     def begin(
-        self, request: RequestId, hold: Hold, *, computed: bool, reads: bool, deadline: float
+        self,
+        request: RequestId,
+        hold: Hold,
+        *,
+        computed: bool,
+        reads: bool,
+        deadline: float,
+        shared: bool = False,
     ) -> LoadId:
         """A load starts; its handshake is under way.
 
@@ -149,10 +157,17 @@ class Loads:
             computed: the ticket says that no check is needed before the read.
             reads: whether anything is to be pulled; if not, the producer is told "done".
             deadline: when it fails if it is not over, on the clock of ``tick``.
+            shared: whether other requests of this engine use the hold. Nobody is told anything
+                then, whatever becomes of the load.
         """
         load_id = LoadId(next(self._ids))
         self._loads[load_id] = _Load(
-            request=request, hold=hold, computed=computed, reads=reads, deadline=deadline
+            request=request,
+            hold=hold,
+            computed=computed,
+            reads=reads,
+            shared=shared,
+            deadline=deadline,
         )
         return load_id
 
@@ -304,11 +319,11 @@ class Loads:
             del self._loads[load_id]
 
     def _tell_abandon(self, load_id: LoadId, load: _Load) -> None:
-        for party in load.parties or ():
+        for party in () if load.shared else load.parties or ():
             self._actions.append(Action(op=Op.ABANDON, load=load_id, rank=party.rank))
 
     def _tell_done(self, load_id: LoadId, load: _Load) -> None:
-        for party in load.parties or ():
+        for party in () if load.shared else load.parties or ():
             if not (load.reads and party.reads):
                 self._actions.append(Action(op=Op.DONE, load=load_id, rank=party.rank))
 

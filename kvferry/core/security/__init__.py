@@ -1,10 +1,10 @@
 """Who may: secrets that sign tickets, keys that admit peers, and the addresses they may have.
 
-Pure values and checks; the sockets are in ``kvferry.core.handshake``. Stdlib and msgspec only, but
-for making key pairs, which asks ZMQ, and for proofs of tickets, which ask ``cryptography``.
+Values and checks; the side channel's sockets are in ``kvferry.core.handshake``. Stdlib and msgspec
+only, but for making key pairs, which asks ZMQ, and for proofs, which ask ``cryptography``.
 """
 
-from kvferry.core.security.access import OPEN, Access
+from kvferry.core.security.access import NEARBY, OPEN, Access
 from kvferry.core.security.keys import KEY_BYTES, KeyPair, generate, public_keys
 from kvferry.core.security.networks import Networks
 from kvferry.core.security.proof import Proof, TicketKey
@@ -13,6 +13,7 @@ from kvferry.core.security.vault import Secret, listed_keys, read_secret
 
 __all__ = [
     "KEY_BYTES",
+    "NEARBY",
     "OPEN",
     "Access",
     "KeyPair",

@@ -73,3 +73,6 @@ class Access:
 
 OPEN = Access()
 """Everybody, everywhere, in the clear."""
+
+NEARBY = Access(networks=Networks.nearby())
+"""Everybody on this host and in private networks, in the clear: what an engine has by default."""

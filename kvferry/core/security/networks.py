@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.core.errors import SecretError
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+PRIVATE = (
+    *("127.0.0.0/8", "::1/128"),  # this host
+    *("169.254.0.0/16", "fe80::/10"),  # one link
+    *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"),  # RFC 1918
+    "100.64.0.0/10",  # RFC 6598, shared address space
+    "fc00::/7",  # RFC 4193, unique local addresses
+)
+"""Networks that the internet does not route to."""
+
+_DISCARD_PORT = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Networks:
     """A list of networks; an address is allowed if one of them has it.
 
+    Attributes:
+        networks: the list.
+        this_host: allow all addresses of this host, too.
+
     Raises:
         SecretError: the list is empty, and so would allow nobody.
     """
 
     networks: tuple[Network, ...]
+    this_host: bool = False
 
     def __post_init__(self) -> None:
         if not self.networks:
             raise SecretError(
                 "allowed_peers is empty, so no peer could have an allowed address: list networks, "
-                "such as 10.0.0.0/8, or leave it out to allow every address"
+                "such as 10.0.0.0/8, or set it to 'anywhere' to allow every address"
             )
 
     @classmethod
@@ -37,6 +55,11 @@ class Networks:
         """
         return cls(tuple(map(_network, texts)))
 
+    @classmethod
+    def nearby(cls) -> Networks:
+        """Return this host and all private networks, which is what is allowed unless it is said."""
+        return cls(tuple(map(_network, PRIVATE)), this_host=True)
+
     def __contains__(self, numeric: str) -> bool:
         """Whether a numeric address is allowed; one that is none is not."""
         try:
@@ -45,9 +68,13 @@ class Networks:
             return False
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
             address = address.ipv4_mapped
-        return any(address in network for network in self.networks)
+        if any(address in network for network in self.networks):
+            return True
+        return self.this_host and _is_here(address)
 
     def __str__(self) -> str:
+        if self == Networks.nearby():
+            return "this host and private networks"
         return ", ".join(map(str, self.networks))
 
 
@@ -57,5 +84,20 @@ def _network(text: str) -> Network:
     except ValueError as exc:
         raise SecretError(
             f"{text!r} in allowed_peers is no network ({exc}): write one as 10.0.0.0/8 or "
-            "fd00::/8, or an address; names are not resolved here"
+            "fd00::/8, or an address; names are not resolved here, and 'anywhere' stands alone, "
+            "not in a list"
         ) from exc
+
+
+def _is_here(address: Address) -> bool:
+    """Return whether an address is one of this host's: it alone is reached from itself.
+
+    This asks the kernel for a route, and sends nothing.
+    """
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect((str(address), _DISCARD_PORT))
+            return ipaddress.ip_address(asking.getsockname()[0]) == address
+    except OSError:
+        return False

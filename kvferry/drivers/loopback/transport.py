@@ -73,7 +73,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Peer:
     name: str
-    instance: bytes
+    place: tuple[bytes, int, int, int, str]
     reach: Reach
     regions: dict[Region, Entry]
     channel: Channel
@@ -189,7 +189,9 @@ class LoopbackTransport(Transport):
         way = reach(theirs)
         # A copy, here and below: other calls may change it meanwhile.
         peers = list(self._peers.items())
-        known = next((i for i, p in peers if p.instance == theirs.instance), None)
+        # An address that leads elsewhere is another peer's, whatever instance it says.
+        place = (theirs.instance, theirs.pid, theirs.start_time, theirs.board, theirs.socket)
+        known = next((i for i, p in peers if p.place == place), None)
         if known is not None and not self._peers[known].channel.lost:
             self._peers[known].regions = regions
             return known
@@ -199,7 +201,7 @@ class LoopbackTransport(Transport):
         peer = PeerId(next(self._ids)) if known is None else known
         self._peers[peer] = _Peer(
             name=theirs.name,
-            instance=theirs.instance,
+            place=place,
             reach=way,
             regions=regions,
             channel=channel,

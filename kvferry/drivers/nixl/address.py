@@ -40,7 +40,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: the transport's, which is also its agent's.
         backend: its NIXL backend; both sides must have the same.
-        metadata: the agent's, which only NIXL can read.
+        metadata: the agent's, as NIXL writes it.
         digest: of the metadata. NIXL drops a peer that it knew when it cannot read what it is
             given, so bytes that were cut or changed on the way must not reach it.
         spans: what is registered with NIXL.
@@ -73,7 +73,7 @@ def encode(
             name=name,
             backend=backend,
             metadata=metadata,
-            digest=_digest(metadata),
+            digest=digest_of(metadata),
             spans=[_range(span.whole, span.key) for span in spans],
             regions=[_range(region) for region in regions],
         )
@@ -97,7 +97,7 @@ def decode(data: bytes) -> Address:
         raise ConnectError(
             f"not an address of the nixl driver ({exc}): both sides must use the same driver"
         ) from exc
-    if address.digest != _digest(address.metadata):
+    if address.digest != digest_of(address.metadata):
         raise ConnectError(
             f"the address of {address.name[:64]} was damaged on its way: its digest is another"
         )
@@ -123,5 +123,6 @@ def _range(region: Region, key: int = 0) -> Range:
     return Range(region.address, region.nbytes, region.kind, region.device, key)
 
 
-def _digest(metadata: bytes) -> bytes:
+def digest_of(metadata: bytes) -> bytes:
+    """Return what makes bytes that were changed on the way known before NIXL reads them."""
     return hashlib.blake2b(metadata, digest_size=_DIGEST_BYTES).digest()

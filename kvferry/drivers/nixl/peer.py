@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import ConnectError, TransportError
@@ -18,7 +20,8 @@ class Peer:
         name: its transport's, and its agent's.
         itself: whether it is this very transport, which NIXL knows without being told.
         regions: what it has registered, as far as is known.
-        metadata: its agent's, which only NIXL can read.
+        metadata: its agent's, which NIXL reads.
+        connections: by NIXL's backends, how its agent is reached; empty if that cannot be read.
         keys: of the spans in it.
         told: of which spans each agent of ours has been told since it was connected.
         lost: whether NIXL has dropped it.
@@ -29,6 +32,7 @@ class Peer:
     itself: bool
     regions: frozenset[Region] = frozenset()
     metadata: bytes = b""
+    connections: Mapping[str, bytes] = field(default_factory=dict)
     keys: frozenset[int] = frozenset()
     told: dict[Agent, frozenset[int]] = field(default_factory=dict)
     lost: bool = False
@@ -38,16 +42,20 @@ class Peer:
         """Let an agent get to know it, or what it has registered since.
 
         Raises:
-            ConnectError: NIXL does not take the metadata, or it is another's.
+            ConnectError: NIXL does not take the metadata, or it is another's. Whoever else it
+                names is still known.
         """
         if self.itself or self.told.get(agent) == self.keys:
             return
         try:
             name = agent.add(self.metadata)
         except TransportError as exc:
+            if agent not in self.told:
+                # It may have got half of it, and would take nothing else of this name.
+                with contextlib.suppress(TransportError):
+                    agent.remove(self.name)
             raise ConnectError(f"NIXL does not connect to {self.name}: {exc}") from exc
         if name != self.name:
-            agent.remove(name)
             raise ConnectError(f"an address of {self.name} that holds NIXL's metadata of {name}")
         self.told[agent] = self.keys
 

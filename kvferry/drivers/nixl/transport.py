@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -41,16 +42,18 @@ from kvferry.core.transport import (
     Transport,
 )
 from kvferry.drivers.nixl import address as wire
-from kvferry.drivers.nixl import library
+from kvferry.drivers.nixl import library, metadata
 from kvferry.drivers.nixl.address import Address
 from kvferry.drivers.nixl.agent import CUDA, PART_ROWS, Part, Telemetry, unsupported
 from kvferry.drivers.nixl.agents import Agents
 from kvferry.drivers.nixl.job import Job
+from kvferry.drivers.nixl.metadata import Metadata
 from kvferry.drivers.nixl.options import Options
 from kvferry.drivers.nixl.parked import Parked
 from kvferry.drivers.nixl.peer import Peer, check_backend
 from kvferry.drivers.nixl.rows import Table
 from kvferry.drivers.nixl.spans import Spans
+from kvferry.drivers.ucx_format import FormatError
 
 MAX_NOTIFICATION = 1 << 14
 
@@ -168,11 +171,16 @@ class NixlTransport(Transport):
         theirs = wire.decode(address)
         check_backend(theirs, self._options.backend)
         regions = wire.regions_of(theirs)
+        connections = self._connections(theirs)
         keys = frozenset(span.key for span in theirs.spans)
         # A copy, here and below: other calls may change it meanwhile.
         known = next((i for i, p in list(self._peers.items()) if p.name == theirs.name), None)
         if known is None:
-            return self._met(theirs, regions, keys)
+            return self._met(theirs, regions, connections, keys)
+        if connections != self._peers[known].connections:
+            raise ConnectError(
+                f"an address of {theirs.name}, which is connected, leads elsewhere than that one"
+            )
         self._refresh(known, theirs, keys)
         self._peers[known].regions = regions
         return known
@@ -291,12 +299,49 @@ class NixlTransport(Transport):
     def _in_use(self) -> set[Region]:
         return {region for job in self._jobs.values() if not job.final for region in job.local}
 
-    def _met(self, theirs: Address, regions: frozenset[Region], keys: frozenset[int]) -> PeerId:
+    def _connections(self, theirs: Address) -> Mapping[str, bytes]:
+        """How a peer's agent is reached, from metadata that NIXL has not read yet.
+
+        Raises:
+            ConnectError: NIXL did not write it, or not for this peer.
+        """
+        if self._own is None:
+            return {}
+        try:
+            found = metadata.parsed(theirs.metadata)
+        except FormatError as exc:
+            raise ConnectError(
+                f"the address of {theirs.name} holds what NIXL did not write: {exc}"
+            ) from exc
+        if found.agent != theirs.name:
+            raise ConnectError(
+                f"an address of {theirs.name} that holds NIXL's metadata of {found.agent[:64]}"
+            )
+        if theirs.name == self._name and found.connections != self._own.connections:
+            raise ConnectError(f"an address of {theirs.name}, which is this side, leads elsewhere")
+        return found.connections
+
+    @functools.cached_property
+    def _own(self) -> Metadata | None:
+        """What this side's own metadata says; ``None`` if NIXL writes it in another way."""
+        try:
+            return metadata.parsed(self._agent.metadata())
+        except FormatError:
+            return None
+
+    def _met(
+        self,
+        theirs: Address,
+        regions: frozenset[Region],
+        connections: Mapping[str, bytes],
+        keys: frozenset[int],
+    ) -> PeerId:
         met = Peer(
             name=theirs.name,
             itself=theirs.name == self._name,
             regions=regions,
             metadata=theirs.metadata,
+            connections=connections,
             keys=keys,
         )
         self._parked.meet(met, self._agent)
@@ -324,7 +369,12 @@ class NixlTransport(Transport):
             if failed:
                 raise failed[0]
         peer.metadata, peer.keys = theirs.metadata, keys
-        peer.tell(self._agent)
+        try:
+            peer.tell(self._agent)
+        except ConnectError:
+            # NIXL drops whom it knew with metadata that it does not take.
+            peer.lose()
+            raise
         peer.lost = False
 
     def _start(

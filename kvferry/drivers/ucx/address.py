@@ -10,7 +10,9 @@ import msgspec
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
 from kvferry.core.untrusted import MALFORMED
+from kvferry.drivers.ucx.structs import MEMORY
 from kvferry.drivers.ucx.ucp import MAX_PACKED_KEY, MAX_WORKER_ADDRESS
+from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
 
 MAX_ADDRESS_BYTES = 4 << 20
 MAX_REGIONS = 1 << 14
@@ -59,6 +61,8 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         withdrawn: how many registrations had been undone when this was made.
         regions: what was registered then.
         digest: of what only UCX can read: it does not survive bytes that were changed on the way.
+        whole: of all of this, so that a changed one is refused rather than waited for; empty from
+            versions before it.
     """
 
     magic: Literal["kvferry-ucx-1"] = "kvferry-ucx-1"
@@ -70,6 +74,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     withdrawn: Word
     regions: Annotated[list[RegisteredRegion], msgspec.Meta(max_length=MAX_REGIONS)]
     digest: bytes = b""
+    whole: bytes = b""
 
 
 _decoder = msgspec.msgpack.Decoder(Address)
@@ -78,7 +83,7 @@ _decoder = msgspec.msgpack.Decoder(Address)
 def encode(address: Address) -> bytes:
     """The bytes that peers get, with their digest."""
     return msgspec.msgpack.encode(
-        msgspec.structs.replace(address, digest=_digest(address)),
+        msgspec.structs.replace(address, digest=_digest(address), whole=_whole(address)),
     )
 
 
@@ -99,7 +104,7 @@ def decode(data: bytes) -> Address:
         raise ConnectError(
             f"not an address of the ucx driver ({exc}): both sides must use the same driver"
         ) from exc
-    if address.digest != _digest(address):
+    if address.digest != _digest(address) or address.whole not in (b"", _whole(address)):
         raise ConnectError(
             f"the address of {address.name[:64]} was damaged on its way: its digest is another"
         )
@@ -121,8 +126,41 @@ def regions_of(address: Address) -> dict[Region, RegisteredRegion]:
         raise ConnectError(f"the address of {address.name} names no valid region: {exc}") from exc
 
 
+def check_packed(address: Address) -> None:
+    """Refuse what UCX cannot have packed, before UCX reads it.
+
+    Raises:
+        ConnectError: the address of the worker or a key is of another form.
+    """
+    try:
+        check_worker_address(address.worker)
+        for region in address.regions:
+            if region.kind in MEMORY:
+                check_key(region.packed, frozenset({MEMORY[region.kind]}))
+            else:
+                check_key(region.packed)
+    except FormatError as exc:
+        raise ConnectError(
+            f"the address of {address.name} holds what UCX did not pack: {exc}"
+        ) from exc
+
+
 def _digest(address: Address) -> bytes:
     digest = hashlib.blake2b(address.worker, digest_size=_DIGEST_BYTES)
     for region in address.regions:
         digest.update(region.packed)
     return digest.digest()
+
+
+def _whole(address: Address) -> bytes:
+    """Of the fields that there were when it was introduced: who adds one leaves it as it is."""
+    said = (
+        address.name,
+        address.instance,
+        address.place,
+        address.ucx,
+        address.worker,
+        address.withdrawn,
+        address.regions,
+    )
+    return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=_DIGEST_BYTES).digest()

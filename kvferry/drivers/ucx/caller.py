@@ -186,8 +186,13 @@ class Caller:
         return outlet
 
     def met(self, address: Address) -> Peer | None:
-        """The peer of an address, if it is known."""
-        found = (p for p in self.peers.values() if p.address.instance == address.instance)
+        """The peer of an address, if it is known: an address that leads to another worker is not
+        that of a peer with the same instance, whatever else it says."""
+        found = (
+            p
+            for p in self.peers.values()
+            if (p.address.instance, p.address.worker) == (address.instance, address.worker)
+        )
         return next(found, None)
 
     def revive(self, peer: Peer) -> Line:
@@ -294,7 +299,8 @@ class Caller:
             line.part(
                 PeerLostError(
                     f"{line.host.name} has not answered in {self._patience:g} s: it may be "
-                    "stopped, or the network cut (driver_options: connect_seconds)"
+                    "stopped, or the network cut (driver_options: connect_seconds), or another "
+                    "is there by now: connect with a new address"
                 )
             )
         if line.buried():

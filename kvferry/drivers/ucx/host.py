@@ -39,9 +39,18 @@ from kvferry.drivers.ucx.messages import (
 from kvferry.drivers.ucx.relay import checked, lined_up, store
 from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker, wait_closed
+from kvferry.drivers.ucx_format import FormatError, check_worker_address, is_known
 
 _NOTE_BYTES = 256
 """What keeping a notification takes besides its payload."""
+
+MAX_LINES = 4096
+"""Callers that are served at once, two lines each where they read much. Each takes an endpoint of
+UCX and, over tcp, a file descriptor or more; 256 engines of eight ranks have as many."""
+MAX_WAITING = 256
+"""Hellos that wait until an earlier line of their caller is closed."""
+MAX_REFUSED = 64
+"""Connections on which a refusal was said, and which are there until it has arrived."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -76,6 +85,7 @@ class Host:
     Attributes:
         lock: for the worker, and for everything here.
         worker: whose address peers get.
+        format_known: whether the addresses that UCX makes and reads here can be checked.
         regions: what is registered.
     """
 
@@ -83,9 +93,11 @@ class Host:
         self.lock = Lock()
         self.worker = make()
         self.worker.carried = self._store
+        self.format_known = is_known(self.worker.address)
         self._instance = instance
         self._visitors: dict[int, _Visitor] = {}
         self._lines: dict[LineId, _Visitor] = {}
+        self._refused: deque[_Visitor] = deque()
         # Until the lines that they take the place of are closed.
         self._waiting: deque[Hello] = deque()
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
@@ -217,17 +229,41 @@ class Host:
             self._notes.append(Notification(sender=visitor.caller, payload=payload))
 
     def _meet(self, hello: Hello) -> None:
-        """Close the earlier line of a caller, and then answer."""
+        """Close the earlier line of a caller, and then answer.
+
+        A hello that is not for this transport is dropped, with nothing of it used: that it has the
+        random instance shows that its caller was admitted to a handshake.
+        """
+        if hello.host != self._instance or not self._may_wait(hello):
+            return
         for visitor in list(self._lines.values()):
             if (visitor.caller, visitor.lane) == (hello.caller, hello.lane):
                 self._part(visitor)
         self._waiting.append(hello)
 
+    def _may_wait(self, hello: Hello) -> bool:
+        """Whether there is room, the line is not another caller's, and UCX can read where it is."""
+        if len(self._waiting) >= MAX_WAITING or self._names_anothers(hello):
+            return False
+        try:
+            if self.format_known:
+                check_worker_address(hello.worker)
+        except FormatError:
+            return False
+        return True
+
+    def _names_anothers(self, hello: Hello) -> bool:
+        """Whether a line of this name is another's: a second one does not take its place."""
+        visitor = self._lines.get(hello.line)
+        if visitor is not None and (visitor.caller, visitor.lane) != (hello.caller, hello.lane):
+            return True
+        return any(waiting.line == hello.line for waiting in self._waiting)
+
     def _answer(self, hello: Hello) -> None:
         missed = self.withdrawals - hello.since
         reason = ""
-        if hello.host != self._instance:
-            reason = "this is another transport than the one that gave the address"
+        if len(self._lines) >= MAX_LINES:
+            reason = f"it serves {MAX_LINES} connections, and no more: disconnect some"
         elif not 0 <= missed <= len(self._withdrawn):
             reason = "the address is too old: connect again with a new one"
         try:
@@ -247,6 +283,9 @@ class Host:
         self._visitors[number] = visitor
         if reason:
             self._say(visitor, Refused(hello.line, reason))
+            self._refused.append(visitor)
+            if len(self._refused) > MAX_REFUSED:
+                self._part(self._refused[0])
             return
         self._lines[hello.line] = visitor
         keys = list(self._withdrawn)[len(self._withdrawn) - missed :]
@@ -260,5 +299,7 @@ class Host:
     def _part(self, visitor: _Visitor) -> None:
         self.worker.end(visitor.endpoint)
         del self._visitors[visitor.number]
+        if not visitor.welcome and visitor in self._refused:
+            self._refused.remove(visitor)
         if self._lines.get(visitor.line) is visitor:
             del self._lines[visitor.line]

@@ -38,7 +38,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """To a host: a line.
 
     Attributes:
-        host: the instance that is meant.
+        host: the instance that is meant, which only its address says; others drop this.
         caller: the caller's name.
         lane: of its lines side by side, which; the earlier one, if there is one, ends with this.
         worker: where the host's answers go.

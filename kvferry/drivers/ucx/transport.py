@@ -202,6 +202,8 @@ class UcxTransport(Transport):
         theirs = wire.decode(address)
         if theirs.ucx.partition(".")[0] != str(MAJOR):
             raise ConnectError(f"{theirs.name} has UCX {theirs.ucx}, and this side {MAJOR}.x")
+        if self._host.format_known:
+            wire.check_packed(theirs)
         regions = wire.regions_of(theirs)
         with self._caller.lock:
             peer = self._caller.met(theirs)

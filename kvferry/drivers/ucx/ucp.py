@@ -33,6 +33,8 @@ ERRORS_FROM = (1 << 64) - 100
 
 MAX_WORKER_ADDRESS = 1 << 16
 MAX_PACKED_KEY = 1 << 12
+_MARGIN = bytes(256)
+"""Behind what UCX reads without its length: within a transport's part it takes its own for it."""
 
 _MESSAGE_ID = 1
 _SIZE = ctypes.c_size_t
@@ -235,7 +237,7 @@ class Ucp:
             TransportError: UCX refuses.
         """
         params = structs.EndpointParams.of(
-            address=address,
+            address=address + _MARGIN,
             err_mode=structs.ERRORS_OF_PEER,
             err_handler_cb=on_error,
             err_handler_arg=number,
@@ -283,7 +285,9 @@ class Ucp:
             TransportError: it is none, or the endpoint cannot use it.
         """
         trouble = "cannot reach the peer's memory over this connection"
-        return RemoteKey(self._new("ucp_ep_rkey_unpack", endpoint, packed, trouble=trouble))
+        return RemoteKey(
+            self._new("ucp_ep_rkey_unpack", endpoint, packed + _MARGIN, trouble=trouble)
+        )
 
     def destroy_key(self, key: RemoteKey) -> None:
         """Undo ``unpack``."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import HandshakeError, SecretError
 from kvferry.core.handshake.sockets import is_loopback, numeric_hosts
 from kvferry.core.security import (
-    OPEN,
+    NEARBY,
     Access,
     KeyPair,
     Networks,
@@ -34,7 +34,7 @@ class Admission:
         exposed: which secrets others may know, and what to do.
     """
 
-    access: Access = OPEN
+    access: Access = NEARBY
     secrets: TicketSecrets | None = None
     exposed: tuple[str, ...] = ()
 
@@ -58,7 +58,7 @@ def admission_of(config: Config, environment: Mapping[str, str] = os.environ) ->
         access = Access(
             own=KeyPair.of(own.text, own.place) if own else None,
             peers=listed_keys(config.curve_peers, "curve_peers", environment),
-            networks=None if config.allowed_peers is None else Networks.of(config.allowed_peers),
+            networks=_networks(config),
         )
         secrets = TicketSecrets.of(tickets) if tickets else None
     except SecretError as exc:
@@ -83,6 +83,15 @@ def warn(admission: Admission, host: str) -> None:
         logger.warning("%s", text)
 
 
+def _networks(config: Config) -> Networks | None:
+    """Return where peers may be; ``None`` for anywhere."""
+    if isinstance(config.allowed_peers, str):
+        return None
+    if config.allowed_peers is None:
+        return Networks.nearby()
+    return Networks.of(config.allowed_peers)
+
+
 def _is_private(host: str) -> bool:
     try:
         return all(map(is_loopback, numeric_hosts(host, 0)))
@@ -105,6 +114,23 @@ def _open(admission: Admission, host: str) -> Iterator[str]:
         )
         if admission.access.networks is None:
             yield (
-                "a ticket may name any address, and this engine connects to it. Set allowed_peers "
-                "or ticket_secrets"
+                "a ticket may name any address, and this engine connects to it: allowed_peers is "
+                "'anywhere'. List networks there, or set ticket_secrets"
             )
+    if _is_far(admission.access, host):
+        yield (
+            f"the side channel at {host} has a public address, and engines of other hosts with "
+            "such addresses are neither served nor asked. Set allowed_peers to their networks"
+        )
+
+
+def _is_far(access: Access, host: str) -> bool:
+    """Return whether engines like this one are not admitted, and nobody has said so."""
+    networks = access.networks
+    if networks is None or not networks.this_host:
+        return False
+    others = Networks(networks.networks)
+    try:
+        return not any(numeric in others for numeric in numeric_hosts(host, 0))
+    except HandshakeError:
+        return False

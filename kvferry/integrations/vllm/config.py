@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HIGHEST_PORT = 65535
+ANYWHERE = "anywhere"
 
 Place = Annotated[str, Meta(min_length=1, max_length=4096)]
 
@@ -36,6 +37,7 @@ NIXL_KEYS = {
 NIXL_ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "side_channel_host",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "side_channel_port",
+    "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "kv_lease_duration",
 }
 """NixlConnector's environment variables, each with the key that does the same here."""
 
@@ -74,7 +76,8 @@ class Config:
             encrypted.
         curve_peers: public keys of the engines that may ask there, and that may be asked; or where
             they are.
-        allowed_peers: networks in CIDR notation that peers must be in; ``None`` for anywhere.
+        allowed_peers: networks in CIDR notation that peers must be in, or ``ANYWHERE``; ``None``
+            for this host and private networks.
     """
 
     driver: Annotated[str, Meta(min_length=1)] = "loopback"
@@ -94,7 +97,7 @@ class Config:
     ticket_secrets: Annotated[tuple[Place, ...], Meta(max_length=8)] = ()
     curve_secret_key: Annotated[str, Meta(max_length=4096)] = ""
     curve_peers: Annotated[tuple[Place, ...], Meta(max_length=4096)] = ()
-    allowed_peers: Annotated[tuple[Place, ...], Meta(max_length=4096)] | None = None
+    allowed_peers: Annotated[tuple[Place, ...], Meta(max_length=4096)] | str | None = None
 
 
 KEYS = tuple(f.name for f in fields(Config))
@@ -117,6 +120,11 @@ def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
         config = msgspec.convert(dict(extra), Config)
     except msgspec.ValidationError as exc:
         raise ConfigError(f"kv_connector_extra_config: {exc}") from exc
+    if isinstance(config.allowed_peers, str) and config.allowed_peers != ANYWHERE:
+        raise ConfigError(
+            f"kv_connector_extra_config: {config.allowed_peers[:100]!r} is neither a list of "
+            f"networks, such as ['10.0.0.0/8'], nor {ANYWHERE!r} - at `$.allowed_peers`"
+        )
     if not config.side_channel_port:
         return config
     port = config.side_channel_port + data_parallel_index

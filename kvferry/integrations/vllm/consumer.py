@@ -7,6 +7,7 @@ takes the way of any other, and the worker reports it as failed.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from kvferry.core.errors import HandshakeError, TicketError, TicketReason
 from kvferry.core.failures import explained, on_one_line
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.users import HoldUsers
 from kvferry.core.stats import REFUSED, Figures
 from kvferry.integrations.vllm import ticket as tickets
 from kvferry.integrations.vllm.admission import Admission
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+SAMPLE = re.compile(r"[0-9]+_")
+"""How vLLM begins the id of each of several samples of one prompt (``n`` of a request), which come
+to the scheduler one by one, and are told by nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,7 @@ class Consumer:
         self._admission = admission
         self._waiting: dict[str, Ticket | TicketError] = {}
         self._loading: dict[str, int | None] = {}
+        self._users = HoldUsers()
         self._prepare: list[Ticket] = []
         self._loads: list[Load] = []
         self._refused: list[tuple[str, str]] = []
@@ -95,6 +102,7 @@ class Consumer:
             self._figures.add(REFUSED, reason=error.reason.value)
         else:
             self._waiting[request.request_id] = ticket
+            self._users.add(RequestId(request.request_id), ticket)
             self._prepare.append(ticket)
 
     def matched(self, request: Request, computed: int) -> int:
@@ -111,8 +119,10 @@ class Consumer:
             refused = isinstance(entry, TicketError)
             self._loading[request.request_id] = None if refused else external
         if isinstance(entry, Ticket):
-            load = self._load(request, entry, blocks) if external else None
-            self._loads.append(load or self._nothing_to_load(request.request_id, entry))
+            if external:
+                self._loads.append(self._load(request, entry, blocks))
+            else:
+                self._needs_nothing(request.request_id, entry)
         elif external:
             self._refused.append((request.request_id, str(entry)))
 
@@ -120,7 +130,7 @@ class Consumer:
         """A request ended, maybe before its load did, or before it had one."""
         entry = self._waiting.pop(request.request_id, None)
         if isinstance(entry, Ticket):
-            self._loads.append(self._nothing_to_load(request.request_id, entry))
+            self._needs_nothing(request.request_id, entry)
         elif request.request_id in self._loading:
             self._aborted.append(request.request_id)
 
@@ -130,6 +140,10 @@ class Consumer:
             tokens = self._loading.pop(request_id, None)
             if tokens is None:
                 continue
+            # vLLM passes a report on when every rank has made it. Ranks end loads in different
+            # orders, some of them before they hear of the next one, so only what all have reported
+            # counts: no rank reads for this request any more when "done" is said after it.
+            self._users.over(RequestId(request_id), loaded=request_id not in failed)
             if request_id in failed:
                 self._figures.add(FAILED)
             else:
@@ -138,6 +152,8 @@ class Consumer:
 
     def drain(self) -> Arrivals:
         """What the workers must hear in this step."""
+        for ticket in self._users.take_unused():
+            self._loads.append(self._nothing_to_load(ticket.request, ticket, shared=False))
         arrivals = Arrivals(
             prepare=tuple(self._prepare),
             loads=tuple(self._loads),
@@ -151,7 +167,8 @@ class Consumer:
     @property
     def pending(self) -> bool:
         """Whether the workers have yet to hear something."""
-        return bool(self._prepare or self._loads or self._refused or self._aborted)
+        messages = self._prepare or self._loads or self._refused or self._aborted
+        return bool(messages) or self._users.pending
 
     def _admit(self, request: Request) -> Ticket:
         """Raises ``TicketError``."""
@@ -218,10 +235,22 @@ class Consumer:
             ticket=ticket,
             ranges=tuple(tokens for tokens, _ in wanted),
             local=tuple(pages for _, pages in wanted),
+            shared=self._shares(request.request_id),
         )
 
-    def _nothing_to_load(self, request_id: str, ticket: Ticket) -> Load:
-        """Tells the producer that its pages are not needed (any more)."""
+    def _shares(self, request_id: str) -> bool:
+        """Whether a load that is ordered now leaves it to a later one to say "done"."""
+        siblings = SAMPLE.match(request_id) is not None
+        return self._users.order(RequestId(request_id), siblings=siblings)
+
+    def _needs_nothing(self, request_id: str, ticket: Ticket) -> None:
+        """A request with a ticket loads nothing; the producer is told, unless others load."""
+        shared = self._shares(request_id)
+        self._loads.append(self._nothing_to_load(request_id, ticket, shared=shared))
+        self._users.over(RequestId(request_id), loaded=False)
+
+    def _nothing_to_load(self, request_id: str, ticket: Ticket, *, shared: bool) -> Load:
+        """Return a load that tells the producer that its pages are not needed (any more)."""
         groups = len(self._groups)
         return Load(
             request=RequestId(request_id),
@@ -229,6 +258,7 @@ class Consumer:
             ranges=(None,) * groups,
             local=(NOTHING,) * groups,
             report=False,
+            shared=shared,
         )
 
 

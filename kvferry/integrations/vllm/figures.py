@@ -17,6 +17,8 @@ class NoTicket(enum.StrEnum):
     """It alone has more blocks than may be held."""
     WENT_ON = "went_on"
     """It was decoded here for too long: its states and windows are past its prompt."""
+    SCORED = "scored"
+    """It asked for ``prompt_logprobs``, so its states and windows are past what decode needs."""
 
 
 LOADS = Figure(

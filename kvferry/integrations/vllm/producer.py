@@ -160,7 +160,21 @@ class Producer:
                 f"of its prompt of {request.num_prompt_tokens} are gone: prefill with max_tokens 1",
             )
             return 0
+        if self._bounded and _for_another(request) and self._kept_whole(request):
+            self._no_ticket(
+                request,
+                NoTicket.SCORED,
+                f"it asked for prompt_logprobs, so all {tokens} tokens were computed, and the "
+                "states and windows that decode starts from are gone: ask for them on decode, "
+                "which then computes the prompt itself",
+            )
+            return 0
         return tokens
+
+    def _kept_whole(self, request: Request) -> bool:
+        """Return whether a prompt was left whole that is otherwise shortened."""
+        scored: bool = request.skip_reading_prefix_cache
+        return scored and request.num_prompt_tokens > self._backoff
 
     def sent(self, request_ids: Sequence[str]) -> None:
         """All workers have reported the requests sent."""

@@ -28,7 +28,18 @@ def digest_of(request: Request, tokens: int) -> bytes:
     # A client's salt may be text that is not encodable.
     salt = request.cache_salt and request.cache_salt.encode("utf-8", "surrogatepass")
     ids = (request.prompt_token_ids or [])[:tokens]
-    return digest(ids, lora, media, salt, _embeddings(request, tokens))
+    return digest(ids, lora, media, salt, _embeddings(request, tokens), *_mask(request, tokens))
+
+
+def _mask(request: Request, tokens: int) -> tuple[bytes, ...]:
+    """Return which of a prompt's first positions are token ids and which are embeddings.
+
+    Empty where vLLM gives no such mask, so that every other prompt keeps its digest. A mask that is
+    all true or all false is not left out: vLLM reads the same ids and embeddings in another way
+    where there is none.
+    """
+    mask = request.prompt_is_token_ids
+    return () if mask is None else (bytes(map(bool, mask[:tokens])),)
 
 
 def _embeddings(request: Request, tokens: int) -> bytes | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.handshake import EngineInfo, HandshakeServer, engine_info
-from kvferry.core.security import OPEN, Access
+from kvferry.core.security import NEARBY, Access
 from kvferry.integrations.vllm.config import Config
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Serving:
 def serve(
     ranks: tuple[bytes, ...],
     config: Config,
-    access: Access = OPEN,
+    access: Access = NEARBY,
     problems: Callable[[], Sequence[str]] = tuple,
     *,
     ticket_key: bytes = b"",

@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
+
 import numpy as np
 import pytest
 
 from kvferry.core.errors import ConnectError, DriverError, TransportError
-from kvferry.core.transport import INTERFACE_VERSION, Quiescence, State, Transport
+from kvferry.core.transport import (
+    INTERFACE_VERSION,
+    PeerId,
+    Quiescence,
+    State,
+    TransferId,
+    Transport,
+)
 from kvferry.testing.contract.batches import batch
 from kvferry.testing.contract.lab import MIB, OPS, Lab, refused
 from kvferry.testing.contract.neighbour import Neighbour
 from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.memory import imported, pattern
 from kvferry.testing.peers import Peer, Process
+
+_FLIPS = 24
+
+
+def flipped(address: bytes, count: int) -> Iterator[bytes]:
+    """An address with one bit changed, in so many places of it."""
+    for index in range(count):
+        at = len(address) * index // count
+        wrong = bytearray(address)
+        wrong[at] ^= 1 << index % 8
+        yield bytes(wrong)
+
+
+def renamed(address: bytes, name: str) -> Iterator[bytes]:
+    """An address with another name of the same length, in each place where it says its own."""
+    own = name.encode()
+    other = own[:-1] + (b"0" if own[-1:] != b"0" else b"1")
+    at = address.find(own)
+    while at >= 0:
+        yield address[:at] + other + address[at + len(own) :]
+        at = address.find(own, at + 1)
+
+
+def connect_and_part(lab: Lab, address: bytes, kept: Container[PeerId]) -> None:
+    """Connect to what may be no peer, and disconnect it unless it is one of those that are kept."""
+    try:
+        found = lab.transport.connect(address)
+    except ConnectError:
+        return
+    if found not in kept:
+        lab.transport.disconnect(found)
 
 
 class PeerTests(ContractSettings):
@@ -73,6 +113,39 @@ class PeerTests(ContractSettings):
         for transport in (lab.transport, lab.make(), lab.make()):
             assert isinstance(transport.connect(address), int)
         lab.works(remote)
+
+    def test_an_address_that_was_changed_on_its_way_harms_nobody(
+        self, lab: Lab, shared_process: Process
+    ) -> None:
+        """It connects or is refused; what is under way with others goes on."""
+        neighbour = Neighbour(lab, lab.make())
+        peer = lab.transport.connect(shared_process.address())
+        lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        for wrong in flipped(neighbour.address(), _FLIPS):
+            connect_and_part(lab, wrong, {peer})
+        self._goes_on(lab, lasting, peer)
+        lab.works(neighbour)
+        lab.works(shared_process)
+
+    def test_an_address_under_another_name_takes_no_connection_away(
+        self, lab: Lab, shared_process: Process
+    ) -> None:
+        """Where an address says a name, somebody may publish it under another one."""
+        address = shared_process.address()
+        peer = lab.transport.connect(address)
+        lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        for wrong in renamed(address, shared_process.name):
+            connect_and_part(lab, wrong, {peer})
+            assert lab.transport.connect(address) == peer, "the peer has been taken away"
+        self._goes_on(lab, lasting, peer)
+        lab.works(shared_process)
+
+    @staticmethod
+    def _goes_on(lab: Lab, transfer: TransferId, peer: PeerId) -> None:
+        """See that a transfer has not failed, and end it."""
+        (status,) = lab.poll([transfer])
+        assert status.error is None, "another peer's address has ended a transfer"
+        lab.transport.disconnect(peer)
 
     # Connections.
 

@@ -138,6 +138,7 @@ class Engine:
         first: int = 0,
         first_index: int = 0,
         nothing: bool = False,
+        shared: bool = False,
         passed: Callable[[], bool] | None = None,
     ) -> None:
         """Start a load on every rank."""
@@ -147,6 +148,7 @@ class Engine:
             ranges=(None if nothing else (first, ticket.tokens),),
             local=(Pages(ids=np.array(pages, dtype=np.int64), first_index=first_index),),
             report=not nothing,
+            shared=shared,
         )
         for rank in self.ranks:
             rank.endpoint.load(load, passed)

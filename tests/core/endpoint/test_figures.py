@@ -84,6 +84,7 @@ def test_a_load_is_counted_where_it_was_read() -> None:
         inside = [stages[each] for each in Stage if each not in (Stage.WAIT, Stage.HANDSHAKE)]
         assert 0 < sum(inside) <= seconds
         assert stages[Stage.HANDSHAKE] > 0
+        assert stages[Stage.FENCE] > 0
         assert stages[Stage.WAIT] == 0.0
         troubles = (FAILURES, STALE, REFUSED, LOST_PEERS, UNTOLD, PEERS_DOWN)
         assert not any(counted.of(figure) for figure in troubles)

@@ -69,14 +69,22 @@ class Down(Watched):
         return super().notifications()
 
 
-def test_a_driver_that_is_down_is_a_problem() -> None:
+def test_a_driver_that_is_down_is_a_problem_until_it_is_up_again() -> None:
+    """And the endpoint goes on: nothing that it serves depends on what has failed for long."""
     driver = Down()
-    with engine("decode", transport=lambda: driver) as decode:
+    with engine("prefill") as prefill, engine("decode", transport=lambda: driver) as decode:
         endpoint = decode.ranks[0].endpoint
         assert endpoint.healthy
         driver.down = True
         eventually(lambda: not endpoint.healthy, "nobody has to ask anything of it")
-        assert endpoint.problems == ("the endpoint has failed: the library has gone",)
+        assert endpoint.problems == (
+            "the driver's notifications failed, again and again, first with TransportError: the "
+            "library has gone; restart the engine if that lasts",
+        )
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        assert not decode.outcome("d-1").failed
+        driver.down = False
+        eventually(lambda: endpoint.healthy, "it is up again")
 
 
 class Stuck(Watched):

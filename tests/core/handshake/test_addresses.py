@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.errors import HandshakeError
+from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer, fetch, ping
 from kvferry.core.handshake import sockets as module
-from kvferry.core.security import Access, Networks
+from kvferry.core.security import NEARBY, Access, Networks
 from tests.core.messages import encoded, payload
 from tests.core.scarcity import no_threads
 
@@ -121,3 +121,24 @@ def test_no_thread_for_a_resolver(server: HandshakeServer, monkeypatch: pytest.M
             with pytest.raises(HandshakeError, match=r"can't start new thread; .*ulimit"):
                 ping("prefill.test", server.port, "prefill", timeout=LONG)
     assert ping("prefill.test", server.port, "prefill", timeout=LONG) == 7
+
+
+def test_nearby_is_this_host_by_whatever_address_it_has() -> None:
+    """The one of its network may be public."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(("192.0.2.77", 9))
+        except OSError:
+            pytest.skip("this host has no network")
+        own = asking.getsockname()[0]
+    made = encoded(payload())
+    with HandshakeServer(made, engine="prefill", incarnation=7, host=own, access=NEARBY) as server:
+        assert ping(own, server.port, "prefill", timeout=LONG, access=NEARBY) == 7
+
+
+def test_what_is_not_nearby_is_not_connected_to_unless_it_is_said() -> None:
+    with pytest.raises(AdmissionError) as refused:
+        ping("198.51.100.7", 1, "prefill", timeout=LONG, access=NEARBY)
+    said = str(refused.value)
+    assert "allowed_peers (this host and private networks)" in said
+    assert "or set allowed_peers to 'anywhere'" in said

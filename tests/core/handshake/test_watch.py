@@ -87,6 +87,17 @@ def test_many_connections_share_a_bound(
     assert lives(server)
 
 
+def test_those_that_sent_little_stay(
+    server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they sent too much, and only as many are cut off as that takes."""
+    monkeypatch.setattr(watch, "MAX_ALL_BYTES", 1 << 14)
+    with connected(server) as little, connected(server) as much:
+        flood(much, MORE * 1000, 30_000)
+        assert is_over(much)
+        assert answered(little)
+
+
 def is_over(raw: socket.socket) -> bool:
     """Waits for the end of a connection, or for a second without one."""
     raw.settimeout(1)

@@ -15,6 +15,7 @@ from tests.core.lifecycle.producer import PAGES, At
 if TYPE_CHECKING:
     from tests.core.lifecycle.consumer_rank import ConsumerRank
     from tests.core.lifecycle.model import World
+    from tests.core.lifecycle.producer import Issue
 
 
 def check_ledger(world: World) -> None:
@@ -30,6 +31,7 @@ def check_rest(world: World) -> None:
     """
     for engine in world.consumers:
         require(not engine.requests, "never reported:", engine.requests)
+        require(len(engine.users) == 0, "holds that are used by nobody:", len(engine.users))
         for rank in engine.ranks:
             _check_rank(world, rank)
     for prompt in world.producer.at(At.HELD):
@@ -47,12 +49,21 @@ def _check_rank(world: World, rank: ConsumerRank) -> None:
     for load_id, pull in rank.pulls.items():
         require(pull.reported and load_id not in rank.loads, "a load that is never over")
         issue, link = pull.request.issue, pull.link
+        if pull.shared:
+            _check_done_is_said(rank, issue)
+            continue
         if link is None or link.broken or issue.producer is not world.producer:
             continue
         for party in rank.parties:
             book = world.producer.ranks[party.rank].book
             knows = book.knows(issue.ticket.hold, rank.engine, rank.rank)
             require(knows, "a producer rank was never told:", party)
+
+
+def _check_done_is_said(rank: ConsumerRank, issue: Issue) -> None:
+    """Of those that share a hold, or after them, one load tells the producer."""
+    tells = any(not p.shared and p.request.issue is issue for p in rank.pulls.values())
+    require(tells, "nothing says done about a hold that was shared:", issue.ticket.hold)
 
 
 def check_end(world: World) -> None:

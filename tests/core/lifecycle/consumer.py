@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvferry.core.errors import KVFerryError, TicketError
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.loads import Loads, Op, Party
 from kvferry.core.lifecycle.renewals import Renewals
+from kvferry.core.lifecycle.users import HoldUsers
 from tests.core.lifecycle.consumer_rank import ConsumerRank
-from tests.core.lifecycle.decodes import Decode, Meta, Stage
+from tests.core.lifecycle.decodes import Decode, Meta, Order, Stage
 from tests.core.lifecycle.fabric import Fabric, require
-from tests.core.lifecycle.producer import PAGES, STEPS_AHEAD, Producer, skewed
+from tests.core.lifecycle.producer import PAGES, STEPS_AHEAD, Issue, Producer, skewed
 
 
 class Consumer:
@@ -26,11 +28,17 @@ class Consumer:
         rank: type[ConsumerRank],
         loads: type[Loads],
         renewals: type[Renewals],
+        users: type[HoldUsers],
+        uids: Iterator[int],
         fabric: Fabric,
         producer: Callable[[], Producer],
         clock: Callable[[], float],
     ) -> None:
         self.name = name
+        self.users = users()
+        self._uids = uids
+        self._issues: dict[Hold, Issue] = {}
+        self._ordered: dict[int, int] = {}
         expected: dict[int, int] = defaultdict(int)
         for parties in plan:
             for party in parties:
@@ -41,6 +49,7 @@ class Consumer:
                 rank=i,
                 parties=parties,
                 expected=expected,
+                ordered=self._ordered,
                 loads=loads,
                 renewals=renewals,
                 fabric=fabric,
@@ -53,7 +62,7 @@ class Consumer:
         self.free = list(range(1, PAGES + 1))
         self.steps: deque[Meta] = deque()
         self._prepares: list[Decode] = []
-        self._begins: list[tuple[Decode, bool]] = []
+        self._begins: list[Order] = []
         self._aborts: list[Decode] = []
         self._refusals: list[tuple[Decode, KVFerryError]] = []
 
@@ -64,7 +73,14 @@ class Consumer:
     def add(self, request: Decode) -> None:
         self.requests[request.id] = request
         if request.admitted:
+            self._issues[request.issue.ticket.hold] = request.issue
+            self.users.add(request.id, request.issue.ticket)
             self._prepares.append(request)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the ranks must hear something, although there may be no request."""
+        return bool(self._prepares or self._begins or self._aborts) or self.users.pending
 
     @property
     def can_schedule(self) -> bool:
@@ -78,6 +94,8 @@ class Consumer:
                 self._tell(request)
             elif size <= len(self.free):
                 self._alloc(request, size)
+        for ticket in self.users.take_unused():
+            self._order_done(self._issues[ticket.hold])
         step = Meta(
             prepares=self._prepares,
             begins=self._begins,
@@ -129,16 +147,32 @@ class Consumer:
     def _tell(self, request: Decode) -> None:
         """Nothing is to be read: the producer is told, and nobody reports."""
         if request.admitted:
-            self._begins.append((request, False))
+            self._order(request, pulling=False)
+            self.users.over(request.id, loaded=False)
         self.finish(request)
 
     def _alloc(self, request: Decode, size: int) -> None:
         request.pages = tuple(self.free.pop() for _ in range(size))
         request.stage = Stage.LOADING
         if request.admitted:
-            self._begins.append((request, True))
+            self._order(request, pulling=True)
         else:
             self._refusals.append((request, TicketError("another prompt")))
+
+    def _order(self, request: Decode, *, pulling: bool) -> None:
+        shared = self.users.order(request.id, siblings=request.sample)
+        self._begins.append(Order(request=request, pulling=pulling, shared=shared))
+        # Of a sample, whose siblings may come later, no message may ever end the hold.
+        self._ordered[request.uid] = sys.maxsize if request.sample else next(self._uids)
+
+    def _order_done(self, issue: Issue) -> None:
+        """Nobody uses a hold any more, and the producer does not know."""
+        uid = next(self._uids)
+        name = RequestId(f"done-{uid}")
+        request = Decode(uid=uid, id=name, issue=issue, cached=issue.prompt.size, prompt_fits=True)
+        order = Order(request=request, pulling=False, shared=False, prepared=False)
+        self._begins.append(order)
+        self._ordered[uid] = uid
 
     def _hear(self, rank: int, request: Decode, error: KVFerryError | None) -> None:
         awaited = self.requests.get(request.id) is request
@@ -149,6 +183,7 @@ class Consumer:
         if len(request.reports) < len(self.ranks):
             return
         failed = any(e is not None for e in request.reports.values())
+        self.users.over(request.id, loaded=not failed)
         if failed or request.stage is Stage.ABORTED:
             self.finish(request)
             return

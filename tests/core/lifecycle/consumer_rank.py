@@ -23,7 +23,7 @@ from kvferry.core.lifecycle.renewals import Renewals
 from kvferry.core.lifecycle.ticket import check_against, page_limits
 from kvferry.core.transport import State
 from kvferry.core.wire import RankPayload, Release, encode
-from tests.core.lifecycle.decodes import LATE, STALE, Decode, Meta, Pull
+from tests.core.lifecycle.decodes import LATE, STALE, Decode, Meta, Order, Pull
 from tests.core.lifecycle.fabric import Content, Fabric, Link, Message, Transfer, Violation, require
 from tests.core.lifecycle.producer import LOAD_TIMEOUT, PAGES, Producer
 from tests.core.lifecycle.renewing import Renewing
@@ -39,6 +39,7 @@ class ConsumerRank:
         rank: int,
         parties: tuple[Party, ...],
         expected: dict[int, int],
+        ordered: dict[int, int],
         loads: type[Loads],
         renewals: type[Renewals],
         fabric: Fabric,
@@ -49,6 +50,7 @@ class ConsumerRank:
         self.rank = rank
         self.parties = parties
         self.expected = expected
+        self._ordered = ordered
         self.loads = loads()
         self.renewing = Renewing(self, renewals)
         self.fabric = fabric
@@ -72,8 +74,8 @@ class ConsumerRank:
         step = self.inbox.popleft()
         for request in step.prepares:
             self.renewing.prepare(request)
-        for request, pulling in step.begins:
-            self._begin(request, pulling=pulling)
+        for order in step.begins:
+            self._begin(order)
         for request in step.aborts:
             self._abort(request)
         self.results.extend(step.refusals)
@@ -127,17 +129,31 @@ class ConsumerRank:
 
     # Begin and end.
 
-    def _begin(self, request: Decode, *, pulling: bool) -> None:
-        ticket = request.issue.ticket
+    def _begin(self, order: Order) -> None:
+        request, ticket = order.request, order.request.issue.ticket
+        gone_before = order.prepared and self.renewing.take(request)
+        if order.shared and not order.pulling:
+            return
         deadline = self.now() + LOAD_TIMEOUT
         load_id = self.loads.begin(
-            request.id, ticket.hold, computed=ticket.computed, reads=pulling, deadline=deadline
+            request.id,
+            ticket.hold,
+            computed=ticket.computed,
+            reads=order.pulling,
+            deadline=deadline,
+            shared=order.shared,
         )
         require(load_id not in self.pulls, "a load id came back")
-        pull = Pull(request=request, pulling=pulling, deadline=deadline, wants=_wants(request))
+        pull = Pull(
+            request=request,
+            pulling=order.pulling,
+            shared=order.shared,
+            deadline=deadline,
+            wants=_wants(request),
+        )
         self.pulls[load_id] = pull
         request.pulls[self.rank] = pull
-        if self.renewing.take(request):
+        if gone_before:
             self.abort(load_id, STALE, gone())
         if self.knows(ticket.incarnation):
             self._shaken(load_id)
@@ -274,8 +290,11 @@ class ConsumerRank:
         cause = producer.ranks[rank].book.over.get(request.issue.ticket.hold)
         if cause is None:
             raise Violation("a hold that stands was read as stale")
-        own = cause.engine == self.engine and cause.origins == {request.uid}
-        require(not own, "a request's own messages ended its hold before it was read")
+        # Every "done" that this life of the engine said or ordered when it knew of the request.
+        known = {uid for uid, when in self._ordered.items() if when > request.uid}
+        own = cause.engine == self.engine and cause.origins <= known
+        ended = "a hold that was still to be read was ended by those of its own engine:"
+        require(not own or not cause.origins, ended, cause.origins)
 
     # What the machine asks for.
 
@@ -347,8 +366,8 @@ class ConsumerRank:
     def read_words(self, link: Link, rank: int, op: Op, load_ids: list[LoadId]) -> None:
         """Post one read of several loads' slot words; "done" is bound to a fence."""
         message = None
-        if op is Op.FENCE:
-            message = self.message(rank, load_ids, abandoned=False)
+        if telling := [load_id for load_id in load_ids if op is Op.FENCE and self.tells(load_id)]:
+            message = self.message(rank, telling, abandoned=False)
         words: dict[LoadId, int] = {}
 
         def take(load_id: LoadId, source: int) -> None:
@@ -366,6 +385,10 @@ class ConsumerRank:
             message=message,
         )
         self.post(transfer)
+
+    def tells(self, load_id: LoadId) -> bool:
+        """Whether "done" is bound to a load's fences."""
+        return not self.pulls[load_id].shared
 
     def post(self, transfer: Transfer) -> None:
         """Give a transfer to the fabric; where that raises, the loads hear of it at once."""
@@ -440,9 +463,13 @@ class ConsumerRank:
             require(error is first, "reported", error, "but what happened was", first)
 
     def _check_told(self, pull: Pull) -> None:
-        """Of a failure, every rank; else those who heard nothing with a fence."""
+        """Of a failure, every rank; else those who heard nothing with a fence.
+
+        Of a load that shares its hold, nobody.
+        """
         everybody = bool(pull.causes) or not pull.pulling
-        told = {party.rank for party in pull.parties if everybody or not party.reads}
+        parties = () if pull.shared else pull.parties
+        told = {party.rank for party in parties if everybody or not party.reads}
         require(pull.told == told, "told were", pull.told, "and to be told", told)
 
     def _check_failing(self) -> None:

@@ -35,6 +35,7 @@ class Decode:
         cached: how many leading pages are there already; if all, nothing is read.
         prompt_fits: whether it is the prompt that the ticket is about.
         forged: whether its ticket names other pages than the producer's.
+        sample: whether more requests with its ticket may be on their way, unknown to the scheduler.
         pulls: rank to its part, where the rank has heard of it.
     """
 
@@ -44,6 +45,7 @@ class Decode:
     cached: int
     prompt_fits: bool
     forged: bool = False
+    sample: bool = False
     stage: Stage = Stage.WAITING
     pages: tuple[int, ...] = ()
     reports: dict[int, KVFerryError | None] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class Pull:
 
     Attributes:
         pulling: whether pages are read, and the outcome reported; if not, the producer is told.
+        shared: whether nobody is told anything about it.
         wants: destination page and source page and what must come to lie there.
         causes: why it must fail, in order: errors that it was told, or ``STALE``, ``LATE``.
         reads: producer rank to the transfer of its pages.
@@ -83,6 +86,7 @@ class Pull:
 
     request: Decode
     pulling: bool
+    shared: bool
     deadline: float
     wants: list[tuple[int, int, Content]]
     parties: tuple[Party, ...] = ()
@@ -93,12 +97,29 @@ class Pull:
     reported: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Order:
+    """What the ranks are to do about a request whose ticket was accepted.
+
+    Attributes:
+        pulling: whether its pages are read; if not, the producer is told, unless it is shared.
+        shared: whether the producer is told nothing.
+        prepared: whether the ranks have heard of the request before; not of a "done" that is
+            ordered by itself.
+    """
+
+    request: Decode
+    pulling: bool
+    shared: bool
+    prepared: bool = True
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Meta:
     """A step's metadata, what the ranks hear, and what they report with it."""
 
     prepares: list[Decode]
-    begins: list[tuple[Decode, bool]]
+    begins: list[Order]
     aborts: list[Decode]
     refusals: list[tuple[Decode, KVFerryError]]
     outputs: dict[int, list[tuple[Decode, KVFerryError | None]]] = field(default_factory=dict)

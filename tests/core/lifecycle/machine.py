@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -63,13 +63,15 @@ class Protocol(RuleBasedStateMachine):
             self.world.compute(tail=until != "ticket")
 
     @rule(
-        engines=st.sampled_from(["A", "B", "AB", "AA"]),
+        engines=st.sampled_from(["A", "B", "AB", "AA", "BBB"]),
         back=st.sampled_from([None, None, None, 0, 1, 2]),
         cached=st.sampled_from([0, 0, 0, 1, 2]),
         fits=st.sampled_from([True] * 7 + [False]),
         forged=st.sampled_from([False] * 7 + [True]),
         drafter=st.booleans(),
         ordered=st.booleans(),
+        together=st.booleans(),
+        sample=st.booleans(),
         items=st.sampled_from([-1, -1, 0, 1, 2, 3]),
         rounds=st.sampled_from([0, 1, 1, 2, 4]),
         aborts=st.sampled_from([False, False, False, True]),
@@ -84,6 +86,8 @@ class Protocol(RuleBasedStateMachine):
         forged: bool,
         drafter: bool,
         ordered: bool,
+        together: bool,
+        sample: bool,
         items: int,
         rounds: int,
         aborts: bool,
@@ -94,10 +98,14 @@ class Protocol(RuleBasedStateMachine):
             issue = world.fresh(drafter=drafter, ordered=ordered)
         else:
             issue = world.issues[-1 - back] if back < len(world.issues) else None
-        for name in engines:
-            consumer = world.consumers["AB".index(name)]
-            if issue is not None:
-                world.hand(consumer, issue, cached=cached, fits=fits, forged=forged)
+        consumers = [world.consumers["AB".index(name)] for name in engines]
+        kind: dict[str, Any] = {"cached": cached, "fits": fits, "forged": forged, "sample": sample}
+        if issue is not None and together:
+            for consumer in consumers:
+                world.hand(consumer, issue, **kind)
+        for consumer in consumers:
+            if issue is not None and not together:
+                world.hand(consumer, issue, **kind)
             for _ in range(rounds):
                 world.pull(consumer, items)
             for request in list(consumer.requests.values())[-1:] if aborts else ():

@@ -16,6 +16,7 @@ from kvferry.core.lifecycle.keeper import HoldKeeper
 from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.lifecycle.loads import Loads, Party
 from kvferry.core.lifecycle.renewals import Renewals
+from kvferry.core.lifecycle.users import HoldUsers
 from kvferry.core.transport import State
 from kvferry.core.wire import Release, encode
 from tests.core.lifecycle.checks import check_end, check_ledger, check_rest
@@ -78,6 +79,7 @@ class Parts:
     loads: type[Loads] = Loads
     producer_rank: type[ProducerRank] = ProducerRank
     renewals: type[Renewals] = Renewals
+    users: type[HoldUsers] = HoldUsers
     consumer_rank: type[ConsumerRank] = ConsumerRank
     producer: type[Producer] = Producer
     strict: bool = True
@@ -154,7 +156,7 @@ class World:
 
     def _consumer_moves(self) -> Iterator[Move]:
         for engine in self.consumers:
-            if engine.can_schedule and engine.requests:
+            if engine.can_schedule and (engine.requests or engine.pending):
                 yield engine.schedule
             if engine.can_process:
                 yield engine.process
@@ -212,6 +214,7 @@ class World:
         cached: int = 0,
         fits: bool = True,
         forged: bool = False,
+        sample: bool = False,
     ) -> None:
         """A router hands a ticket to a decode engine, if an id is left there."""
         free = [i for i in IDS if i not in engine.requests]
@@ -223,6 +226,7 @@ class World:
                 cached=min(cached, issue.prompt.size),
                 prompt_fits=fits,
                 forged=forged,
+                sample=sample,
             )
             if forged:
                 self._forged.add(request.uid)
@@ -412,7 +416,7 @@ class World:
         producer = self.producer
         waiting = [p for p in producer.at(At.WAITING) if p.size <= len(producer.free)]
         working = any(rank.stream or rank.passed for rank in producer.ranks)
-        loads = any(engine.requests for engine in self.consumers)
+        loads = any(engine.requests or engine.pending for engine in self.consumers)
         moving = self.fabric.transfers or self.fabric.messages
         return bool(waiting or producer.at(At.RUNNING) or working or loads or moving)
 
@@ -447,6 +451,8 @@ class World:
             rank=self.parts.consumer_rank,
             loads=self.parts.loads,
             renewals=self.parts.renewals,
+            users=self.parts.users,
+            uids=self._uids,
             fabric=self.fabric,
             producer=lambda: self.producer,
             clock=lambda: self.now,

@@ -26,10 +26,17 @@ class Bench:
     """One load, whose actions are looked at as (op, rank)."""
 
     def __init__(
-        self, *parties: Party, computed: bool = True, pulls: bool = True, shakes: bool = True
+        self,
+        *parties: Party,
+        computed: bool = True,
+        pulls: bool = True,
+        shakes: bool = True,
+        shared: bool = False,
     ) -> None:
         self.loads = Loads()
-        self.id = self.loads.begin(REQUEST, HOLD, computed=computed, reads=pulls, deadline=DEADLINE)
+        self.id = self.loads.begin(
+            REQUEST, HOLD, computed=computed, reads=pulls, deadline=DEADLINE, shared=shared
+        )
         self.reported: list[KVFerryError | None] = []
         if shakes:
             self.loads.shaken(self.id, parties)
@@ -79,6 +86,38 @@ def test_every_rank_is_fenced_for_itself_and_replicas_are_told_at_the_end() -> N
     bench.loads.fenced(bench.id, 0, HOLD.ready)
     assert bench.next == [(Op.DONE, 1), (Op.REPORT, -1)]
     assert bench.error is None
+
+
+@pytest.mark.parametrize("word", [HOLD.ready, NOTHING])
+def test_a_load_that_shares_its_hold_is_fenced_and_tells_nobody(word: int) -> None:
+    """Neither ranks that it reads nor replicas, whether it fails or not."""
+    bench = Bench(*reads(0), *tells(1), shared=True)
+    assert bench.next == [(Op.READ, 0)]
+    bench.fence(word=word)
+    assert bench.next == [(Op.FENCE, 0), (Op.REPORT, -1)]
+    assert (bench.error is None) is (word == HOLD.ready)
+    assert bench.over
+
+
+@pytest.mark.parametrize("shakes", [True, False])
+def test_a_load_that_shares_its_hold_is_given_up_and_tells_nobody(shakes: bool) -> None:
+    """Nor does it when the handshake succeeds after that."""
+    bench = Bench(*reads(0), *tells(1), shared=True, shakes=shakes)
+    bench.loads.abort(bench.id, KVFerryError("given up"))
+    if shakes:
+        assert bench.next == [(Op.READ, 0), (Op.CANCEL, 0)]
+        bench.loads.lost(bench.id, 0, KVFerryError("cancelled"))
+    assert bench.next == [(Op.REPORT, -1)]
+    bench.loads.shaken(bench.id, (*reads(0), *tells(1)))
+    assert bench.next == []
+    assert bench.over
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_who_reads_nothing_tells_everybody_unless_it_shares(shared: bool) -> None:
+    bench = Bench(*reads(0), *tells(1), pulls=False, shared=shared)
+    told = [] if shared else [(Op.DONE, 0), (Op.DONE, 1)]
+    assert bench.next == [*told, (Op.REPORT, -1)]
 
 
 @pytest.mark.parametrize("computed", [True, False])

@@ -21,6 +21,8 @@ from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads
 from kvferry.core.lifecycle.renewals import Ask, RenewalId, Renewals
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.users import HoldUsers
 from kvferry.core.wire import Release, Renewal
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decodes import Decode, Pull
@@ -330,6 +332,59 @@ class NothingReadNothingReported(Loads):
             super()._finish_if_over(load_id, load)
 
 
+# Where requests of one engine share a hold.
+
+
+class SharedFenceSaysDone(ConsumerRank):
+    def tells(self, load_id: LoadId) -> bool:
+        return True
+
+
+class SharedFailureSaysAbandon(Loads):
+    def _tell_abandon(self, load_id: LoadId, load: Any) -> None:
+        load.shared = False
+        super()._tell_abandon(load_id, load)
+
+
+class DoneAfterTheFirstUser(HoldUsers):
+    def over(self, request: RequestId, *, loaded: bool) -> None:
+        key = self._keys.get(request)
+        super().over(request, loaded=loaded)
+        if key is not None and key in self._uses and not self._uses[key].is_done_bound:
+            self._unused[key] = None
+
+    def take_unused(self) -> list[Ticket]:
+        tickets = []
+        for key in self._unused:
+            use = self._uses[key]
+            tickets.append(use.ticket)
+            use.is_done_bound = True
+            if not use.requests:
+                del self._uses[key]
+        self._unused.clear()
+        return tickets
+
+
+class DoneNeverOrdered(HoldUsers):
+    def take_unused(self) -> list[Ticket]:
+        super().take_unused()
+        return []
+
+
+class NobodyShares(HoldUsers):
+    """Every load says "done", whoever else is known."""
+
+    def order(self, request: RequestId, *, siblings: bool = False) -> bool:
+        super().order(request, siblings=siblings)
+        self._uses[self._keys[request]].is_done_bound = True
+        return False
+
+
+class SamplesCountAsAlone(HoldUsers):
+    def order(self, request: RequestId, *, siblings: bool = False) -> bool:
+        return super().order(request)
+
+
 def _changed(message: Release, **changes: Any) -> Release:
     return Release(**{**{f: getattr(message, f) for f in message.__struct_fields__}, **changes})
 
@@ -370,6 +425,12 @@ PLANTED: dict[str, Parts] = {
     "a load before the proof was verified": Parts(consumer_rank=LoadedUnproved),
     "renewals not heard": Parts(keeper=RenewalsNotHeard),
     "nothing to read, nothing reported": Parts(loads=NothingReadNothingReported),
+    "done bound to the fence of a shared load": Parts(consumer_rank=SharedFenceSaysDone),
+    "abandon sent for a shared load": Parts(loads=SharedFailureSaysAbandon),
+    "done ordered when the first user is over": Parts(users=DoneAfterTheFirstUser),
+    "done never ordered": Parts(users=DoneNeverOrdered),
+    "nobody shares": Parts(users=NobodyShares),
+    "a sample counts as alone": Parts(users=SamplesCountAsAlone),
 }
 
 

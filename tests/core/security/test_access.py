@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvferry.core.errors import AdmissionError, SecretError
-from kvferry.core.security import OPEN, Access, KeyPair, Networks, generate, public_keys
+from kvferry.core.security import NEARBY, OPEN, Access, KeyPair, Networks, generate, public_keys
 
 OWN, PEER, OTHER = generate(), generate(), generate()
 
@@ -67,6 +67,43 @@ def test_what_is_no_network_is_named(text: str) -> None:
         SecretError, match=f"{re.escape(repr(text))} in allowed_peers is no network"
     ):
         Networks.of(["10.0.0.0/8", text])
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "127.1.2.3", "::1", "10.0.0.1", "172.16.0.1", "172.31.255.255"),
+        *("192.168.7.7", "100.64.0.1", "100.127.0.1", "169.254.1.1", "fe80::1%lo", "fd00::1"),
+        *("fc00::1", "::ffff:10.0.0.1"),
+    ],
+)
+def test_this_host_and_private_networks_are_nearby(address: str) -> None:
+    assert NEARBY.allows(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("8.8.8.8", "192.0.2.7", "172.32.0.1", "100.128.0.1", "192.169.0.1", "11.0.0.1"),
+        *("2001:db8::1", "::ffff:8.8.8.8", "0.0.0.0", "::", "255.255.255.255", "no address", ""),
+    ],
+)
+def test_nothing_else_is_nearby(address: str) -> None:
+    assert not NEARBY.allows(address)
+
+
+def test_a_host_with_a_public_address_is_near_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its addresses are: here the loopback address stands for a public one."""
+    only_this = Networks(Networks.of(["192.0.2.0/24"]).networks, this_host=True)
+    assert "127.0.0.1" in only_this
+    assert "10.255.255.254" not in only_this
+    assert "127.0.0.1" not in Networks.of(["192.0.2.0/24"])
+
+    def none(*arguments: object) -> None:
+        raise OSError("no more files")
+
+    monkeypatch.setattr("socket.socket", none)
+    assert "127.0.0.1" not in only_this
 
 
 def test_an_empty_list_of_networks_is_a_mistake() -> None:

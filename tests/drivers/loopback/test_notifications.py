@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
+from typing import cast
 
 import msgspec
 import pytest
@@ -12,7 +14,7 @@ from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.drivers.loopback.mail import MAX_NOTIFICATION, Hello
+from kvferry.drivers.loopback.mail import MAX_NOTIFICATION, Hello, _may_send
 from tests.drivers.loopback.conftest import MakeTransport, Neighbour
 from tests.drivers.loopback.helpers import batch, done, run
 from tests.drivers.loopback.peer import Peer
@@ -83,6 +85,30 @@ def test_what_was_sent_before_the_end_arrives(
     assert [int(note.payload) for note in receive(transport, 500)] == list(range(500))
 
 
+@pytest.mark.parametrize("how", ["disconnect", "close"])
+def test_what_a_stopped_peer_has_not_taken_holds_nobody_up(
+    transport: LoopbackTransport, peer: Peer, how: str
+) -> None:
+    """Twelve megabytes, of which its socket takes a part."""
+    known = transport.connect(peer.address())
+    peer.stop()
+    for index in range(200):
+        transport.notify(known, b"%d" % index + bytes(60_000))
+    if how == "disconnect":
+        transport.disconnect(known)
+        peer.go_on()
+        transport.notify(transport.connect(peer.address()), b"and on")
+        found = peer.notifications(1)
+        while found[-1].payload != b"and on":
+            found += peer.notifications(1)
+        # Of what waited, what was sent came first, in order.
+        numbers = [int(one.payload.rstrip(b"\0")) for one in found[:-1]]
+        assert numbers == list(range(len(numbers)))
+        assert len(numbers) < 200
+    else:
+        transport.close()
+
+
 # Strangers.
 
 
@@ -127,6 +153,42 @@ def test_strangers_and_garbage_are_dropped_and_the_next_is_heard(
     sender = make()
     sender.notify(sender.connect(transport.address()), b"still here")
     assert [note.payload for note in receive(transport, 1)] == [b"still here"]
+
+
+@pytest.mark.parametrize(
+    ("uid", "may"), [(1000, True), (0, True), (1001, False), (65534, False), (1 << 31, False)]
+)
+def test_only_the_same_user_and_root_may_send(
+    uid: int, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Connected:
+        """A socket whose peer the kernel knows."""
+
+        def getsockopt(self, level: int, option: int, size: int) -> bytes:
+            assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
+            return struct.pack("iII", 0, uid, 1000)[:size]
+
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert _may_send(cast(socket.socket, Connected())) is may
+
+
+def test_who_may_not_send_is_not_heard(
+    transport: LoopbackTransport, make: MakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[socket.socket] = []
+
+    def nobody(sock: socket.socket) -> bool:
+        asked.append(sock)
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvferry.drivers.loopback.mail._may_send", nobody)
+        with knock(transport) as stranger:
+            assert stranger.recv(1) == b"", "the connection must be closed"
+    assert len(asked) == 1
+    sender = make()
+    sender.notify(sender.connect(transport.address()), b"heard")
+    assert [note.payload for note in receive(transport, 1)] == [b"heard"]
 
 
 def test_silent_strangers_make_room_for_peers(

@@ -287,6 +287,15 @@ def test_closing_leaves_neither_threads_nor_descriptors(make: MakeTransport) -> 
     assert held() == before
 
 
+def test_a_peer_that_was_disconnected_costs_nothing(
+    transport: LoopbackTransport, shared_peer: Peer
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        transport.disconnect(transport.connect(shared_peer.address()))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 FORK = """
 import os, sys
 import numpy as np

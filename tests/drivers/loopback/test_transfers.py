@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 from kvferry.core.errors import (
+    TransferCancelledError,
     TransportError,
     TransportUsageError,
 )
@@ -13,7 +16,7 @@ from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.drivers.loopback.conftest import MakeTransport, Neighbour
-from tests.drivers.loopback.helpers import batch, done, endless, run
+from tests.drivers.loopback.helpers import batch, done, endless, run, wait
 from tests.drivers.loopback.peer import Bytes, Peer, pattern
 
 MIB = 1 << 20
@@ -73,6 +76,14 @@ def in_flight(
     return transport, peer, transfer, region
 
 
+def moved(transport: LoopbackTransport) -> None:
+    """Return when the transfer that is in flight has moved something."""
+    deadline = time.monotonic() + 20.0
+    while not transport.kept.any():  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline, "nothing moves"
+        time.sleep(0.0005)  # or this loop starves the threads
+
+
 def test_cancel_ends_one_that_has_not_begun(make: MakeTransport, remote: Neighbour | Peer) -> None:
     transport, peer, running, region = in_flight(make, remote)
     waiting = transport.read(peer, endless(region, remote.region))
@@ -81,6 +92,16 @@ def test_cancel_ends_one_that_has_not_begun(make: MakeTransport, remote: Neighbo
     assert first.state is State.PENDING
     assert second.state is State.FAILED
     transport.cancel(running)
+
+
+def test_cancel_ends_one_that_is_running(make: MakeTransport, remote: Neighbour | Peer) -> None:
+    """It was cancelled, and is not done, although no copy of it failed."""
+    transport, _, running, _ = in_flight(make, remote)
+    moved(transport)
+    transport.cancel(running)
+    status = wait(transport, running)
+    assert status.state is State.FAILED
+    assert isinstance(status.error, TransferCancelledError)
 
 
 def test_small_transfers_do_not_wait_for_large_ones(

@@ -42,10 +42,17 @@ class Deployment:
         return self
 
     def generate(
-        self, rank: int, prompt: Sequence[int], *, max_tokens: int = 24, params: Any = None
+        self,
+        rank: int,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 24,
+        params: Any = None,
+        **options: Any,
     ) -> Completion:
         """What one of the engines answers."""
-        completion: Completion = self._call("generate", rank, list(prompt), max_tokens, params)
+        arguments = (rank, list(prompt), max_tokens, params, options)
+        completion: Completion = self._call("generate", *arguments)
         return completion
 
     def pulled(self) -> float:
@@ -118,28 +125,30 @@ class _FrontEnd:
         self._engines.shutdown()
 
     async def generate(
-        self, rank: int, prompt: list[int], max_tokens: int, params: Any
+        self, rank: int, prompt: list[int], max_tokens: int, params: Any, options: dict[str, Any]
     ) -> Completion:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         self._requests += 1
         sampling = SamplingParams(
-            temperature=0,
             max_tokens=max_tokens,
             ignore_eos=True,
             extra_args={"kv_transfer_params": params} if params is not None else None,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **({"temperature": 0} | options),
         )
         outputs = self._engines.generate(
             {"prompt_token_ids": prompt}, sampling, str(self._requests), data_parallel_rank=rank
         )
         last: Any = [output async for output in outputs][-1]
-        text = "".join(output.text for output in last.outputs)
         return Completion(
             id=last.request_id,
-            text=text,
+            text=last.outputs[0].text,
             tokens=list(last.outputs[0].token_ids),
             finish_reason=last.outputs[0].finish_reason,
             params=last.kv_transfer_params,
+            samples=[output.text for output in last.outputs],
         )
 
     async def terminate(self) -> None:

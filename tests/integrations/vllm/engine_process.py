@@ -16,6 +16,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.integrations.vllm import frugal
@@ -83,12 +84,11 @@ class Server:
     def submit(self, requests: list[Request]) -> None:
         for request in requests:
             extra = {"kv_transfer_params": request.params} if request.params is not None else None
+            options: dict[str, Any] = {"temperature": 0, **request.options}
+            if "n" in options:  # all samples are told together, when the last one has ended
+                options["output_kind"] = RequestOutputKind.FINAL_ONLY
             sampling = SamplingParams(
-                temperature=0,
-                max_tokens=request.max_tokens,
-                ignore_eos=True,
-                extra_args=extra,
-                **request.options,
+                max_tokens=request.max_tokens, ignore_eos=True, extra_args=extra, **options
             )
             self._engine.add_request(request.id, {"prompt_token_ids": request.prompt}, sampling)
 
@@ -138,11 +138,12 @@ def log_to(path: str) -> None:
 
 
 def _completion(output: Any) -> Completion:
-    [sequence] = output.outputs
+    sequence = output.outputs[0]
     return Completion(
         id=output.request_id,
         text=sequence.text,
         tokens=list(sequence.token_ids),
         finish_reason=sequence.finish_reason,
         params=output.kv_transfer_params,
+        samples=[each.text for each in output.outputs],
     )

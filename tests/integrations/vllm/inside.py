@@ -193,6 +193,30 @@ def added_figures(engine: Any) -> dict[str, float]:
     return rebuilt.reduce()
 
 
+def ids_of_samples(engine: Any) -> list[str]:
+    """What vLLM calls three samples of a request, however the client calls that."""
+    from vllm import SamplingParams
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+
+    request = MagicMock(external_req_id="cmpl-7", params=SamplingParams(n=3))
+    request.request_id = _internal_id()
+    parent = ParentRequest(request)
+    return [parent.get_child_info(index)[0] for index in range(3)]
+
+
+def id_of_a_request(engine: Any) -> str:
+    """What vLLM calls a request of which one sample is wanted."""
+    return _internal_id()
+
+
+def _internal_id() -> str:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    request = MagicMock(external_req_id=None, request_id="cmpl-7")
+    InputProcessor.assign_request_id(request)
+    return str(request.request_id)
+
+
 def _connector(model: str, role: Any) -> tuple[Any, Any]:
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs

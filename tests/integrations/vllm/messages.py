@@ -19,10 +19,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """How a request ended."""
+    """How a request ended; of several samples, the text of each."""
 
     id: str
     text: str
     tokens: list[int]
     finish_reason: str | None
     params: dict[str, Any] | None
+    samples: list[str] = field(default_factory=list)

@@ -10,6 +10,11 @@ from tests.integrations.vllm import probes
 from tests.integrations.vllm.engines import Engine
 
 PATIENCE_SECONDS = 30.0
+PULLED = "vllm:prompt_tokens_by_source[external_kv_transfer]"
+
+SAMPLES: dict[str, Any] = {"n": 2, "temperature": 1.0, "top_k": 1}
+"""Two samples of a prompt, which both take the likeliest token: vLLM refuses ``n`` where the
+temperature is 0."""
 
 
 def hand_over(
@@ -26,7 +31,13 @@ def hand_over(
 
 def pulled(counters: dict[str, float]) -> float:
     """Prompt tokens that came from another engine: vLLM's proof that nothing was recomputed."""
-    return counters["vllm:prompt_tokens_by_source[external_kv_transfer]"]
+    return counters[PULLED]
+
+
+def pulled_by(engine: Engine) -> float:
+    """What an engine has `pulled` since it started."""
+    counters: dict[str, float] = engine.run(probes.metrics)
+    return counters.get(PULLED, 0)
 
 
 def texts(engine: Engine, *prompts: Sequence[int], **options: Any) -> list[str]:

@@ -23,6 +23,14 @@ def admitted(**settings: Any) -> Admission:
 
 def test_nothing_set() -> None:
     assert admitted() == Admission()
+    access = admitted().access
+    assert access.allows("127.0.0.1")
+    assert access.allows("10.1.2.3")
+    assert not access.allows("192.0.2.7")
+
+
+def test_anywhere_has_to_be_said() -> None:
+    assert admitted(allowed_peers="anywhere").access == Access()
 
 
 def test_everything_from_the_environment() -> None:
@@ -58,7 +66,11 @@ def test_everything_from_files(tmp_path: Path) -> None:
         curve_peers=[f"file:{tmp_path}/peers"],
     )
     assert got == Admission(
-        access=Access(own=OWN, peers=frozenset({PEER.public, OTHER.public})),
+        access=Access(
+            own=OWN,
+            peers=frozenset({PEER.public, OTHER.public}),
+            networks=Networks.nearby(),
+        ),
         secrets=TicketSecrets.of([contents["new"], SECRET]),
     )
 
@@ -75,6 +87,8 @@ def test_everything_from_files(tmp_path: Path) -> None:
         ({"curve_secret_key": "env:OWN", "curve_peers": ["x"]}, "line 1 of curve_peers is no"),
         ({"allowed_peers": []}, "allowed_peers is empty"),
         ({"allowed_peers": ["prefill-0"]}, "'prefill-0' in allowed_peers is no network"),
+        ({"allowed_peers": ["anywhere"]}, "'anywhere' stands alone, not in a list"),
+        ({"allowed_peers": "everywhere"}, "'everywhere' is neither a list of networks"),
     ],
 )
 def test_a_mistake_is_named_and_no_secret_shown(settings: dict[str, Any], words: str) -> None:
@@ -88,16 +102,20 @@ def test_a_mistake_is_named_and_no_secret_shown(settings: dict[str, Any], words:
 KEYS: dict[str, Any] = {"curve_secret_key": "env:OWN", "curve_peers": ["env:PEERS"]}
 SIGNED: dict[str, Any] = {"ticket_secrets": ["env:SECRET"]}
 LISTED: dict[str, Any] = {"allowed_peers": ["10.0.0.0/8"]}
+FAR: dict[str, Any] = {"allowed_peers": "anywhere"}
 
 
 @pytest.mark.parametrize(
     ("settings", "host", "told"),
     [
-        ({}, "192.0.2.7", ["side channel at 192.0.2.7 is open", "not signed", "any address"]),
-        (KEYS, "192.0.2.7", ["not signed", "any address"]),
-        (SIGNED, "192.0.2.7", ["side channel at 192.0.2.7 is open"]),
+        (FAR, "192.0.2.7", ["side channel at 192.0.2.7 is open", "not signed", "any address"]),
+        (KEYS | FAR, "192.0.2.7", ["not signed", "any address"]),
+        (SIGNED | FAR, "192.0.2.7", ["side channel at 192.0.2.7 is open"]),
+        (KEYS | SIGNED, "192.0.2.7", ["192.0.2.7 has a public address"]),
+        ({}, "10.0.0.7", ["side channel at 10.0.0.7 is open", "not signed"]),
         (LISTED, "192.0.2.7", ["side channel at 192.0.2.7 is open", "not signed"]),
-        (KEYS | SIGNED, "192.0.2.7", []),
+        (KEYS | SIGNED | FAR, "192.0.2.7", []),
+        (KEYS | SIGNED, "10.0.0.7", []),
         ({}, "127.0.0.1", []),
         ({}, "::1", []),
     ],

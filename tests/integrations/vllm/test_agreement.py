@@ -156,3 +156,5 @@ def test_long_values_are_cut_but_compared_whole() -> None:
     one, other = ("x" * 10000 + end for end in "ab")
     assert differ(engine(model=one), engine(model=other)) == {"model"}
     assert len(agreement_of(engine(model=one))["model"]) < MAX_WORDS + 100
+    longest = "m" * MAX_WORDS
+    assert agreement_of(engine(model=longest))["model"] == longest

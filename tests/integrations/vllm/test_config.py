@@ -126,12 +126,14 @@ def test_environment_of_nixl_is_named_in_one_warning(caplog: pytest.LogCaptureFi
         "PATH": "/bin",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "h",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "1",
+        "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "480",
     }
     with caplog.at_level(logging.WARNING):
         warn(Config(), environment)
     [record] = caplog.records
     assert "VLLM_NIXL_SIDE_CHANNEL_HOST (set side_channel_host instead)" in record.getMessage()
     assert "VLLM_NIXL_SIDE_CHANNEL_PORT (set side_channel_port instead)" in record.getMessage()
+    assert "VLLM_NIXL_ABORT_REQUEST_TIMEOUT (set kv_lease_duration instead)" in record.getMessage()
 
 
 def test_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:

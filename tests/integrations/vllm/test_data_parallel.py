@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_llama import prompt
+from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import CONNECTOR
 from tests.integrations.vllm.deployment import Deployment
 from tests.integrations.vllm.engines import PREFILL, Engine
-from tests.integrations.vllm.steps import eventually, texts
+from tests.integrations.vllm.steps import SAMPLES, eventually, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -71,6 +72,18 @@ def test_one_decodes_what_the_other_prefilled(reference: Engine, deployment: Dep
     assert deployment.generate(1, given, params=params).text == texts(reference, given)[0]
     assert deployment.pulled() - before == 152
     eventually(lambda: deployment.holds() == [0, 0])
+
+
+def test_samples_of_one_prompt(reference: Engine, prefill: Engine, deployment: Deployment) -> None:
+    """They come to an engine's process in a message each."""
+    free = prefill.run(probes.free_blocks)
+    for seed in range(5):
+        given, before = prompt(153, seed=seed), deployment.pulled()
+        [params] = prefill.prefill(given)
+        completion = deployment.generate(seed % 2, given, params=params, **SAMPLES)
+        assert completion.samples == texts(reference, given) * 2
+        assert deployment.pulled() - before == 153 * 2
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
 
 
 def _free(port: int) -> bool:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_llama import prompt
+from kvferry.integrations.vllm.consumer import SAMPLE
 from tests.faults.cells import Cell
-from tests.integrations.vllm import probes
+from tests.integrations.vllm import inside, probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import PREFILL, Engine
-from tests.integrations.vllm.steps import eventually, hand_over, texts
+from tests.integrations.vllm.steps import SAMPLES, eventually, hand_over, pulled_by, texts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -149,6 +150,43 @@ def test_ticket_used_twice(reference: Engine, prefill: Engine, decode: Engine) -
     [second] = decode.generate(prompt(130), params=ticket)
     assert first.text == texts(reference, prompt(130))[0]
     assert second.finish_reason == "error"
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_ticket_used_at_once_by_three(
+    reference: Engine, prefill: Engine, decode: Engine, aborted: bool
+) -> None:
+    """All load, also if one of them is aborted, and then nothing is held."""
+    free, before = prefill.run(probes.free_blocks), pulled_by(decode)
+    one = prompt(130, seed=7)
+    [ticket] = prefill.prefill(one)
+    with decode.paused():
+        requests = decode.submit(one, one, one, params=ticket)
+        if aborted:
+            decode.abort(requests.pop(0))
+    completions = decode.results(requests)
+    assert [c.text for c in completions] == texts(reference, one) * len(requests)
+    assert pulled_by(decode) - before == 130 * len(requests)
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
+    assert decode.run(probes.statuses) == []
+
+
+def test_samples_of_one_prompt(reference: Engine, prefill: Engine, decode: Engine) -> None:
+    """Requests of their own to vLLM's scheduler, with one ticket."""
+    free, before = prefill.run(probes.free_blocks), pulled_by(decode)
+    one = prompt(120, seed=8)
+    [completion] = decode.generate(one, params=prefill.prefill(one), **SAMPLES)
+    assert completion.samples == texts(reference, one) * 2
+    assert pulled_by(decode) - before == 120 * 2
+    eventually(lambda: prefill.run(probes.free_blocks) == free)
+
+
+def test_ids_of_samples(reference: Engine) -> None:
+    """By them alone vLLM's scheduler could tell that others may follow."""
+    ids = reference.run(inside.ids_of_samples)
+    assert len(ids) == 3
+    assert all(SAMPLE.match(each) for each in ids)
+    assert not SAMPLE.match(reference.run(inside.id_of_a_request))
 
 
 def test_producer_is_restarted(

@@ -13,7 +13,14 @@ from tests.integrations.vllm import probes, ranks
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import PREFILL, Engine
 from tests.integrations.vllm.ranks import at_rest, come_to
-from tests.integrations.vllm.steps import eventually, hand_over, pulled, texts
+from tests.integrations.vllm.steps import (
+    SAMPLES,
+    eventually,
+    hand_over,
+    pulled,
+    pulled_by,
+    texts,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -53,6 +60,38 @@ def test_aborted_while_one_rank_reads(
     gate.touch()
     come_to(rest, prefill, decode)
     assert hand_over(prefill, decode, prompt(120))[0] == texts(reference, prompt(120))
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_ticket_used_at_once_by_three(
+    reference: Engine, prefill: Engine, decode: Engine, tmp_path: Path, aborted: bool
+) -> None:
+    """All load, though one rank is far behind the other, and one is aborted meanwhile."""
+    rest, gate, before = at_rest(prefill, decode), tmp_path / "gate", pulled_by(decode)
+    one = prompt(130, seed=7)
+    [ticket] = prefill.prefill(one)
+    decode.run(ranks.gate_reads, 1, str(gate))
+    with decode.paused():
+        requests = decode.submit(one, one, one, params=ticket)
+    eventually(gate.with_suffix(".reached").exists)
+    eventually(lambda: decode.run(ranks.half_reported) == [1, 1, 1])
+    if aborted:
+        decode.abort(requests.pop(1))
+    gate.touch()
+    completions = decode.results(requests)
+    assert [c.text for c in completions] == texts(reference, one) * len(requests)
+    assert pulled_by(decode) - before == 130 * len(requests)
+    come_to(rest, prefill, decode)
+
+
+def test_samples_of_one_prompt(reference: Engine, prefill: Engine, decode: Engine) -> None:
+    """Every rank loads both."""
+    rest, before = at_rest(prefill, decode), pulled_by(decode)
+    one = prompt(120, seed=8)
+    [completion] = decode.generate(one, params=prefill.prefill(one), **SAMPLES)
+    assert completion.samples == texts(reference, one) * 2
+    assert pulled_by(decode) - before == 120 * 2
+    come_to(rest, prefill, decode)
 
 
 def test_one_rank_fails(reference: Engine, prefill: Engine, decode: Engine) -> None:

@@ -93,6 +93,13 @@ def blocks(*ids: int, cached: int = 0) -> Any:
     return SimpleNamespace(blocks=[listed(*ids, cached=cached)])
 
 
+def mask(repeated: str | None) -> list[bool] | None:
+    """Which of 40 positions are token ids, a fifth of them at a time."""
+    if repeated is None:
+        return None
+    return [digit == "1" for digit in repeated for _ in range(8)]
+
+
 def listed(*ids: int, cached: int = 0) -> list[Any]:
     """``KVCacheBlock``s."""
     hashes = [b"hash"] * cached + [None] * (len(ids) - cached)
@@ -152,6 +159,53 @@ class TestProducer:
         each = request(40, PREFILL, computed=41)
         made.take_on(each)
         assert made.finished(each, [[7, 8]], SERVING) is None
+
+    @pytest.mark.parametrize(
+        ("group", "tail", "tokens"),
+        [
+            (CacheGroup(index=0, tokens=1024, is_state=True), 1, 40),
+            (CacheGroup(index=0, tokens=16, window=32), 1, 40),
+            (CacheGroup(index=0, tokens=16, chunk=32), 3, 4),
+        ],
+    )
+    def test_no_ticket_for_a_bounded_prompt_that_is_scored(
+        self, group: CacheGroup, tail: int, tokens: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Its whole prompt is computed, and what decode needs is before its last tokens."""
+        figures = Figures(driver="loopback")
+        made = producer(tail=tail, groups=[group], figures=figures)
+        each = request(tokens, dict(PREFILL))
+        each.skip_reading_prefix_cache = True
+        made.on_new_request(each)
+        assert each.num_prompt_tokens == tokens
+        made.take_on(each)
+        made.drain()
+        assert made.finished(each, [[7, 8, 9]], SERVING) is None
+        assert len(made.drain().drops) == 1
+        assert figures.take() == {"tickets_not_made": {"loopback": {"scored": 1}}}
+        assert "prompt_logprobs" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("group", "tail", "tokens"),
+        [
+            (CacheGroup(index=0, tokens=16), 0, 40),
+            (CacheGroup(index=0, tokens=16), 2, 40),
+            (CacheGroup(index=0, tokens=16, window=32), 1, 1),
+        ],
+    )
+    def test_ticket_for_a_prompt_that_is_scored(
+        self, group: CacheGroup, tail: int, tokens: int
+    ) -> None:
+        """Where decode can do with the pages of the whole prompt."""
+        made = producer(tail=tail, groups=[group])
+        each = request(tokens, dict(PREFILL))
+        each.skip_reading_prefix_cache = True
+        made.on_new_request(each)
+        made.take_on(each)
+        params = made.finished(each, [[7, 8, 9]], SERVING)
+        taker = consumer([group], backoff=tail)
+        taker.on_new_request(request(tokens, params))
+        assert len(taker.drain().prepare) == 1
 
     def test_hold_survives_preemption(self) -> None:
         made = producer()
@@ -426,6 +480,27 @@ class TestConsumer:
             made.on_new_request(each)
             assert f"request r{number}: ticket refused: it was made for another" in caplog.text
 
+    @pytest.mark.parametrize("there", [None, "11111", "00000", "11100"])
+    @pytest.mark.parametrize("here", [None, "11111", "00000", "11100"])
+    def test_prompt_that_mixes_token_ids_and_embeddings(
+        self, there: str | None, here: str | None, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The same ids and embeddings are another prompt where other positions are ids."""
+        torch = pytest.importorskip("torch")
+        made = producer()
+        each = request(40, PREFILL)
+        each.prompt_embeds = torch.ones(40, 8)
+        each.prompt_is_token_ids = mask(there)
+        made.take_on(each)
+        params = made.finished(each, [[1, 2, 3]], SERVING)
+        each = request(40, params)
+        each.prompt_embeds = torch.ones(40, 8)
+        each.prompt_is_token_ids = mask(here)
+        taker = consumer()
+        taker.on_new_request(each)
+        assert len(taker.drain().prepare) == (there == here)
+        assert ("it was made for another prompt" in caplog.text) == (there != here)
+
     def test_unverified_prompt(self) -> None:
         made = consumer(verify_prompt=False)
         each = request(40, ticket())
@@ -433,3 +508,180 @@ class TestConsumer:
         made.on_new_request(each)
         [prepared] = made.drain().prepare
         assert isinstance(prepared, Ticket)
+
+
+def arrived(made: Consumer, params: dict[str, Any], *names: str) -> list[Any]:
+    """Requests that came with one ticket."""
+    each = [request(40, params, name=name) for name in names]
+    for one in each:
+        made.on_new_request(one)
+    return each
+
+
+def allocate(made: Consumer, *requests: Any) -> None:
+    """Blocks for requests of which nothing is cached here."""
+    for one in requests:
+        made.allocated(one, blocks(21, 22, 23), 40)
+
+
+def said(made: Consumer) -> list[str]:
+    """Of each load that is ordered in this step, who says "done" about the hold."""
+    return ["nobody" if load.shared else "it" for load in made.drain().loads]
+
+
+class TestSharedHolds:
+    """Several requests of this engine with one ticket."""
+
+    def test_the_only_one_says_done_itself(self) -> None:
+        made = consumer()
+        allocate(made, *arrived(made, ticket(), "a"))
+        assert said(made) == ["it"]
+        made.received(["a"])
+        assert not made.pending
+
+    def test_known_ones_share_and_done_is_ordered_after_the_last(self) -> None:
+        made = consumer()
+        allocate(made, *arrived(made, ticket(), "a", "b", "c"))
+        assert said(made) == ["nobody"] * 3
+        made.received(["c", "a"], failed={"a"})
+        assert not made.pending
+        made.received(["b"])
+        assert made.pending, "an engine with nothing to run has to step"
+        [load] = made.drain().loads
+        assert (load.shared, load.reads, load.report) == (False, False, False)
+        assert not made.pending
+
+    def test_the_last_one_says_done_itself_if_it_comes_to_its_turn_late(self) -> None:
+        """It waited for blocks while the first was loaded."""
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        allocate(made, first)
+        assert said(made) == ["nobody"]
+        made.received(["a"])
+        assert not made.pending
+        allocate(made, second)
+        assert said(made) == ["it"]
+        made.received(["b"])
+        assert not made.pending
+
+    def test_one_that_is_given_up_before_it_has_blocks(self) -> None:
+        """Its wait ends; the other one is loaded, and says "done"."""
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        made.finished(first)
+        [load] = made.drain().loads
+        assert (load.shared, load.reads, load.report) == (True, False, False)
+        allocate(made, second)
+        assert said(made) == ["it"]
+
+    def test_one_that_is_given_up_while_it_is_loaded(self) -> None:
+        """It is over when all ranks have said so, not before."""
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        allocate(made, first, second)
+        made.drain()
+        made.finished(first)
+        assert made.drain().aborted == ("a",)
+        made.received(["b"])
+        assert not made.pending
+        made.received(["a"], failed={"a"})
+        assert said(made) == ["it"]
+
+    def test_one_that_ended_after_its_load(self) -> None:
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        allocate(made, first, second)
+        made.drain()
+        made.received(["a"])
+        made.finished(first)
+        assert not made.pending
+        made.received(["b"])
+        assert said(made) == ["it"]
+
+    def test_all_that_are_given_up(self) -> None:
+        made = consumer()
+        for one in arrived(made, ticket(), "a", "b"):
+            made.finished(one)
+        assert said(made) == ["nobody", "it"]
+        assert not made.pending
+
+    def test_one_of_which_all_is_cached_here(self) -> None:
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        made.allocated(first, blocks(21, 22, 23), 0)
+        allocate(made, second)
+        assert said(made) == ["nobody", "it"]
+
+    def test_one_whose_ticket_is_refused_does_not_count(self) -> None:
+        made = consumer()
+        params = ticket()
+        [good] = arrived(made, params, "a")
+        bad = request(40, params, name="b")
+        bad.prompt_token_ids = [*range(1, 41)]
+        made.on_new_request(bad)
+        allocate(made, good, bad)
+        assert said(made) == ["it"]
+        made.received(["a", "b"], failed={"b"})
+        assert not made.pending
+
+    def test_one_that_is_preempted_after_its_load_uses_the_hold_no_more(self) -> None:
+        made = consumer()
+        first, second = arrived(made, ticket(), "a", "b")
+        allocate(made, first, second)
+        made.drain()
+        made.received(["a", "b"])
+        assert said(made) == ["it"]
+        allocate(made, first, second)
+        assert said(made) == []
+        assert not made.pending
+
+    def test_samples_of_one_prompt_come_one_by_one(self) -> None:
+        """The first is loaded before the second is known, and leaves it the hold."""
+        made, params = consumer(), ticket()
+        allocate(made, *arrived(made, params, "0_cmpl-7-a1b2"))
+        assert said(made) == ["nobody"]
+        [second] = arrived(made, params, "1_cmpl-7-a1b2")
+        made.received(["0_cmpl-7-a1b2"])
+        assert said(made) == []
+        allocate(made, second)
+        assert said(made) == ["nobody"]
+        made.received(["1_cmpl-7-a1b2"])
+        assert said(made) == ["it"]
+
+    def test_done_that_is_due_waits_for_who_comes_before_it_is_ordered(self) -> None:
+        made, params = consumer(), ticket()
+        allocate(made, *arrived(made, params, "a", "b"))
+        made.drain()
+        made.received(["a", "b"])
+        allocate(made, *arrived(made, params, "c"))
+        assert said(made) == ["it"]
+
+    def test_done_is_ordered_with_the_ticket_that_was_good(self) -> None:
+        """Not with one that names the same hold, and another address."""
+        made, params = consumer(), ticket()
+        good = arrived(made, params, "a")
+        bad = arrived(made, params | {"remote_host": "10.6.6.6"}, "b")
+        allocate(made, *good, *bad)
+        made.drain()
+        made.received(["a"])
+        made.received(["b"], failed={"b"})
+        [load] = made.drain().loads
+        assert load.ticket.host == "10.0.0.1"
+
+    @pytest.mark.parametrize("name", ["cmpl-7", "a0_b", "0-7", "_7", ""])
+    def test_other_ids_are_no_samples(self, name: str) -> None:
+        made = consumer()
+        allocate(made, *arrived(made, ticket(), name))
+        assert said(made) == ["it"]
+
+    def test_every_prepared_ticket_is_followed_by_one_load(self) -> None:
+        """Before the "done" that stands alone: what counts the waits must not count that."""
+        made, params = consumer(), ticket()
+        first, second, third = arrived(made, params, "a", "b", "c")
+        made.finished(first)
+        made.allocated(second, blocks(21, 22, 23), 0)
+        made.finished(third)
+        arrivals = made.drain()
+        assert len(arrivals.prepare) == 3
+        assert [load.request for load in arrivals.loads[:3]] == ["a", "b", "c"]
+        assert len(arrivals.loads) <= 4

@@ -111,6 +111,19 @@ def test_swapped_states(hybrid: Hybrid) -> None:
     assert completion.text == texts(hybrid.ordinary, y)[0] != texts(hybrid.ordinary, x)[0]
 
 
+def test_prompt_logprobs_on_prefill(hybrid: Hybrid) -> None:
+    """They need the state after the last token, and decode the one before: it computes the prompt
+    itself."""
+    tokens = prompt(90, seed=36)
+    free = hybrid.drafting.run(probes.free_blocks)
+    [params] = hybrid.drafting.prefill(tokens, prompt_logprobs=1)
+    assert params == {}
+    [completion] = hybrid.decode.generate(tokens, params=params)
+    assert completion.text == texts(hybrid.ordinary, tokens)[0]
+    assert "asked for prompt_logprobs" in hybrid.drafting.log()
+    eventually(lambda: hybrid.drafting.run(probes.free_blocks) == free)
+
+
 def test_a_state_of_other_tokens_is_refused(hybrid: Hybrid) -> None:
     """A state serves the prompt that it was computed for, and no longer one."""
     front, whole = prompt(100, seed=34), [*prompt(100, seed=34), *prompt(30, seed=35)]

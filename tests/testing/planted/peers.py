@@ -15,6 +15,7 @@ from kvferry.core.transport import (
     Transport,
 )
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback import address as wire
 from tests.testing.planted.base import (
     caught_by,
 )
@@ -71,6 +72,45 @@ class RaisesWhateverItsParserRaises(LoopbackTransport):
     def connect(self, address: bytes) -> PeerId:
         if not address.startswith(b"\x89"):
             raise ValueError("bad magic")
+        return super().connect(address)
+
+
+@caught_by("test_an_address_that_was_changed_on_its_way_harms_nobody")
+class RaisesWhateverAWrongValueMeans(LoopbackTransport):
+    """An address with a wrong value in it raises what using the value raises."""
+
+    def connect(self, address: bytes) -> PeerId:
+        try:
+            return super().connect(address)
+        except ConnectError as exc:
+            if "both sides must use the same driver" in str(exc):
+                raise
+            raise KeyError("that region") from exc
+
+
+@caught_by("test_an_address_that_was_changed_on_its_way_harms_nobody")
+class StartsOverAfterAWrongAddress(LoopbackTransport):
+    """An address that it cannot use ends what is under way with others."""
+
+    def connect(self, address: bytes) -> PeerId:
+        try:
+            return super().connect(address)
+        except ConnectError:
+            for _, job in self._jobs.values():
+                self._workers.stop(job, TransportError("a wrong address"))
+            raise
+
+
+@caught_by("test_an_address_under_another_name_takes_no_connection_away")
+class DropsWhomAnotherNameLeadsTo(LoopbackTransport):
+    """A peer that is published under a second name is disconnected."""
+
+    def connect(self, address: bytes) -> PeerId:
+        theirs = wire.decode(address)
+        for peer, found in list(self._peers.items()):
+            if found.place[0] == theirs.instance and found.name != theirs.name:
+                self.disconnect(peer)
+                raise ConnectError("two names")
         return super().connect(address)
 
 

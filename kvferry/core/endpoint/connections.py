@@ -1,0 +1,309 @@
+"""Connections to producers' transports, which several engines may share, from dial to close.
+
+``Transport.connect`` returns one ``PeerId`` for one transport, however many engines publish its
+address. So users are counted here, and the last one closes the connection.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvferry.core.endpoint.aside import Aside
+from kvferry.core.endpoint.containment import as_ours
+from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.errors import ConnectError, KVFerryError, TransportUsageError
+from kvferry.core.failures import cause_of, on_one_line
+from kvferry.core.transport import PeerId, Transport
+
+logger = logging.getLogger(__name__)
+
+LONGEST_SECONDS = 60.0
+"""Between two tries to close a connection that does not fall silent."""
+
+Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
+
+
+class _State(enum.Enum):
+    DIALLING = enum.auto()
+    OPEN = enum.auto()
+    CLOSING = enum.auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Acquisition:
+    """One engine's way to the connections that it needs, one after the other."""
+
+    engine: str
+    left: deque[tuple[int, bytes]]
+    """Ranks and addresses that are still to be connected; the first is under way."""
+    over: Acquired
+    ids: dict[int, PeerId] = field(default_factory=dict)
+    error: KVFerryError | None = None
+
+    def fail(self, error: Exception) -> None:
+        """The first rank that is left cannot be connected."""
+        rank, _ = self.left[0]
+        self.error = ConnectError(f"cannot connect to rank {rank} of engine {self.engine}: {error}")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Connection:
+    address: bytes
+    """With which it was dialled last."""
+    engine: str
+    """Which had it dialled, for log lines."""
+    state: _State = _State.DIALLING
+    peer: PeerId | None = None
+    users: int = 0
+    waiting: list[_Acquisition] = field(default_factory=list)
+    """Those that go on when it is open, or closed."""
+    due: float = 0.0
+    tries: int = 0
+    """How often it did not fall silent when it was closed."""
+    is_in_call: bool = False
+    """The driver is disconnecting it."""
+
+
+class Connections:
+    """All connections of one endpoint. Used by its thread only.
+
+    Args:
+        transport: whose connections they are.
+        transfers: of the same transport.
+        aside: makes the calls that open and close them.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        transfers: Transfers,
+        aside: Aside,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport = transport
+        self._transfers = transfers
+        self._aside = aside
+        self._clock = clock
+        self._by_address: dict[bytes, _Connection] = {}
+        self._by_peer: dict[PeerId, _Connection] = {}
+        self._dialling = 0
+        self._closed_meanwhile: set[PeerId] = set()
+        """Closed while a dial was under way, which may still return one of them."""
+        self._resumed: deque[_Acquisition] = deque()
+        self._is_advancing = False
+
+    @property
+    def closing(self) -> int:
+        """How many are given up and not closed yet."""
+        return sum(each.state is _State.CLOSING for each in list(self._by_peer.values()))
+
+    @property
+    def loud(self) -> int:
+        """How many did not fall silent when they were closed: bytes may still land."""
+        return sum(each.tries > 0 for each in list(self._by_peer.values()))
+
+    def is_loud(self, peer: PeerId) -> bool:
+        """Whether a connection did not fall silent when it was closed."""
+        found = self._by_peer.get(peer)
+        return found is not None and found.tries > 0
+
+    def is_open(self, peer: PeerId) -> bool:
+        """Whether a connection has users, and is not being closed."""
+        found = self._by_peer.get(peer)
+        return found is not None and found.state is _State.OPEN
+
+    def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
+        """Use the connections to these addresses, and open those that are not open.
+
+        One after the other: an address that hangs holds up its own engine, and no other that
+        shares the rest. An address whose connection is being closed is waited for.
+
+        Args:
+            addresses: rank to transport address, as the engine publishes them.
+            engine: its name, for errors and log lines.
+            over: called once, with the connections by rank, of which each is to be released once;
+                or with an error, and then there is nothing to release.
+        """
+        left = deque(sorted(addresses.items()))
+        self._go_on([_Acquisition(engine=engine, left=left, over=over)])
+
+    def release(self, peer: PeerId) -> None:
+        """Use a connection no more. The last user closes it, which ends what runs on it."""
+        found = self._by_peer.get(peer)
+        if found is None or found.state is not _State.OPEN:
+            return  # it was closed under its users
+        found.users -= 1
+        if not found.users:
+            self._close(found)
+
+    def close(self, peer: PeerId) -> None:
+        """Close a connection, whoever uses it; ends what runs on it."""
+        found = self._by_peer.get(peer)
+        if found is not None and found.state is _State.OPEN:
+            self._close(found)
+
+    def progress(self, now: float) -> None:
+        """Try again to close what did not fall silent, when that is due."""
+        for found in list(self._by_peer.values()):
+            if found.state is _State.CLOSING and not found.is_in_call and now >= found.due:
+                self._close(found)
+
+    # Opening.
+
+    def _go_on(self, acquisitions: Iterable[_Acquisition]) -> None:
+        """Advance them all. A loop, and no recursion: an engine may have a thousand ranks."""
+        self._resumed.extend(acquisitions)
+        if self._is_advancing:
+            return
+        self._is_advancing = True
+        try:
+            while self._resumed:
+                self._advance(self._resumed.popleft())
+        finally:
+            self._is_advancing = False
+
+    def _advance(self, one: _Acquisition) -> None:
+        """Go on until all are there, or one has to be waited for."""
+        while one.left and one.error is None:
+            rank, address = one.left[0]
+            found = self._by_address.get(address)
+            if found is None:
+                self._dial(one, address)
+                return
+            if found.state is not _State.OPEN:
+                self._wait(one, found)
+                if one.error is None:
+                    return
+            else:
+                self._use(one, rank, found)
+        self._end(one)
+
+    def _wait(self, one: _Acquisition, found: _Connection) -> None:
+        if found.tries:
+            one.error = ConnectError(f"the last connection to {one.engine} does not fall silent")
+        else:
+            found.waiting.append(one)
+
+    def _use(self, one: _Acquisition, rank: int, found: _Connection) -> None:
+        if found.peer is None:
+            one.fail(ConnectError("it has no connection"))
+            return
+        twin = next((r for r, peer in one.ids.items() if peer == found.peer), None)
+        if twin is not None:
+            one.fail(ConnectError(f"it is the transport of rank {twin}"))
+            return
+        one.left.popleft()
+        one.ids[rank] = found.peer
+        found.users += 1
+
+    def _end(self, one: _Acquisition) -> None:
+        if one.error is None and not all(map(self.is_open, one.ids.values())):
+            one.error = ConnectError(
+                f"a connection to engine {one.engine} was lost while the next was made"
+            )
+        if one.error is not None:
+            for peer in one.ids.values():
+                self.release(peer)
+        one.over(one.ids if one.error is None else one.error)
+
+    def _dial(self, one: _Acquisition, address: bytes) -> None:
+        made = _Connection(address=address, engine=one.engine, waiting=[one])
+        self._by_address[address] = made
+        self._dialling += 1
+        self._aside.run(
+            lambda: self._transport.connect(address), lambda outcome: self._dialled(made, outcome)
+        )
+
+    def _dialled(self, made: _Connection, outcome: object) -> None:
+        """The driver's ``connect`` has returned an id, or raised."""
+        self._dialling -= 1
+        waiting, made.waiting = made.waiting, []
+        del self._by_address[made.address]
+        try:
+            found = self._opened(made, outcome)
+        except Exception as exc:  # noqa: BLE001  whatever a driver raises fails who waits for this
+            for one in waiting:
+                one.fail(exc)
+        else:
+            if found.state is _State.CLOSING:
+                for one in waiting:
+                    self._wait(one, found)
+                waiting = [one for one in waiting if one.error is not None]
+        if not self._dialling:
+            self._closed_meanwhile.clear()
+        self._go_on(waiting)
+
+    def _opened(self, made: _Connection, outcome: object) -> _Connection:
+        """The connection that a dial gave: a new one, or one that other bytes had given before.
+
+        The driver knows a transport by the bytes that came last. So those are the ones that need no
+        further dial, and an engine that comes with others dials again, which refreshes.
+        """
+        if isinstance(outcome, Exception):
+            raise outcome
+        if not isinstance(outcome, int):
+            raise TypeError(f"the driver's connect returned {outcome!r:.200}, which is no id")
+        peer = PeerId(outcome)
+        if peer in self._closed_meanwhile:
+            raise ConnectError("its connection was closed meanwhile")
+        found = self._by_peer.get(peer)
+        if found is None:
+            made.peer, made.state = peer, _State.OPEN
+            self._by_peer[peer] = self._by_address[made.address] = made
+            return made
+        if found.state is _State.OPEN:
+            if self._by_address.get(found.address) is found:
+                del self._by_address[found.address]
+            found.address = made.address
+            self._by_address[made.address] = found
+        return found
+
+    # Closing.
+
+    def _close(self, found: _Connection) -> None:
+        peer = found.peer
+        if peer is None:
+            return
+        found.state, found.is_in_call = _State.CLOSING, True
+        self._transfers.leave(peer)
+        self._aside.run(
+            lambda: self._transport.disconnect(peer),
+            lambda outcome: self._closed(found, peer, outcome),
+        )
+
+    def _closed(self, found: _Connection, peer: PeerId, error: Exception | None) -> None:
+        found.is_in_call = False
+        is_closed = error is None or isinstance(error, TransportUsageError)  # or was already
+        self._transfers.left(peer, closed=is_closed)
+        waiting, found.waiting = found.waiting, []
+        if error is None or is_closed:
+            del self._by_peer[peer]
+            if self._by_address.get(found.address) is found:
+                del self._by_address[found.address]
+            if self._dialling:
+                self._closed_meanwhile.add(peer)
+        else:
+            self._is_loud_still(found, peer, error)
+            for one in waiting:
+                self._wait(one, found)
+        self._go_on(waiting)
+
+    def _is_loud_still(self, found: _Connection, peer: PeerId, error: Exception) -> None:
+        if not found.tries:
+            ours = as_ours(error)
+            logger.error(
+                "connection %d, to %s, did not fall silent (stage disconnect, cause %s): %s; the "
+                "pages that it may still write are quarantined until it does: restart the engine "
+                "if that lasts",
+                peer,
+                on_one_line(found.engine),
+                cause_of(ours),
+                on_one_line(str(ours)),
+            )
+        found.tries += 1
+        found.due = self._clock() + min(2.0**found.tries, LONGEST_SECONDS)

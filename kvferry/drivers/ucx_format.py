@@ -1,0 +1,217 @@
+"""Check what UCX packs for its peers, before UCX reads it: addresses of workers, keys to memory.
+
+UCX takes both without a length. It reads on behind the end of what was cut, and it ends the process
+by an assertion over a version that it does not know. So what can be said of them without UCX is
+checked here: the header, the version, every length and every count.
+
+The formats are those of openucx/ucx, ``src/ucp/wireup/address.c`` (the layouts at its top and
+``ucp_address_unpack``) and ``src/ucp/core/ucp_rkey.c`` (``ucp_ep_rkey_unpack_internal``), which are
+the same from v1.18 to v1.22. ``UCX_UNIFIED_MODE`` makes addresses of another format: see
+``is_known``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+MAX_ENTRIES = 128
+"""UCP_MAX_RESOURCES: transports of all devices, and devices."""
+MAX_DOMAINS = 64
+"""UCP_MAX_MDS."""
+MAX_MEMORY_KINDS = 16
+"""More than ``ucs_memory_type_t`` has values."""
+MAX_KEY_TAIL = 1 + 3 * 64 + 1
+"""What may follow a key's parts: the system device, the distances of 64 others, and an end."""
+
+_V1, _V2 = 0, 1
+_DEBUG_INFO, _UUID, _CLIENT_ID = 1, 2, 4
+_LAST, _EMPTY = 0x80, 0x80
+_MORE_PATHS, _SYSTEM_DEVICE = 0x40, 0x20
+_DOMAIN, _DEVICE_LENGTH, _TRANSPORT_LENGTH = 0x7F, 0x1F, 0x3F
+_HAS_ENDPOINTS = 0x40
+_LEGACY_RELEASE = 18
+"""Up to this minor version, two bits of version 1's domains meant something else."""
+_RELEASES = 16
+
+_LENGTHS = {0x7563: 8, 0x19CF: 2}
+"""Of the addresses of interfaces of two transports, ``self`` and ``tcp``, by the CRC-16 of their
+names: a number, and a port."""
+
+_ATTRIBUTES_V1 = struct.Struct("<fffI")
+_ATTRIBUTES_V2 = struct.Struct("<BBBBHH")
+_TINY_NAN = 0xF
+"""The exponent of a NaN among UCX's floats of eight bits."""
+_MAX_SECONDS = 1.0
+_BANDWIDTHS = (1.0, 1e18)
+
+
+class FormatError(ValueError):
+    """UCX did not pack this."""
+
+
+def check_worker_address(data: bytes) -> None:
+    """Refuse what is not the address of a worker.
+
+    Raises:
+        FormatError: it is cut, or longer than it says, or has a value that UCX does not pack.
+    """
+    reader = _Reader(data)
+    version, flags = _header(reader)
+    if not flags & _UUID or flags & ~(_DEBUG_INFO | _UUID | _CLIENT_ID):
+        raise FormatError(f"its header has the flags {flags:#x}")
+    reader.skip(16 if flags & _CLIENT_ID else 8)
+    if flags & _DEBUG_INFO:
+        reader.skip(reader.byte())
+    _devices(reader, version)
+    reader.end()
+
+
+def check_key(data: bytes, kinds: frozenset[int] = frozenset(range(MAX_MEMORY_KINDS))) -> None:
+    """Refuse what is not a packed key to memory.
+
+    Args:
+        data: the key.
+        kinds: the values of ``ucs_memory_type_t`` that the memory may be of.
+
+    Raises:
+        FormatError: it is cut, or longer than a key can be, or of another kind of memory.
+    """
+    reader = _Reader(data)
+    domains = int.from_bytes(reader.take(8), "little")
+    kind = reader.byte()
+    if kind not in kinds:
+        raise FormatError(f"it is to memory of UCX's kind {kind}")
+    for _ in range(domains.bit_count()):
+        reader.skip(reader.byte())
+    if reader.left > MAX_KEY_TAIL:
+        raise FormatError(f"{reader.left} bytes follow its parts")
+
+
+def is_known(own: bytes) -> bool:
+    """Return whether addresses here have the format that is checked.
+
+    Args:
+        own: the address of a worker of this process, which UCX made by the same settings that it
+            reads others' with.
+    """
+    try:
+        check_worker_address(own)
+    except FormatError:
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class _Reader:
+    data: bytes
+    at: int = 0
+
+    @property
+    def left(self) -> int:
+        return len(self.data) - self.at
+
+    def take(self, nbytes: int) -> bytes:
+        if nbytes > self.left:
+            raise FormatError(f"it ends after {len(self.data)} bytes, within a value")
+        self.at += nbytes
+        return self.data[self.at - nbytes : self.at]
+
+    def skip(self, nbytes: int) -> None:
+        self.take(nbytes)
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def extended(self, mask: int, version: int) -> tuple[int, int]:
+        """Return a value, which version 2 may continue in another byte, and the flags beside it."""
+        first = self.byte()
+        value = first & mask
+        if version == _V2 and value == mask:
+            value = self.byte()
+        return value, first & ~mask
+
+    def end(self) -> None:
+        if self.left:
+            raise FormatError(f"{self.left} bytes follow its end")
+
+
+def _header(reader: _Reader) -> tuple[int, int]:
+    """Return the version and the flags."""
+    first = reader.byte()
+    version = first & 0xF
+    if version not in (_V1, _V2):
+        raise FormatError(f"its version is {version}")
+    return version, first >> 4 if version == _V1 else reader.byte()
+
+
+def _devices(reader: _Reader, version: int) -> None:
+    domains: list[int] = []
+    entries, release, last = 0, 0, False
+    while not last:
+        domain, empty = reader.extended(_DOMAIN, version)
+        length, flags = reader.extended(_DEVICE_LENGTH, version)
+        last = bool(flags & _LAST)
+        _extras(reader, flags)
+        reader.skip(length)
+        if empty and last:
+            release = domain % _RELEASES
+        elif not empty:
+            entries += _transports(reader, version)
+        domains.append(0 if empty else domain)
+        if len(domains) > MAX_ENTRIES or entries > MAX_ENTRIES:
+            raise FormatError(f"it has more than {MAX_ENTRIES} devices or transports")
+    legacy = version == _V1 and release <= _LEGACY_RELEASE % _RELEASES
+    if not entries:
+        raise FormatError("it names no transport")
+    if max(domains) >= MAX_DOMAINS and not legacy:
+        raise FormatError(f"it numbers a memory domain {max(domains)}; UCX has {MAX_DOMAINS}")
+
+
+def _extras(reader: _Reader, flags: int) -> None:
+    if flags & _MORE_PATHS and reader.byte() < 1:
+        raise FormatError("a device has no paths")
+    if flags & _SYSTEM_DEVICE:
+        reader.skip(1)
+
+
+def _transports(reader: _Reader, version: int) -> int:
+    """Read those of one device; how many there are."""
+    count, last = 0, 0
+    while not last:
+        name = int.from_bytes(reader.take(2), "little")
+        _attributes(reader, version)
+        length, flags = reader.extended(_TRANSPORT_LENGTH, version)
+        if flags & _HAS_ENDPOINTS:
+            raise FormatError("it is an endpoint's")
+        if length != _LENGTHS.get(name, length):
+            raise FormatError(f"an interface's address has {length} bytes")
+        reader.skip(length)
+        last = flags & _LAST
+        count += 1
+        if count > MAX_ENTRIES:
+            break
+    return count
+
+
+def _attributes(reader: _Reader, version: int) -> None:
+    """Refuse figures that UCX's choice among transports cannot be made by."""
+    if version == _V2:
+        tiny = _ATTRIBUTES_V2.unpack(reader.take(_ATTRIBUTES_V2.size))[:3]
+        exponents = [value & 0xF for value in tiny]
+        if _TINY_NAN in exponents or not exponents[1]:
+            raise FormatError("a transport's figures are not numbers, or it has no bandwidth")
+        return
+    overhead, bandwidth, latency, _ = _ATTRIBUTES_V1.unpack(reader.take(_ATTRIBUTES_V1.size))
+    least, most = _BANDWIDTHS
+    sane = all(map(math.isfinite, (overhead, bandwidth, latency)))
+    if not (
+        sane
+        and 0 <= overhead <= _MAX_SECONDS
+        and 0 <= latency <= _MAX_SECONDS
+        and least <= bandwidth <= most
+    ):
+        raise FormatError(
+            f"a transport's figures are {overhead:g} s, {bandwidth:g} B/s and {latency:g} s"
+        )

@@ -1,0 +1,132 @@
+"""Requests of one engine that share a hold, between real endpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.errors import EndpointClosedError, StaleError
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.wire import Release, decode_notes
+from tests.core.endpoint.engines import Clock, Engine, Shape, Watched, engine, expected, until
+from tests.core.endpoint.test_renewal import PATIENT, pass_leases, renewed
+
+LAYER = 1
+
+
+@contextlib.contextmanager
+def pair(tp: int = 2) -> Iterator[tuple[Engine, Engine, list[Watched]]]:
+    """Two engines with as many ranks, and what drives the first one's."""
+    drivers = [Watched() for _ in range(tp)]
+    made = iter(drivers)
+    with (
+        engine("prefill", Shape(tp=tp), transport=lambda: next(made)) as prefill,
+        engine("decode", Shape(tp=tp), options=EndpointOptions(liveness_interval=0)) as decode,
+    ):
+        yield prefill, decode, drivers
+
+
+def releases(driver: Watched) -> list[Release]:
+    """What a producer rank was told so far."""
+    notes = [note for heard in driver.heard for note in decode_notes(heard.payload)]
+    return [note for note in notes if isinstance(note, Release)]
+
+
+def is_right(decode: Engine, pages: list[int], tokens: int) -> bool:
+    """Whether every rank has what was computed."""
+    return all(
+        np.array_equal(
+            rank.tokens(pages, LAYER)[:tokens],
+            expected(decode.shape, tokens, LAYER, rank.first_head),
+        )
+        for rank in decode.ranks
+    )
+
+
+def test_all_load_and_one_done_ends_the_hold() -> None:
+    """The ranks take them in different orders."""
+    with pair() as (prefill, decode, drivers):
+        ticket = prefill.serve("p-1", [1, 2], 8)
+        names, pages = ["d-1", "d-2", "d-3"], [[3, 4], [5, 6], [7, 8]]
+        for index, rank in enumerate(decode.ranks):
+            alone = dataclasses.replace(decode, ranks=[rank])
+            for name, each in list(zip(names, pages, strict=True))[:: 1 if index else -1]:
+                alone.pull(name, ticket, each, shared=True)
+        for rank in decode.ranks:
+            received: dict[RequestId, object] = {}
+            while len(received) < len(names):
+                rank.endpoint.wait(0.05)
+                results = rank.endpoint.results()
+                received |= {name: results.failed.get(name) for name in results.received}
+            assert received == dict.fromkeys(map(RequestId, names))
+        assert all(is_right(decode, each, 8) for each in pages)
+        decode.pull("done", ticket, [], nothing=True)
+        prefill.released("p-1")
+        for driver in drivers:
+            assert [release.abandoned for release in releases(driver)] == [False]
+
+
+def test_one_that_is_given_up_takes_nothing_from_the_others() -> None:
+    with pair() as (prefill, decode, drivers):
+        ticket = prefill.serve("p-1", [1], 4)
+        never = threading.Event()
+        decode.pull("d-1", ticket, [2], shared=True, passed=never.is_set)
+        for rank in decode.ranks:
+            rank.endpoint.abort(RequestId("d-1"))
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], EndpointClosedError)
+        decode.pull("d-2", ticket, [3])
+        assert not decode.outcome("d-2").failed
+        prefill.released("p-1")
+        for driver in drivers:
+            assert [release.abandoned for release in releases(driver)] == [False]
+
+
+def test_the_fence_of_one_that_shares_still_refuses_what_is_gone() -> None:
+    with pair(tp=1) as (prefill, decode, [driver]):
+        ticket = prefill.serve("p-1", [1], 4)
+        prefill.ledger.reset()
+        prefill.step()
+        prefill.released("p-1")
+        decode.pull("d-1", ticket, [2], shared=True)
+        assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
+        second = prefill.serve("p-2", [3], 4)
+        decode.pull("d-2", second, [4])
+        assert not decode.outcome("d-2").failed
+        prefill.released("p-2")
+        told = [release.generation for release in releases(driver)]
+        assert told == [second.hold.generation]
+
+
+def test_one_that_needs_nothing_reaches_nobody() -> None:
+    with pair(tp=1) as (prefill, decode, _):
+        ticket = prefill.serve("p-1", [1], 4)
+        decode.pull("d-1", ticket, [], nothing=True, shared=True)
+        decode.pull("d-2", ticket, [2])
+        results = until(decode.ranks[0].endpoint, lambda results: bool(results.loads))
+        assert [record.request for record in results.loads] == ["d-2"]
+
+
+@pytest.mark.parametrize("needs_pages", [True, False])
+def test_one_that_needs_nothing_ends_only_its_own_wait(needs_pages: bool) -> None:
+    clock, driver = Clock(), Watched()
+    with (
+        engine("prefill", transport=lambda: driver, clock=clock) as prefill,
+        engine("decode", options=PATIENT, clock=clock) as decode,
+    ):
+        ticket = prefill.serve("p-1", [1], 4)
+        decode.prepare(ticket)
+        decode.prepare(ticket)
+        renewed(driver)
+        decode.pull("d-1", ticket, [], nothing=True, shared=True)
+        pass_leases(clock, [driver], count=2)
+        decode.pull("d-2", ticket, [2] if needs_pages else [], nothing=not needs_pages)
+        assert not needs_pages or not decode.outcome("d-2").failed
+        prefill.released("p-1")
+        assert not decode.ranks[0].endpoint._puller._waiting._waits
+        assert [release.abandoned for release in releases(driver)] == [False]

@@ -1,0 +1,531 @@
+"""Reads that are queued, posted within limits, cancelled, doomed and disconnected, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.core.copies import Copies, copies_between
+from kvferry.core.endpoint import transfers as module
+from kvferry.core.endpoint.containment import Containment
+from kvferry.core.endpoint.transfers import Job, Outcome, Transfers
+from kvferry.core.errors import (
+    KVFerryError,
+    PageError,
+    PeerLostError,
+    StatusUnknownError,
+    TransferCancelledError,
+    TransportError,
+)
+from kvferry.core.memory import Region
+from kvferry.core.transport import PeerId, State, Status, TransferId
+
+ONE, OTHER = PeerId(1), PeerId(2)
+HERE, THERE = Region(address=1 << 20, nbytes=1 << 30), Region(address=1 << 40, nbytes=1 << 30)
+DONE, PENDING = Status(state=State.DONE), Status(state=State.PENDING)
+
+
+@pytest.fixture(autouse=True)
+def no_post_is_long() -> Iterator[None]:
+    """Otherwise it depends on the machine's load how many are posted at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LONG_SECONDS", 1e9)
+        yield
+
+
+def copies(nbytes: int) -> Copies:
+    return copies_between([(HERE.address, THERE.address, nbytes)], local=HERE, remote=THERE)
+
+
+class Driver:
+    """A transport that only says what the test wants to be said of its transfers."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.capabilities = self
+        self.max_outstanding = limit
+        self.posted: list[tuple[PeerId, int, bytes | None]] = []
+        self.says: dict[TransferId, Status] = {}
+        self.cancelled: list[TransferId] = []
+        self.forgotten: list[TransferId] = []
+        self.unclear: set[TransferId] = set()
+        self.polls: list[list[TransferId]] = []
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None) -> TransferId:
+        self.posted.append((peer, copies.total, notify))
+        transfer = TransferId(len(self.posted))
+        self.says[transfer] = PENDING
+        return transfer
+
+    def poll(self, ids: Sequence[TransferId]) -> list[Status]:
+        self.polls.append(list(ids))
+        if self.unclear.intersection(ids):
+            raise ZeroDivisionError
+        return [self.says[each] for each in ids]
+
+    def cancel(self, transfer: TransferId) -> None:
+        assert transfer in self.says
+        self.cancelled.append(transfer)
+
+    def forget(self, transfer: TransferId) -> None:
+        del self.says[transfer]
+        self.forgotten.append(transfer)
+
+
+class Reads:
+    """Jobs by name, and what was heard of each."""
+
+    def __init__(self, driver: Any) -> None:
+        self.transfers = Transfers(driver, Containment())
+        self.outcomes: dict[str, Outcome] = {}
+        self.doomed: dict[str, KVFerryError] = {}
+        self.heard: list[str] = []
+
+    def add(
+        self,
+        name: str,
+        peer: PeerId = ONE,
+        *,
+        nbytes: int = 8,
+        ahead: bool = False,
+        tags: Sequence[str] = (),
+        build: Callable[[], Copies] | None = None,
+        notify: bytes | None = None,
+    ) -> Job:
+        def finished(outcome: Outcome) -> None:
+            assert name not in self.outcomes, "called once"
+            self.outcomes[name] = outcome
+            self.heard.append(name)
+
+        def doomed(error: KVFerryError) -> None:
+            assert name not in self.doomed, "called once"
+            assert name not in self.outcomes
+            self.doomed[name] = error
+
+        job = Job(
+            peer=peer,
+            build=build or (lambda: copies(nbytes)),
+            finished=finished,
+            doomed=doomed,
+            ahead=ahead,
+            notify=notify,
+            tags={*tags, name},
+        )
+        self.transfers.add(job)
+        return job
+
+    def error(self, name: str) -> KVFerryError | None:
+        return self.outcomes[name].error
+
+
+def ended(error: Exception, *, doomed: bool = False) -> Status:
+    assert isinstance(error, TransportError)
+    return Status(state=State.DOOMED if doomed else State.FAILED, error=error)
+
+
+def test_a_read_is_posted_polled_and_heard_of_once() -> None:
+    driver = Driver()
+    reads = Reads(driver)
+    reads.add("a", nbytes=24, notify=b"done")
+    assert len(reads.transfers) == 1
+    assert reads.transfers.progress()
+    assert driver.posted == [(ONE, 24, b"done")]
+    assert not reads.transfers.progress()
+    assert len(reads.transfers) == 1
+    driver.says[TransferId(1)] = DONE
+    assert reads.transfers.progress()
+    outcome = reads.outcomes["a"]
+    assert (outcome.error, outcome.copies, outcome.nbytes) == (None, 1, 24)
+    assert outcome.begun > 0
+    assert 0 <= outcome.post_seconds <= outcome.seconds
+    assert driver.forgotten == [TransferId(1)]
+    assert len(reads.transfers) == 0
+    assert not reads.transfers.progress()
+
+
+def test_what_has_ended_is_answered_before_more_is_posted() -> None:
+    driver = Driver()
+    reads = Reads(driver)
+    reads.add("a")
+    reads.transfers.progress()
+    driver.says[TransferId(1)] = DONE
+    reads.add("b")
+    assert reads.transfers.progress()
+    assert len(driver.posted) == 1
+    assert reads.transfers.progress()
+    assert len(driver.posted) == 2
+
+
+def test_the_drivers_limit_is_kept() -> None:
+    driver = Driver(limit=2)
+    reads = Reads(driver)
+    for name in "abc":
+        reads.add(name, ahead=name == "c")
+    reads.transfers.progress()
+    assert len(driver.posted) == 2
+    assert not reads.transfers.progress()
+    driver.says[TransferId(1)] = DONE
+    reads.transfers.progress()
+    reads.transfers.progress()
+    assert len(driver.posted) == 3
+
+
+def test_peers_take_turns_and_what_is_ahead_goes_first() -> None:
+    driver = Driver()
+    reads = Reads(driver)
+    for nbytes, peer in ((1, ONE), (2, ONE), (3, ONE), (4, OTHER)):
+        reads.add(str(nbytes), peer, nbytes=nbytes)
+    for nbytes in (5, 6):
+        reads.add(str(nbytes), nbytes=nbytes, ahead=True)
+    reads.transfers.progress()
+    assert [nbytes for _, nbytes, _ in driver.posted] == [5, 6, 1, 4, 2, 3]
+
+
+def test_of_a_peer_with_enough_under_way_only_what_is_ahead_is_posted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "UNDER_WAY_BYTES", 10)
+    driver = Driver()
+    reads = Reads(driver)
+    for name, nbytes in (("a", 9), ("b", 1), ("c", 7)):
+        reads.add(name, nbytes=nbytes)
+    reads.add("other", OTHER, nbytes=6)
+    reads.transfers.progress()
+    assert [nbytes for _, nbytes, _ in driver.posted] == [9, 6, 1]
+    reads.add("word", nbytes=8, ahead=True)
+    reads.transfers.progress()
+    assert [nbytes for _, nbytes, _ in driver.posted] == [9, 6, 1, 8]
+    driver.says[TransferId(4)] = DONE
+    reads.transfers.progress()
+    assert not reads.transfers.progress()
+    driver.says[TransferId(3)] = ended(TransportError("no"))
+    reads.transfers.progress()
+    reads.transfers.progress()
+    assert [nbytes for _, nbytes, _ in driver.posted] == [9, 6, 1, 8, 7]
+
+
+def test_a_post_that_takes_long_lets_others_have_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LONG_SECONDS", -1.0)
+    driver = Driver()
+    reads = Reads(driver)
+    for name in "abc":
+        reads.add(name)
+    for posted in (1, 2, 3):
+        assert reads.transfers.progress()
+        assert len(driver.posted) == posted
+
+
+@pytest.mark.parametrize("error", [PageError("no such page"), MemoryError("none left")])
+def test_a_read_that_cannot_be_posted_fails_alone(error: Exception) -> None:
+    def fails() -> Copies:
+        raise error
+
+    driver = Driver()
+    reads = Reads(driver)
+    reads.add("a", build=fails)
+    reads.add("b")
+    assert reads.transfers.progress()
+    assert str(error) in str(reads.error("a"))
+    assert isinstance(reads.error("a"), KVFerryError)
+    assert (reads.outcomes["a"].copies, reads.outcomes["a"].post_seconds >= 0) == (0, True)
+    assert len(driver.posted) == len(reads.transfers) == 1
+
+
+# Doomed.
+
+
+def test_a_read_that_is_doomed_is_heard_of_twice_and_over_when_it_is_quiet() -> None:
+    driver = Driver()
+    reads = Reads(driver)
+    reads.add("a", nbytes=5)
+    reads.transfers.progress()
+    error = TransportError("the cable is out")
+    driver.says[TransferId(1)] = ended(error, doomed=True)
+    assert reads.transfers.progress()
+    assert reads.doomed == {"a": error}
+    assert not reads.transfers.progress(), "nothing new was heard"
+    assert not reads.outcomes
+    assert len(reads.transfers) == 1
+    driver.says[TransferId(1)] = ended(error)
+    assert reads.transfers.progress()
+    assert reads.error("a") is error
+
+
+def test_a_failure_without_a_reason_has_one() -> None:
+    driver = Driver()
+    reads = Reads(driver)
+    reads.add("a")
+    reads.transfers.progress()
+    driver.says[TransferId(1)] = Status(state=State.FAILED)
+    reads.transfers.progress()
+    assert "gave no reason" in str(reads.error("a"))
+
+
+def test_while_one_is_doomed_another_is_posted_and_heard_of() -> None:
+    """What is doomed is no news: otherwise nothing would be posted as long as it lasts."""
+    driver = Driver()
+    reads = Reads(driver)
+    reads.add("doomed")
+    reads.transfers.progress()
+    driver.says[TransferId(1)] = ended(TransportError("out"), doomed=True)
+    reads.transfers.progress()
+    reads.add("other")
+    assert reads.transfers.progress()
+    assert len(driver.posted) == 2
+    driver.says[TransferId(2)] = DONE
+    assert reads.transfers.progress()
+    assert reads.error("other") is None
+    assert "doomed" not in reads.outcomes
+
+
+def test_all_that_is_new_is_heard_of_in_one_poll() -> None:
+    driver = Driver()
+    reads = Reads(driver)
+    for name in "abc":
+        reads.add(name)
+    reads.transfers.progress()
+    driver.says[TransferId(1)] = DONE
+    driver.says[TransferId(3)] = ended(TransportError("out"))
+    assert reads.transfers.progress()
+    assert reads.heard == ["a", "c"]
+
+
+# Cancelled.
+
+
+def test_of_queued_reads_only_the_one_that_is_cancelled_ends() -> None:
+    driver = Driver(limit=0)
+    reads = Reads(driver)
+    for name in "abc":
+        reads.add(name)
+    reads.add("d", ahead=True)
+    reads.add("e", ahead=True)
+    reads.transfers.cancel("b")
+    assert isinstance(reads.error("b"), TransferCancelledError)
+    assert (reads.outcomes["b"].begun, reads.outcomes["b"].seconds) == (0.0, 0.0)
+    reads.transfers.cancel("d")
+    assert reads.heard == ["b", "d"]
+    assert len(reads.transfers) == 3
+    reads.transfers._limit = None
+    reads.transfers.progress()
+    assert len(driver.posted) == 3
+    for number in range(1, 4):
+        driver.says[TransferId(number)] = DONE
+    reads.transfers.progress()
+    assert reads.heard == ["b", "d", "e", "a", "c"]
+
+
+def test_the_last_queued_read_of_a_peer_can_be_cancelled_and_another_added() -> None:
+    driver = Driver(limit=0)
+    reads = Reads(driver)
+    reads.add("a")
+    reads.transfers.cancel("a")
+    assert len(reads.transfers) == 0
+    reads.add("b")
+    reads.transfers.cancel("nobody")
+    assert len(reads.transfers) == 1
+
+
+def test_a_read_that_is_under_way_is_cancelled_when_nobody_wants_it() -> None:
+    driver = Driver()
+    reads = Reads(driver)
+    reads.add("both", tags=["x", "y"])
+    reads.add("other", tags=["x"])
+    reads.transfers.progress()
+    for tag in ("both", "x"):
+        reads.transfers.cancel(tag)
+    assert driver.cancelled == []
+    reads.transfers.cancel("y")
+    assert driver.cancelled == [TransferId(1)]
+    reads.transfers.cancel("y")
+    assert driver.cancelled == [TransferId(1)], "it is asked once"
+    assert not reads.outcomes
+
+
+def test_reads_that_linger_are_known_by_those_that_gave_them_up() -> None:
+    driver = Driver()
+    reads = Reads(driver)
+    reads.add("a", tags=["x"])
+    reads.add("b", OTHER, tags=["x"])
+    reads.transfers.progress()
+    lingering = reads.transfers.lingering
+    assert lingering({"x", "a"}) == set()
+    reads.transfers.cancel("x")
+    assert lingering({"x"}) == {ONE, OTHER}
+    assert lingering({"a", "b"}) == set()
+    driver.says[TransferId(2)] = ended(TransferCancelledError("cancelled"))
+    reads.transfers.progress()
+    assert lingering({"x", "b"}) == {ONE}
+
+
+# Connections that are closed.
+
+
+def test_what_waits_for_a_connection_that_is_closed_fails_and_others_go_on() -> None:
+    driver = Driver(limit=1)
+    reads = Reads(driver)
+    reads.add("under way")
+    reads.transfers.progress()
+    for name, peer, ahead in (
+        ("a", ONE, False), ("b", ONE, True), ("c", OTHER, False), ("d", ONE, False),
+    ):  # fmt: skip
+        reads.add(name, peer, ahead=ahead)
+    reads.transfers.leave(ONE)
+    assert sorted(reads.outcomes) == ["a", "b", "d"]
+    assert all(isinstance(reads.error(name), PeerLostError) for name in "abd")
+    assert len(reads.transfers) == 2
+
+
+def test_what_ends_with_one_may_end_others_that_wait() -> None:
+    """A read that fails fails its load, whose other reads are cancelled then."""
+    driver = Driver(limit=0)
+    reads = Reads(driver)
+    job = reads.add("a")
+    reads.add("b")
+    reads.add("c")
+    finished = job.finished
+
+    def ends_others(outcome: Outcome) -> None:
+        reads.transfers.cancel("b")
+        finished(outcome)
+
+    job.finished = ends_others
+    reads.transfers.leave(ONE)
+    assert sorted(reads.heard) == ["a", "b", "c"]
+    assert len(reads.transfers) == 0
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_nothing_under_way_is_named_while_its_connection_is_closed(closed: bool) -> None:
+    driver = Driver()
+    reads = Reads(driver)
+    reads.add("a")
+    reads.add("other", OTHER)
+    reads.transfers.progress()
+    reads.transfers.leave(ONE)
+    driver.polls.clear()
+    reads.transfers.cancel("a")
+    reads.transfers.progress()
+    assert driver.cancelled == []
+    assert driver.polls == [[TransferId(2)]]
+    reads.transfers.left(ONE, closed=closed)
+    driver.says[TransferId(1)] = ended(PeerLostError("disconnected"))
+    reads.transfers.progress()
+    assert isinstance(reads.error("a"), PeerLostError)
+
+
+# Drivers that cannot say.
+
+
+def test_a_read_of_which_nothing_can_be_said_is_over_when_its_connection_is_closed() -> None:
+    driver = Driver()
+    reads = Reads(driver)
+    for name, peer in (("a", ONE), ("b", ONE), ("other", OTHER)):
+        reads.add(name, peer)
+    reads.transfers.progress()
+    driver.unclear = {TransferId(1), TransferId(2)}  # of which the second is the other peer's
+    driver.says[TransferId(3)] = DONE
+    assert reads.transfers.progress()
+    assert reads.heard == ["b"]
+    assert reads.doomed.keys() == {"a", "other"}
+    assert isinstance(reads.doomed["a"], StatusUnknownError)
+    for closed in (False, True):
+        assert "a" not in reads.outcomes
+        reads.transfers.leave(ONE)
+        reads.transfers.left(ONE, closed=closed)
+        reads.transfers.progress()
+    assert isinstance(reads.error("a"), StatusUnknownError)
+    assert "other" not in reads.outcomes, "its connection stands"
+    reads.add("c")
+    reads.transfers.progress()
+    driver.unclear.add(TransferId(4))
+    reads.transfers.progress()
+    assert "c" not in reads.outcomes, "a connection that was closed is remembered for what it had"
+
+
+# Whatever comes.
+
+STATES = st.sampled_from([State.PENDING, State.DOOMED, State.DONE, State.FAILED])
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Every job is heard of once, when it is quiet, and not before; and all are in the end."""
+
+    LIMIT = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(limit=self.LIMIT)
+        self.reads = Reads(self.driver)
+        self.names: list[str] = []
+        self.leaving: set[PeerId] = set()
+
+    @rule(peer=st.sampled_from([ONE, OTHER]), ahead=st.booleans(), nbytes=st.integers(1, 100))
+    def adds(self, peer: PeerId, ahead: bool, nbytes: int) -> None:
+        if peer not in self.leaving:
+            self.names.append(f"job {len(self.names)}")
+            self.reads.add(self.names[-1], peer, ahead=ahead, nbytes=nbytes, tags=["all"])
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data(), everybody=st.booleans())
+    def cancels(self, data: st.DataObject, everybody: bool) -> None:
+        self.reads.transfers.cancel(data.draw(st.sampled_from(self.names)))
+        if everybody:
+            self.reads.transfers.cancel("all")
+
+    @precondition(lambda self: self.driver.says)
+    @rule(data=st.data(), state=STATES, unclear=st.booleans())
+    def happens(self, data: st.DataObject, state: State, unclear: bool) -> None:
+        transfer = data.draw(st.sampled_from(sorted(self.driver.says)))
+        error = TransportError("out") if state in (State.DOOMED, State.FAILED) else None
+        if not self.driver.says[transfer].state.final:
+            self.driver.says[transfer] = Status(state=state, error=error)
+        (self.driver.unclear.add if unclear else self.driver.unclear.discard)(transfer)
+
+    @rule(peer=st.sampled_from([ONE, OTHER]))
+    def leaves(self, peer: PeerId) -> None:
+        if peer not in self.leaving:
+            self.leaving.add(peer)
+            self.reads.transfers.leave(peer)
+
+    @rule(peer=st.sampled_from([ONE, OTHER]))
+    def left(self, peer: PeerId) -> None:
+        if peer in self.leaving:
+            self.leaving.discard(peer)
+            self.reads.transfers.left(peer, closed=False)
+
+    @rule()
+    def progresses(self) -> None:
+        self.driver.polls.clear()
+        self.reads.transfers.progress()
+        of = [peer for peer, _, _ in self.driver.posted]
+        for polled in self.driver.polls:
+            assert self.leaving.isdisjoint(of[transfer - 1] for transfer in polled)
+
+    @invariant()
+    def all_are_there(self) -> None:
+        assert len(self.driver.says) <= self.LIMIT
+        assert len(self.reads.transfers) + len(self.reads.outcomes) == len(self.names)
+        assert len(set(self.reads.heard)) == len(self.reads.heard)
+
+    def teardown(self) -> None:
+        self.driver.unclear.clear()
+        for peer in list(self.leaving):
+            self.left(peer)
+        for _ in range(2 * len(self.names) + 2):
+            for transfer in self.driver.says:
+                self.driver.says[transfer] = DONE
+            self.reads.transfers.progress()
+        assert sorted(self.reads.heard) == sorted(self.names)
+        assert len(self.reads.transfers) == 0
+        assert not self.reads.transfers._under_way
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

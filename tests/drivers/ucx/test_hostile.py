@@ -1,0 +1,64 @@
+"""Addresses with a valid digest and something hostile inside: a sample; see ``hostile``."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import pytest
+
+from kvferry.core.errors import ConnectError
+from kvferry.drivers.ucx import UcxTransport
+from kvferry.drivers.ucx import address as wire
+from kvferry.testing.peers import Process
+from tests.drivers.hostile import counted
+from tests.drivers.ucx.test_transport import FACTORY, PATIENT, Make, make
+
+__all__ = ["make"]
+
+pytestmark = pytest.mark.ucx
+
+COUNT = int(os.environ.get("KVFERRY_HOSTILE", "300"))
+
+
+@pytest.mark.timeout(300 + COUNT)
+@pytest.mark.parametrize("side", ["ucx", "ucx-host"])
+def test_a_hostile_address_ends_no_process(side: str) -> None:
+    outcomes, tried = counted(side, COUNT)
+    assert tried.deaths == []
+    assert set(outcomes) <= {"refused", "connected"}
+    assert outcomes["refused"]
+
+
+def changed(address: bytes, **changes: object) -> bytes:
+    return wire.encode(msgspec.structs.replace(wire.decode(address), **changes))
+
+
+def test_what_ucx_did_not_pack_is_refused_with_the_reason(make: Make) -> None:
+    good = make().address()
+    with pytest.raises(ConnectError, match="holds what UCX did not pack: its version is 15"):
+        make().connect(changed(good, worker=b"\x2f" + wire.decode(good).worker[1:]))
+
+
+def test_an_address_that_says_a_peers_instance_takes_nothing_from_it(make: Make) -> None:
+    """Its own worker's address is another."""
+    one, honest, other = make(), make(), make()
+    peer = one.connect(honest.address())
+    forged = changed(other.address(), instance=wire.decode(honest.address()).instance)
+    with pytest.raises(ConnectError):
+        one_that_does_not_wait(one).connect(forged)
+    assert one._caller.peers[peer].address.worker == honest._host.worker.address
+    assert one.connect(honest.address()) == peer
+
+
+def one_that_does_not_wait(transport: UcxTransport) -> UcxTransport:
+    transport._caller._patience = 0.5
+    return transport
+
+
+def test_who_has_another_instance_gets_no_answer_and_is_told_what_that_may_be(make: Make) -> None:
+    one = make(connect_seconds=0.5)
+    with Process(FACTORY, PATIENT, "cpu", 4096) as process:
+        late = changed(process.address(), instance=bytes(16))
+        with pytest.raises(ConnectError, match="another is there by now: connect with a new"):
+            one.connect(late)

@@ -1,0 +1,168 @@
+"""Every hook of the connector reaches the half that it concerns; vLLM is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, call
+
+import pytest
+
+from kvferry.core.errors import KVFerryError
+from tests.integrations.vllm import without_vllm
+from tests.integrations.vllm.without_vllm import Role
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[list[Any]]:
+    with without_vllm.modules("connector", "metadata") as found:
+        yield found
+
+
+@pytest.fixture
+def vllm(modules: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``connector`` and ``metadata``, with stand-ins for both halves and for what is checked."""
+    connector, metadata = modules
+    halves = MagicMock()
+    monkeypatch.setattr(connector, "FerryScheduler", halves.scheduler)
+    monkeypatch.setattr(connector, "start_worker", halves.worker)
+    monkeypatch.setattr(connector, "support", halves.support)
+    monkeypatch.setattr(connector, "logs", halves.logs)
+    return SimpleNamespace(connector=connector, metadata=metadata, halves=halves)
+
+
+TRANSFER = SimpleNamespace(kv_connector_extra_config={}, engine_id="e")
+CONFIG = SimpleNamespace(
+    kv_transfer_config=TRANSFER,
+    parallel_config=SimpleNamespace(data_parallel_index=0),
+    model_config=SimpleNamespace(use_mla=False),
+)
+CACHES = SimpleNamespace(transfer_group_ids=(0, 2))
+
+
+def made(vllm: Any, role: Role) -> Any:
+    return vllm.connector.KVFerryConnector(CONFIG, role, CACHES)
+
+
+SCHEDULED = [
+    ("on_new_request", ("r",), call.on_new_request("r")),
+    ("get_num_new_matched_tokens", ("r", 16), call.matched("r", 16)),
+    ("update_state_after_alloc", ("r", "blocks", 24), call.allocated("r", "blocks", 24)),
+    ("build_connector_meta", ("output",), call.step("output")),
+    ("update_connector_output", ("output",), call.heard("output")),
+    ("request_finished", ("r", [1, 2]), call.finished("r", ([1, 2],))),
+    ("request_finished_all_groups", ("r", ([1], [2])), call.finished("r", ([1], [2]))),
+    ("set_xfer_handshake_metadata_pp_aware", ({(0, 0): "m"},), call.serve({(0, 0): "m"})),
+    ("reset_cache", (), call.reset()),
+    ("get_kv_connector_stats", (), call.take_stats()),
+    ("shutdown", (), call.close()),
+]
+
+
+@pytest.mark.parametrize(("hook", "arguments", "expected"), SCHEDULED)
+def test_hooks_of_the_scheduler(
+    vllm: Any, hook: str, arguments: tuple[Any, ...], expected: Any
+) -> None:
+    connector = made(vllm, Role.SCHEDULER)
+    half = vllm.halves.scheduler.return_value
+    returned = getattr(connector, hook)(*arguments)
+    assert half.mock_calls == [expected]
+    passed_on = hook not in (
+        "on_new_request",
+        "update_state_after_alloc",
+        "update_connector_output",
+        "set_xfer_handshake_metadata_pp_aware",
+        "shutdown",
+        "reset_cache",
+    )
+    if passed_on:
+        [name] = {each[0] for each in half.mock_calls}
+        assert returned is getattr(half, name).return_value
+    elif hook == "reset_cache":
+        assert returned is True
+
+
+def test_what_the_scheduler_is_told_of_the_engine(vllm: Any) -> None:
+    connector = made(vllm, Role.SCHEDULER)
+    assert vllm.halves.scheduler.mock_calls[0] == call(CONFIG, CACHES)
+    assert connector.get_loaded_kv_cache_group_ids("r") == (0, 2)
+    assert connector.supports_divergent_local_hybrid_hits is True
+    assert connector.get_handshake_metadata() is None
+    vllm.halves.scheduler.return_value.pending = True
+    assert connector.has_pending_push_work() is True
+    vllm.halves.scheduler.return_value.pending = False
+    assert connector.has_pending_push_work() is False
+    assert vllm.halves.logs.show.called
+    assert not vllm.halves.support.mock_calls
+
+
+def test_a_worker_with_caches(vllm: Any) -> None:
+    connector = made(vllm, Role.WORKER)
+    connector.register_kv_caches({"layer": "cache"})
+    assert vllm.halves.worker.mock_calls == [call(CONFIG, CACHES, {"layer": "cache"})]
+    half = vllm.halves.worker.return_value
+    step = vllm.metadata.Step()
+    connector.bind_connector_metadata(step)
+    assert (connector.bound, half.mock_calls) == (step, [call.apply(step)])
+    connector.bind_connector_metadata("another connector's")
+    assert (connector.bound, half.mock_calls) == ("another connector's", [call.apply(step)])
+    assert connector.get_handshake_metadata() is half.handshake
+    assert connector.get_transfer_results(set()) is half.results.return_value
+    assert connector.build_connector_worker_meta() is half.take_health.return_value
+    assert connector.get_kv_connector_stats() is half.take_stats.return_value
+    connector.shutdown()
+    assert half.close.called
+    assert connector.has_pending_push_work() is False
+
+
+def test_a_worker_without_caches(vllm: Any) -> None:
+    connector = made(vllm, Role.WORKER)
+    connector.bind_connector_metadata(vllm.metadata.Step())
+    connector.start_load_kv(None)
+    connector.wait_for_layer_load("layer")
+    connector.save_kv_layer("layer", None, None)
+    connector.wait_for_save()
+    assert connector.get_handshake_metadata() is None
+    assert connector.get_transfer_results(set()) == without_vllm.Results()
+    assert connector.build_connector_worker_meta() is None
+    assert connector.get_kv_connector_stats() is None
+    connector.shutdown()
+    with pytest.raises(KVFerryError, match="a scheduler's hook was called"):
+        connector.reset_cache()
+
+
+@pytest.mark.parametrize("outer", [None, "its own", "another's"])
+def test_what_is_checked_at_start(
+    vllm: Any, outer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under MultiConnector, also what stands around this connector."""
+    around = SimpleNamespace(kv_transfer_config=None if outer == "its own" else "around")
+    found = None if outer is None else around
+    monkeypatch.setattr(vllm.connector, "get_current_vllm_config_or_none", lambda: found)
+    made(vllm, Role.WORKER)
+    assert vllm.halves.support.mock_calls == [
+        call.check_engine(CONFIG),
+        call.check_siblings(TRANSFER, "around" if outer == "another's" else TRANSFER),
+    ]
+    assert vllm.halves.logs.show.called
+    assert not vllm.halves.scheduler.called
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (SimpleNamespace(use_mla=False), "LBHNC"),
+        (SimpleNamespace(use_mla=True), None),
+        (None, None),
+    ],
+)
+def test_the_order_that_is_asked_for(vllm: Any, model: Any, layout: str | None) -> None:
+    asked = vllm.connector.KVFerryConnector.get_required_kvcache_layout
+    assert asked(SimpleNamespace(model_config=model)) == layout
+
+
+def test_figures_from_another_process(vllm: Any) -> None:
+    build = vllm.connector.KVFerryConnector.build_kv_connector_stats
+    assert build({"loads": {"loopback": 1}}).data == {"loads": {"loopback": 1}}
+    assert build().is_empty()

@@ -1,0 +1,328 @@
+"""The scheduler half, hook by hook, as vLLM calls it; neither vLLM nor an engine is needed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.core import wire
+from kvferry.core.errors import HandshakeError
+from kvferry.core.handshake import fetch, health, ping
+from kvferry.integrations.vllm.groups import CacheGroup
+from tests.core.messages import encoded, payload
+from tests.integrations.vllm import without_vllm
+from tests.integrations.vllm.test_scheduler_half import PREFILL, blocks, request, ticket
+
+OUTPUT = SimpleNamespace(total_num_scheduled_tokens=3)
+IDLE = SimpleNamespace(total_num_scheduled_tokens=0)
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Any]:
+    """``scheduler``, ``metadata`` and ``stats``."""
+    names = ("scheduler", "metadata", "stats")
+    with without_vllm.modules(*names) as modules:
+        yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
+
+
+def configured(
+    role: str = "kv_both", *, drafts: bool = False, lookahead: int = 0, **extra: Any
+) -> Any:
+    """A ``VllmConfig``."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id="decode",
+            is_kv_consumer=role != "kv_producer",
+            kv_connector_extra_config=extra,
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=2,
+            pipeline_parallel_size=3,
+            decode_context_parallel_size=1,
+            data_parallel_index=0,
+        ),
+        speculative_config=object() if drafts else None,
+        num_prefill_lookahead_tokens=lookahead,
+    )
+
+
+@pytest.fixture
+def make(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Builds halves of an engine with 100 blocks of 16 tokens, and closes them."""
+    made: list[Any] = []
+    groups = [CacheGroup(index=0, tokens=16)]
+    monkeypatch.setattr(vllm.scheduler, "cache_groups", lambda *_: tuple(groups))
+
+    def build(*, bounded: bool = False, **settings: Any) -> Any:
+        groups[:] = [CacheGroup(index=0, tokens=16, window=32 if bounded else 0)]
+        made.append(
+            vllm.scheduler.FerryScheduler(
+                configured(**settings), SimpleNamespace(num_blocks=settings.get("blocks", 100))
+            )
+        )
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()
+        each.close()
+
+
+def serving(vllm: Any, half: Any, *ranks: wire.RankPayload) -> None:
+    published = [vllm.metadata.Handshake(payload=data) for data in encoded(*ranks)]
+    half.serve({(0, tp): each for tp, each in reversed([*enumerate(published)])})
+
+
+RANKS = tuple(payload(rank, engine="decode", incarnation=9) for rank in range(3))
+
+
+class TestSideChannel:
+    def test_it_serves_what_the_ranks_published(self, vllm: Any, make: Any) -> None:
+        half = make()
+        serving(vllm, half, *RANKS)
+        port = half._serving.port
+        assert ping("127.0.0.1", port, "decode", timeout=60) == 9
+        info = fetch("127.0.0.1", port, "decode", timeout=60)
+        assert [one.rank for one in info.ranks] == [0, 1, 2]
+        assert half.step(OUTPUT).ranks == tuple(encoded(*RANKS))
+        assert half.step(OUTPUT).ranks == ()
+
+    def test_it_says_what_is_wrong(self, vllm: Any, make: Any) -> None:
+        half = make()
+        serving(vllm, half, *RANKS)
+        half.heard(heard(vllm, problems={1: ("b", "c"), 0: ("a",)}))
+        condition = health("127.0.0.1", half._serving.port, timeout=60)
+        assert condition.problems == ["rank 0: a", "rank 1: b", "rank 1: c"]
+        half.heard(heard(vllm, problems={1: ()}))
+        condition = health("127.0.0.1", half._serving.port, timeout=60)
+        assert condition.problems == ["rank 0: a"]
+
+    def test_it_ends_with_the_half(self, vllm: Any, make: Any) -> None:
+        half = make()
+        serving(vllm, half, *RANKS)
+        half.close()
+        with pytest.raises(HandshakeError):
+            ping("127.0.0.1", half._serving.port, "decode", timeout=60)
+
+    def test_a_second_one_takes_the_first_ones_place(self, vllm: Any, make: Any) -> None:
+        half = make()
+        serving(vllm, half, *RANKS)
+        first = half._serving.port
+        serving(vllm, half, *RANKS)
+        assert half._serving.port != first
+        with pytest.raises(HandshakeError):
+            ping("127.0.0.1", first, "decode", timeout=60)
+
+    def test_what_is_not_ours_is_ignored(
+        self, vllm: Any, make: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        half = make()
+        half.serve({(0, 0): object()})
+        assert "no rank of this engine published anything" in caplog.text
+        assert half.step(OUTPUT).ranks == ()
+        [ours] = encoded(payload(engine="decode", incarnation=9))
+        half.serve({(0, 0): object(), (0, 1): vllm.metadata.Handshake(payload=ours)})
+        assert half.step(OUTPUT).ranks == (ours,)
+
+
+def heard(
+    vllm: Any,
+    sending: set[str] | None = None,
+    recving: set[str] | None = None,
+    failed: set[str] | None = None,
+    problems: dict[int, tuple[str, ...]] | None = None,
+) -> Any:
+    """A ``KVConnectorOutput``; vLLM has ``None`` for what nobody reported."""
+    return SimpleNamespace(
+        finished_sending=sending,
+        finished_recving=recving,
+        failed_recving=failed,
+        kv_connector_worker_meta=problems and vllm.metadata.Health(problems=problems),
+    )
+
+
+class TestProducing:
+    def test_a_request_from_its_arrival_to_its_end(self, vllm: Any, make: Any) -> None:
+        half = make()
+        serving(vllm, half, *RANKS)
+        each = request(40, dict(PREFILL))
+        half.on_new_request(each)
+        assert half.matched(each, 0) == (0, False)
+        half.allocated(each, blocks(1, 2, 3), 0)
+        [(_, hold)] = half.step(OUTPUT).orders.take_ons
+        held, params = half.finished(each, [[1, 2, 3]])
+        assert held
+        assert params["remote_engine_id"] == "decode"
+        assert params["remote_port"] == half._serving.port
+        assert params["tp_size"] == 2
+        assert params["kvferry"]["computed"] is True
+        [(ready, lease)] = half.step(OUTPUT).orders.ready
+        assert (ready, lease) == (hold, 30.0)
+        assert half.take_stats().data["held_pages"] == {"loopback": 3}
+        half.heard(heard(vllm, sending={"r"}))
+        assert half.take_stats().data["held_pages"] == {"loopback": 0}
+
+    def test_a_drafter_writes_after_the_last_token(self, make: Any) -> None:
+        half = make(drafts=True)
+        each = request(40, dict(PREFILL))
+        half.allocated(each, blocks(1, 2, 3), 0)
+        _, params = half.finished(each, [[1, 2, 3]])
+        assert params["kvferry"]["computed"] is False
+
+    @pytest.mark.parametrize(
+        ("bounded", "lookahead", "left"), [(False, 0, 40), (True, 0, 39), (False, 3, 38)]
+    )
+    def test_what_is_left_to_decode(
+        self, make: Any, bounded: bool, lookahead: int, left: int
+    ) -> None:
+        half = make(bounded=bounded, lookahead=lookahead)
+        each = request(40, dict(PREFILL))
+        half.on_new_request(each)
+        assert each.num_prompt_tokens == left
+
+    def test_settings_reach_it(self, make: Any) -> None:
+        """Of 100 blocks 2 may be held, and as long as it is set."""
+        half = make(kv_lease_duration=7, max_held_fraction=0.02)
+        for name, ids in (("large", [1, 2, 3]), ("small", [4, 5])):
+            each = request(40, dict(PREFILL), name=name)
+            half.allocated(each, blocks(*ids), 0)
+            held, _ = half.finished(each, [ids])
+            assert held == (name == "small")
+        [(_, lease)] = half.step(OUTPUT).orders.ready
+        assert lease == 7.0
+
+    def test_a_reset_gives_up_what_is_held(self, make: Any) -> None:
+        half = make()
+        each = request(40, dict(PREFILL))
+        half.allocated(each, blocks(1, 2, 3), 0)
+        half.finished(each, [[1, 2, 3]])
+        half.step(OUTPUT)
+        half.reset()
+        assert len(half.step(OUTPUT).orders.ends) == 1
+
+    def test_no_ticket_holds_no_blocks(self, make: Any) -> None:
+        assert make().finished(request(40), [[1, 2, 3]]) == (False, None)
+
+
+class TestConsuming:
+    def test_a_request_from_its_arrival_to_its_end(self, vllm: Any, make: Any) -> None:
+        half = make()
+        each = request(40, ticket())
+        assert not half.pending
+        half.on_new_request(each)
+        assert half.pending
+        assert half.matched(each, 16) == (24, True)
+        assert half.matched(each, 40) == (0, False)
+        half.allocated(each, blocks(21, 22, 23), 40)
+        step = half.step(OUTPUT)
+        assert (len(step.prepare), len(step.loads), step.idle) == (1, 1, False)
+        assert half.step(IDLE).idle
+        assert not half.pending
+        half.heard(heard(vllm, recving={"r"}))
+        assert half.take_stats().data == {
+            "loads": {"loopback": 1},
+            "tokens": {"loopback": 40},
+        }
+
+    def test_one_that_failed(self, vllm: Any, make: Any) -> None:
+        half = make()
+        each = request(40, ticket())
+        half.on_new_request(each)
+        half.allocated(each, blocks(21, 22, 23), 40)
+        half.heard(heard(vllm, recving={"r"}, failed={"r"}))
+        assert half.take_stats().data["failed_loads"] == {"loopback": 1}
+
+    def test_one_that_is_aborted(self, make: Any) -> None:
+        half = make()
+        each = request(40, ticket())
+        half.on_new_request(each)
+        half.allocated(each, blocks(21, 22, 23), 40)
+        half.finished(each, [[21, 22, 23]])
+        assert half.step(OUTPUT).aborted == ("r",)
+
+    def test_a_ticket_that_is_refused(self, make: Any) -> None:
+        half = make()
+        each = request(41, ticket())
+        each.prompt_token_ids = [*range(1, 42)]
+        half.on_new_request(each)
+        half.allocated(each, blocks(21, 22, 23), 40)
+        [(name, _)] = half.step(OUTPUT).refused
+        assert name == "r"
+
+    @pytest.mark.parametrize(
+        ("settings", "taken"),
+        [({"role": "kv_producer"}, False), ({"verify_prompt": False}, True), ({}, False)],
+    )
+    def test_settings_reach_it(self, make: Any, settings: dict[str, Any], taken: bool) -> None:
+        half = make(**settings)
+        each = request(40, ticket())
+        each.prompt_token_ids = [*range(1, 41)]
+        half.on_new_request(each)
+        assert bool(half.step(OUTPUT).prepare) == taken
+
+
+def test_an_unwell_engine_steps_on_for_a_while(
+    vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(vllm.scheduler, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    half = make()
+    half.heard(heard(vllm, problems={0: ("ill",)}))
+    for seconds, pending in ((59.0, True), (2.0, False)):
+        now[0] += seconds
+        assert half.pending == pending
+    half.heard(heard(vllm))
+    assert not half.pending
+    half.heard(heard(vllm, problems={1: ("ill, too",)}))
+    assert half.pending
+    half.heard(heard(vllm, problems={0: (), 1: ()}))
+    assert not half.pending
+
+
+class TestFigures:
+    @pytest.fixture
+    def stats(self, vllm: Any) -> Any:
+        return vllm.stats
+
+    def test_the_log_line(self, stats: Any) -> None:
+        figures = stats.FerryStats(
+            {
+                "loads": {"loopback": 2},
+                "tokens": {"loopback": 80},
+                "bytes": {"loopback": {"a": {"tcp": 1_234_567}}},
+                "load_seconds": {"loopback": [0.001, 0.0042]},
+                "held_pages": {"loopback": 0},
+                "failed_loads": {"loopback": 1},
+            }
+        )
+        assert figures.reduce() == {
+            "loads": 2,
+            "tokens": 80,
+            "MB": 1.235,
+            "average ms": 2.6,
+            "longest ms": 4.2,
+            "held pages": 0,
+            "failed": 1,
+        }
+        assert not figures.is_empty()
+        figures.reset()
+        assert figures.is_empty()
+        assert figures.reduce() == {}
+
+    def test_the_later_of_two_moments_counts(self, stats: Any) -> None:
+        first = stats.FerryStats({"loads": {"loopback": 1}, "held_pages": {"loopback": 5}})
+        second = stats.FerryStats({"loads": {"loopback": 2}, "held_pages": {"loopback": 3}})
+        assert first.aggregate(second).data == {
+            "loads": {"loopback": 3},
+            "held_pages": {"loopback": 3},
+        }
+
+    def test_buckets_cover_what_loads_take(self, stats: Any) -> None:
+        buckets = stats.SECONDS_BUCKETS
+        assert (buckets[0], buckets[-1]) == (0.0001, 100.0)
+        ratios = [high / low for low, high in itertools.pairwise(buckets)]
+        assert all(2.9 < ratio < 3.4 for ratio in ratios)

@@ -1,0 +1,89 @@
+"""Mutants are drawn from code that runs, and each is one change."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import ROOT, draw, mutants_of, stages
+
+HERE = Path("kvferry/core/made_up.py")
+
+
+def changed(body: str) -> set[str]:
+    """Every mutant of some lines, as the whole text."""
+    return {m.applied(body.encode()).decode() for m in mutants_of(HERE, body.encode())}
+
+
+@pytest.mark.parametrize(
+    ("body", "mutants"),
+    [
+        ("a < b", {"(a <= b)"}),
+        ("a < b == c", {"(a <= b == c)", "(a < b != c)"}),
+        ("x = a and b", {"x = (a or b)"}),
+        ("x = a + b", {"x = (a - b)"}),
+        ("x = not a", {"x = (a)"}),
+        ("x = 7", {"x = (8)", "x = (6)"}),
+        ("x = True", {"x = (False)"}),
+        ("x = min(a, b)", {"x = (max(a, b))"}),
+        ("self.x = y", {"pass"}),
+        ("x.append(y)", {"pass"}),
+        ("raise E", {"pass"}),
+        ("y = a if b else c", {"y = a if (not (b)) else c"}),
+        ("def f() -> None:\n    x.y()\n    z = a\n", {"def f() -> None:\n    return\n    z = a\n"}),
+    ],
+)
+def test_what_is_changed(body: str, mutants: set[str]) -> None:
+    assert mutants <= changed(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "x: Annotated[int, Meta(ge=1)]",
+        "@dataclass(frozen=True)\nclass A:\n    'Text.'\n",
+        "if TYPE_CHECKING:\n    x = 1\n",
+        "logger.info('%d', 1 + 2)",
+        "x = f'{a + 1}'",
+        "from a import b",
+    ],
+)
+def test_what_is_left_alone(body: str) -> None:
+    assert changed(body) == set()
+
+
+def test_text_that_is_not_ascii() -> None:
+    """Places are in bytes."""
+    assert "x = 'ä', (a <= b)" in changed("x = 'ä', a < b")
+
+
+def test_one_seed_draws_the_same() -> None:
+    first, second, other = (draw(["kvferry/core/runs.py"], 5, seed) for seed in (1, 1, 2))
+    assert first == second != other
+    assert len({(m.start, m.stop) for m in first}) == 5
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "kvferry/core/runs.py",
+        "kvferry/core/lifecycle/keeper.py",
+        "kvferry/core/handshake/server.py",
+        "kvferry/integrations/vllm/caches/pages.py",
+    ],
+)
+def test_every_test_has_its_turn_once(module: str) -> None:
+    asked = stages(Path(module))
+    turns = {path: 0 for path in (ROOT / "tests").rglob("test_*.py")}
+    for arguments in asked:
+        ignored = {b for a, b in itertools.pairwise(arguments) if a == "--ignore"}
+        chosen = [
+            ROOT / each for each in arguments if each.startswith("tests") and each not in ignored
+        ]
+        left_out = [ROOT / each for each in ignored]
+        for path in turns:
+            under = {path, *path.parents}
+            turns[path] += bool(under & {*chosen}) and not under & {*left_out}
+    assert set(turns.values()) == {1}
