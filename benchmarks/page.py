@@ -50,6 +50,7 @@ PARTS = (
     Part(name="steps", title="what an engine step costs"),
     Part(name="channel", title="the side channel, and memory for each peer"),
     Part(name="fence", title="what the fence costs"),
+    Part(name="proofs", title="what proofs of tickets cost"),
     Part(name="gpu", title="VRAM to VRAM"),
 )
 

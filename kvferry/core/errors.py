@@ -51,6 +51,8 @@ class TicketReason(enum.StrEnum):
     VERSION = "version"
     SIGNATURE = "signature"
     """It is not signed as it should be: altered, made up, or with other secrets."""
+    PROOF = "proof"
+    """It does not prove that its engine made it: altered, made up, or the proof taken away."""
     ROLE = "role"
     """This engine may not load."""
     OWN = "own"

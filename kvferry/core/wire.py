@@ -18,6 +18,7 @@ from kvferry.core.known import Known
 from kvferry.core.layout import MAX_FIELDS, MAX_GROUPS, MAX_REGIONS, Field, Group, Layout
 from kvferry.core.lifecycle.holds import GENERATION_LIMIT, MAX_SLOTS, WORD_BYTES
 from kvferry.core.memory import Region
+from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
 from kvferry.core.untrusted import MALFORMED
 
 OLDEST_PROTOCOL = 1
@@ -98,6 +99,7 @@ class _Published(Versions, frozen=True, kw_only=True):
     slots: Region
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)] | None = None
     heartbeats: bool = False
+    fingerprint: Region | None = None
 
     def __post_init__(self) -> None:
         Versions.__post_init__(self)
@@ -105,6 +107,12 @@ class _Published(Versions, frozen=True, kw_only=True):
             raise WireError(
                 f"slot table at {self.slots.address:#x} of {self.slots.nbytes} bytes: both must be "
                 f"multiples of {WORD_BYTES}, or a word could be read torn"
+            )
+        header = self.fingerprint
+        if header and (header.nbytes != FINGERPRINT_BYTES or header.address % WORD_BYTES):
+            raise WireError(
+                f"fingerprint of {header.nbytes} bytes at {header.address:#x}: it has "
+                f"{FINGERPRINT_BYTES}, at a multiple of {WORD_BYTES}"
             )
 
 
@@ -125,9 +133,12 @@ class RankPayload(_Published, frozen=True, kw_only=True):
             does not know renewals, and would not hear any.
         heartbeats: whether the rank's build knows ``Heartbeat``. One that does not drops the whole
             notification.
+        fingerprint: the two words before the table, which bear the fingerprint of the key that
+            proves the engine's tickets; ``None`` where the rank's build proves none.
 
     Raises:
-        WireError: there is no version in the range, or ``slots`` is no table of words.
+        WireError: there is no version in the range, ``slots`` is no table of words, or
+            ``fingerprint`` has another size.
     """
 
     layout: Layout
@@ -164,9 +175,22 @@ class Health(Struct, frozen=True, kw_only=True, tag="health"):
 
 
 class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
-    """The answer to ``Ask``: every rank's payload, each encoded by its own rank."""
+    """The answer to ``Ask``.
+
+    Attributes:
+        ranks: every rank's payload, each encoded by its own rank.
+        ticket_key: the public key that proves the engine's tickets; empty from builds that prove
+            none.
+    """
 
     ranks: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_RANKS)]
+    ticket_key: Annotated[bytes, Meta(max_length=TICKET_KEY_BYTES)] = b""
+
+    def __post_init__(self) -> None:
+        if len(self.ticket_key) not in (0, TICKET_KEY_BYTES):
+            raise WireError(
+                f"a ticket_key of {len(self.ticket_key)} bytes; it has {TICKET_KEY_BYTES}"
+            )
 
 
 class Pong(Struct, frozen=True, kw_only=True, tag="pong"):

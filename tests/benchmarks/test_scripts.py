@@ -65,6 +65,7 @@ def test_end_to_end(tmp_path: Path) -> None:
         pytest.param("steps", marks=pytest.mark.vllm),
         pytest.param("channel", marks=pytest.mark.vllm),  # a thousand clients take their time
         "fence",
+        "proofs",
         pytest.param("nixl", marks=nixl),
         pytest.param("ucx", marks=[nixl, pytest.mark.ucx]),
     ],

@@ -10,6 +10,7 @@ from kvferry.core import wire
 from kvferry.core.layout import Digit, Field, Group, GroupKind, Layout
 from kvferry.core.lifecycle.holds import GENERATION_LIMIT, MAX_SLOTS
 from kvferry.core.memory import Region
+from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
 
 names = st.text(min_size=1, max_size=20)
 texts = st.text(max_size=50)
@@ -79,6 +80,7 @@ def payloads(draw: st.DrawFn) -> wire.RankPayload:
         address=draw(st.binary(max_size=50)),
         slots=draw(regions()),
         heartbeats=draw(st.booleans()),
+        fingerprint=draw(st.none() | regions(nbytes=FINGERPRINT_BYTES)),
     )
 
 
@@ -87,7 +89,11 @@ requests = (
     asks | st.builds(wire.Ping, engine=names) | st.builds(wire.Health, engine=names | st.just(""))
 )
 replies = (
-    st.builds(wire.Payloads, ranks=st.lists(st.binary(max_size=50), min_size=1, max_size=4))
+    st.builds(
+        wire.Payloads,
+        ranks=st.lists(st.binary(max_size=50), min_size=1, max_size=4),
+        ticket_key=st.just(b"") | st.binary(min_size=TICKET_KEY_BYTES, max_size=TICKET_KEY_BYTES),
+    )
     | st.builds(wire.Pong, incarnation=random_bits)
     | st.builds(wire.Refusal, reason=texts)
     | st.builds(
@@ -135,6 +141,7 @@ def payload(
     driver: str = "loopback",
     agreement: Mapping[str, str] | None = None,
     address: bytes | None = None,
+    fingerprint: Region | None = None,
 ) -> wire.RankPayload:
     """A rank's payload with a small layout; ``tp`` is ``rank`` unless given, and its address is its
     own."""
@@ -166,6 +173,7 @@ def payload(
         driver=driver,
         address=b"here" + b"'" * rank if address is None else address,
         slots=Region(address=1 << 21, nbytes=128),
+        fingerprint=fingerprint,
     )
 
 

@@ -32,6 +32,8 @@ from kvferry.core.handshake import (
     ping,
 )
 from kvferry.core.handshake.sockets import Context, Socket
+from kvferry.core.memory import Region
+from kvferry.core.security import TicketKey
 from tests.core.messages import encoded, payload
 
 LONG = 60.0
@@ -88,6 +90,16 @@ def free_port() -> int:
 def test_one_request_gives_the_payloads_of_all_ranks(server: HandshakeServer) -> None:
     info = fetch(server.host, server.port, "prefill", timeout=LONG)
     assert (info.engine, info.incarnation, list(info.ranks)) == ("prefill", 7, RANKS)
+
+
+def test_the_key_of_tickets_is_published() -> None:
+    ranks = [payload(fingerprint=Region(address=1 << 22, nbytes=16))]
+    key = TicketKey().public
+    with HandshakeServer(
+        encoded(*ranks), engine="prefill", incarnation=7, ticket_key=key
+    ) as server:
+        info = fetch("127.0.0.1", server.port, "prefill", timeout=LONG)
+    assert (info.ticket_key, info.ranks) == (key, tuple(ranks))
 
 
 def test_a_ping_tells_the_incarnation(server: HandshakeServer) -> None:
@@ -425,6 +437,11 @@ def greet(listener: socket.socket, greeting: bytes, stop: threading.Event) -> No
             [wire.encode(wire.Payloads(ranks=encoded(payload(engine="other"))))],
             HandshakeError,
             "the ranks of engine 'other'",
+        ),
+        (
+            [wire.encode(wire.Payloads(ranks=encoded(payload()), ticket_key=bytes(32)))],
+            HandshakeError,
+            "rank 0 does not say where its fingerprint is",
         ),
         (
             [wire.encode(wire.Payloads(ranks=encoded(payload(oldest=8, newest=9))))],

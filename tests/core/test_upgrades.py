@@ -19,6 +19,7 @@ import zmq
 from kvferry.core import wire
 from kvferry.core.errors import IncompatibleError, WireError
 from kvferry.core.handshake import Agreed, HandshakeServer, agree, engine_info, fetch, ping
+from kvferry.core.memory import Region
 from tests.core.messages import encoded, payload
 
 LONG = 60.0
@@ -123,6 +124,22 @@ def test_older_and_newer_replies() -> None:
     known = wire.Condition(engine="prefill", incarnation=7)
     assert wire.decode_reply(packed(condition)) == known
     assert wire.decode_reply(packed(newer(condition))) == known
+
+
+class OlderPayloads(msgspec.Struct, kw_only=True, tag="payloads"):
+    """A reply as the first version knows it."""
+
+    ranks: list[bytes]
+
+
+def test_an_older_consumer_reads_a_reply_and_a_payload_with_a_key_of_tickets() -> None:
+    """It finds the slot table where it always was."""
+    mine = payload(fingerprint=Region(address=(1 << 21) - 16, nbytes=16))
+    reply = wire.Payloads(ranks=encoded(mine), ticket_key=bytes(32))
+    [raw] = msgspec.msgpack.decode(wire.encode(reply), type=OlderPayloads).ranks
+    found = msgspec.msgpack.decode(raw)
+    known = msgspec.msgpack.decode(wire.encode(payload()))
+    assert {name: found[name] for name in OLDER} == {name: known[name] for name in OLDER}
 
 
 def test_older_and_newer_messages_about_holds() -> None:

@@ -137,6 +137,8 @@ def test_the_versions_of_a_payload_that_makes_no_sense_can_be_read() -> None:
         ({"slots": {"address": 8, "nbytes": 12}}, "torn"),
         ({"slots": {"address": 0, "nbytes": 8}}, "address"),
         ({"oldest": 3, "newest": 2}, "3 to 2"),
+        ({"fingerprint": {"address": 8, "nbytes": 8}}, "of 8 bytes at 0x8: it has 16"),
+        ({"fingerprint": {"address": 12, "nbytes": 16}}, "at a multiple of 8"),
         ({"lease": 0.0}, "> 0"),
         ({"lease": float("nan")}, "> 0"),
         ({"lease": 1e9}, "86400"),
@@ -149,6 +151,13 @@ def test_a_payload_out_of_bounds_is_refused(change: dict[str, object], words: st
     tree = msgspec.msgpack.decode(wire.encode(messages.payload())) | change
     with pytest.raises(WireError, match=words):
         wire.decode_payload(msgspec.msgpack.encode(tree))
+
+
+@pytest.mark.parametrize("size", [1, 31, 33])
+def test_a_key_of_tickets_of_another_length_is_refused(size: int) -> None:
+    tree = {"type": "payloads", "ranks": [b"x"], "ticket_key": bytes(size)}
+    with pytest.raises(WireError):
+        wire.decode_reply(msgspec.msgpack.encode(tree))
 
 
 def test_a_payload_whose_field_leaves_its_region_is_refused() -> None:

@@ -187,14 +187,14 @@ def staged(
 class Channel:
     """A side channel as seen over a cable: a proxy, which can be cut, slow or noisy either way."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.delay = 0.0
         """Seconds for which each piece of an answer is under way."""
         self.noisy: frozenset[Way] = frozenset()
         self._closed = threading.Event()
         self._changed = threading.Condition()
         self._cut: frozenset[Way] = frozenset()
-        self._target = port
+        self._target = host, port
         self._random = random.Random(port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -225,7 +225,7 @@ class Channel:
                 threading.Thread(target=self._serve, args=(near,), daemon=True).start()
 
     def _serve(self, near: socket.socket) -> None:
-        with near, suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as far:
+        with near, suppress(OSError), socket.create_connection(self._target) as far:
             ends = ((near, far, "questions"), (far, near, "answers"))
             threads = [threading.Thread(target=self._pump, args=end, daemon=True) for end in ends]
             for thread in threads:

@@ -32,6 +32,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ledger import Orders
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.security.proof import fingerprint
 from kvferry.core.stats import REFUSED, Data, Figures, LoadRecord
 from kvferry.core.transport import Notification, Transport
 from kvferry.core.wire import NEWEST_PROTOCOL, OLDEST_PROTOCOL, RankPayload
@@ -155,6 +156,16 @@ class Endpoint:
         Looks at every hold. Never blocks.
         """
         return self._server.silent()
+
+    def prove(self, ticket_key: bytes) -> None:
+        """Write the fingerprint of the key that proves this engine's tickets, where peers read it.
+
+        Call it before the first ticket is made, on every rank. Never blocks.
+
+        Args:
+            ticket_key: the public key that the engine's side channel publishes.
+        """
+        self._table.bear(fingerprint(ticket_key))
 
     # The consumer's side.
 
@@ -291,7 +302,8 @@ class Endpoint:
 
     def _publish(self, driver: str, layout: Layout) -> RankPayload:
         try:
-            for region in (*layout.regions, self._table.region, self._scratch.region):
+            own = (self._table.region, self._table.header, self._scratch.region)
+            for region in (*layout.regions, *own):
                 self._transport.register(region)
             return self._make_payload(driver, layout)
         except BaseException:
@@ -314,6 +326,7 @@ class Endpoint:
             slots=self._table.region,
             lease=self._lease,
             heartbeats=True,
+            fingerprint=self._table.header,
         )
 
     def _post(self, command: Callable[[], None]) -> None:

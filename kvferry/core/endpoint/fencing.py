@@ -20,6 +20,7 @@ from kvferry.core.endpoint.transfers import Job, Outcome, Transfers
 from kvferry.core.endpoint.words import Scratch
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import WORD_BYTES
+from kvferry.core.memory import Region
 from kvferry.core.wire import Note, encode
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class WordRead:
     Attributes:
         tag: whose; see ``WordReads.remove`` and ``Transfers.cancel``.
         peer, rank, slot: where the word is.
+        is_header: whether the word is one of the fingerprint's, which ``slot`` counts then.
         note: bound to the read: "done" to a fence, a renewal to itself, nothing to a check.
         landed: called with the word and the seconds that the read took.
         lost: called instead if the read failed.
@@ -49,6 +51,13 @@ class WordRead:
     landed: Callable[[int, float], None]
     lost: Callable[[KVFerryError], None]
     doomed: Callable[[KVFerryError], None]
+    is_header: bool = False
+
+    @property
+    def region(self) -> Region:
+        """The memory of the producer rank that the word is in."""
+        payload = self.peer.payloads[self.rank]
+        return payload.fingerprint or payload.slots if self.is_header else payload.slots
 
 
 class WordReads:
@@ -84,9 +93,9 @@ class WordReads:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        alike: dict[tuple[Peer, int, type], list[WordRead]] = defaultdict(list)
+        alike: dict[tuple[Peer, int, type, bool], list[WordRead]] = defaultdict(list)
         for read in waiting:
-            alike[read.peer, read.rank, type(read.note)].append(read)
+            alike[read.peer, read.rank, type(read.note), read.is_header].append(read)
         for reads in alike.values():
             try:
                 parts = self._parts(reads, max_notification)
@@ -132,7 +141,7 @@ class WordReads:
         notes = [read.note for read in batch if read.note is not None]
 
         def build() -> Copies:
-            table = first.peer.payloads[first.rank].slots
+            table = first.region
             pairs = [
                 (self._scratch.address(word), table.address + read.slot * WORD_BYTES, WORD_BYTES)
                 for word, read in zip(words, batch, strict=True)

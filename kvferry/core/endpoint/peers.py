@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint.aside import Aside
 from kvferry.core.endpoint.connections import Connections
@@ -15,19 +16,34 @@ from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.shaking import Handshake, Handshakes, PeerKey
 from kvferry.core.endpoint.standing import Standing
 from kvferry.core.endpoint.transfers import Transfers
-from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, PeerLostError
+from kvferry.core.errors import (
+    ConnectError,
+    HandshakeError,
+    KVFerryError,
+    PeerLostError,
+    TicketError,
+)
 from kvferry.core.failures import MORE
-from kvferry.core.handshake import agree, fetch
+from kvferry.core.handshake import EngineInfo, agree, fetch
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import Party
-from kvferry.core.lifecycle.ticket import Ticket, page_limits
+from kvferry.core.lifecycle.ticket import Ticket, check_against, check_maker, page_limits
+from kvferry.core.security.proof import load_library
 from kvferry.core.shapes import Planner
 from kvferry.core.stats import LOST_PEERS, MAX_NAME, Figures, Stage
 from kvferry.core.topology import Plan, Source
 from kvferry.core.transport import PeerId, Transport
 from kvferry.core.wire import RankPayload
 
+if TYPE_CHECKING:
+    from kvferry.core.endpoint.fingerprints import FingerprintReads
+
 logger = logging.getLogger(__name__)
+
+
+Name = tuple[str, int, bytes]
+"""Of a producer: its engine, its incarnation, and the key by which it proves its tickets. Without
+the key, whoever is the first to claim an engine's name would answer for it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,6 +71,8 @@ class Peer:
     """Something failed: it is connected anew as soon as it has no loads; new ones wait for that."""
     path: str | None = None
     """What carries its bytes, in the driver's words, once something was read."""
+    ticket_key: bytes = b""
+    """The key by which it proves its tickets; empty if it proves none."""
 
     def __post_init__(self) -> None:
         self.links = dict(self.ids)
@@ -65,6 +83,15 @@ class Peer:
     def incarnation(self) -> int:
         """Of the producer engine."""
         return self.payloads[0].incarnation
+
+    @property
+    def name(self) -> Name:
+        """Which engine it is, which start of it, and who says so."""
+        return self.key.engine, self.incarnation, self.ticket_key
+
+    def check(self, ticket: Ticket) -> None:
+        """Refuse a ticket that this producer did not make. Raises ``TicketError``."""
+        check_against(ticket, self.payloads, self.page_limits, ticket_key=self.ticket_key)
 
     @property
     def lease(self) -> float | None:
@@ -92,13 +119,14 @@ Failed = Callable[[KVFerryError], None]
 
 
 class Peers:
-    """Producers by engine and incarnation, wherever a ticket says that they are.
+    """Producers by engine, incarnation and key, wherever a ticket says that they are.
 
     Used by the endpoint's thread only; handshakes, pings, and where the driver allows it,
     connecting and disconnecting, run on threads of their own.
 
     Args:
         transport: to connect with.
+        fingerprints: reads those of producers that prove their tickets.
         transfers: of the same transport.
         aside: makes the driver's calls that connect and disconnect.
         containment: told of unexpected exceptions; the tickets that they concern fail.
@@ -113,6 +141,7 @@ class Peers:
         self,
         *,
         transport: Transport,
+        fingerprints: FingerprintReads,
         transfers: Transfers,
         aside: Aside,
         containment: Containment,
@@ -123,6 +152,7 @@ class Peers:
         lost: Callable[[Peer, KVFerryError], None],
     ) -> None:
         self._transport = transport
+        self._fingerprints = fingerprints
         self._containment = containment
         self._post = post
         self._clock = clock
@@ -130,15 +160,15 @@ class Peers:
         self._figures = figures
         self._standing = Standing(figures, clock, options.engine_ttl)
         self._lost = lost
-        self._warned: set[tuple[str, int]] = set()
+        self._warned: set[Name] = set()
         self._own: tuple[RankPayload, ...] = ()
         self._rank = 0
         self._planner = Planner((), 0)
-        self._known: dict[tuple[str, int], Peer] = {}
+        self._known: dict[Name, Peer] = {}
         self._watches: dict[Peer, Watch] = {}
         self._handshakes = Handshakes(self._shake, post, clock)
         self._connections = Connections(transport, transfers, aside, clock)
-        self._connecting: dict[tuple[str, int], list[tuple[Ready, Failed]]] = {}
+        self._connecting: dict[Name, list[tuple[Ready, Failed]]] = {}
         self._resting: dict[Peer, list[Callable[[], None]]] = {}
         """Tickets that wait until a suspect peer has no loads."""
 
@@ -170,7 +200,7 @@ class Peers:
             loads: whether a load is to begin. It waits while loads go on from a suspect producer:
                 otherwise loads that overlap would keep it from being connected anew for ever.
         """
-        known = self._known.get((ticket.engine, ticket.incarnation))
+        known = self._known.get((ticket.engine, ticket.incarnation, ticket.ticket_key))
         if known is not None and known.suspect and not known.loads:
             self._forget_with_idle(known)
             known = None
@@ -181,14 +211,32 @@ class Peers:
             known.used = self._clock()
             self._tell(known, ready, failed)
         else:
-            key = PeerKey(ticket.engine, ticket.host, ticket.port, ticket.key)
-            self._handshakes.ask(key, lambda result: self._heard(key, result, ready, failed))
+            key = PeerKey(
+                ticket.engine,
+                ticket.host,
+                ticket.port,
+                ticket.key,
+                routed=ticket.routed,
+                ticket_key=ticket.ticket_key,
+            )
+            self._handshakes.ask(
+                key, lambda result: self._heard(key, ticket, result, ready, failed)
+            )
 
     def _heard(
-        self, key: PeerKey, result: Handshake | KVFerryError, ready: Ready, failed: Failed
+        self,
+        key: PeerKey,
+        ticket: Ticket,
+        result: Handshake | KVFerryError,
+        ready: Ready,
+        failed: Failed,
     ) -> None:
         try:
+            if isinstance(result, Handshake):  # before anything is connected
+                check_maker(ticket, result.payloads, result.ticket_key)
             self._shaken(key, result, ready, failed)
+        except TicketError as error:
+            failed(error)
         except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
             failed(self._containment.caught("a handshake that is over", exc))
 
@@ -209,7 +257,7 @@ class Peers:
     def forget(self, peer: Peer) -> None:
         """Give a peer up: what runs on its connections is ended, unless others use them, too. The
         next ticket shakes hands."""
-        known = (peer.key.engine, peer.incarnation)
+        known = peer.name
         if self._known.get(known) is peer:
             del self._known[known]
             self._standing.released(known)
@@ -255,6 +303,7 @@ class Peers:
     def progress(self, now: float) -> None:
         """Start handshakes that had to wait, close what is quiet, release who is idle."""
         self._handshakes.progress(now)
+        self._fingerprints.progress(now)
         self._connections.progress(now)
         self._standing.progress(now)
         for peer in [each for each in self._resting if not (each.connected and each.loads)]:
@@ -278,14 +327,9 @@ class Peers:
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
         begun, options = time.perf_counter(), self._options
-        info = fetch(
-            key.host,
-            key.port,
-            key.engine,
-            timeout=options.handshake_timeout,
-            access=options.access,
-            key=key.key,
-        )
+        place, info = self._ask(key)
+        if info.ticket_key:
+            load_library()
         mine = self._own[self._rank]
         agreed = [agree(mine, theirs, options.judgements) for theirs in info.ranks]
         return Handshake(
@@ -293,7 +337,40 @@ class Peers:
             plan=self._planner.plan([payload.layout for payload in info.ranks]),
             overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
             begun=begun,
+            place=place,
+            ticket_key=info.ticket_key,
         )
+
+    def _ask(self, key: PeerKey) -> tuple[PeerKey, EngineInfo]:
+        """Ask at each place until one answers as the engine of the ticket.
+
+        All share the handshake's time, so one that is silent leaves some for the next.
+
+        Raises:
+            HandshakeError: none did; says why not of each.
+        """
+        deadline = time.monotonic() + self._options.handshake_timeout
+        places, failures = list(key.places), list[HandshakeError]()
+        while True:
+            place, left = places.pop(0), max(deadline - time.monotonic(), 0.0)
+            try:
+                info = fetch(
+                    place.host,
+                    place.port,
+                    place.engine,
+                    timeout=left / (1 + len(places)),
+                    access=self._options.access,
+                    key=place.key,
+                )
+            except HandshakeError as exc:
+                failures.append(exc)
+                if not places:
+                    raise type(exc)("; and ".join(map(str, failures))) from exc
+            else:
+                # Where another key is published, an engine of the same name may listen: every host
+                # has a loopback address of its own.
+                if info.ticket_key == key.ticket_key or not places:
+                    return place, info
 
     def _shaken(
         self, key: PeerKey, result: Handshake | KVFerryError, ready: Ready, failed: Failed
@@ -320,6 +397,21 @@ class Peers:
     def _connected(
         self, key: PeerKey, shake: Handshake, made: dict[int, PeerId] | KVFerryError
     ) -> None:
+        met = made if isinstance(made, KVFerryError) else self._peer(key, shake, made)
+        if isinstance(met, Peer) and met.ticket_key:
+            self._fingerprints.check(met, lambda error: self._proved(key, shake, met, error))
+        else:
+            self._made(key, shake, met)
+
+    def _proved(
+        self, key: PeerKey, shake: Handshake, peer: Peer, error: KVFerryError | None
+    ) -> None:
+        """The fingerprint of a peer is that of its key, or not."""
+        if error is not None:
+            self.forget(peer)
+        self._made(key, shake, error or peer)
+
+    def _made(self, key: PeerKey, shake: Handshake, made: Peer | KVFerryError) -> None:
         waiting = self._connecting.pop(_name(key, shake))
         met = made if isinstance(made, KVFerryError) else self._meet(key, shake, made)
         if isinstance(met, KVFerryError):
@@ -332,17 +424,25 @@ class Peers:
         for ready, failed in waiting:
             self._tell(met, ready, failed)
 
-    def _meet(self, key: PeerKey, shake: Handshake, ids: dict[int, PeerId]) -> Peer | KVFerryError:
+    def _peer(self, key: PeerKey, shake: Handshake, ids: dict[int, PeerId]) -> Peer | KVFerryError:
         """The producer, now that it is connected; or why it cannot be used, with nothing left."""
-        known = _name(key, shake)
         try:
-            peer = Peer(
-                key=key, payloads=shake.payloads, plan=shake.plan, ids=ids, used=self._clock()
+            return Peer(
+                key=shake.place or key,
+                payloads=shake.payloads,
+                plan=shake.plan,
+                ids=ids,
+                used=self._clock(),
+                ticket_key=shake.ticket_key,
             )
         except Exception as exc:  # noqa: BLE001  of what a peer published: only it fails
             for connection in ids.values():
                 self._connections.release(connection)
             return self._containment.caught("a producer that is connected", exc)
+
+    def _meet(self, key: PeerKey, shake: Handshake, peer: Peer) -> Peer | KVFerryError:
+        """Use a producer from now on; why not, where that cannot be, with nothing left."""
+        known = _name(key, shake)
         if (error := self._watch(peer)) is not None:
             self.forget(peer)
             return error
@@ -370,7 +470,7 @@ class Peers:
             return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {MORE}")
         return None
 
-    def _warn(self, known: tuple[str, int], shake: Handshake) -> None:
+    def _warn(self, known: Name, shake: Handshake) -> None:
         """Once per start of a producer; all ranks would say the same."""
         if shake.overridden and self._rank == 0 and known not in self._warned:
             self._warned.add(known)
@@ -383,11 +483,10 @@ class Peers:
 
     def _forget_earlier(self, engine: str) -> None:
         """Earlier lives of an engine; one with loads under way ends by their errors instead."""
-        for (name, _), peer in list(self._known.items()):
+        for (name, *_), peer in list(self._known.items()):
             if name == engine and not peer.loads:
                 self.forget(peer)
 
 
-def _name(key: PeerKey, shake: Handshake) -> tuple[str, int]:
-    """An engine and the start of it."""
-    return key.engine, shake.payloads[0].incarnation
+def _name(key: PeerKey, shake: Handshake) -> Name:
+    return key.engine, shake.payloads[0].incarnation, shake.ticket_key

@@ -14,6 +14,7 @@ from kvferry.core.endpoint.aside import Aside
 from kvferry.core.endpoint.containment import Containment, as_ours
 from kvferry.core.endpoint.context import Context, Load
 from kvferry.core.endpoint.fencing import WordRead, WordReads, fitting
+from kvferry.core.endpoint.fingerprints import FingerprintReads
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Peer, Peers
 from kvferry.core.endpoint.renewing import Renewer
@@ -32,7 +33,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op
-from kvferry.core.lifecycle.ticket import Ticket, check_against
+from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.stats import MAX_NAME, QUARANTINED, UNTOLD, Figures, LoadRecord, Stage
 from kvferry.core.transport import PeerId, Quiescence, Transport
 from kvferry.core.wire import RankPayload, Release, encode
@@ -74,8 +75,12 @@ class Puller:
         self._max_notification = capabilities.max_notification
         self._quiescence = capabilities.quiescence
         self._aside = Aside(threads=capabilities.connects_aside, post=post, clock=clock)
+        self._words = WordReads(scratch, containment)
         self._peers = Peers(
             transport=transport,
+            fingerprints=FingerprintReads(
+                self._words, clock=clock, patience=options.handshake_timeout
+            ),
             transfers=transfers,
             aside=self._aside,
             containment=containment,
@@ -89,7 +94,6 @@ class Puller:
         self._contexts: dict[LoadId, Context] = {}
         self._by_request: dict[RequestId, LoadId] = {}
         self._workspace = Workspace()
-        self._words = WordReads(scratch, containment)
         self._renewer = Renewer(
             engine=own.engine,
             life=own.incarnation,
@@ -305,7 +309,7 @@ class Puller:
         peer.loads += 1
         self._maybe_over.add(load_id)
         try:
-            check_against(context.load.ticket, peer.payloads, peer.page_limits)
+            peer.check(context.load.ticket)
             if context.load.reads and self._loads.wanted(load_id):
                 self._zero(unwritten(self._own.layout, peer.plan, context.request))
         except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own

@@ -34,6 +34,18 @@ class PeerKey(NamedTuple):
     port: int
     key: bytes = b""
     """Public, of the side channel: a forged ticket must not make a genuine one wait for it."""
+    routed: tuple[str, int] | None = None
+    """Host and port that are asked where those do not answer."""
+    ticket_key: bytes = b""
+    """By which the ticket is proved; empty without a proof."""
+
+    @property
+    def places(self) -> tuple[PeerKey, ...]:
+        """The places to ask, one after the other."""
+        if self.routed is None:
+            return (self,)
+        host, port = self.routed
+        return self._replace(routed=None), self._replace(host=host, port=port, routed=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +55,16 @@ class Handshake:
     Attributes:
         overridden: differences that an operator has judged to mean nothing.
         begun: when it was, by ``time.perf_counter``.
+        place: which of the places answered; ``None`` for the only one.
+        ticket_key: the key by which the producer proves its tickets; empty if it proves none.
     """
 
     payloads: tuple[RankPayload, ...]
     plan: Plan
     overridden: tuple[str, ...] = ()
     begun: float = 0.0
+    place: PeerKey | None = None
+    ticket_key: bytes = b""
 
 
 Heard = Callable[[Handshake | KVFerryError], None]

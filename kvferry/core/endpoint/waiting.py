@@ -11,12 +11,14 @@ from kvferry.core.endpoint.renewing import Renewer
 from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.renewals import RenewalId
-from kvferry.core.lifecycle.ticket import Ticket, check_against
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.security import Proof
 
 LOOK_SECONDS = 0.1
 """How often it is looked for tickets whose producer must be reached (again)."""
 
-_Key = tuple[str, int, Hold]
+_Key = tuple[str, int, Hold, Proof | None]
+"""A forged ticket that names a genuine one's hold must not share its fate."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -86,16 +88,16 @@ class Waiting:
         )
 
     def _unreached(self, wait: _Wait, error: KVFerryError) -> None:
-        """It is tried again; ``Peers`` sees to it that this is not too often."""
-        del error
+        """Try again, which ``Peers`` sees to is not too often, unless the ticket was refused."""
         wait.is_reaching = False
+        wait.is_over = isinstance(error, TicketError)  # the load will say so
 
     def _reached(self, wait: _Wait, peer: Peer) -> None:
         wait.is_reaching = False
         if self._waits.get(_key(wait.ticket)) is not wait or wait.is_over:
             return
         try:
-            check_against(wait.ticket, peer.payloads, peer.page_limits)
+            peer.check(wait.ticket)
         except TicketError:  # the load will say so
             wait.is_over = True
             return
@@ -122,4 +124,4 @@ class Waiting:
 
 
 def _key(ticket: Ticket) -> _Key:
-    return ticket.engine, ticket.incarnation, ticket.hold
+    return ticket.engine, ticket.incarnation, ticket.hold, ticket.proof

@@ -6,19 +6,32 @@ import numpy as np
 
 from kvferry.core.lifecycle.holds import NOTHING, WORD_BYTES
 from kvferry.core.memory import Region, region_of
+from kvferry.core.security.proof import FINGERPRINT_BYTES
 
 SCRATCH_WORDS = 1 << 12
+HEADER_WORDS = FINGERPRINT_BYTES // WORD_BYTES
 
 
 class SlotTable:
     """One word per slot, in CPU memory that peers read one-sidedly.
 
-    Owns its memory, which stays where it is for the table's life.
+    Before the words stands a header: the fingerprint of the key that proves the engine's tickets,
+    or zeros. Owns its memory, which stays where it is for the table's life.
+
+    Attributes:
+        region: the words of the slots.
+        header: the words of the fingerprint.
     """
 
     def __init__(self, slots: int) -> None:
-        self._words = np.zeros(max(slots, 1), dtype=np.uint64)
+        memory = np.zeros(HEADER_WORDS + max(slots, 1), dtype=np.uint64)
+        self._header, self._words = memory[:HEADER_WORDS], memory[HEADER_WORDS:]
         self.region: Region = region_of(self._words)
+        self.header: Region = region_of(self._header)
+
+    def bear(self, fingerprint: bytes) -> None:
+        """Write a fingerprint into the header."""
+        self._header[:] = np.frombuffer(fingerprint, dtype="<u8")
 
     def __len__(self) -> int:
         return len(self._words)

@@ -33,11 +33,14 @@ class EngineInfo:
         engine: its id.
         incarnation: of this start of it.
         ranks: one payload per rank, in rank order.
+        ticket_key: the public key that proves the engine's tickets; empty where its build proves
+            none.
     """
 
     engine: str
     incarnation: Incarnation
     ranks: tuple[RankPayload, ...]
+    ticket_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +69,18 @@ class Agreed:
     overridden: tuple[str, ...] = ()
 
 
-def engine_info(payloads: Sequence[bytes]) -> EngineInfo:
+def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInfo:
     """Put together what the ranks of one engine published.
 
     Args:
         payloads: every rank's encoded ``RankPayload``, in rank order; untrusted.
+        ticket_key: of ``Payloads``; untrusted.
 
     Raises:
         IncompatibleError: a rank speaks no protocol version of this build.
         HandshakeError: a payload cannot be decoded, or the payloads are not those of all ranks of
-            one start of one engine, or they are too much work; names the ranks and the values.
+            one start of one engine, or they are too much work, or a rank does not say where the
+            fingerprint of the key is; names the ranks and the values.
     """
     if not 1 <= len(payloads) <= MAX_RANKS:
         raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
@@ -83,8 +88,19 @@ def engine_info(payloads: Sequence[bytes]) -> EngineInfo:
     ranks = tuple(_decode(rank, data, effort) for rank, data in enumerate(payloads))
     for problem in _problems(ranks):
         raise HandshakeError(f"{problem}; every rank of an engine must be started alike")
+    for payload in ranks if ticket_key else ():
+        if payload.fingerprint is None:
+            raise HandshakeError(
+                f"the engine publishes a key of tickets, and rank {payload.rank} does not say "
+                "where its fingerprint is; every rank of an engine must run the same kvferry"
+            )
     first = ranks[0]
-    return EngineInfo(engine=first.engine, incarnation=Incarnation(first.incarnation), ranks=ranks)
+    return EngineInfo(
+        engine=first.engine,
+        incarnation=Incarnation(first.incarnation),
+        ranks=ranks,
+        ticket_key=ticket_key,
+    )
 
 
 def agree(

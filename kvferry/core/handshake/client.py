@@ -61,7 +61,7 @@ def fetch(
         reply = _asked(call, ask)
         if not isinstance(reply, Payloads):
             raise _unexpected(reply)
-        info = engine_info(reply.ranks)
+        info = engine_info(reply.ranks, reply.ticket_key)
         if info.engine != engine:
             raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
         return info

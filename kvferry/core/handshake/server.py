@@ -69,6 +69,7 @@ class HandshakeServer:
         access: the engine's keys, and who is admitted.
         problems: says what is wrong with the engine, for its health answer; called from the
             server's thread, and must not block.
+        ticket_key: the public key that proves the engine's tickets; empty if nothing does.
 
     Raises:
         HandshakeError: the payloads are not those of this engine, or the address cannot be bound;
@@ -85,11 +86,12 @@ class HandshakeServer:
         port: int = 0,
         access: Access = OPEN,
         problems: Callable[[], Sequence[str]] = tuple,
+        ticket_key: bytes = b"",
     ) -> None:
         self._engine = engine
         self._incarnation = incarnation
         self._problems = problems
-        self._payloads = _checked(payloads, engine, incarnation)
+        self._payloads = _checked(payloads, engine, incarnation, ticket_key)
         self._pong = zmq.Frame(encode(Pong(incarnation=incarnation)), copy=True)
         self._host = bare(host)
         self._closing = threading.Lock()
@@ -196,18 +198,20 @@ class HandshakeServer:
         return ""
 
 
-def _checked(payloads: Sequence[bytes], engine: str, incarnation: int) -> zmq.Frame:
+def _checked(
+    payloads: Sequence[bytes], engine: str, incarnation: int, ticket_key: bytes
+) -> zmq.Frame:
     """The answer to every Ask. One frame for all clients: ZMQ counts its uses and copies nothing.
 
     Copied into ZMQ's memory once, because lending Python's would need pyzmq's collector thread.
     """
-    info = engine_info(payloads)
+    info = engine_info(payloads, ticket_key)
     if (info.engine, info.incarnation) != (engine, incarnation):
         raise HandshakeError(
             f"payloads of engine {info.engine!r}, incarnation {info.incarnation}, for the side "
             f"channel of engine {engine!r}, incarnation {incarnation}"
         )
-    return _frame(Payloads(ranks=list(payloads)))
+    return _frame(Payloads(ranks=list(payloads), ticket_key=ticket_key))
 
 
 def _frame(reply: Reply) -> zmq.Frame:

@@ -15,7 +15,7 @@ from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import HOLE, MAX_GROUPS
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
 from kvferry.core.lifecycle.holds import GENERATION_LIMIT, Hold
-from kvferry.core.security import KEY_BYTES
+from kvferry.core.security import KEY_BYTES, Proof, proof
 from kvferry.core.wire import RankPayload
 
 MAX_TICKET_PAGES = 1 << 20
@@ -31,7 +31,7 @@ class Ticket:
     Attributes:
         engine, incarnation: the producer.
         request: what the producer calls the request; for logs only.
-        host, port: its side channel.
+        host, port: its side channel, as the producer says where there is a proof.
         hold: stands for the pages in the producer's slot tables.
         pages: per group, page ids of the producer's layout; 0 is a hole.
         first_index: per group, the block index of the list's first entry.
@@ -41,6 +41,8 @@ class Ticket:
             needs no check before it.
         tp_size: the producer's tensor parallelism, which the handshake must confirm.
         key: the public key of the side channel, 32 bytes; empty if that is not encrypted.
+        routed: where a router says that the side channel is, if elsewhere: asked second.
+        proof: says that the producer made the ticket; ``None`` from builds that prove none.
 
     Raises:
         TicketError: a value is out of bounds, or a page stands twice in a list.
@@ -59,6 +61,13 @@ class Ticket:
     computed: bool
     tp_size: int = 1
     key: bytes = b""
+    routed: tuple[str, int] | None = None
+    proof: Proof | None = None
+
+    @property
+    def ticket_key(self) -> bytes:
+        """The public key that proves the ticket; empty if it has no proof."""
+        return self.proof.key if self.proof is not None else b""
 
     def __post_init__(self) -> None:
         for problem in chain(_identity_problems(self), _page_problems(self)):
@@ -72,6 +81,12 @@ def _identity_problems(ticket: Ticket) -> Iterator[str]:
             yield f"{name} has {len(text)} characters; 1 to {MAX_TEXT} are allowed"
     if not 1 <= ticket.port <= 65535:
         yield f"port {ticket.port} is not in 1 to 65535"
+    if ticket.routed is not None:
+        host, port = ticket.routed
+        if not 1 <= len(host) <= MAX_TEXT:
+            yield f"remote_host has {len(host)} characters; 1 to {MAX_TEXT} are allowed"
+        if not 1 <= port <= 65535:
+            yield f"remote_port {port} is not in 1 to 65535"
     if not 0 < ticket.incarnation < GENERATION_LIMIT:
         yield f"incarnation {ticket.incarnation} is not in 1 to {GENERATION_LIMIT - 1}"
     if not 0 < ticket.tokens <= MAX_TOKENS:
@@ -117,17 +132,38 @@ def page_limits(payloads: Sequence[RankPayload]) -> tuple[int, ...]:
     return tuple(limits)
 
 
-def check_against(ticket: Ticket, payloads: Sequence[RankPayload], limits: Sequence[int]) -> None:
+def check_against(
+    ticket: Ticket,
+    payloads: Sequence[RankPayload],
+    limits: Sequence[int],
+    *,
+    ticket_key: bytes = b"",
+) -> None:
     """Check a ticket against what its producer said in the handshake.
 
     Args:
         ticket: from a client.
         payloads: of all ranks of the producer.
         limits: their ``page_limits``.
+        ticket_key: the key by which the producer proves its tickets; empty if it proves none.
 
     Raises:
-        TicketError: another incarnation, another number of groups or tensor-parallel ranks, or a
-            block past the end of the producer's cache.
+        TicketError: another incarnation, a proof that does not fit or is missing, another number of
+            groups or tensor-parallel ranks, or a block past the end of the producer's cache.
+    """
+    check_maker(ticket, payloads, ticket_key)
+    for problem in _handshake_problems(ticket, payloads, limits):
+        raise TicketError(problem, reason=TicketReason.MISMATCH)
+
+
+def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: bytes) -> None:
+    """Check that whoever answered the handshake made a ticket: all that needs no layout.
+
+    Args:
+        ticket, payloads, ticket_key: as for ``check_against``.
+
+    Raises:
+        TicketError: another incarnation, or a proof that does not fit or is missing.
     """
     for incarnation in {payload.incarnation for payload in payloads} - {ticket.incarnation}:
         raise TicketError(
@@ -135,8 +171,7 @@ def check_against(ticket: Ticket, payloads: Sequence[RankPayload], limits: Seque
             f"{ticket.incarnation}, now {incarnation}): it was restarted since",
             reason=TicketReason.RESTARTED,
         )
-    for problem in _handshake_problems(ticket, payloads, limits):
-        raise TicketError(problem, reason=TicketReason.MISMATCH)
+    proof.check(ticket.proof, ticket_key)
 
 
 def _handshake_problems(

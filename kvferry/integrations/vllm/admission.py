@@ -108,8 +108,9 @@ def _open(admission: Admission, host: str) -> Iterator[str]:
         )
     if admission.secrets is None:
         yield (
-            "tickets are not signed: a client that may send kv_transfer_params can have another "
-            "request's pages decoded. Set ticket_secrets, or let only your router send them"
+            "tickets are not signed: those that were altered are refused, but a client that may "
+            "send kv_transfer_params can name an engine of its own, whose pages are decoded. Set "
+            "ticket_secrets, or let only your router send them"
         )
         if admission.access.networks is None:
             yield (

@@ -52,6 +52,7 @@ class Step(KVConnectorMetadata):
 
     Attributes:
         ranks: the payloads of all ranks of this engine, once, before the first load.
+        ticket_key: the public key that proves this engine's tickets, with ``ranks``.
         orders: about requests that this engine computes for others.
         prepare: tickets that came in: their engines can be shaken hands with already.
         loads: what to pull, or only to say "done" about.
@@ -63,6 +64,7 @@ class Step(KVConnectorMetadata):
     """
 
     ranks: tuple[bytes, ...] = ()
+    ticket_key: bytes = b""
     orders: Orders = Orders()  # noqa: RUF009 - frozen
     prepare: tuple[Ticket, ...] = ()
     loads: tuple[Load, ...] = ()

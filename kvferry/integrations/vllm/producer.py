@@ -12,7 +12,7 @@ from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
-from kvferry.core.security import TicketSecrets
+from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.stats import Figures
 from kvferry.integrations.vllm.figures import EVICTED, HELD, NO_TICKETS, ORPHANED, NoTicket
 from kvferry.integrations.vllm.groups import CacheGroup
@@ -51,6 +51,7 @@ class Producer:
         secrets: sign the tickets; ``None`` leaves them unsigned.
         hands_over: whether other engines load from this one (its role is a producer's).
         clock: seconds, monotonic.
+        ticket_key: proves them; ``None`` leaves them without a proof.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Producer:
         secrets: TicketSecrets | None = None,
         hands_over: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        ticket_key: TicketKey | None = None,
     ) -> None:
         self._groups = groups
         self._figures = figures
@@ -86,6 +88,7 @@ class Producer:
         """Requests that vLLM looked at in this scheduling pass and gave no blocks, and how many
         they need."""
         self._running_waits = False
+        self._ticket_key = ticket_key
 
     def on_new_request(self, request: Request) -> None:
         """Shorten the prompt of a request that is prefilled for another engine, once."""
@@ -139,7 +142,7 @@ class Producer:
             computed=self._computed,
             sizes=self._sizes,
             key=serving.key,
-        ).params(self._secrets)
+        ).params(self._secrets, self._ticket_key)
 
     def _hold(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Hold | None:
         blocks = frozenset().union(*block_ids) - {HOLE}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
+from kvferry.core.security import TicketKey
 from kvferry.core.stats import Figures
 from kvferry.integrations.vllm import admission
 from kvferry.integrations.vllm import config as configuration
@@ -44,12 +45,14 @@ class FerryScheduler:
 
     Raises:
         ConfigError: the configuration is refused.
+        SecretError: the library that signs tickets cannot do so here.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = configuration.of_engine(vllm_config)
         self._admission = admission.admission_of(self._config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._ticket_key = TicketKey()  # one for as long as the incarnation
         groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
         tail = backoff(vllm_config, groups)
         self._figures = Figures(driver=self._config.driver)
@@ -64,6 +67,7 @@ class FerryScheduler:
             max_held=int(self._config.max_held_fraction * kv_cache_config.num_blocks),
             secrets=self._admission.secrets,
             hands_over=transfer.is_kv_producer,
+            ticket_key=self._ticket_key,
         )
         self._consumer = Consumer(
             groups,
@@ -108,7 +112,11 @@ class FerryScheduler:
         self._untold_ranks = tuple(handshake.payload for handshake in ours)
         self._producer.published(len(ours))
         self._serving, self._server = serve(
-            self._untold_ranks, self._config, self._admission.access, self._what_is_wrong
+            self._untold_ranks,
+            self._config,
+            self._admission.access,
+            self._what_is_wrong,
+            ticket_key=self._ticket_key.public,
         )
 
     def on_new_request(self, request: Request) -> None:
@@ -143,6 +151,7 @@ class FerryScheduler:
         asks_silent = self._producer.relieve()
         return Step(
             ranks=ranks,
+            ticket_key=self._ticket_key.public if ranks else b"",
             orders=self._producer.drain(),
             prepare=arrivals.prepare,
             loads=arrivals.loads,

@@ -36,6 +36,8 @@ def serve(
     config: Config,
     access: Access = NEARBY,
     problems: Callable[[], Sequence[str]] = tuple,
+    *,
+    ticket_key: bytes = b"",
 ) -> tuple[Serving, HandshakeServer]:
     """Serve what this engine's ranks publish.
 
@@ -44,6 +46,7 @@ def serve(
         config: says where.
         access: says to whom.
         problems: says what is wrong with the engine, from any thread.
+        ticket_key: the public key that proves its tickets.
 
     Returns:
         What to tell others, and the server, which the caller closes.
@@ -60,6 +63,7 @@ def serve(
         port=config.side_channel_port,
         access=access,
         problems=problems,
+        ticket_key=ticket_key,
     )
     logger.info("KVFerryConnector serves engine %s: %s", info.engine, _summary(info, server))
     serving = Serving(

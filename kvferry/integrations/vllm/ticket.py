@@ -17,7 +17,8 @@ from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import MAX_GROUPS
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, Ticket
-from kvferry.core.security import TicketSecrets
+from kvferry.core.security import Proof, TicketKey, TicketSecrets
+from kvferry.core.security.proof import content_of
 from kvferry.core.untrusted import MALFORMED
 
 VERSION = 1
@@ -40,6 +41,10 @@ class _Own(Struct, frozen=True, kw_only=True):
     computed: bool
     first_index: Annotated[list[Integer], Meta(max_length=MAX_GROUPS)]
     key: Hex = ""
+    host: Annotated[str, Meta(max_length=MAX_TEXT)] = ""
+    port: Integer = 0
+    ticket_key: Hex = ""
+    proof: Hex = ""
     signature: Hex = ""
 
 
@@ -55,6 +60,9 @@ class _Params(Struct, frozen=True, kw_only=True):
 
 
 SIGNATURE = "signature"
+PROOF = "proof"
+ROUTED = ("remote_host", "remote_port")
+"""What routers rewrite where engines and their clients are in different networks."""
 
 S = TypeVar("S", bound=Struct)
 
@@ -90,13 +98,23 @@ class Offer:
     sizes: Sizes
     key: bytes = b""
 
-    def params(self, secrets: TicketSecrets | None = None) -> dict[str, Any]:
+    def params(
+        self, secrets: TicketSecrets | None = None, ticket_key: TicketKey | None = None
+    ) -> dict[str, Any]:
         """The ``kv_transfer_params`` with which a router asks another engine to decode.
 
         Args:
             secrets: to sign them with.
+            ticket_key: to prove them with; published in the handshake.
         """
         params = self._unsigned()
+        if ticket_key is not None:
+            params[KEY] |= {
+                "host": self.host,
+                "port": self.port,
+                "ticket_key": ticket_key.public.hex(),
+            }
+            params[KEY][PROOF] = ticket_key.sign(_proved(params)).hex()
         if secrets is not None:
             params[KEY][SIGNATURE] = secrets.sign(_said(params)).hex()
         return params
@@ -143,7 +161,8 @@ def read(
 
     Raises:
         TicketError: it is another connector's, of another version, malformed, or longer than the
-            prompt; or it is signed and should not be, or is not signed as it should be.
+            prompt; or it is signed and should not be, or is not signed as it should be. Whether its
+            proof fits is known only after the handshake (``check_against``).
     """
     if KEY not in params:
         raise TicketError(
@@ -160,12 +179,13 @@ def read(
     _check_lengths(params.get("remote_block_ids"), prompt)
     known = _convert(dict(params), _Params, "kv_transfer_params")
     _check_signature(params, bytes.fromhex(own.signature), secrets)
+    host, port, routed = _places(own, known, signed=secrets is not None)
     return Ticket(
         engine=known.remote_engine_id,
         incarnation=_number(own.incarnation),
         request=known.remote_request_id[:MAX_TEXT],  # vLLM's users choose it
-        host=known.remote_host,
-        port=known.remote_port,
+        host=host,
+        port=port,
         hold=Hold(slot=own.slot, generation=_number(own.generation)),
         pages=tuple(map(tuple, known.remote_block_ids)),
         first_index=tuple(own.first_index),
@@ -174,6 +194,31 @@ def read(
         computed=own.computed,
         tp_size=known.tp_size,
         key=bytes.fromhex(own.key),
+        routed=routed,
+        proof=_proof(own, params),
+    )
+
+
+def _places(own: _Own, known: _Params, *, signed: bool) -> tuple[str, int, tuple[str, int] | None]:
+    """Return where to ask first, and where to ask if nobody answers there.
+
+    With ``ticket_secrets`` only the address that they sign is asked.
+    """
+    routed = known.remote_host, known.remote_port
+    if not own.host:
+        return *routed, None
+    mine = own.host, own.port
+    return *mine, None if signed or routed == mine else routed
+
+
+def _proof(own: _Own, params: Mapping[str, Any]) -> Proof | None:
+    """Return the proof that a ticket carries; half of one raises ``TicketError``."""
+    if not own.ticket_key and not own.proof:
+        return None
+    return Proof(
+        key=bytes.fromhex(own.ticket_key),
+        content=content_of(_proved(params)),
+        signature=bytes.fromhex(own.proof),
     )
 
 
@@ -201,10 +246,21 @@ def _check_signature(
 
 
 def _said(params: Mapping[str, Any]) -> dict[str, Any]:
-    """What is signed: all that is read, and all under our own key, also what only newer versions
-    know. What routers may change (``do_remote_prefill``, say) is not read."""
+    """Return what secrets sign: all that is read, and all under our own key, also what only newer
+    versions know. What routers may change (``do_remote_prefill``, say) is not read, and the address
+    is the one that the producer means where it says one."""
     said = {name: params[name] for name in _Params.__struct_fields__}
     own = {name: value for name, value in params[KEY].items() if name != SIGNATURE}
+    if own.get("host"):
+        said.update(zip(ROUTED, (own["host"], own.get("port")), strict=True))
+    return {**said, KEY: own}
+
+
+def _proved(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a proof covers: what secrets sign, but for the address that routers rewrite; the
+    producer's own is under our key."""
+    said = {name: params[name] for name in _Params.__struct_fields__ if name not in ROUTED}
+    own = {name: params[KEY][name] for name in params[KEY] if name not in (SIGNATURE, PROOF)}
     return {**said, KEY: own}
 
 

@@ -102,6 +102,8 @@ class FerryWorker:
 
     def apply(self, step: Step) -> None:
         """What the scheduler half says in this step. Never blocks."""
+        if step.ticket_key:  # first: a ticket that it proves may be made in this very step
+            self._endpoint.prove(step.ticket_key)
         if step.ranks:
             self._endpoint.join([wire.decode_payload(data) for data in step.ranks])
         # Before the step's own work, which nothing here has to wait for. vLLM has enqueued the

@@ -21,9 +21,11 @@ from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
+from kvferry.core.security import TicketKey
 from kvferry.core.transport import Notification, PeerId, Transport
 from kvferry.core.wire import Coordinates, encode
 from kvferry.drivers.loopback import LoopbackTransport
+from tests.core.proving import proved
 
 LAYERS, HEADS, DIM, PAGES = 2, 4, 8, 16
 POISON = np.float32("nan")
@@ -74,6 +76,7 @@ class Engine:
     server: HandshakeServer
     ledger: HoldLedger
     incarnation: int
+    ticket_key: TicketKey | None = None
     ids: Iterator[int] = field(default_factory=itertools.count)
     sent: list[list[RequestId]] = field(default_factory=list)
 
@@ -105,7 +108,7 @@ class Engine:
         assert hold is not None
         if order:
             self.step()
-        return Ticket(
+        ticket = Ticket(
             engine=self.name,
             incarnation=self.incarnation,
             request=request,
@@ -119,6 +122,7 @@ class Engine:
             computed=computed,
             tp_size=self.shape.tp,
         )
+        return proved(ticket, self.ticket_key) if self.ticket_key is not None else ticket
 
     def serve(self, request: str, pages: list[int], tokens: int) -> Ticket:
         """Compute and finish."""
@@ -284,8 +288,9 @@ def engine(
     host: str = "127.0.0.1",
     port: int = 0,
     clock: Callable[[], float] = time.monotonic,
+    ticket_key: TicketKey | None = None,
 ) -> Iterator[Engine]:
-    """An engine that runs until the block ends."""
+    """An engine that runs until the block ends; without a key, as an older build."""
     shape = shape or Shape()
     incarnation = random_incarnation()
     with contextlib.ExitStack() as stack:
@@ -325,10 +330,13 @@ def engine(
             incarnation=incarnation,
             host=host,
             port=port,
+            ticket_key=ticket_key.public if ticket_key is not None else b"",
         )
         stack.enter_context(server)
         for rank in ranks:
             rank.endpoint.join(payloads)
+            if ticket_key is not None:
+                rank.endpoint.prove(ticket_key.public)
         yield Engine(
             name=name,
             shape=shape,
@@ -336,4 +344,5 @@ def engine(
             server=server,
             ledger=HoldLedger(shape.pages),
             incarnation=incarnation,
+            ticket_key=ticket_key,
         )

@@ -11,7 +11,6 @@ import pytest
 
 from kvferry.core.descriptors import Pages
 from kvferry.core.endpoint import standing as standing_module
-from kvferry.core.endpoint import waiting as waiting_module
 from kvferry.core.endpoint.context import STAGES, Context, Load
 from kvferry.core.endpoint.device import Awaiting
 from kvferry.core.endpoint.fencing import WordRead
@@ -377,7 +376,7 @@ class Reaching:
         self.asked: list[tuple[Any, Any]] = []
         self.renewing = Renewing()
         self.denies: Exception | None = None
-        monkeypatch.setattr(waiting_module, "check_against", self._check)
+        monkeypatch.setattr(FakePeer, "check", self._check, raising=False)
         self.waiting = Waiting(self, self.renewing.renewer, lambda: 0.0)  # type: ignore[arg-type]
 
     def _check(self, *_: object) -> None:

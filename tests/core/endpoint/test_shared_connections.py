@@ -155,7 +155,7 @@ def test_two_ranks_of_one_engine_on_one_address_are_refused_by_name(
         zero, one = (rank.endpoint.payload for rank in prefill.ranks)
         lie = [encode(zero), encode(msgspec.structs.replace(one, address=zero.address))]
         said = SimpleNamespace(engine="prefill", incarnation=prefill.incarnation)
-        monkeypatch.setattr(server_module, "engine_info", lambda _: said)
+        monkeypatch.setattr(server_module, "engine_info", lambda *_: said)
         with HandshakeServer(
             lie, engine="prefill", incarnation=prefill.incarnation, port=0
         ) as server:

@@ -200,6 +200,7 @@ class Consumer:
             self.finish(request)
             return
         require(request.prompt_fits, "another prompt's pages accepted")
+        require(not request.forged, "a forged ticket's pages accepted")
         request.stage = Stage.READY
         for each in self.ranks:
             each.check_pages(request.pulls[each.rank])

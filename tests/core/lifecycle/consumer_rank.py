@@ -67,6 +67,7 @@ class ConsumerRank:
         self.results: list[tuple[Decode, KVFerryError | None]] = []
         self._link = Link(broken=True)
         self._payloads: list[RankPayload] = []
+        self._ticket_key = b""
 
     # The engine's step.
 
@@ -202,11 +203,12 @@ class ConsumerRank:
         if payloads is not self._payloads or self._link.broken:
             self.fabric.sever(self._link)
             self._link, self._payloads = Link(), payloads
+            self._ticket_key = self.producer().ticket_key.public
 
     def _shaken(self, load_id: LoadId) -> None:
         pull = self.pulls[load_id]
         try:
-            check_against(pull.request.issue.ticket, self._payloads, page_limits(self._payloads))
+            self.check(pull.request)
         except TicketError as exc:
             self._unshaken(load_id, exc)
             return
@@ -218,6 +220,19 @@ class ConsumerRank:
         if pull.pulling and wanted:
             self.renewing.begin(load_id, pull.request)
         self._hear(partial(self.loads.shaken, load_id, self.parties))
+
+    def check(self, request: Decode) -> None:
+        """Refuse a ticket that the producer did not make. Raises ``TicketError``."""
+        limits = page_limits(self._payloads)
+        check_against(request.ticket, self._payloads, limits, ticket_key=self._ticket_key)
+
+    def may_renew(self, request: Decode) -> bool:
+        """Whether the hold of a request that waits may be renewed."""
+        try:
+            self.check(request)
+        except TicketError:
+            return False
+        return True
 
     def _unshaken(self, load_id: LoadId, error: KVFerryError) -> None:
         self.pulls[load_id].causes.append(error)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import Party
+from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.lifecycle.fabric import Content, Link, Transfer
-from tests.core.lifecycle.producer import Issue, tokens_digest
+from tests.core.lifecycle.producer import PAGES, Issue, tokens_digest
+from tests.core.proving import altered
 
 STALE = "stale"
 LATE = "late"
@@ -32,6 +34,7 @@ class Decode:
     Attributes:
         cached: how many leading pages are there already; if all, nothing is read.
         prompt_fits: whether it is the prompt that the ticket is about.
+        forged: whether its ticket names other pages than the producer's.
         sample: whether more requests with its ticket may be on their way, unknown to the scheduler.
         pulls: rank to its part, where the rank has heard of it.
     """
@@ -41,6 +44,7 @@ class Decode:
     issue: Issue
     cached: int
     prompt_fits: bool
+    forged: bool = False
     sample: bool = False
     stage: Stage = Stage.WAITING
     pages: tuple[int, ...] = ()
@@ -51,6 +55,15 @@ class Decode:
     def tokens(self) -> list[int]:
         tokens = self.issue.prompt.tokens
         return tokens if self.prompt_fits else [*tokens[:-1], -1]
+
+    @property
+    def ticket(self) -> Ticket:
+        """The ticket that it came with."""
+        ticket = self.issue.ticket
+        if not self.forged:
+            return ticket
+        others = tuple(tuple(page % PAGES + 1 for page in ids) for ids in ticket.pages)
+        return altered(ticket, pages=others)
 
     @property
     def admitted(self) -> bool:

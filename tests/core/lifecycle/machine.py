@@ -86,6 +86,7 @@ class Protocol(RuleBasedStateMachine):
         back=st.sampled_from([None, None, None, 0, 1, 2]),
         cached=st.sampled_from([0, 0, 0, 1, 2]),
         fits=st.sampled_from([True] * 7 + [False]),
+        forged=st.sampled_from([False] * 7 + [True]),
         drafter=st.booleans(),
         ordered=st.booleans(),
         together=st.booleans(),
@@ -101,6 +102,7 @@ class Protocol(RuleBasedStateMachine):
         back: int | None,
         cached: int,
         fits: bool,
+        forged: bool,
         drafter: bool,
         ordered: bool,
         together: bool,
@@ -116,7 +118,7 @@ class Protocol(RuleBasedStateMachine):
         else:
             issue = world.issues[-1 - back] if back < len(world.issues) else None
         consumers = [world.consumers["AB".index(name)] for name in engines]
-        kind: dict[str, Any] = {"cached": cached, "fits": fits, "sample": sample}
+        kind: dict[str, Any] = {"cached": cached, "fits": fits, "forged": forged, "sample": sample}
         if issue is not None and together:
             for consumer in consumers:
                 world.hand(consumer, issue, **kind)

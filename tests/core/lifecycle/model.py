@@ -110,6 +110,7 @@ class World:
         self._ranks, self.slots, self._max_held = ranks, slots, max_held
         self._uids, self._lives = itertools.count(1), itertools.count(1)
         self._old = old
+        self._forged: set[int] = set()
         self.producer = self._new_producer()
         self.consumers = [
             self._new_consumer(name, plan) for name, plan in zip("AB", plans, strict=True)
@@ -183,6 +184,7 @@ class World:
     def deliver(self, message: Message) -> None:
         """A notification arrives at whoever lives there now."""
         self.fabric.messages.remove(message)
+        require(self._forged.isdisjoint(message.origins), "told of a forged ticket:", message)
         self.producer.ranks[message.rank].hear(message)
 
     # What somebody does.
@@ -217,6 +219,7 @@ class World:
         *,
         cached: int = 0,
         fits: bool = True,
+        forged: bool = False,
         sample: bool = False,
     ) -> None:
         """A router hands a ticket to a decode engine, if an id is left there."""
@@ -228,8 +231,11 @@ class World:
                 issue=issue,
                 cached=min(cached, issue.prompt.size),
                 prompt_fits=fits,
+                forged=forged,
                 sample=sample,
             )
+            if forged:
+                self._forged.add(request.uid)
             engine.add(request)
 
     def fresh(self, *, drafter: bool, ordered: bool) -> Issue | None:

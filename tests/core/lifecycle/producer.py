@@ -28,9 +28,11 @@ from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure, Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
+from kvferry.core.security import TicketKey
 from kvferry.core.wire import Coordinates, Heartbeat, RankPayload, Renewal, decode_notes
 from tests.core.lifecycle.book import Book, Cause
 from tests.core.lifecycle.fabric import Content, Message, require
+from tests.core.proving import proved
 
 PAGES = 4
 """How many pages an engine's cache has, besides the hole."""
@@ -251,6 +253,7 @@ class Producer:
         issues: list[Issue],
     ) -> None:
         self.incarnation = random_incarnation()
+        self.ticket_key = TicketKey()
         self.slots = slots
         self.max_held = max_held
         self.ledger = ledger(slots, max_pages=max_held)
@@ -430,7 +433,7 @@ def tokens_digest(tokens: Sequence[int]) -> bytes:
 
 
 def _ticket(producer: Producer, prompt: Prompt, hold: Hold) -> Ticket:
-    return Ticket(
+    ticket = Ticket(
         engine=ENGINE,
         incarnation=producer.incarnation,
         request=prompt.id,
@@ -444,6 +447,7 @@ def _ticket(producer: Producer, prompt: Prompt, hold: Hold) -> Ticket:
         computed=not prompt.drafter,
         tp_size=len(producer.ranks),
     )
+    return proved(ticket, producer.ticket_key)
 
 
 _LAYOUT = Layout(

@@ -110,7 +110,8 @@ class Renewing:
                 self._end(wait)
             if wait.renewal is None and not wait.gone:
                 self._rank.reach()
-                if self._rank.knows(wait.request.issue.ticket.incarnation):
+                known = self._rank.knows(wait.request.issue.ticket.incarnation)
+                if known and self._rank.may_renew(wait.request):
                     self._start(wait, at_once=True)
         due, overdue = self._renewals.take_due(self._rank.now())
         for transfer in self._rank.transfers:

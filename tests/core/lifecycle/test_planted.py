@@ -27,14 +27,14 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.users import HoldUsers
 from kvferry.core.wire import Heartbeat, Release, Renewal
 from tests.core.lifecycle.consumer_rank import ConsumerRank
-from tests.core.lifecycle.decodes import Pull
+from tests.core.lifecycle.decodes import Decode, Pull
 from tests.core.lifecycle.fabric import Link, Transfer, Violation
 from tests.core.lifecycle.machine import Protocol
 from tests.core.lifecycle.model import Parts
 from tests.core.lifecycle.producer import Producer
 
 SEARCH = settings(
-    max_examples=1000,
+    max_examples=3000,
     stateful_step_count=25,
     derandomize=True,
     database=None,
@@ -336,6 +336,24 @@ class EndedWordClearedAfterwards(HoldKeeper):
             self._late = (*self._late, hold)
 
 
+class RenewedUnproved(ConsumerRank):
+    """What waits is renewed before its proof was verified."""
+
+    def may_renew(self, request: Decode) -> bool:
+        return True
+
+
+class LoadedUnproved(ConsumerRank):
+    """No proof is verified when a load begins."""
+
+    def check(self, request: Decode) -> None:
+        forged, request.forged = request.forged, False
+        try:
+            super().check(request)
+        finally:
+            request.forged = forged
+
+
 class AbandonBeforeQuiet(Loads):
     def abort(self, load_id: LoadId, error: KVFerryError) -> None:
         load = self._loads.get(load_id)
@@ -441,6 +459,8 @@ PLANTED: dict[str, Parts] = {
     "renewals not sent": Parts(renewals=RenewalsNotSent),
     "renewed once": Parts(renewals=RenewedOnce),
     "renewed while the fence is under way": Parts(renewals=RenewedWhileFencing),
+    "a renewal before the proof was verified": Parts(consumer_rank=RenewedUnproved),
+    "a load before the proof was verified": Parts(consumer_rank=LoadedUnproved),
     "renewals not heard": Parts(keeper=RenewalsNotHeard),
     "the oldest of all ranks counts": Parts(pressure=OldestRankCounts),
     "nobody is asked for silent holds": Parts(pressure=NobodyIsAsked),

@@ -25,8 +25,9 @@ LEASE = 1.0
 
 @pytest.fixture(scope="module")
 def impatient(start_engine: StartEngine) -> Engine:
-    """Decodes, and waits for no side channel for long."""
-    return start_engine("impatient", "kv_consumer", extra={"handshake_timeout": HANDSHAKE})
+    """Decodes, waits for no side channel for long, and asks none but at this address."""
+    extra = {"handshake_timeout": HANDSHAKE, "allowed_peers": ["127.0.0.1"]}
+    return start_engine("impatient", "kv_consumer", extra=extra)
 
 
 def test_a_producer_that_is_stopped(
@@ -49,13 +50,15 @@ def test_a_producer_that_is_stopped(
 
 
 def test_a_producer_that_cannot_be_reached(
-    reference: Engine, prefill: Engine, impatient: Engine
+    reference: Engine, impatient: Engine, start_engine: StartEngine
 ) -> None:
-    """The ticket is good again when the way is."""
+    """The ticket is good again when the way is, which leads by the router's address: the producer's
+    own is one that the consumer may not ask."""
+    prefill = start_engine("elsewhere", "kv_producer", extra={"side_channel_host": "127.0.0.2"})
     [ticket] = prefill.prefill(prompt(81))
     cell = Cell(side="producer", fault="cut off", stage="before the handshake", driver="vllm")
-    with closing(Channel(ticket["remote_port"])) as channel:
-        behind = ticket | {"remote_port": channel.port}
+    with closing(Channel(ticket["remote_port"], ticket["remote_host"])) as channel:
+        behind = ticket | {"remote_host": "127.0.0.1", "remote_port": channel.port}
         channel.cut()
         failed, other = impatient.generate(prompt(81), prompt(86), params=[behind, None])
         assert failed.finish_reason == "error"

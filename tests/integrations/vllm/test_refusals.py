@@ -31,24 +31,26 @@ def _nixl(key: str, value: object) -> Callable[[Params], None]:
     return lambda params: params.update({key: value})
 
 
+ALTERED = "it was altered on its way"
+
 FORGERIES: dict[str, tuple[Callable[[Params], Any], str]] = {
     "of another connector": (lambda p: p.pop("kvferry"), "another connector made it"),
     "of another version": (_own("version", 2), "version 2; this engine reads 1"),
     "of another incarnation": (_own("incarnation", "00000000000000ff"), "it was restarted since"),
-    "with another generation": (_own("generation", "00000000000000ff"), "did not hold the pages"),
-    "with a slot past the end": (_own("slot", 512), "names slot 512; the producer has 512"),
+    "with another generation": (_own("generation", "00000000000000ff"), ALTERED),
+    "with a slot past the end": (_own("slot", 512), ALTERED),
     "with a negative block": (_nixl("remote_block_ids", [[1, 2, -3]]), "names block -3"),
     "with a repeated block": (_nixl("remote_block_ids", [[1, 2, 1]]), "block 1 more than once"),
-    "with a block past the end": (_nixl("remote_block_ids", [[1, 2, 512]]), "names block 512"),
-    "with a hole": (_nixl("remote_block_ids", [[1, 0, 2]]), "hole"),
-    "with too few blocks": (_nixl("remote_block_ids", [[1, 2]]), "2"),
+    "with a block past the end": (_nixl("remote_block_ids", [[1, 2, 512]]), ALTERED),
+    "with a hole": (_nixl("remote_block_ids", [[1, 0, 2]]), ALTERED),
+    "with too few blocks": (_nixl("remote_block_ids", [[1, 2]]), ALTERED),
     "with no groups": (_nixl("remote_block_ids", []), "0 groups"),
     "with two groups": (
         lambda p: (_nixl("remote_block_ids", [[1], [2]])(p), _own("first_index", [0, 0])(p)),
-        "blocks of 2 groups; the producer has 1",
+        ALTERED,
     ),
     "with flat blocks": (_nixl("remote_block_ids", [1, 2, 3]), "Expected `array`"),
-    "with another TP size": (_nixl("tp_size", 2), "tp_size 2, the handshake 1"),
+    "with another TP size": (_nixl("tp_size", 2), ALTERED),
     "with another digest": (_own("digest", "00" * 16), "for another prompt"),
     "with fewer tokens": (_own("tokens", 69), "for another prompt"),
     "of an engine that is not there": (

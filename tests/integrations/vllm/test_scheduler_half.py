@@ -12,7 +12,8 @@ import pytest
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.reclamation import ASK_SECONDS, Silence
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.security import Access, TicketSecrets, generate
+from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
+from kvferry.core.security.proof import check
 from kvferry.core.stats import Figures
 from kvferry.integrations.vllm.admission import Admission
 from kvferry.integrations.vllm.consumer import Consumer
@@ -68,6 +69,7 @@ def producer(
     secrets: TicketSecrets | None = None,
     max_held: int | None = None,
     figures: Figures | None = None,
+    ticket_key: TicketKey | None = None,
     **settings: Any,
 ) -> Producer:
     return Producer(
@@ -80,6 +82,7 @@ def producer(
         sizes=Sizes(tp=2, pp=3),
         secrets=secrets,
         max_held=max_held,
+        ticket_key=ticket_key,
         **settings,
     )
 
@@ -540,6 +543,14 @@ class TestConsumer:
         assert (arrivals.prepare, arrivals.loads) == ((), ())
         [(_, why)] = arrivals.refused
         assert reason in why
+
+    def test_every_ticket_of_a_producer_with_a_key_is_proved(self) -> None:
+        key = TicketKey()
+        made, each = producer(ticket_key=key), request(40, PREFILL)
+        made.take_on(each)
+        params = made.finished(each, [list(range(1, 5))], SERVING)
+        assert params is not None
+        check(read(params).proof, key.public)
 
     def test_genuine_ticket_for_another_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
         made = consumer(admission=Admission(secrets=SECRETS))

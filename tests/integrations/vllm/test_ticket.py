@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.security import TicketSecrets
+from kvferry.core.security import TicketKey, TicketSecrets
+from kvferry.core.security.proof import check
 from kvferry.integrations.vllm import ticket
 from kvferry.integrations.vllm.ticket import KEY, Offer, Sizes, read
 
@@ -181,6 +182,10 @@ STEERING_HERE = [
     ("computed", False),
     ("first_index", [3]),
     ("key", "00" * 32),
+    ("host", "10.0.0.2"),
+    ("port", 5601),
+    ("ticket_key", "00" * 32),
+    ("proof", "00" * 64),
     ("of_a_newer_version", "?"),
     ("signature", "00" * 32),
 ]
@@ -219,7 +224,114 @@ def test_what_a_router_changes_is_not_signed() -> None:
     assert read(params, SECRETS) == read(OFFER.params(SECRETS), SECRETS)
 
 
+# Proved.
+
+TICKET_KEY = TicketKey()
+
+
+def travelled(params: dict[str, Any]) -> dict[str, Any]:
+    """After a router has passed it on, with its keys in another order."""
+    found: dict[str, Any] = json.loads(json.dumps(params, sort_keys=True))
+    return found
+
+
+def is_proved(ticket: Ticket) -> bool:
+    """Whether a consumer that shook hands with its engine accepts it."""
+    with contextlib.suppress(TicketError):
+        check(ticket.proof, TICKET_KEY.public)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("secrets", [None, SECRETS])
+def test_a_proved_ticket_says_what_another_does(secrets: TicketSecrets | None) -> None:
+    ticket = read(travelled(OFFER.params(secrets, TICKET_KEY)), secrets)
+    assert ticket.ticket_key == TICKET_KEY.public
+    assert is_proved(ticket)
+    assert replace(ticket, proof=None) == read(OFFER.params())
+
+
+NOT_PROVED = [("remote_host", "10.0.0.2"), ("remote_port", 5601)]
+"""A router may rewrite these."""
+
+
+@pytest.mark.parametrize(("key", "value"), [each for each in STEERING if each not in NOT_PROVED])
+def test_what_steers_a_read_is_proved(key: str, value: object) -> None:
+    assert not is_proved(read(OFFER.params(None, TICKET_KEY) | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [each for each in STEERING_HERE if each[0] != "signature"]
+)
+def test_what_steers_a_read_is_proved_under_our_key(key: str, value: object) -> None:
+    params = OFFER.params(None, TICKET_KEY)
+    params[KEY][key] = value
+    assert not is_proved(read(params))
+
+
+def test_a_proof_that_was_taken_away() -> None:
+    params = OFFER.params(None, TICKET_KEY)
+    del params[KEY]["proof"]
+    with pytest.raises(TicketError, match="proof has 0 bytes; it has 64"):
+        read(params)
+    del params[KEY]["ticket_key"]
+    assert not is_proved(read(params))
+
+
+def test_the_proof_of_another_engine() -> None:
+    assert not is_proved(read(OFFER.params(None, TicketKey())))
+
+
+@pytest.mark.parametrize("value", ["00" * 31, "00" * 33, "?", 7])
+def test_a_key_of_tickets_that_is_none(value: object) -> None:
+    params = OFFER.params(None, TICKET_KEY)
+    params[KEY]["ticket_key"] = value
+    with pytest.raises(TicketError):
+        read(params)
+
+
+REWRITTEN = {"remote_host": "192.0.2.1", "remote_port": 8100}
+
+
+def test_a_router_that_rewrites_the_address_breaks_no_proof() -> None:
+    ticket = read(OFFER.params(None, TICKET_KEY) | REWRITTEN)
+    assert is_proved(ticket)
+    assert (ticket.host, ticket.port) == ("10.0.0.1", 5600)
+    assert ticket.routed == ("192.0.2.1", 8100)
+
+
+def test_a_router_that_rewrites_the_address_breaks_no_signature() -> None:
+    """With secrets, only the address that they sign is asked."""
+    ticket = read(OFFER.params(SECRETS, TICKET_KEY) | REWRITTEN, SECRETS)
+    assert is_proved(ticket)
+    assert (ticket.host, ticket.port, ticket.routed) == ("10.0.0.1", 5600, None)
+
+
+def test_the_producers_own_address_is_signed_where_it_stands() -> None:
+    params = OFFER.params(SECRETS, TICKET_KEY)
+    params[KEY]["host"] = "10.0.0.2"
+    with pytest.raises(TicketError, match="altered or made up"):
+        read(params, SECRETS)
+
+
 # Of other minor versions.
+
+
+def test_an_older_consumer_reads_a_proved_ticket() -> None:
+    """It checks the signature over everything under our key, and skips what it does not know."""
+    params = travelled(OFFER.params(SECRETS, TICKET_KEY))
+    known = {key for key, _ in STEERING}
+    own = {name: value for name, value in params[KEY].items() if name != "signature"}
+    signature = bytes.fromhex(params[KEY]["signature"])
+    SECRETS.check({name: params[name] for name in known} | {KEY: own}, signature)
+    assert set(OFFER.params(None, TICKET_KEY)) == NIXL_KEYS | {KEY}
+
+
+@pytest.mark.parametrize("secrets", [None, SECRETS])
+def test_a_ticket_of_an_older_producer_has_one_address(secrets: TicketSecrets | None) -> None:
+    ticket = read(travelled(OFFER.params(secrets)), secrets)
+    assert (ticket.host, ticket.port, ticket.routed) == ("10.0.0.1", 5600, None)
+    assert ticket.proof is None
 
 
 def test_ticket_of_an_older_minor_version() -> None:

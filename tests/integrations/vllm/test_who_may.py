@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from examples.tiny_llama import prompt
 from kvferry.cli import app
 from kvferry.cli.doctor.channel import own_address
+from tests.integrations.vllm import probes
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.steps import hand_over, pulled, texts
@@ -95,6 +97,76 @@ def test_engines_of_which_only_one_is_set_up(prefill: Engine, decode: Engine, pa
     assert "is encrypted, and this engine has no keys" in refusal(decode, prompt(40), signed)
     del signed["kvferry"]["key"]
     assert "its side channel is encrypted" in refusal(decode, prompt(40), signed)
+
+
+# With nothing set.
+
+
+@pytest.fixture(scope="module")
+def caching(start_engine: StartEngine) -> Engine:
+    """Decodes, and would keep what it pulled under the wrong prompt for everybody."""
+    return start_engine("caching-decode", "kv_consumer", enable_prefix_caching=True)
+
+
+def next_blocks(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    mine["remote_block_ids"] = [[block + 1 for block in ids] for ids in mine["remote_block_ids"]]
+
+
+def blocks_of_another(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    mine["remote_block_ids"] = theirs["remote_block_ids"]
+
+
+def without_proof(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    next_blocks(mine, theirs)
+    for name in ("proof", "ticket_key", "host", "port"):
+        del mine["kvferry"][name]
+
+
+def proof_of_another(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    next_blocks(mine, theirs)
+    mine["kvferry"]["proof"] = theirs["kvferry"]["proof"]
+
+
+@pytest.mark.parametrize(
+    ("seed", "alter", "words"),
+    [
+        (20, next_blocks, "altered on its way"),
+        (22, blocks_of_another, "altered on its way"),
+        (24, without_proof, "the proof was taken away"),
+        (26, proof_of_another, "altered on its way"),
+    ],
+)
+def test_an_altered_ticket_is_refused_and_poisons_nothing(
+    reference: Engine,
+    prefill: Engine,
+    caching: Engine,
+    seed: int,
+    alter: Callable[[dict[str, Any], dict[str, Any]], None],
+    words: str,
+) -> None:
+    mine, theirs = prompt(70, seed=seed), prompt(70, seed=seed + 1)
+    tickets = prefill.prefill(mine, theirs)
+    forged = copy.deepcopy(tickets[0])
+    alter(forged, tickets[1])
+    assert words in refusal(caching, mine, forged)
+    before = caching.run(probes.metrics)
+    [completion] = caching.generate(mine, params=tickets[0])
+    assert [completion.text] == texts(reference, mine)
+    # All of it was pulled, so no page of the prompt was in the prefix cache.
+    assert pulled(caching.run(probes.metrics)) - pulled(before) == 70
+    assert [one.text for one in caching.generate(mine)] == [completion.text]
+
+
+def test_a_router_that_rewrites_the_address_breaks_nothing(
+    reference: Engine, prefill: Engine, decode: Engine, pair: Pair
+) -> None:
+    """With and without secrets: the engine's own address is asked."""
+    mine = prompt(70, seed=8)
+    for both in (pair, Pair(prefill, decode)):
+        [ticket] = both.prefill.prefill(mine)
+        ticket |= {"remote_host": "192.0.2.1", "remote_port": 1}
+        [completion] = both.decode.generate(mine, params=ticket)
+        assert [completion.text] == texts(reference, mine)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,159 @@
+"""Proofs of tickets: Ed25519 signatures with a key that an engine makes when it starts.
+
+The handshake publishes the public key, so a ticket that was altered on its way is refused without
+any configuration. A consumer learns the key from whoever answers at the ticket's address: a proof
+says that this engine made the ticket, and not that the engine is one of yours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvferry.core.errors import SecretError, TicketError, TicketReason
+from kvferry.core.untrusted import MALFORMED
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+TICKET_KEY_BYTES = 32
+PROOF_BYTES = 64
+CONTENT_BYTES = 32
+FINGERPRINT_BYTES = 16
+CONTEXT = b"kvferry ticket proof\0"
+"""Precedes what is signed, so that a proof of a ticket is never a signature of anything else."""
+
+MAX_VERIFIED = 1 << 10
+"""Verified proofs that are remembered: a ticket is checked when it comes and when it is used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What a ticket carries to prove that its engine made it.
+
+    Attributes:
+        key: the public key that the ticket names, 32 bytes.
+        content: the hash of what the ticket says, 32 bytes; computed by whoever reads the ticket.
+        signature: by the key, over the hash, 64 bytes.
+
+    Raises:
+        TicketError: one of them has another length.
+    """
+
+    key: bytes
+    content: bytes
+    signature: bytes
+
+    def __post_init__(self) -> None:
+        for name, value, size in (
+            ("ticket_key", self.key, TICKET_KEY_BYTES),
+            ("content", self.content, CONTENT_BYTES),
+            ("proof", self.signature, PROOF_BYTES),
+        ):
+            if len(value) != size:
+                raise TicketError(
+                    f"the ticket's {name} has {len(value)} bytes; it has {size} where its engine "
+                    "proves its tickets",
+                    reason=TicketReason.PROOF,
+                )
+
+
+class TicketKey:
+    """The key pair of one start of an engine. The private key never leaves the process.
+
+    Raises:
+        SecretError: this build of ``cryptography`` has no Ed25519.
+    """
+
+    def __init__(self) -> None:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        try:
+            self._private: Ed25519PrivateKey = Ed25519PrivateKey.generate()
+        except UnsupportedAlgorithm as exc:
+            raise SecretError(
+                f"tickets cannot be signed, for cryptography has no Ed25519 here ({exc}): install "
+                "cryptography's own wheel"
+            ) from exc
+        self.public = self._private.public_key().public_bytes_raw()
+
+    def sign(self, said: Mapping[str, object]) -> bytes:
+        """Return the proof of what a ticket says, 64 bytes. Raises ``TicketError``."""
+        return self._private.sign(CONTEXT + content_of(said))
+
+
+def content_of(said: Mapping[str, object]) -> bytes:
+    """Return the hash of what a ticket says, 32 bytes.
+
+    Args:
+        said: text, integers, truth values, and lists and mappings of them, in any order.
+
+    Raises:
+        TicketError: it cannot be written as JSON.
+    """
+    try:
+        text = _canonical.encode(said)
+    except (*MALFORMED, TypeError) as exc:
+        raise TicketError(f"what the ticket says cannot be proved: {exc}") from exc
+    return hashlib.blake2b(text, digest_size=CONTENT_BYTES).digest()
+
+
+_canonical = msgspec.json.Encoder(order="sorted")
+"""One text for what is equal: sorted keys, no spaces. For long lists of blocks, the json module,
+with which secrets sign, takes many times as long."""
+
+
+def check(proof: Proof | None, published: bytes) -> None:
+    """Refuse a ticket that the engine with the published key did not make.
+
+    Args:
+        proof: of the ticket; ``None`` if it has none.
+        published: the public key of the handshake; empty if the engine is of a build that proves no
+            tickets.
+
+    Raises:
+        TicketError: the ticket has no proof and needs one, names another key, or was altered.
+    """
+    if proof is None and not published:
+        return
+    if proof is None:
+        why = "it carries no proof, and its engine proves every ticket: the proof was taken away"
+    elif not published:
+        why = "it names a key of tickets, and its engine publishes none: it was made up"
+    elif proof.key != published:
+        why = "it names another key than its engine publishes: somebody else made it up"
+    elif not verify(proof):
+        why = "its proof does not fit: it was altered on its way"
+    else:
+        return
+    raise TicketError(f"the ticket is refused: {why}", reason=TicketReason.PROOF)
+
+
+@lru_cache(MAX_VERIFIED)
+def verify(proof: Proof) -> bool:
+    """Return whether the key in a proof has signed its content."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        public = Ed25519PublicKey.from_public_bytes(proof.key)
+        public.verify(proof.signature, CONTEXT + proof.content)
+    except (InvalidSignature, ValueError):  # bytes that are no key
+        return False
+    return True
+
+
+def load_library() -> None:
+    """Import ``cryptography``, which takes a while, where nobody waits for it."""
+    import cryptography.hazmat.primitives.asymmetric.ed25519  # noqa: F401
+
+
+def fingerprint(public: bytes) -> bytes:
+    """Return the hash of a public key that stands in its engine's memory, 16 bytes."""
+    return hashlib.blake2b(public, digest_size=FINGERPRINT_BYTES, person=b"kvferry ticket").digest()

@@ -1,0 +1,138 @@
+"""Proofs of tickets: what fits, what does not, and what a fingerprint is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import TicketError, TicketReason
+from kvferry.core.security import Proof, TicketKey
+from kvferry.core.security.proof import (
+    CONTENT_BYTES,
+    FINGERPRINT_BYTES,
+    PROOF_BYTES,
+    TICKET_KEY_BYTES,
+    check,
+    content_of,
+    fingerprint,
+    verify,
+)
+
+KEY, OTHER = TicketKey(), TicketKey()
+SAID: dict[str, Any] = {
+    "remote_block_ids": [[1, 2, 3], []],
+    "kvferry": {
+        "slot": 3,
+        "computed": True,
+        "digest": "00ff",
+        "of_a_newer_version": ["\u00fc", None],
+    },
+}
+
+
+def proof(said: dict[str, Any] = SAID, key: TicketKey = KEY) -> Proof:
+    return Proof(key=key.public, content=content_of(said), signature=key.sign(said))
+
+
+def refusal(proof: Proof | None, published: bytes) -> str:
+    with pytest.raises(TicketError) as raised:
+        check(proof, published)
+    assert raised.value.reason is TicketReason.PROOF
+    return str(raised.value)
+
+
+def test_what_was_proved_fits_also_after_a_trip_as_json() -> None:
+    again = json.loads(json.dumps(SAID, sort_keys=True, indent=1))
+    check(replace(proof(), content=content_of(again)), KEY.public)
+
+
+def test_a_proof_that_another_build_made() -> None:
+    """What is signed, and what stands in memory, is the same in every build."""
+    known = Proof(
+        key=bytes.fromhex("03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"),
+        content=content_of(SAID),
+        signature=bytes.fromhex(
+            "ce7da6fb790c099cfb83ab6b86b3e6478dc16b939234095714d48f6b4fe20584"
+            "c9a9429f96de91ae3acd237a76f0658439e62b5586a9b82611856b968beb4501"
+        ),
+    )
+    check(known, known.key)
+    assert fingerprint(known.key).hex() == "7e538c9bd0d5ffa7fa17f1e142d7e0f6"
+
+
+def test_every_key_is_another() -> None:
+    assert len({TicketKey().public for _ in range(10)}) == 10
+
+
+@given(where=st.sampled_from(["key", "content", "signature"]), data=st.data())
+def test_no_bit_of_a_proof_can_be_changed(where: str, data: st.DataObject) -> None:
+    value = bytearray(getattr(proof(), where))
+    bit = data.draw(st.integers(0, 8 * len(value) - 1))
+    value[bit // 8] ^= 1 << bit % 8
+    assert not verify(replace(proof(), **{where: bytes(value)}))
+
+
+def test_a_proof_of_another_content_or_key_is_refused() -> None:
+    other = content_of(SAID | {"remote_block_ids": [[1, 2, 4], []]})
+    assert "altered on its way" in refusal(replace(proof(), content=other), KEY.public)
+    assert "another key" in refusal(proof(key=OTHER), KEY.public)
+
+
+def test_a_missing_proof_is_refused_where_the_engine_publishes_a_key() -> None:
+    assert "the proof was taken away" in refusal(None, KEY.public)
+    assert "publishes none" in refusal(proof(), b"")
+    check(None, b"")
+
+
+def test_a_signature_of_something_else_is_no_proof() -> None:
+    """The hash alone, without the context."""
+    signed = KEY._private.sign(content_of(SAID))
+    assert "altered" in refusal(replace(proof(), signature=signed), KEY.public)
+
+
+@pytest.mark.parametrize(
+    ("field", "size", "named"),
+    [
+        ("key", TICKET_KEY_BYTES, "ticket_key"),
+        ("content", CONTENT_BYTES, "content"),
+        ("signature", PROOF_BYTES, "proof"),
+    ],
+)
+def test_a_part_of_another_length_is_refused_by_name(field: str, size: int, named: str) -> None:
+    for length in (0, size - 1, size + 1):
+        with pytest.raises(TicketError, match=f"{named} has {length} bytes; it has {size}"):
+            replace(proof(), **{field: bytes(length)})
+
+
+def test_what_cannot_be_written_as_json_is_refused() -> None:
+    with pytest.raises(TicketError, match="cannot be proved"):
+        content_of({"tokens": object()})
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(TicketError, match="cannot be proved"):
+        content_of({"kvferry": deep})
+    with pytest.raises(TicketError, match="cannot be proved"):
+        content_of({"kvferry": "\ud800"})
+
+
+def test_a_fingerprint_names_one_key() -> None:
+    assert len(fingerprint(KEY.public)) == FINGERPRINT_BYTES
+    assert fingerprint(KEY.public) != fingerprint(OTHER.public)
+    assert any(fingerprint(bytes(TICKET_KEY_BYTES)))
+
+
+def test_the_library_is_imported_when_it_is_needed() -> None:
+    code = (
+        "import sys; import kvferry.core.endpoint, kvferry.core.security; "
+        "print('cryptography' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
