@@ -25,7 +25,16 @@ NEWEST_PROTOCOL = 1
 """The protocol versions that this build speaks; two engines need one in common."""
 
 MAX_REQUEST_BYTES = 1 << 12
-MAX_REPLY_BYTES = 1 << 26
+MAX_REPLY_BYTES = 1 << 23
+"""Of all ranks' payloads together: those of 64 ranks of 80 layers take 2.5 MB."""
+MAX_SHORT_REPLY_BYTES = 1 << 19
+"""Most replies are no longer: the payloads of 8 ranks of 80 layers take 309 kB. Any number of these
+may come in at once, and of longer ones few."""
+MAX_PAYLOAD_BYTES = 1 << 19
+"""Of one rank: one of 80 layers takes 39 kB. It is decoded in one go, and nothing else of the
+process runs meanwhile: this many bytes take 20 ms."""
+MAX_PONG_BYTES = 1 << 13
+"""Of an answer to a ping; a refusal is longest."""
 MAX_NOTE_BYTES = 1 << 11
 """No single ``Release`` or ``Renewal`` is longer."""
 MAX_NOTES = 1 << 12
@@ -38,6 +47,8 @@ MAX_KNOWN = 1 << 8
 """So many ranks' groups and fields are known by their bytes, those that were met last."""
 MAX_KNOWN_BYTES = 1 << 18
 """None that are longer."""
+MAX_ALL_KNOWN_BYTES = 1 << 22
+"""Nor so many that they are longer together; decoded they take some five times as much."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -93,7 +104,7 @@ class _Published(Versions, frozen=True, kw_only=True):
     coordinates: Coordinates
     agreement: Annotated[dict[Name, Text], Meta(max_length=256)]
     driver: Name
-    address: Annotated[bytes, Meta(max_length=1 << 20)]
+    address: Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
     slots: Region
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)] | None = None
 
@@ -255,7 +266,7 @@ def decode_reply(data: bytes) -> Reply:
 
 def decode_versions(data: bytes) -> Versions:
     """Which versions a payload speaks, whatever else it says. Raises ``WireError``."""
-    return _decode(_versions, data, MAX_REPLY_BYTES, "payload")
+    return _decode(_versions, data, MAX_PAYLOAD_BYTES, "payload")
 
 
 def decode_payload(data: bytes) -> RankPayload:
@@ -264,7 +275,7 @@ def decode_payload(data: bytes) -> RankPayload:
     The engines of a deployment publish the same but for where their memory lies: groups and fields
     whose bytes are known are neither decoded nor validated again, and are there only once.
     """
-    found = _decode(_payload, data, MAX_REPLY_BYTES, "payload")
+    found = _decode(_payload, data, MAX_PAYLOAD_BYTES, "payload")
     published = {name: getattr(found, name) for name in _Published.__struct_fields__}
     try:
         return RankPayload(layout=_layout(found.layout), **published)
@@ -280,8 +291,9 @@ def _layout(unread: _Unread) -> Layout:
         known = Layout(
             regions=regions, groups=_groups.decode(groups), fields=_fields.decode(fields)
         )
-        if len(groups) + len(fields) <= MAX_KNOWN_BYTES:
-            _layouts.keep(key, known)
+        nbytes = len(groups) + len(fields)
+        if nbytes <= MAX_KNOWN_BYTES:
+            _layouts.keep(key, known, nbytes)
         return known
     return known.moved(regions)
 
@@ -301,7 +313,7 @@ _groups: msgspec.msgpack.Decoder[tuple[Group, ...]] = msgspec.msgpack.Decoder(
 _fields: msgspec.msgpack.Decoder[tuple[Field, ...]] = msgspec.msgpack.Decoder(
     Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)]
 )
-_layouts: Known[Layout] = Known(MAX_KNOWN)
+_layouts: Known[Layout] = Known(MAX_KNOWN, MAX_ALL_KNOWN_BYTES)
 _notes: msgspec.msgpack.Decoder[list[Note]] = msgspec.msgpack.Decoder(Notes)
 
 

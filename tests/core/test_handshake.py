@@ -114,7 +114,7 @@ def test_a_context_of_the_callers_is_used(server: HandshakeServer, context: Cont
 
 
 def test_a_large_answer_arrives_whole() -> None:
-    ranks = [payload(rank, address=os.urandom(1 << 20)) for rank in range(16)]
+    ranks = [payload(rank, address=os.urandom(400_000)) for rank in range(20)]
     with HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7) as server:
         info = fetch(server.host, server.port, "prefill", timeout=LONG)
     assert list(info.ranks) == ranks
@@ -261,13 +261,13 @@ def test_clients_that_stop_in_the_middle_hold_nobody_up(server: HandshakeServer)
 
 def test_a_client_that_never_reads_holds_nobody_up(context: Context) -> None:
     """It asks for far more than all buffers between the two can take."""
-    ranks = [payload(rank, address=bytes([rank]) * (1 << 20)) for rank in range(4)]
+    ranks = [payload(rank, address=bytes([rank]) * 500_000) for rank in range(10)]
     with HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7) as server:
         question = wire.encode(wire.Ask(oldest=1, newest=1, engine="prefill"))
         with dealer(context, server, RCVHWM=1, SNDHWM=2000) as greedy:
             for _ in range(1000):
                 greedy.send(question)
-            assert len(fetch(server.host, server.port, "prefill", timeout=LONG).ranks) == 4
+            assert len(fetch(server.host, server.port, "prefill", timeout=LONG).ranks) == 10
             assert len(greedy.recv_multipart()[-1]) > 4 << 20
 
 

@@ -10,14 +10,18 @@ from dataclasses import dataclass, field
 from kvferry.core.endpoint.aside import Aside
 from kvferry.core.endpoint.connections import Connections
 from kvferry.core.endpoint.containment import Containment
-from kvferry.core.endpoint.liveness import Watch
+from kvferry.core.endpoint.keeping import MAX_KEPT_BYTES, Keeping, memory_of, most_peers
+from kvferry.core.endpoint.liveness import Watches
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.shaking import Handshake, Handshakes, PeerKey
 from kvferry.core.endpoint.standing import Standing
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError, PeerLostError
 from kvferry.core.failures import MORE
-from kvferry.core.handshake import agree, fetch
+from kvferry.core.handshake import agree
+from kvferry.core.handshake.call import Call
+from kvferry.core.handshake.client import fetching
+from kvferry.core.handshake.reading import Reading
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import Party
 from kvferry.core.lifecycle.ticket import Ticket, page_limits
@@ -53,6 +57,10 @@ class Peer:
     """It has not been given up."""
     suspect: bool = False
     """Something failed: it is connected anew as soon as it has no loads; new ones wait for that."""
+    numeric: str = ""
+    """The address of its side channel."""
+    memory: Mapping[int, int] = field(default_factory=dict)
+    """What keeping it takes."""
     path: str | None = None
     """What carries its bytes, in the driver's words, once something was read."""
 
@@ -130,8 +138,14 @@ class Peers:
         self._rank = 0
         self._planner = Planner((), 0)
         self._known: dict[tuple[str, int], Peer] = {}
-        self._watches: dict[Peer, Watch] = {}
-        self._handshakes = Handshakes(self._shake, post, clock)
+        self._watching = Watches(options)
+        self._watches: dict[Peer, Callable[[], None]] = {}
+        """What ends the watch of each."""
+        self._keeping = Keeping()
+        self._reading = Reading()
+        self._handshakes = Handshakes(
+            self._shake, post, clock, lambda shake: self._reading.used(sum(shake.memory.values()))
+        )
         self._connections = Connections(transport, transfers, aside, clock)
         self._connecting: dict[tuple[str, int], list[tuple[Ready, Failed]]] = {}
         self._resting: dict[Peer, list[Callable[[], None]]] = {}
@@ -208,8 +222,10 @@ class Peers:
         if self._known.get(known) is peer:
             del self._known[known]
             self._standing.released(known)
-        if (watch := self._watches.pop(peer, None)) is not None:
-            watch.stop()
+        if (stop := self._watches.pop(peer, None)) is not None:
+            stop()
+        memory, peer.memory = peer.memory, {}
+        self._keeping.remove(memory)
         peer.connected = False
         ids, peer.ids = peer.ids, {}
         for connection in ids.values():
@@ -265,29 +281,34 @@ class Peers:
     def close(self) -> None:
         """Watch nobody; wait for no handshake. Closing the transport ends the connections."""
         self._handshakes.close()
-        for watch in self._watches.values():
-            watch.stop()
+        self._watching.close()
 
     def _shake(self, key: PeerKey) -> Handshake:
         """On a thread of its own: everything that needs no transport."""
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
         begun, options = time.perf_counter(), self._options
-        info = fetch(
-            key.host,
-            key.port,
-            key.engine,
+        call = Call(
+            host=key.host,
+            port=key.port,
             timeout=options.handshake_timeout,
+            context=None,
             access=options.access,
             key=key.key,
         )
-        mine = self._own[self._rank]
-        agreed = [agree(mine, theirs, options.judgements) for theirs in info.ranks]
+        with fetching(call, key.engine, self._reading) as fetched:
+            info, mine = fetched.info, self._own[self._rank]
+            agreed = [agree(mine, theirs, options.judgements) for theirs in info.ranks]
+            plan = self._planner.plan([payload.layout for payload in info.ranks])
+            memory = memory_of(info.ranks, fetched.sizes, plan)
+            self._reading.made(sum(memory.values()))
         return Handshake(
             payloads=info.ranks,
-            plan=self._planner.plan([payload.layout for payload in info.ranks]),
+            plan=plan,
             overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
             begun=begun,
+            numeric=fetched.numeric,
+            memory=memory,
         )
 
     def _shaken(
@@ -308,15 +329,46 @@ class Peers:
         waiting = self._connecting.setdefault(_name(key, shake), [])
         waiting.append((ready, failed))
         if len(waiting) == 1:
+            if (error := self._make_room(shake)) is not None:
+                del self._connecting[_name(key, shake)]
+                failed(error)
+                return
             self._connections.acquire(
                 addresses, key.engine, lambda made: self._connected(key, shake, made)
             )
+
+    def _make_room(self, shake: Handshake) -> ConnectError | None:
+        """Give up idle producers until one more fits, those first that were used longest ago; why
+        it does not fit, if all are in use."""
+        self._keeping.add(shake.memory)
+        idle = (peer for peer in list(self._known.values()) if not peer.loads and not peer.waits)
+        for peer in sorted(idle, key=lambda peer: peer.used):
+            if self._has_room():
+                break
+            logger.info("engine %s: released to make room for another", peer.key.engine)
+            self.forget(peer)
+        if self._has_room():
+            return None
+        kept = self._keeping.nbytes
+        self._keeping.remove(shake.memory)
+        return ConnectError(
+            f"there is no room for another engine: with it {len(self._known)} are in use and "
+            f"{len(self._connecting)} are being connected, of {most_peers()} that may be, and "
+            f"what they publish takes {kept} bytes of {MAX_KEPT_BYTES}; send requests from fewer "
+            f"prefill engines at once to each decode engine, or {MORE}"
+        )
+
+    def _has_room(self) -> bool:
+        count = len(self._known) + len(self._connecting)
+        return count <= most_peers() and self._keeping.nbytes <= MAX_KEPT_BYTES
 
     def _connected(
         self, key: PeerKey, shake: Handshake, made: dict[int, PeerId] | KVFerryError
     ) -> None:
         waiting = self._connecting.pop(_name(key, shake))
         met = made if isinstance(made, KVFerryError) else self._meet(key, shake, made)
+        if isinstance(made, KVFerryError):
+            self._keeping.remove(shake.memory)
         if isinstance(met, KVFerryError):
             self._handshakes.failed(key)
             self._standing.lost(key.engine)
@@ -332,9 +384,16 @@ class Peers:
         known = _name(key, shake)
         try:
             peer = Peer(
-                key=key, payloads=shake.payloads, plan=shake.plan, ids=ids, used=self._clock()
+                key=key,
+                payloads=shake.payloads,
+                plan=shake.plan,
+                ids=ids,
+                used=self._clock(),
+                numeric=shake.numeric,
+                memory=shake.memory,
             )
         except Exception as exc:  # noqa: BLE001  of what a peer published: only it fails
+            self._keeping.remove(shake.memory)
             for connection in ids.values():
                 self._connections.release(connection)
             return self._containment.caught("a producer that is connected", exc)
@@ -358,8 +417,8 @@ class Peers:
             self._post(lambda: self._lost(peer, error) if peer.connected else None)
 
         try:
-            self._watches[peer] = Watch(
-                peer.key, Incarnation(peer.incarnation), options=self._options, lost=lost
+            self._watches[peer] = self._watching.start(
+                peer.key, peer.numeric, Incarnation(peer.incarnation), lost=lost
             )
         except (OSError, RuntimeError) as exc:  # no file descriptor, or no thread, is to be had
             return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {MORE}")

@@ -161,6 +161,9 @@ def _problems(ranks: Sequence[RankPayload]) -> Iterator[str]:
             value, other = getattr(first, name), getattr(payload, name)
             if value != other:
                 yield f"rank 0 says {name} {value!r}, rank {index} {other!r}"
+        groups = len(first.layout.groups), len(payload.layout.groups)
+        if groups[0] != groups[1]:
+            yield f"rank 0 has {groups[0]} groups, rank {index} {groups[1]}"
         for name, value, other in _clashes(first, payload):
             yield f"rank 0 says {name} {_short(value)}, rank {index} {_short(other)}"
         twin = seen.setdefault(payload.coordinates, index)
