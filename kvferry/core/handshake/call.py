@@ -135,23 +135,43 @@ class Call:
                 "it refuses this host: add the address by which this host reaches it to "
                 "allowed_peers there"
             )
+        whose = "the key of --curve-secret-key" if self.access.is_command else "this engine's key"
         return (
-            f"it refuses this engine's key, {own.public.hex()}, or this host's address: add them "
+            f"it refuses {whose}, {own.public.hex()}, or this host's address: add them "
             "to curve_peers and allowed_peers there; its log says which"
         )
 
     def _why_unlike(self, mechanism: bytes, mismatch: bool) -> str:
         keyed = self.access.own is not None
         if mechanism == b"CURVE" and not keyed:
-            return "its side channel is encrypted: set curve_secret_key and curve_peers here"
+            return f"its side channel is encrypted: {self._with_keys}"
         if mechanism == b"NULL" and keyed:
-            return "its side channel is open: set curve_secret_key and curve_peers on that engine"
+            return (
+                "its side channel is open: set curve_secret_key and curve_peers on that engine"
+                f"{self._or_without_keys}"
+            )
         if mechanism == b"CURVE" and not mismatch:
             return (
                 "whoever listens there does not have the secret key of the public key "
-                f"{self.key.hex()}, by which it is known here"
+                f"{self.key.hex()}, by which it is known {self._known_by}"
             )
         return ""
+
+    @property
+    def _with_keys(self) -> str:
+        if self.access.is_command:
+            return "ask with --curve-secret-key and --curve-peer"
+        return "set curve_secret_key and curve_peers here"
+
+    @property
+    def _or_without_keys(self) -> str:
+        if self.access.is_command:
+            return ", or ask without --curve-secret-key and --curve-peer"
+        return ""
+
+    @property
+    def _known_by(self) -> str:
+        return "to --curve-peer" if self.access.is_command else "here"
 
 
 def answer(channel: Socket) -> Reply:
