@@ -55,8 +55,8 @@ NAME = "engine-{:08}"
 CHANNELS, KEYS, INNER = 100, 2, 8192
 """What the decode engine holds: a plan for it can be made long."""
 STRIDE = 1 << 20
-FIELDS_PER_RANK, RANKS = 7_000, 14
-"""Some 500 kB, and all ranks are within what one reply may have."""
+FIELDS_PER_RANK, RANKS = 5_000, 6
+"""Some 370 kB, as much as a short reply may have, and all ranks as many as an engine may have."""
 RUNS = 700
 """Two fields of so many runs, squared, take most of the work that is allowed."""
 JUNK_BYTES = (8 << 20) - (1 << 12)
@@ -104,7 +104,10 @@ def held(
 def many_fields(ranks: int) -> list[Layout]:
     """As many fields as there may be, which take most memory and time to decode."""
     return [
-        state(*(one(f"{rank:x}.{i:x}", offset=i) for i in range(FIELDS_PER_RANK)))
+        state(
+            one(NAME.format(0)),
+            *(one(f"{rank:x}.{i:x}", offset=i) for i in range(1, FIELDS_PER_RANK)),
+        )
         for rank in range(ranks)
     ]
 
@@ -113,7 +116,8 @@ def much_to_check() -> list[Layout]:
     """Two fields of which only enumerating tells that they do not meet."""
     shape: dict[str, Any] = {"shard": axis((RUNS, 2)), "shard_range": (0, RUNS)}
     shape["page_stride"] = 1 << 20
-    return [state(one("a", pages=RUNS, **shape), one("b", pages=RUNS - 1, offset=1, **shape))]
+    name = NAME.format(0)
+    return [state(one(name, pages=RUNS, **shape), one("b", pages=RUNS - 1, offset=1, **shape))]
 
 
 def much_to_plan() -> list[Layout]:
@@ -137,8 +141,8 @@ def _plain(value: Any) -> Any:
 
 
 KINDS: dict[str, Callable[[], list[Layout]]] = {
-    "98,000 fields in 14 ranks": partial(many_fields, RANKS),
-    "7,000 fields in one rank": partial(many_fields, 1),
+    "30,000 fields in 6 ranks": partial(many_fields, RANKS),
+    "5,000 fields in one rank": partial(many_fields, 1),
     "a layout that is long to check": much_to_check,
     "layouts that are long to plan": much_to_plan,
 }

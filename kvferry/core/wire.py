@@ -7,7 +7,8 @@ Unknown fields are skipped, so that a newer minor version can add some.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -27,7 +28,7 @@ NEWEST_PROTOCOL = 1
 MAX_REQUEST_BYTES = 1 << 12
 MAX_REPLY_BYTES = 1 << 23
 """Of all ranks' payloads together: those of 64 ranks of 80 layers take 2.5 MB."""
-MAX_SHORT_REPLY_BYTES = 1 << 19
+MAX_SHORT_REPLY_BYTES = 3 << 17
 """Most replies are no longer: the payloads of 8 ranks of 80 layers take 309 kB. Any number of these
 may come in at once, and of longer ones few."""
 MAX_PAYLOAD_BYTES = 1 << 19
@@ -49,6 +50,13 @@ MAX_KNOWN_BYTES = 1 << 18
 """None that are longer."""
 MAX_ALL_KNOWN_BYTES = 1 << 22
 """Nor so many that they are longer together; decoded they take some five times as much."""
+
+MAP16, FIXED_ARRAY = 0xDE, 0x9
+ARRAYS: Mapping[int, str] = {0xDC: ">H", 0xDD: ">I"}
+BINARIES: Mapping[int, str] = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
+"""First bytes of msgpack's forms, and the length that follows."""
+LONG_START = b"\xa4type\xa8payloads\xa5ranks"
+"""How ``Payloads`` begins, after the number of its fields."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -259,9 +267,59 @@ def decode_request(data: bytes) -> Request:
     return _decode(_request, data, MAX_REQUEST_BYTES, "request")
 
 
-def decode_reply(data: bytes) -> Reply:
-    """Raises ``WireError``."""
-    return _decode(_reply, data, MAX_REPLY_BYTES, "reply")
+def decode_reply(data: bytes | memoryview) -> Reply:
+    """Raises ``WireError``.
+
+    A long reply is the payloads of many ranks and little else, and is cut into those here: a decoder
+    that skipped megabytes of something else would hold up all other threads meanwhile.
+    """
+    if len(data) <= MAX_SHORT_REPLY_BYTES:
+        return _decode(_reply, data, MAX_SHORT_REPLY_BYTES, "reply")
+    if len(data) > MAX_REPLY_BYTES:
+        raise WireError(f"a reply of {len(data)} bytes; {MAX_REPLY_BYTES} are allowed")
+    try:
+        return Payloads(ranks=_cut(memoryview(data)))
+    except struct.error as exc:
+        raise WireError("not a reply of this protocol: it ends too early") from exc
+
+
+def _cut(data: memoryview) -> list[bytes]:
+    """The ranks' payloads in a long reply. Fields that a newer version adds follow them."""
+    start = 3 if data[0] == MAP16 else 1
+    first = start + len(LONG_START)
+    if data[start:first] != LONG_START:
+        raise WireError(
+            f"not a reply of this protocol: it has {len(data)} bytes, and does not begin with the "
+            "payloads of ranks"
+        )
+    count, place = _length(data, first, ARRAYS)
+    if not 1 <= count <= MAX_RANKS:
+        raise WireError(f"payloads of {count} ranks; 1 to {MAX_RANKS} are allowed")
+    ranks = []
+    for rank in range(count):
+        size, place = _length(data, place, BINARIES)
+        if size > min(MAX_PAYLOAD_BYTES, len(data) - place):
+            raise WireError(
+                f"the payload of rank {rank} takes {size} bytes; {MAX_PAYLOAD_BYTES} are allowed, "
+                f"and {len(data) - place} are left"
+            )
+        ranks.append(bytes(data[place : place + size]))
+        place += size
+    if len(data) - place > MAX_SHORT_REPLY_BYTES:
+        raise WireError(f"{len(data) - place} bytes after all payloads are too many")
+    return ranks
+
+
+def _length(data: memoryview, place: int, forms: Mapping[int, str]) -> tuple[int, int]:
+    """How long something is by its head, and where the head ends."""
+    if place >= len(data):
+        raise struct.error
+    if forms is ARRAYS and data[place] >> 4 == FIXED_ARRAY:
+        return data[place] & 0xF, place + 1
+    form = forms.get(data[place])
+    if form is None:
+        raise WireError("not a reply of this protocol: its ranks are no list of payloads")
+    return struct.unpack_from(form, data, place + 1)[0], place + 1 + struct.calcsize(form)
 
 
 def decode_versions(data: bytes) -> Versions:
@@ -317,7 +375,9 @@ _layouts: Known[Layout] = Known(MAX_KNOWN, MAX_ALL_KNOWN_BYTES)
 _notes: msgspec.msgpack.Decoder[list[Note]] = msgspec.msgpack.Decoder(Notes)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, limit: int, what: str) -> T:
+def _decode(
+    decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, limit: int, what: str
+) -> T:
     if len(data) > limit:
         raise WireError(f"a {what} of {len(data)} bytes; {limit} are allowed")
     try:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -457,6 +458,13 @@ def test_a_bad_answer_is_an_error_that_names_it(
 # What the ranks of one engine must have in common.
 
 
+def in_groups(rank: int, count: int) -> wire.RankPayload:
+    """A rank with so many groups."""
+    one = payload(rank)
+    layout = replace(one.layout, groups=one.layout.groups * count)
+    return msgspec.structs.replace(one, layout=layout)
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
@@ -469,6 +477,8 @@ def test_a_bad_answer_is_an_error_that_names_it(
         ),
         ([payload(0), payload(1, engine="decode")], "engine 'prefill', rank 1 'decode'"),
         ([payload(0), payload(1, incarnation=8)], "incarnation 7, rank 1 8"),
+        ([payload(0), in_groups(1, 2)], "rank 0 has 1 groups, rank 1 2"),
+        ([in_groups(0, 2), payload(1)], "rank 0 has 2 groups, rank 1 1"),
         ([payload(0), payload(1, driver="nixl")], "driver 'loopback', rank 1 'nixl'"),
         ([payload(0), payload(1, agreement={"model": "big"})], "model 'tiny', rank 1 'big'"),
         ([], "payloads of 0 ranks"),

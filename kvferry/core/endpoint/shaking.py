@@ -167,6 +167,7 @@ class Handshakes:
             result: Handshake | KVFerryError = self._shake(key)
         except Exception as exc:  # noqa: BLE001  whoever waits must hear of any failure
             result = exc if isinstance(exc, KVFerryError) else HandshakeError(f"failed: {exc!r}")
+            _forget_frames(result)
         self._post(lambda: self._over(key, result))
 
     def _over(self, key: PeerKey, result: Handshake | KVFerryError) -> None:
@@ -179,3 +180,10 @@ class Handshakes:
         self.progress(self._clock())
         for heard in self._asked.pop(key):
             heard(result)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """It is kept until its requests are reported, and its frames have all that was decoded."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

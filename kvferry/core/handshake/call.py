@@ -180,7 +180,7 @@ def answer(channel: Socket) -> Reply:
     if frame.more:
         raise WireError("not a reply of this protocol: it has several frames")
     with _decoding:
-        return decode_reply(frame.bytes)
+        return decode_reply(frame.buffer)
 
 
 def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
