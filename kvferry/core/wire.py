@@ -270,8 +270,8 @@ def decode_request(data: bytes) -> Request:
 def decode_reply(data: bytes | memoryview) -> Reply:
     """Raises ``WireError``.
 
-    A long reply is the payloads of many ranks and little else, and is cut into those here: a decoder
-    that skipped megabytes of something else would hold up all other threads meanwhile.
+    A long reply is the payloads of many ranks and little else, and is cut into those here: a
+    decoder that skipped megabytes of something else would hold up all other threads meanwhile.
     """
     if len(data) <= MAX_SHORT_REPLY_BYTES:
         return _decode(_reply, data, MAX_SHORT_REPLY_BYTES, "reply")

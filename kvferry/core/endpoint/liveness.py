@@ -83,6 +83,10 @@ class Watch:
         self._descriptor = -1
         """Of one of the two."""
         self._unanswered = 0
+        self._is_reached = False
+        """This connection has brought an answer."""
+        self._is_second = False
+        """It is the second one for a question that had no answer."""
         self._deadline: float | None = None
         """Until when an answer must be there, while one is waited for."""
         self.due = 0.0
@@ -148,7 +152,7 @@ class Watch:
         self._channel = self._call.channel(self._numeric)
         self._channel.connect(endpoint(self._numeric, self._call.port))
         self._poll(int(self._channel.getsockopt(zmq.FD)), select.EPOLLIN)
-        self._unanswered, self._deadline, self.due = 0, None, now
+        self._unanswered, self._is_reached, self._deadline, self.due = 0, False, None, now
         self._listen(self._channel, now)
 
     def _listen(self, channel: Socket, now: float) -> None:
@@ -158,6 +162,12 @@ class Watch:
             return
         if self._deadline is None:
             self._deadline = now + self._options.liveness_interval
+        elif not self._is_reached and not self._is_second:
+            # libzmq does not say so where nobody listened any more when it connected.
+            self._is_second = True
+            self.close()
+            self._try(now)
+            return
         elif now >= self._deadline:
             raise HandshakeError(
                 f"it took the connection, but did not answer within {self._call.timeout:g} s: its "
@@ -179,6 +189,7 @@ class Watch:
             if self._unanswered < 0:
                 raise HandshakeError("it sent what was not asked for")
             self._check(reply)
+            self._is_reached, self._is_second = True, False
             if self._deadline is not None:  # else it came late, to a question asked twice
                 self._misses, self._deadline = 0, None
                 self.due = now + self._options.liveness_interval
@@ -195,6 +206,7 @@ class Watch:
 
     def _miss(self, why: str, now: float) -> None:
         self.close()
+        self._is_second = False
         self._misses += 1
         if self._misses >= self._options.liveness_misses:
             limit = self._options.liveness_misses

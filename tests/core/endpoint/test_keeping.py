@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import resource
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,15 +15,26 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.core.endpoint import keeping, peers
+from kvferry.core.endpoint import EndpointOptions, keeping, peers
 from kvferry.core.endpoint.keeping import Keeping, memory_of, most_peers
-from kvferry.core.errors import ConnectError, KVFerryError
+from kvferry.core.endpoint.liveness import Watches
+from kvferry.core.endpoint.shaking import PeerKey
+from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.handshake.sockets import Context
 from kvferry.core.layout import Layout
-from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.topology import plan
 from kvferry.core.transport import PeerId
-from kvferry.core.wire import Ask, Payloads, Pong, decode_payload, decode_request, encode
+from kvferry.core.wire import (
+    Ask,
+    Coordinates,
+    Payloads,
+    Pong,
+    RankPayload,
+    decode_payload,
+    decode_request,
+    encode,
+)
 from tests.core.endpoint.engines import Engine, Watched, engine, eventually
 from tests.core.messages import payload
 
@@ -136,8 +149,8 @@ class Anywhere(Watched):
 
 
 @contextmanager
-def anybody(like: Engine) -> Iterator[int]:
-    """The port of a side channel that is any engine that it is asked for."""
+def anybody(like: Engine, *more: RankPayload) -> Iterator[int]:
+    """The port of a side channel that is any engine that it is asked for; with more ranks."""
     published = like.ranks[0].endpoint.payload
     context: Context = zmq.Context()
     ended = threading.Event()
@@ -151,9 +164,12 @@ def anybody(like: Engine) -> Iterator[int]:
                 if channel.poll(50):
                     routing_id, question = channel.recv_multipart()
                     asked = decode_request(question)
-                    mine = msgspec.structs.replace(published, engine=asked.engine)
+                    mine = [
+                        encode(msgspec.structs.replace(each, engine=asked.engine))
+                        for each in (published, *more)
+                    ]
                     pong = Pong(incarnation=published.incarnation)
-                    said = Payloads(ranks=[encode(mine)]) if isinstance(asked, Ask) else pong
+                    said = Payloads(ranks=mine) if isinstance(asked, Ask) else pong
                     channel.send_multipart([routing_id, encode(said)])
 
     ports: list[int] = []
@@ -188,3 +204,41 @@ def test_hundreds_of_claimed_names_take_few_threads_and_descriptors(
         eventually(lambda: threading.active_count() <= threads + 1, "one thread watches all")
         # Two for each that is watched, and four where the other end is, in this process too.
         eventually(lambda: len(os.listdir("/proc/self/fd")) < files + 25 * 4 + 10, "few are open")
+
+
+def test_ranks_with_unlike_numbers_of_groups_are_refused_and_nothing_else_ends() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        one = prefill.ranks[0].endpoint.payload
+        more = replace(one.layout, groups=one.layout.groups * 2)
+        other = msgspec.structs.replace(one, rank=1, coordinates=Coordinates(tp=1), layout=more)
+        with anybody(prefill, other) as port:
+            ticket = replace(prefill.serve("p-1", [1], 4), engine="odd", port=port)
+            decode.pull("d-1", ticket, [1])
+            error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert isinstance(error, HandshakeError)
+        assert "rank 0 has 1 groups, rank 1 2" in str(error)
+        assert load(prefill, decode, 2) is None
+        assert decode.ranks[0].endpoint.healthy
+
+
+def test_a_producer_that_is_mute_delays_the_death_of_no_other() -> None:
+    options = EndpointOptions(liveness_interval=30.0, liveness_misses=3)
+    with (
+        engine("one") as one,
+        engine("two") as two,
+        socket.create_server(("127.0.0.1", 0)) as mute,
+    ):
+        watches, lost = Watches(options), queue.SimpleQueue[KVFerryError]()
+        for name, port, incarnation in (
+            ("mute", mute.getsockname()[1], 1),
+            ("one", one.server.port, one.incarnation),
+            ("two", two.server.port, two.incarnation),
+        ):
+            key = PeerKey(name, "127.0.0.1", port)
+            stop = watches.start(key, "127.0.0.1", Incarnation(incarnation), lost=lost.put)
+        one.server.close()
+        assert "engine one missed 3 of 3 pings: nobody listens" in str(lost.get(timeout=20))
+        stop()
+        stop()
+        watches.close()
+        watches.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -152,7 +153,7 @@ def test_a_long_reply_is_cut_into_its_payloads() -> None:
     assert reply.ranks == encoded(*LONG_RANKS)
 
 
-@pytest.mark.parametrize("count", [1, 15, 16, 70])
+@pytest.mark.parametrize("count", [1, 15, 16, 60])
 def test_payloads_of_any_length_and_number(count: int) -> None:
     ranks = [bytes([rank]) * size for rank, size in enumerate([0, 255, 256, 65_536] * count)]
     ranks[0] = bytes(wire.MAX_PAYLOAD_BYTES)
@@ -190,7 +191,7 @@ def test_a_long_reply_that_is_none(data: bytes, words: str) -> None:
 
 def test_all_ranks_have_a_bounded_number_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = encoded(*(payload(rank) for rank in range(3)))
-    monkeypatch.setattr("kvferry.core.handshake.agree.MAX_ENGINE_FIELDS", 2)
+    monkeypatch.setattr(sys.modules["kvferry.core.handshake.agree"], "MAX_ENGINE_FIELDS", 2)
     assert len(engine_info(ranks[:2]).ranks) == 2
     with pytest.raises(HandshakeError, match="ranks 0 to 2 have 3 fields; 2 are allowed"):
         engine_info(ranks)
