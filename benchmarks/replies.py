@@ -192,7 +192,7 @@ class Hostile:
             agreement={},
             layout=layout,
             driver="loopback",
-            address=self._transport.address(),
+            address=self._transport.address() + bytes([rank]),
             slots=region_of(self._words),
         )
 

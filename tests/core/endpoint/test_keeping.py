@@ -210,7 +210,9 @@ def test_ranks_with_unlike_numbers_of_groups_are_refused_and_nothing_else_ends()
     with engine("prefill") as prefill, engine("decode") as decode:
         one = prefill.ranks[0].endpoint.payload
         more = replace(one.layout, groups=one.layout.groups * 2)
-        other = msgspec.structs.replace(one, rank=1, coordinates=Coordinates(tp=1), layout=more)
+        other = msgspec.structs.replace(
+            one, rank=1, coordinates=Coordinates(tp=1), layout=more, address=b"elsewhere"
+        )
         with anybody(prefill, other) as port:
             ticket = replace(prefill.serve("p-1", [1], 4), engine="odd", port=port)
             decode.pull("d-1", ticket, [1])

@@ -20,7 +20,7 @@ from kvferry.core.security import OPEN
 from tests.core.messages import encoded, payload
 
 LONG = 60.0
-LONG_RANKS = [payload(rank, address=bytes(400_000)) for rank in range(3)]
+LONG_RANKS = [payload(rank, address=bytes([rank]) * 400_000) for rank in range(3)]
 
 
 def soon() -> float:
@@ -110,7 +110,10 @@ def test_a_short_reply_needs_no_room() -> None:
     [
         ([payload(address=bytes(wire.MAX_PAYLOAD_BYTES - 100))], "the payload of rank 0 takes"),
         (
-            [payload(rank, address=bytes(wire.MAX_PAYLOAD_BYTES - 2000)) for rank in range(17)],
+            [
+                payload(rank, address=bytes([rank]) * (wire.MAX_PAYLOAD_BYTES - 2000))
+                for rank in range(17)
+            ],
             "all ranks' payloads take",
         ),
     ],
