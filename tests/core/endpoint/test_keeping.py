@@ -7,7 +7,7 @@ import queue
 import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -231,13 +231,14 @@ def test_a_producer_that_is_mute_delays_the_death_of_no_other() -> None:
         socket.create_server(("127.0.0.1", 0)) as mute,
     ):
         watches, lost = Watches(options), queue.SimpleQueue[KVFerryError]()
-        for name, port, incarnation in (
-            ("mute", mute.getsockname()[1], 1),
-            ("one", one.server.port, one.incarnation),
-            ("two", two.server.port, two.incarnation),
-        ):
+
+        def watch(name: str, port: int, incarnation: int) -> Callable[[], None]:
             key = PeerKey(name, "127.0.0.1", port)
-            stop = watches.start(key, "127.0.0.1", Incarnation(incarnation), lost=lost.put)
+            return watches.start(key, "127.0.0.1", Incarnation(incarnation), lost=lost.put)
+
+        watch("mute", mute.getsockname()[1], 1)
+        watch("one", one.server.port, one.incarnation)
+        stop = watch("two", two.server.port, two.incarnation)
         one.server.close()
         assert "engine one missed 3 of 3 pings: nobody listens" in str(lost.get(timeout=20))
         stop()
