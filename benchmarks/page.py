@@ -49,6 +49,7 @@ PARTS = (
     Part(name="end_to_end", title="real vLLM engines, beside NixlConnector"),
     Part(name="steps", title="what an engine step costs"),
     Part(name="channel", title="the side channel, and memory for each peer"),
+    Part(name="replies", title="what hostile replies cost"),
     Part(name="fence", title="what the fence costs"),
     Part(name="proofs", title="what proofs of tickets cost"),
     Part(name="gpu", title="VRAM to VRAM"),

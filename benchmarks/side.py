@@ -30,14 +30,14 @@ class Took:
 def timed(call: Callable[[], object]) -> Took:
     """Run it once."""
     gc.collect(0)
-    before = _peak(reset=True)
+    before = peak(reset=True)
     start, cpu = time.perf_counter(), time.process_time()
     call()
     seconds, spent = time.perf_counter() - start, time.process_time() - cpu
-    return Took(seconds=seconds, cpu=spent, nbytes=max(0, _peak() - before))
+    return Took(seconds=seconds, cpu=spent, nbytes=max(0, peak() - before))
 
 
-def _peak(*, reset: bool = False) -> int:
+def peak(*, reset: bool = False) -> int:
     """The most memory that this process had since the last reset, in bytes."""
     if reset:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.core.errors import SecretError
-from kvferry.core.security import OPEN, Access, KeyPair, listed_keys, read_secret
+from kvferry.core.security import Access, KeyPair, listed_keys, read_secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Keys:
         server: the engine's public key; empty for a side channel that is open.
     """
 
-    access: Access = OPEN
+    access: Access = Access(is_command=True)  # noqa: RUF009 - frozen
     server: bytes = b""
 
 
@@ -48,5 +48,5 @@ def keys_of(secret_key: str, peer: str, environment: Mapping[str, str] = os.envi
     if len(peers) != 1:
         raise SecretError(f"--curve-peer names {len(peers)} keys, and an engine has one")
     own = read_secret(secret_key, environment)
-    access = Access(own=KeyPair.of(own.text, own.place), peers=peers)
+    access = Access(own=KeyPair.of(own.text, own.place), peers=peers, is_command=True)
     return Keys(access=access, server=next(iter(peers)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, make_dataclass
 from operator import attrgetter
 from typing import Annotated
 
@@ -70,9 +70,11 @@ def length(digits: Axis) -> int:
     return math.prod(digit.count for digit in digits)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class Field(Struct, frozen=True, kw_only=True, gc=False):
     """One logical tensor inside every page. Checked by the layout that it is in.
+
+    Peers publish thousands of these, so the garbage collector, which holds everything up while it
+    looks at all that it knows, knows nothing of them; they refer to nothing that could refer back.
 
     The byte of (page *p*, token entry *t*, shard index *s*, inner indices, byte *b* of the unit) is
     ``regions[region].address + offset + p * page_stride`` plus the strides of its digits plus *b*.
@@ -172,8 +174,13 @@ def alike(some: Sequence[Field]) -> Alike:
     )
 
 
+# For ``dataclasses.replace``: a field was a dataclass once, and is used as one.
+Field.__dataclass_fields__ = make_dataclass(  # type: ignore[attr-defined]
+    "Field", Field.__struct_fields__
+).__dataclass_fields__
+
 _OWN = "key", "encoding", "region", "offset"
-_kind = attrgetter(*(f.name for f in fields(Field) if f.name not in _OWN))
+_kind = attrgetter(*(name for name in Field.__struct_fields__ if name not in _OWN))
 
 
 def kinds(some: Sequence[Field], effort: Effort) -> tuple[Alike, ...]:

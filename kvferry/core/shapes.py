@@ -20,6 +20,8 @@ MAX_PLANS = 64
 """Of so many shapes of engines, those that were met last."""
 MAX_PLAN_STEPS = MAX_STEPS // 10
 """None that were more work, and so are larger."""
+MAX_ALL_PLAN_STEPS = 2 * MAX_PLAN_STEPS
+"""Nor so many that they were more work together: such plans and their layouts take some 20 MB."""
 
 
 class Planner:
@@ -33,7 +35,7 @@ class Planner:
     def __init__(self, local: Sequence[Layout], rank: int) -> None:
         self._local = tuple(local)
         self._rank = rank
-        self._known: Known[tuple[tuple[Layout, ...], Plan]] = Known(MAX_PLANS)
+        self._known: Known[tuple[tuple[Layout, ...], Plan]] = Known(MAX_PLANS, MAX_ALL_PLAN_STEPS)
 
     def plan(self, remote: Sequence[Layout]) -> Plan:
         """As ``topology.plan``, which is asked once for each shape of engine.
@@ -46,9 +48,10 @@ class Planner:
         if known is not None and all(map(_like, known[0], remote)):
             return moved(known[1], remote)
         made = plan(self._local, remote, self._rank)
-        if made.steps + sum(layout.steps for layout in remote) <= MAX_PLAN_STEPS:
+        steps = made.steps + sum(layout.steps for layout in remote)
+        if steps <= MAX_PLAN_STEPS:
             # With the layouts, which keep those ids from becoming another's.
-            self._known.keep(shape, (tuple(remote), made))
+            self._known.keep(shape, (tuple(remote), made), steps)
         return made
 
 

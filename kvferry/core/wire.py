@@ -7,7 +7,8 @@ Unknown fields are skipped, so that a newer minor version can add some.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -26,7 +27,16 @@ NEWEST_PROTOCOL = 1
 """The protocol versions that this build speaks; two engines need one in common."""
 
 MAX_REQUEST_BYTES = 1 << 12
-MAX_REPLY_BYTES = 1 << 26
+MAX_REPLY_BYTES = 1 << 23
+"""Of all ranks' payloads together: those of 64 ranks of 80 layers take 2.5 MB."""
+MAX_SHORT_REPLY_BYTES = 3 << 17
+"""Most replies are no longer: the payloads of 8 ranks of 80 layers take 309 kB. Any number of these
+may come in at once, and of longer ones few."""
+MAX_PAYLOAD_BYTES = 1 << 19
+"""Of one rank: one of 80 layers takes 39 kB. It is decoded in one go, and nothing else of the
+process runs meanwhile: this many bytes take 20 ms."""
+MAX_PONG_BYTES = 1 << 13
+"""Of an answer to a ping; a refusal is longest."""
 MAX_NOTE_BYTES = 1 << 11
 """No single ``Release``, ``Renewal`` or ``Heartbeat`` is longer."""
 MAX_NOTES = 1 << 12
@@ -39,6 +49,15 @@ MAX_KNOWN = 1 << 8
 """So many ranks' groups and fields are known by their bytes, those that were met last."""
 MAX_KNOWN_BYTES = 1 << 18
 """None that are longer."""
+MAX_ALL_KNOWN_BYTES = 1 << 22
+"""Nor so many that they are longer together; decoded they take some five times as much."""
+
+MAP16, FIXED_ARRAY = 0xDE, 0x9
+ARRAYS: Mapping[int, str] = {0xDC: ">H", 0xDD: ">I"}
+BINARIES: Mapping[int, str] = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
+"""First bytes of msgpack's forms, and the length that follows."""
+LONG_START = b"\xa4type\xa8payloads\xa5ranks"
+"""How ``Payloads`` begins, after the number of its fields."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -95,7 +114,7 @@ class _Published(Versions, frozen=True, kw_only=True):
     coordinates: Coordinates
     agreement: Annotated[dict[Name, Text], Meta(max_length=256)]
     driver: Name
-    address: Annotated[bytes, Meta(max_length=1 << 20)]
+    address: Annotated[bytes, Meta(max_length=MAX_PAYLOAD_BYTES)]
     slots: Region
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE)] | None = None
     heartbeats: bool = False
@@ -191,6 +210,12 @@ class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
             raise WireError(
                 f"a ticket_key of {len(self.ticket_key)} bytes; it has {TICKET_KEY_BYTES}"
             )
+
+
+class _AfterRanks(Struct, frozen=True, kw_only=True):
+    """What follows the ranks in ``Payloads``."""
+
+    ticket_key: bytes = b""
 
 
 class Pong(Struct, frozen=True, kw_only=True, tag="pong"):
@@ -297,14 +322,67 @@ def decode_request(data: bytes) -> Request:
     return _decode(_request, data, MAX_REQUEST_BYTES, "request")
 
 
-def decode_reply(data: bytes) -> Reply:
-    """Raises ``WireError``."""
-    return _decode(_reply, data, MAX_REPLY_BYTES, "reply")
+def decode_reply(data: bytes | memoryview) -> Reply:
+    """Raises ``WireError``.
+
+    A long reply is the payloads of many ranks and little else, and is cut into those here: a
+    decoder that skipped megabytes of something else would hold up all other threads meanwhile.
+    """
+    if len(data) <= MAX_SHORT_REPLY_BYTES:
+        return _decode(_reply, data, MAX_SHORT_REPLY_BYTES, "reply")
+    if len(data) > MAX_REPLY_BYTES:
+        raise WireError(f"a reply of {len(data)} bytes; {MAX_REPLY_BYTES} are allowed")
+    try:
+        return _cut(memoryview(data))
+    except struct.error as exc:
+        raise WireError("not a reply of this protocol: it ends too early") from exc
+
+
+def _cut(data: memoryview) -> Payloads:
+    """Return what a long reply says: the ranks' payloads, and after them its other fields."""
+    start = 3 if data[0] == MAP16 else 1
+    fields = struct.unpack_from(">H", data, 1)[0] if data[0] == MAP16 else data[0] & 0xF
+    first = start + len(LONG_START)
+    if data[start:first] != LONG_START:
+        raise WireError(
+            f"not a reply of this protocol: it has {len(data)} bytes, and does not begin with the "
+            "payloads of ranks"
+        )
+    count, place = _length(data, first, ARRAYS)
+    if not 1 <= count <= MAX_RANKS:
+        raise WireError(f"payloads of {count} ranks; 1 to {MAX_RANKS} are allowed")
+    ranks = []
+    for rank in range(count):
+        size, place = _length(data, place, BINARIES)
+        if size > min(MAX_PAYLOAD_BYTES, len(data) - place):
+            raise WireError(
+                f"the payload of rank {rank} takes {size} bytes; {MAX_PAYLOAD_BYTES} are allowed, "
+                f"and {len(data) - place} are left"
+            )
+        ranks.append(bytes(data[place : place + size]))
+        place += size
+    if len(data) - place > MAX_SHORT_REPLY_BYTES:
+        raise WireError(f"{len(data) - place} bytes after all payloads are too many")
+    head = struct.pack(">BH", MAP16, fields - 2)
+    after = _decode(_after, head + data[place:], MAX_SHORT_REPLY_BYTES + len(head), "reply")
+    return Payloads(ranks=ranks, ticket_key=after.ticket_key)
+
+
+def _length(data: memoryview, place: int, forms: Mapping[int, str]) -> tuple[int, int]:
+    """How long something is by its head, and where the head ends."""
+    if place >= len(data):
+        raise struct.error
+    if forms is ARRAYS and data[place] >> 4 == FIXED_ARRAY:
+        return data[place] & 0xF, place + 1
+    form = forms.get(data[place])
+    if form is None:
+        raise WireError("not a reply of this protocol: its ranks are no list of payloads")
+    return struct.unpack_from(form, data, place + 1)[0], place + 1 + struct.calcsize(form)
 
 
 def decode_versions(data: bytes) -> Versions:
     """Which versions a payload speaks, whatever else it says. Raises ``WireError``."""
-    return _decode(_versions, data, MAX_REPLY_BYTES, "payload")
+    return _decode(_versions, data, MAX_PAYLOAD_BYTES, "payload")
 
 
 def decode_payload(data: bytes) -> RankPayload:
@@ -313,7 +391,7 @@ def decode_payload(data: bytes) -> RankPayload:
     The engines of a deployment publish the same but for where their memory lies: groups and fields
     whose bytes are known are neither decoded nor validated again, and are there only once.
     """
-    found = _decode(_payload, data, MAX_REPLY_BYTES, "payload")
+    found = _decode(_payload, data, MAX_PAYLOAD_BYTES, "payload")
     published = {name: getattr(found, name) for name in _Published.__struct_fields__}
     try:
         return RankPayload(layout=_layout(found.layout), **published)
@@ -329,8 +407,9 @@ def _layout(unread: _Unread) -> Layout:
         known = Layout(
             regions=regions, groups=_groups.decode(groups), fields=_fields.decode(fields)
         )
-        if len(groups) + len(fields) <= MAX_KNOWN_BYTES:
-            _layouts.keep(key, known)
+        nbytes = len(groups) + len(fields)
+        if nbytes <= MAX_KNOWN_BYTES:
+            _layouts.keep(key, known, nbytes)
         return known
     return known.moved(regions)
 
@@ -342,6 +421,7 @@ def decode_notes(data: bytes) -> list[Note]:
 
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_after: msgspec.msgpack.Decoder[_AfterRanks] = msgspec.msgpack.Decoder(_AfterRanks)
 _versions: msgspec.msgpack.Decoder[Versions] = msgspec.msgpack.Decoder(Versions)
 _payload: msgspec.msgpack.Decoder[_UnreadPayload] = msgspec.msgpack.Decoder(_UnreadPayload)
 _groups: msgspec.msgpack.Decoder[tuple[Group, ...]] = msgspec.msgpack.Decoder(
@@ -350,11 +430,13 @@ _groups: msgspec.msgpack.Decoder[tuple[Group, ...]] = msgspec.msgpack.Decoder(
 _fields: msgspec.msgpack.Decoder[tuple[Field, ...]] = msgspec.msgpack.Decoder(
     Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)]
 )
-_layouts: Known[Layout] = Known(MAX_KNOWN)
+_layouts: Known[Layout] = Known(MAX_KNOWN, MAX_ALL_KNOWN_BYTES)
 _notes: msgspec.msgpack.Decoder[list[Note]] = msgspec.msgpack.Decoder(Notes)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, limit: int, what: str) -> T:
+def _decode(
+    decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, limit: int, what: str
+) -> T:
     if len(data) > limit:
         raise WireError(f"a {what} of {len(data)} bytes; {limit} are allowed")
     try:

@@ -13,7 +13,7 @@ from kvferry.cli.health import run
 from kvferry.cli.keys import NONE, Keys, keys_of
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer
-from kvferry.core.security import Access, generate
+from kvferry.core.security import Access, KeyPair, generate
 from kvferry.core.wire import encode
 from tests.core.messages import payload
 
@@ -70,9 +70,40 @@ def test_an_engine_with_keys_answers_nobody_without() -> None:
         HandshakeServer(
             [encode(payload())], engine="prefill", incarnation=7, access=access
         ) as server,
-        pytest.raises(AdmissionError, match="set curve_secret_key and curve_peers"),
+        pytest.raises(AdmissionError, match="ask with --curve-secret-key and --curve-peer"),
     ):
         run(server.host, server.port, timeout=20.0)
+
+
+OTHER = generate()
+
+
+@pytest.mark.parametrize(
+    ("access", "peer", "words"),
+    [
+        (Access(), ENGINE, "or ask without --curve-secret-key and --curve-peer"),
+        (
+            Access(own=ENGINE, peers=frozenset({OTHER.public})),
+            ENGINE,
+            "it refuses the key of --curve-secret-key",
+        ),
+        (
+            Access(own=ENGINE, peers=frozenset({PROBE.public})),
+            OTHER,
+            "by which it is known to --curve-peer",
+        ),
+    ],
+)
+def test_what_is_wrong_with_keys_names_the_flags(access: Access, peer: KeyPair, words: str) -> None:
+    keys = keys_of("env:PROBE", peer.public.hex(), {"PROBE": PROBE.secret.hex()})
+    with (
+        HandshakeServer(
+            [encode(payload())], engine="prefill", incarnation=7, access=access
+        ) as server,
+        pytest.raises(AdmissionError) as caught,
+    ):
+        run(server.host, server.port, timeout=20.0, keys=keys)
+    assert words in str(caught.value)
 
 
 def test_the_options_are_called_as_an_engine_s_settings(

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -126,7 +127,7 @@ def test_a_context_of_the_callers_is_used(server: HandshakeServer, context: Cont
 
 
 def test_a_large_answer_arrives_whole() -> None:
-    ranks = [payload(rank, address=os.urandom(1 << 20)) for rank in range(16)]
+    ranks = [payload(rank, address=os.urandom(400_000)) for rank in range(20)]
     with HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7) as server:
         info = fetch(server.host, server.port, "prefill", timeout=LONG)
     assert list(info.ranks) == ranks
@@ -273,13 +274,13 @@ def test_clients_that_stop_in_the_middle_hold_nobody_up(server: HandshakeServer)
 
 def test_a_client_that_never_reads_holds_nobody_up(context: Context) -> None:
     """It asks for far more than all buffers between the two can take."""
-    ranks = [payload(rank, address=bytes([rank]) * (1 << 20)) for rank in range(4)]
+    ranks = [payload(rank, address=bytes([rank]) * 500_000) for rank in range(10)]
     with HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7) as server:
         question = wire.encode(wire.Ask(oldest=1, newest=1, engine="prefill"))
         with dealer(context, server, RCVHWM=1, SNDHWM=2000) as greedy:
             for _ in range(1000):
                 greedy.send(question)
-            assert len(fetch(server.host, server.port, "prefill", timeout=LONG).ranks) == 4
+            assert len(fetch(server.host, server.port, "prefill", timeout=LONG).ranks) == 10
             assert len(greedy.recv_multipart()[-1]) > 4 << 20
 
 
@@ -474,6 +475,13 @@ def test_a_bad_answer_is_an_error_that_names_it(
 # What the ranks of one engine must have in common.
 
 
+def in_groups(rank: int, count: int) -> wire.RankPayload:
+    """A rank with so many groups."""
+    one = payload(rank)
+    layout = replace(one.layout, groups=one.layout.groups * count)
+    return msgspec.structs.replace(one, layout=layout)
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
@@ -486,6 +494,8 @@ def test_a_bad_answer_is_an_error_that_names_it(
         ),
         ([payload(0), payload(1, engine="decode")], "engine 'prefill', rank 1 'decode'"),
         ([payload(0), payload(1, incarnation=8)], "incarnation 7, rank 1 8"),
+        ([payload(0), in_groups(1, 2)], "rank 0 has 1 groups, rank 1 2"),
+        ([in_groups(0, 2), payload(1)], "rank 0 has 2 groups, rank 1 1"),
         ([payload(0), payload(1, driver="nixl")], "driver 'loopback', rank 1 'nixl'"),
         ([payload(0), payload(1, agreement={"model": "big"})], "model 'tiny', rank 1 'big'"),
         ([], "payloads of 0 ranks"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.core import wire
 from kvferry.core.errors import LayoutError, WireError
 from kvferry.core.known import Known
 from kvferry.core.layout import Layout
@@ -117,8 +119,7 @@ def test_fields_are_there_once_for_all_engines() -> None:
 def test_what_is_too_long_is_not_kept(where: str) -> None:
     """Also where the length is in what nobody reads."""
     long = msgspec.msgpack.decode(payload(stacked(2)))
-    for one in long["layout"][where]:
-        one["padding"] = bytes(1 << 20)
+    long["layout"][where][0]["padding"] = bytes(300_000)
     first, second = (decode_payload(msgspec.msgpack.encode(long)).layout for _ in range(2))
     assert first == second == stacked(2)
     assert first.fields is not second.fields
@@ -151,6 +152,38 @@ def test_the_last_that_were_met_are_known() -> None:
         known.keep(key, ord(key)) if known.find(key) is None else None
     assert [known.find(key) for key in "abc"] == [ord("a"), None, ord("c")]
     assert len(known) == 2
+
+
+def test_what_weighs_too_much_together_is_forgotten() -> None:
+    known: Known[int] = Known(10, 10)
+    for key, weight in (("a", 4), ("b", 4), ("a", 6), ("c", 4)):
+        known.keep(key, weight, weight)
+    assert [known.find(key) for key in "abc"] == [6, None, 4] or len(known) == 2
+    known.keep("d", 11, 11)
+    assert len(known) == 0
+    known.keep("e", 10, 10)
+    assert known.find("e") == 10
+
+
+def test_layouts_that_are_long_together_are_not_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: Known[Layout] = Known(wire.MAX_KNOWN, 1)
+    monkeypatch.setattr(wire, "_layouts", known)
+    decode_payload(payload(stacked(2)))
+    assert len(known) == 0
+
+
+def test_plans_that_are_much_work_together_are_not_all_kept() -> None:
+    planner = Planner([stacked(1)], 0)
+    planner._known = Known(MAX_PLANS, 1)
+    planner.plan([stacked(1)])
+    assert len(planner._known) == 0
+
+
+def test_fields_are_none_of_the_garbage_collectors_business() -> None:
+    """It holds everything up while it looks at all that it knows, and peers publish thousands."""
+    [field, *_] = decode_payload(payload(stacked(2))).layout.fields
+    assert not gc.is_tracked(field)
+    assert replace(field, key="other").key == "other"
 
 
 def test_a_planner_forgets_shapes_and_goes_on() -> None:

@@ -22,8 +22,9 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ELEMENT_BYTES, Context, Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region
 from kvferry.core.untrusted import MALFORMED
-from kvferry.core.wire import MAX_RANKS, MAX_REPLY_BYTES, Coordinates
+from kvferry.core.wire import MAX_RANKS, Coordinates
 
+MAX_FILE_BYTES = 1 << 26
 ADDRESS = 1 << 40
 """Where a drawn buffer starts: anywhere, nothing is read."""
 
@@ -77,9 +78,9 @@ def read_engine(path: Path) -> Engine:
     """
     try:
         with path.open("rb") as stream:
-            data = stream.read(MAX_REPLY_BYTES + 1)
-        if len(data) > MAX_REPLY_BYTES:
-            raise EngineError(f"{path} has more than {MAX_REPLY_BYTES} bytes")
+            data = stream.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise EngineError(f"{path} has more than {MAX_FILE_BYTES} bytes")
         found = msgspec.json.decode(data)
         if isinstance(found, dict) and "ranks" not in found and "fields" in found:
             found = {"ranks": [found]}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint.aside import Aside
 from kvferry.core.endpoint.connections import Connections
 from kvferry.core.endpoint.containment import Containment
-from kvferry.core.endpoint.liveness import Watch
+from kvferry.core.endpoint.keeping import MAX_KEPT_BYTES, Keeping, memory_of, most_peers
+from kvferry.core.endpoint.liveness import Watches
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.shaking import Handshake, Handshakes, PeerKey
 from kvferry.core.endpoint.standing import Standing
@@ -24,7 +26,10 @@ from kvferry.core.errors import (
     TicketError,
 )
 from kvferry.core.failures import MORE
-from kvferry.core.handshake import EngineInfo, agree, fetch
+from kvferry.core.handshake import agree
+from kvferry.core.handshake.call import Call
+from kvferry.core.handshake.client import Fetched, fetching
+from kvferry.core.handshake.reading import Reading
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import Party
 from kvferry.core.lifecycle.ticket import Ticket, check_against, check_maker, page_limits
@@ -69,6 +74,10 @@ class Peer:
     """It has not been given up."""
     suspect: bool = False
     """Something failed: it is connected anew as soon as it has no loads; new ones wait for that."""
+    numeric: str = ""
+    """The address of its side channel."""
+    memory: Mapping[int, int] = field(default_factory=dict)
+    """What keeping it takes."""
     path: str | None = None
     """What carries its bytes, in the driver's words, once something was read."""
     ticket_key: bytes = b""
@@ -165,8 +174,14 @@ class Peers:
         self._rank = 0
         self._planner = Planner((), 0)
         self._known: dict[Name, Peer] = {}
-        self._watches: dict[Peer, Watch] = {}
-        self._handshakes = Handshakes(self._shake, post, clock)
+        self._watching = Watches(options)
+        self._watches: dict[Peer, Callable[[], None]] = {}
+        """What ends the watch of each."""
+        self._keeping = Keeping()
+        self._reading = Reading()
+        self._handshakes = Handshakes(
+            self._shake, post, clock, lambda shake: self._reading.used(sum(shake.memory.values()))
+        )
         self._connections = Connections(transport, transfers, aside, clock)
         self._connecting: dict[Name, list[tuple[Ready, Failed]]] = {}
         self._resting: dict[Peer, list[Callable[[], None]]] = {}
@@ -261,8 +276,10 @@ class Peers:
         if self._known.get(known) is peer:
             del self._known[known]
             self._standing.released(known)
-        if (watch := self._watches.pop(peer, None)) is not None:
-            watch.stop()
+        if (stop := self._watches.pop(peer, None)) is not None:
+            stop()
+        memory, peer.memory = peer.memory, {}
+        self._keeping.remove(memory)
         peer.connected = False
         ids, peer.ids = peer.ids, {}
         for connection in ids.values():
@@ -319,32 +336,41 @@ class Peers:
     def close(self) -> None:
         """Watch nobody; wait for no handshake. Closing the transport ends the connections."""
         self._handshakes.close()
-        for watch in self._watches.values():
-            watch.stop()
+        self._watching.close()
 
     def _shake(self, key: PeerKey) -> Handshake:
         """On a thread of its own: everything that needs no transport."""
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
         begun, options = time.perf_counter(), self._options
-        place, info = self._ask(key)
-        if info.ticket_key:
-            load_library()
-        mine = self._own[self._rank]
-        agreed = [agree(mine, theirs, options.judgements) for theirs in info.ranks]
+        with ExitStack() as turn:
+            place, fetched = self._fetch(key, turn)
+            info, mine = fetched.info, self._own[self._rank]
+            if info.ticket_key:
+                load_library()
+            agreed = [agree(mine, theirs, options.judgements) for theirs in info.ranks]
+            plan = self._planner.plan([payload.layout for payload in info.ranks])
+            memory = memory_of(info.ranks, fetched.sizes, plan)
+            self._reading.made(sum(memory.values()))
         return Handshake(
             payloads=info.ranks,
-            plan=self._planner.plan([payload.layout for payload in info.ranks]),
+            plan=plan,
             overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
             begun=begun,
             place=place,
             ticket_key=info.ticket_key,
+            numeric=fetched.numeric,
+            memory=memory,
         )
 
-    def _ask(self, key: PeerKey) -> tuple[PeerKey, EngineInfo]:
+    def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, Fetched]:
         """Ask at each place until one answers as the engine of the ticket.
 
         All share the handshake's time, so one that is silent leaves some for the next.
+
+        Args:
+            key: says where to ask.
+            turn: keeps the turn to read the answer, until it is closed.
 
         Raises:
             HandshakeError: none did; says why not of each.
@@ -353,24 +379,29 @@ class Peers:
         places, failures = list(key.places), list[HandshakeError]()
         while True:
             place, left = places.pop(0), max(deadline - time.monotonic(), 0.0)
+            call = self._call(place, left / (1 + len(places)))
             try:
-                info = fetch(
-                    place.host,
-                    place.port,
-                    place.engine,
-                    timeout=left / (1 + len(places)),
-                    access=self._options.access,
-                    key=place.key,
-                )
+                with ExitStack() as attempt:
+                    fetched = attempt.enter_context(fetching(call, place.engine, self._reading))
+                    # Where another key is published, an engine of the same name may listen: every
+                    # host has a loopback address of its own.
+                    if fetched.info.ticket_key == key.ticket_key or not places:
+                        turn.push(attempt.pop_all())
+                        return place, fetched
             except HandshakeError as exc:
                 failures.append(exc)
                 if not places:
                     raise type(exc)("; and ".join(map(str, failures))) from exc
-            else:
-                # Where another key is published, an engine of the same name may listen: every host
-                # has a loopback address of its own.
-                if info.ticket_key == key.ticket_key or not places:
-                    return place, info
+
+    def _call(self, place: PeerKey, timeout: float) -> Call:
+        return Call(
+            host=place.host,
+            port=place.port,
+            timeout=timeout,
+            context=None,
+            access=self._options.access,
+            key=place.key,
+        )
 
     def _shaken(
         self, key: PeerKey, result: Handshake | KVFerryError, ready: Ready, failed: Failed
@@ -390,13 +421,44 @@ class Peers:
         waiting = self._connecting.setdefault(_name(key, shake), [])
         waiting.append((ready, failed))
         if len(waiting) == 1:
+            if (error := self._make_room(shake)) is not None:
+                del self._connecting[_name(key, shake)]
+                failed(error)
+                return
             self._connections.acquire(
                 addresses, key.engine, lambda made: self._connected(key, shake, made)
             )
 
+    def _make_room(self, shake: Handshake) -> ConnectError | None:
+        """Give up idle producers until one more fits, those first that were used longest ago; why
+        it does not fit, if all are in use."""
+        self._keeping.add(shake.memory)
+        idle = (peer for peer in list(self._known.values()) if not peer.loads and not peer.waits)
+        for peer in sorted(idle, key=lambda peer: peer.used):
+            if self._has_room():
+                break
+            logger.info("engine %s: released to make room for another", peer.key.engine)
+            self.forget(peer)
+        if self._has_room():
+            return None
+        kept = self._keeping.nbytes
+        self._keeping.remove(shake.memory)
+        return ConnectError(
+            f"there is no room for another engine: with it {len(self._known)} are in use and "
+            f"{len(self._connecting)} are being connected, of {most_peers()} that may be, and "
+            f"what they publish takes {kept} bytes of {MAX_KEPT_BYTES}; send requests from fewer "
+            f"prefill engines at once to each decode engine, or {MORE}"
+        )
+
+    def _has_room(self) -> bool:
+        count = len(self._known) + len(self._connecting)
+        return count <= most_peers() and self._keeping.nbytes <= MAX_KEPT_BYTES
+
     def _connected(
         self, key: PeerKey, shake: Handshake, made: dict[int, PeerId] | KVFerryError
     ) -> None:
+        if isinstance(made, KVFerryError):
+            self._keeping.remove(shake.memory)
         met = made if isinstance(made, KVFerryError) else self._peer(key, shake, made)
         if isinstance(met, Peer) and met.ticket_key:
             self._fingerprints.check(met, lambda error: self._proved(key, shake, met, error))
@@ -434,8 +496,11 @@ class Peers:
                 ids=ids,
                 used=self._clock(),
                 ticket_key=shake.ticket_key,
+                numeric=shake.numeric,
+                memory=shake.memory,
             )
         except Exception as exc:  # noqa: BLE001  of what a peer published: only it fails
+            self._keeping.remove(shake.memory)
             for connection in ids.values():
                 self._connections.release(connection)
             return self._containment.caught("a producer that is connected", exc)
@@ -463,8 +528,8 @@ class Peers:
             self._post(lambda: self._lost(peer, error) if peer.connected else None)
 
         try:
-            self._watches[peer] = Watch(
-                peer.key, Incarnation(peer.incarnation), options=self._options, lost=lost
+            self._watches[peer] = self._watching.start(
+                peer.key, peer.numeric, Incarnation(peer.incarnation), lost=lost
             )
         except (OSError, RuntimeError) as exc:  # no file descriptor, or no thread, is to be had
             return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {MORE}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.core.errors import HandshakeError, KVFerryError
@@ -16,9 +16,10 @@ from kvferry.core.wire import RankPayload
 
 logger = logging.getLogger(__name__)
 
-MAX_HANDSHAKES = 128
+MAX_HANDSHAKES = 64
 """How many run at once: a client chooses whom a ticket names, and mute hosts must not make the
-others wait."""
+others wait. Each may have a reply of ``wire.MAX_SHORT_REPLY_BYTES`` on its way, which is in memory
+two or three times while it is passed on."""
 FIRST_BACKOFF_SECONDS = 0.1
 LONGEST_BACKOFF_SECONDS = 5.0
 """Between a handshake that failed and the next one with the same engine, doubling."""
@@ -57,6 +58,8 @@ class Handshake:
         begun: when it was, by ``time.perf_counter``.
         place: which of the places answered; ``None`` for the only one.
         ticket_key: the key by which the producer proves its tickets; empty if it proves none.
+        numeric: the address at which the side channel was found.
+        memory: how many bytes it takes, by what takes them (``keeping.memory_of``).
     """
 
     payloads: tuple[RankPayload, ...]
@@ -65,6 +68,8 @@ class Handshake:
     begun: float = 0.0
     place: PeerKey | None = None
     ticket_key: bytes = b""
+    numeric: str = ""
+    memory: Mapping[int, int] = field(default_factory=dict)
 
 
 Heard = Callable[[Handshake | KVFerryError], None]
@@ -86,6 +91,7 @@ class Handshakes:
         shake: the handshake, on a thread of its own; may block, and raise.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
+        used: told of each handshake that succeeded, before those who asked for it.
     """
 
     def __init__(
@@ -93,7 +99,9 @@ class Handshakes:
         shake: Callable[[PeerKey], Handshake],
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
+        used: Callable[[Handshake], None] = lambda _: None,
     ) -> None:
+        self._used = used
         self._shake = shake
         self._post = post
         self._clock = clock
@@ -175,6 +183,7 @@ class Handshakes:
             result: Handshake | KVFerryError = self._shake(key)
         except Exception as exc:  # noqa: BLE001  whoever waits must hear of any failure
             result = exc if isinstance(exc, KVFerryError) else HandshakeError(f"failed: {exc!r}")
+            _forget_frames(result)
         self._post(lambda: self._over(key, result))
 
     def _over(self, key: PeerKey, result: Handshake | KVFerryError) -> None:
@@ -182,6 +191,15 @@ class Handshakes:
         self._running -= 1
         if isinstance(result, KVFerryError):
             self.failed(key)
+        else:
+            self._used(result)
         self.progress(self._clock())
         for heard in self._asked.pop(key):
             heard(result)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """It is kept until its requests are reported, and its frames have all that was decoded."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

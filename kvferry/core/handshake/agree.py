@@ -19,6 +19,9 @@ from kvferry.core.wire import (
 )
 
 UPGRADE = "upgrade the older of the two engines"
+MAX_ENGINE_FIELDS = 1 << 15
+"""Of all ranks together: 64 ranks of 80 layers have 10,240. To let go of them all takes some 10 ms,
+in which nothing else runs."""
 BYTES_PER_STEP = 8
 """Of reading a payload; what it says costs more."""
 FACT_STEPS = 20
@@ -85,7 +88,15 @@ def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInf
     if not 1 <= len(payloads) <= MAX_RANKS:
         raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
     effort = Effort(HandshakeError, "reading what the engine publishes")
-    ranks = tuple(_decode(rank, data, effort) for rank, data in enumerate(payloads))
+    ranks, fields = [], 0
+    for rank, data in enumerate(payloads):
+        ranks.append(_decode(rank, data, effort))
+        fields += len(ranks[-1].layout.fields)
+        if fields > MAX_ENGINE_FIELDS:
+            raise HandshakeError(
+                f"ranks 0 to {rank} have {fields} fields; {MAX_ENGINE_FIELDS} are allowed for all "
+                "ranks of an engine: describe memory with fewer fields, or use fewer ranks"
+            )
     for problem in _problems(ranks):
         raise HandshakeError(f"{problem}; every rank of an engine must be started alike")
     for payload in ranks if ticket_key else ():
@@ -98,7 +109,7 @@ def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInf
     return EngineInfo(
         engine=first.engine,
         incarnation=Incarnation(first.incarnation),
-        ranks=ranks,
+        ranks=tuple(ranks),
         ticket_key=ticket_key,
     )
 
@@ -177,6 +188,9 @@ def _problems(ranks: Sequence[RankPayload]) -> Iterator[str]:
             value, other = getattr(first, name), getattr(payload, name)
             if value != other:
                 yield f"rank 0 says {name} {value!r}, rank {index} {other!r}"
+        groups = len(first.layout.groups), len(payload.layout.groups)
+        if groups[0] != groups[1]:
+            yield f"rank 0 has {groups[0]} groups, rank {index} {groups[1]}"
         for name, value, other in _clashes(first, payload):
             yield f"rank 0 says {name} {_short(value)}, rank {index} {_short(other)}"
         twin = seen.setdefault(payload.coordinates, index)

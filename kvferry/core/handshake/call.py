@@ -15,7 +15,7 @@ from zmq.utils import z85
 from kvferry.core.errors import AdmissionError, HandshakeError, WireError
 from kvferry.core.handshake.sockets import Context, Socket, encrypt, make_socket
 from kvferry.core.security import Access
-from kvferry.core.wire import MAX_REPLY_BYTES, Reply, decode_reply
+from kvferry.core.wire import MAX_SHORT_REPLY_BYTES, Reply, decode_reply
 
 STRANGER = "what listens there is no side channel of kvferry, or the engine has just ended"
 ENDINGS: dict[int, str] = {
@@ -37,6 +37,10 @@ MECHANISM = slice(12, 32)
 """Where a greeting names it."""
 
 
+class HungUpError(HandshakeError):
+    """A connection was closed before an answer came, or because the answer was too long."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Call:
     """Where a side channel is, and how it is to be asked.
@@ -47,7 +51,9 @@ class Call:
         context: to make the socket in; ``None`` for the one that is shared.
         access: this engine's keys, and whom it may ask.
         key: the public key that the side channel should have; empty for none.
+        longest: bytes of the longest answer that is taken; a longer one ends the connection.
         numeric: the addresses that ``host`` stands for, once they are known.
+        found: the one of them at which somebody listens, likewise.
     """
 
     host: str
@@ -56,8 +62,9 @@ class Call:
     context: Context | None
     access: Access
     key: bytes
+    longest: int = MAX_SHORT_REPLY_BYTES
     numeric: list[str] = field(default_factory=list)
-    _found: str = field(default="", init=False)
+    found: str = field(default="", init=False)
 
     def channel(self, numeric: str) -> Socket:
         """An unconnected socket for a numeric address, with this engine's keys.
@@ -70,7 +77,7 @@ class Call:
             self.context or _shared_context(),
             zmq.DEALER,
             numeric,
-            MAXMSGSIZE=MAX_REPLY_BYTES,
+            MAXMSGSIZE=self.longest,
             CONFLATE=1,
             RECONNECT_IVL=-1,
         )
@@ -91,10 +98,10 @@ class Call:
             left = deadline - time.monotonic()
             try:
                 with socket.create_connection((numeric, self.port), max(left, 1e-3)):
-                    self._found = numeric
+                    self.found = numeric
                     return numeric
             except OSError as exc:
-                reasons[_why_unreachable(exc, self.timeout)] = None
+                reasons[why_unreachable(exc, self.timeout)] = None
         raise HandshakeError(" and ".join(reasons))
 
     def _allowed(self) -> list[str]:
@@ -113,12 +120,13 @@ class Call:
             return AdmissionError(self._why_refused())
         if event in UNCLEAR:
             # Whichever of the two noticed first, the other only sees the connection end.
-            mechanism = _mechanism(self._found, self.port, min(self.timeout, LOOK_SECONDS))
+            mechanism = _mechanism(self.found, self.port, min(self.timeout, LOOK_SECONDS))
             mismatch = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
             reason = self._why_unlike(mechanism, mismatch)
             if reason:
                 return AdmissionError(reason)
-        return HandshakeError(ENDINGS.get(event, STRANGER))
+        error = HungUpError if event == zmq.EVENT_DISCONNECTED else HandshakeError
+        return error(ENDINGS.get(event, STRANGER))
 
     def _why_refused(self) -> str:
         own = self.access.own
@@ -127,23 +135,43 @@ class Call:
                 "it refuses this host: add the address by which this host reaches it to "
                 "allowed_peers there"
             )
+        whose = "the key of --curve-secret-key" if self.access.is_command else "this engine's key"
         return (
-            f"it refuses this engine's key, {own.public.hex()}, or this host's address: add them "
+            f"it refuses {whose}, {own.public.hex()}, or this host's address: add them "
             "to curve_peers and allowed_peers there; its log says which"
         )
 
     def _why_unlike(self, mechanism: bytes, mismatch: bool) -> str:
         keyed = self.access.own is not None
         if mechanism == b"CURVE" and not keyed:
-            return "its side channel is encrypted: set curve_secret_key and curve_peers here"
+            return f"its side channel is encrypted: {self._with_keys}"
         if mechanism == b"NULL" and keyed:
-            return "its side channel is open: set curve_secret_key and curve_peers on that engine"
+            return (
+                "its side channel is open: set curve_secret_key and curve_peers on that engine"
+                f"{self._or_without_keys}"
+            )
         if mechanism == b"CURVE" and not mismatch:
             return (
                 "whoever listens there does not have the secret key of the public key "
-                f"{self.key.hex()}, by which it is known here"
+                f"{self.key.hex()}, by which it is known {self._known_by}"
             )
         return ""
+
+    @property
+    def _with_keys(self) -> str:
+        if self.access.is_command:
+            return "ask with --curve-secret-key and --curve-peer"
+        return "set curve_secret_key and curve_peers here"
+
+    @property
+    def _or_without_keys(self) -> str:
+        if self.access.is_command:
+            return ", or ask without --curve-secret-key and --curve-peer"
+        return ""
+
+    @property
+    def _known_by(self) -> str:
+        return "to --curve-peer" if self.access.is_command else "here"
 
 
 def answer(channel: Socket) -> Reply:
@@ -151,7 +179,8 @@ def answer(channel: Socket) -> Reply:
     frame: Any = channel.recv(zmq.DONTWAIT, copy=False)
     if frame.more:
         raise WireError("not a reply of this protocol: it has several frames")
-    return decode_reply(frame.bytes)
+    with _decoding:
+        return decode_reply(frame.buffer)
 
 
 def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
@@ -168,7 +197,8 @@ def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
     return heard[MECHANISM].rstrip(b"\0") if heard[:1] == HALF_GREETING[:1] else b""
 
 
-def _why_unreachable(exc: OSError, timeout: float) -> str:
+def why_unreachable(exc: OSError, timeout: float) -> str:
+    """Why no connection could be made, for people."""
     if isinstance(exc, ConnectionRefusedError):
         return (
             "nobody listens there: the engine has ended, or it listens at another address "
@@ -179,6 +209,9 @@ def _why_unreachable(exc: OSError, timeout: float) -> str:
     return f"cannot be reached ({exc.strerror or exc}): is side_channel_host right there?"
 
 
+_decoding = threading.Lock()
+"""Many answers that come at once are decoded one by one. Each holds the interpreter's lock for some
+milliseconds, and whoever else wants that lock would else have to wait for all of them."""
 _context: tuple[int, Context] | None = None
 _context_lock = threading.Lock()
 
@@ -189,7 +222,7 @@ def _shared_context() -> Context:
     with _context_lock:
         if _context is None or _context[0] != os.getpid():
             made: Context = zmq.Context()
-            # Each producer that is watched has two; libzmq allows 1023 unless told otherwise.
+            # Each producer that is watched has one; libzmq allows 1023 unless told otherwise.
             made.set(zmq.MAX_SOCKETS, made.get(zmq.SOCKET_LIMIT))
             _context = (os.getpid(), made)
         return _context[1]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 
-from kvferry.core.errors import HandshakeError, IncompatibleError, RefusedError
+from kvferry.core.errors import AdmissionError, HandshakeError, IncompatibleError, RefusedError
 from kvferry.core.handshake.agree import EngineInfo, engine_info
-from kvferry.core.handshake.call import Call
+from kvferry.core.handshake.call import Call, HungUpError
 from kvferry.core.handshake.line import Line
+from kvferry.core.handshake.reading import Reading
 from kvferry.core.handshake.sockets import Context, is_loopback, place
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.security import OPEN, Access
 from kvferry.core.wire import (
+    MAX_REPLY_BYTES,
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,
     Ask,
@@ -56,15 +59,69 @@ def fetch(
             do.
     """
     call = Call(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
+    with fetching(call, engine, Reading()) as fetched:
+        return fetched.info
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """What a side channel answered.
+
+    Attributes:
+        info: what the engine's ranks publish.
+        sizes: how many bytes each rank's payload took.
+        numeric: the address at which the side channel was found.
+    """
+
+    info: EngineInfo
+    sizes: tuple[int, ...]
+    numeric: str
+
+
+@contextmanager
+def fetching(call: Call, engine: str, reading: Reading) -> Iterator[Fetched]:
+    """Ask a side channel for what an engine's ranks publish, and read it when it is our turn.
+
+    It stays our turn until the block ends: what follows from the answer is worked out there.
+    Raises as ``fetch``.
+    """
+    deadline = time.monotonic() + call.timeout
+    with ExitStack() as turn:
+        with _explained(engine, call), ExitStack() as long:
+            published = _published(call, engine, reading, long, deadline)
+            turn.enter_context(reading.turn(deadline))
+            info = engine_info(published.ranks, published.ticket_key)
+            if info.engine != engine:
+                raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
+            sizes = tuple(map(len, published.ranks))
+            del published
+        yield Fetched(info=info, sizes=sizes, numeric=call.found)
+
+
+def _published(
+    call: Call, engine: str, reading: Reading, long: ExitStack, deadline: float
+) -> Payloads:
+    """Return every rank's payload, as it came, and the engine's key.
+
+    A long answer is asked for again when there is room, which is taken until ``long`` ends.
+    """
     ask = Ask(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)
-    with _explained(engine, call):
-        reply = _asked(call, ask)
-        if not isinstance(reply, Payloads):
-            raise _unexpected(reply)
-        info = engine_info(reply.ranks, reply.ticket_key)
-        if info.engine != engine:
-            raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
-        return info
+    try:
+        reply = _asked(call, ask, deadline)
+    except HungUpError as closed:
+        long.enter_context(reading.room(deadline))
+        call.longest = MAX_REPLY_BYTES
+        try:
+            reply = _asked(call, ask, deadline)
+        except AdmissionError:
+            raise
+        except HandshakeError as exc:
+            raise HandshakeError(
+                f"{closed}, or its answer has more than {MAX_REPLY_BYTES} bytes"
+            ) from exc
+    if not isinstance(reply, Payloads):
+        raise _unexpected(reply)
+    return reply
 
 
 def ping(
@@ -105,8 +162,9 @@ def health(
         return reply
 
 
-def _asked(call: Call, request: Request) -> Reply:
-    deadline = time.monotonic() + call.timeout
+def _asked(call: Call, request: Request, deadline: float | None = None) -> Reply:
+    if deadline is None:
+        deadline = time.monotonic() + call.timeout
     with closing(Line(call)) as line:
         reply = line.ask(request, deadline)
     if reply is None:  # only a line that can be woken says so

@@ -25,6 +25,7 @@ from kvferry.core.handshake.sockets import (
 from kvferry.core.handshake.watch import Watch
 from kvferry.core.security import OPEN, Access
 from kvferry.core.wire import (
+    MAX_PAYLOAD_BYTES,
     MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
     SPOKEN,
@@ -205,6 +206,13 @@ def _checked(
 
     Copied into ZMQ's memory once, because lending Python's would need pyzmq's collector thread.
     """
+    for rank, payload in enumerate(payloads):
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise HandshakeError(
+                f"the payload of rank {rank} takes {len(payload)} bytes; {MAX_PAYLOAD_BYTES} are "
+                "allowed, or no peer would read it: describe its memory with fewer fields and "
+                "regions, or give each rank fewer layers (pipeline_parallel_size)"
+            )
     info = engine_info(payloads, ticket_key)
     if (info.engine, info.incarnation) != (engine, incarnation):
         raise HandshakeError(
@@ -218,8 +226,9 @@ def _frame(reply: Reply) -> zmq.Frame:
     data = encode(reply)
     if len(data) > MAX_REPLY_BYTES:
         raise HandshakeError(
-            f"all ranks' payloads take {len(data)} bytes; {MAX_REPLY_BYTES} are allowed: "
-            "fewer ranks per engine, or fewer fields per rank"
+            f"all ranks' payloads take {len(data)} bytes; {MAX_REPLY_BYTES} are allowed, or no "
+            "peer would read them: use fewer ranks per engine, or describe each rank's memory "
+            "with fewer fields and regions"
         )
     return zmq.Frame(data, copy=True)
 

@@ -18,6 +18,7 @@ class Access:
             open ones.
         peers: public keys of the engines that are admitted.
         networks: where they may be; ``None`` is anywhere.
+        is_command: a command asks, and errors name its flags instead of an engine's settings.
 
     Raises:
         SecretError: there are keys and no peers, or peers and no keys.
@@ -26,6 +27,7 @@ class Access:
     own: KeyPair | None = None
     peers: frozenset[bytes] = frozenset()
     networks: Networks | None = None
+    is_command: bool = False
 
     def __post_init__(self) -> None:
         if self.own is None and self.peers:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -190,6 +192,39 @@ def test_whatever_a_handshake_raises_is_heard_of() -> None:
     [error] = heard
     assert isinstance(error, HandshakeError)
     assert "ZeroDivisionError" in str(error)
+
+
+def test_an_error_keeps_nothing_of_what_was_decoded() -> None:
+    class Decoded:
+        pass
+
+    gone: list[weakref.ref[Decoded]] = []
+    posted = queue.SimpleQueue[Callable[[], None]]()
+
+    def shake(key: PeerKey) -> Handshake:
+        decoded = Decoded()
+        gone.append(weakref.ref(decoded))
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError as exc:
+            raise HandshakeError(key.engine) from exc
+
+    heard: list[Handshake | KVFerryError] = []
+    Handshakes(shake, posted.put, lambda: 0.0).ask(PeerKey("a", "host", 1), heard.append)
+    posted.get(timeout=20)()
+    assert isinstance(heard[0], HandshakeError)
+    assert gone[0]() is None
+
+
+def test_what_was_read_is_said_to_be_used() -> None:
+    bench, used = Bench(), list[Handshake]()
+    bench.shakes = Handshakes(bench._shake, bench._post, lambda: bench.now, used.append)
+    bench.ask()
+    bench.run()
+    bench.fails = True
+    bench.ask("b")
+    bench.run()
+    assert (bench.heard[0], used) == (GOOD, [GOOD])
 
 
 def test_after_the_close_nothing_starts() -> None:

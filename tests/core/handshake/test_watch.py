@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -152,7 +153,7 @@ def test_no_descriptor_is_left_behind(server: HandshakeServer) -> None:
 # The other way round: a ticket names a listener that does the same.
 
 
-@pytest.mark.parametrize("frame", [MORE, b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)])
+@pytest.mark.parametrize("frame", [MORE, b"\x03" + (1 << 18).to_bytes(8, "big") + bytes(1 << 18)])
 def test_an_answer_without_end_is_no_answer(frame: bytes) -> None:
     before = resident()
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
@@ -164,3 +165,22 @@ def test_an_answer_without_end_is_no_answer(frame: bytes) -> None:
         with pytest.raises(HandshakeError, match="it has several frames"):
             asked.result()
     assert resident() - before < 1 << 26
+
+
+@pytest.mark.parametrize(
+    ("files", "most"), [(16, 4), (1024, 256), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)]
+)
+def test_connections_are_a_quarter_of_the_files_that_may_be_open(
+    files: int,
+    most: int,
+    server: HandshakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    assert watch._most() == most
+    if files == 16:
+        with caplog.at_level(logging.WARNING), contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(connected(server)) for _ in range(6)]
+            assert is_over(idle[0])
+        assert "asked for nothing yet, and there are 4 others" in caplog.text
