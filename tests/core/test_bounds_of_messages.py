@@ -101,7 +101,6 @@ def test_coordinates(name: str) -> None:
         (wire.decode_notes, lambda n: [RELEASE | {"engine": "e" * n}], 256),
         (wire.decode_payload, lambda n: PAYLOAD | {"engine": "e" * n}, 256),
         (wire.decode_payload, lambda n: PAYLOAD | {"driver": "d" * n}, 256),
-        (wire.decode_payload, lambda n: PAYLOAD | {"address": bytes(n)}, 1 << 20),
         (wire.decode_payload, lambda n: PAYLOAD | {"agreement": {"k" * n: "v"}}, 256),
         (wire.decode_payload, lambda n: PAYLOAD | {"agreement": {"k": "v" * n}}, 1 << 12),
         (

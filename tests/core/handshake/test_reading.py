@@ -165,22 +165,33 @@ def test_payloads_of_any_length_and_number(count: int) -> None:
     assert reply.ranks == ranks
 
 
-def test_what_a_newer_version_adds_to_a_long_reply_is_skipped() -> None:
-    tree = msgspec.msgpack.decode(long_reply())
-    more = {f"more-{number}": [1, {"a": b"b"}] for number in range(20)}
+@pytest.mark.parametrize("count", [1, 13, 20])
+def test_what_a_newer_version_adds_to_a_long_reply_is_skipped(count: int) -> None:
+    tree = msgspec.msgpack.decode(long_reply()) | {"ticket_key": b"k" * 32}
+    more = {f"more-{number}": [1, {"a": b"b"}] for number in range(count)}
     reply = wire.decode_reply(msgspec.msgpack.encode(tree | more))
     assert isinstance(reply, wire.Payloads)
     assert reply.ranks == encoded(*LONG_RANKS)
+    assert reply.ticket_key == b"k" * 32
+
+
+def test_a_long_reply_without_a_key_names_none() -> None:
+    tree = msgspec.msgpack.decode(long_reply())
+    del tree["ticket_key"]
+    reply = wire.decode_reply(msgspec.msgpack.encode(tree))
+    assert isinstance(reply, wire.Payloads)
+    assert (reply.ranks, reply.ticket_key) == (encoded(*LONG_RANKS), b"")
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
         (bytes(1_000_000), "does not begin with the payloads"),
-        (long_reply()[:-1], "takes .* are left"),
+        (long_reply()[:-1], "truncated"),
         (long_reply()[:500_000], "takes .* are left"),
         (long_reply() + bytes(wire.MAX_SHORT_REPLY_BYTES + 1), "after all payloads are too many"),
         (bytes(wire.MAX_REPLY_BYTES + 1), f"{wire.MAX_REPLY_BYTES} are allowed"),
+        (b"\x81" + long_reply()[1:], "too early"),
         (b"\x82" + wire.LONG_START + b"\x90" + bytes(1_000_000), "payloads of 0 ranks"),
         (b"\x82" + wire.LONG_START + b"\xdd" + b"\xff" * 1_000_000, "payloads of 4294967295"),
         (b"\x82" + wire.LONG_START + b"\x91\xa1" + bytes(1_000_000), "no list of payloads"),

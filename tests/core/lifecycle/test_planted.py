@@ -388,7 +388,11 @@ class DoneAfterTheFirstUser(HoldUsers):
     def over(self, request: RequestId, *, loaded: bool) -> None:
         key = self._keys.get(request)
         super().over(request, loaded=loaded)
-        if key is not None and key in self._uses and not self._uses[key].is_done_bound:
+        if key is None:
+            return
+        if key not in self._uses:
+            self._unused.pop(key, None)
+        elif not self._uses[key].is_done_bound:
             self._unused[key] = None
 
     def take_unused(self) -> list[Ticket]:
