@@ -161,8 +161,9 @@ def read(
 
     Raises:
         TicketError: it is another connector's, of another version, malformed, or longer than the
-            prompt; or it is signed and should not be, or is not signed as it should be. Whether its
-            proof fits is known only after the handshake (``check_against``).
+            prompt; or it is signed and should not be, or is not signed as it should be; or it has
+            neither a signature nor a proof. Whether its proof fits is known only after the
+            handshake (``check_against``).
     """
     if KEY not in params:
         raise TicketError(
@@ -179,6 +180,15 @@ def read(
     _check_lengths(params.get("remote_block_ids"), prompt)
     known = _convert(dict(params), _Params, "kv_transfer_params")
     _check_signature(params, bytes.fromhex(own.signature), secrets)
+    proof = _proof(own, params)
+    if proof is None and secrets is None:
+        # Whoever listens somewhere could pass for an engine of an older build, and have any page
+        # of an honest one read by a ticket of his own.
+        raise TicketError(
+            "the ticket has neither a proof nor a signature: upgrade the kvferry of its engine, "
+            "or give both engines ticket_secrets",
+            reason=TicketReason.PROOF,
+        )
     host, port, routed = _places(own, known, signed=secrets is not None)
     return Ticket(
         engine=known.remote_engine_id,
@@ -195,7 +205,7 @@ def read(
         tp_size=known.tp_size,
         key=bytes.fromhex(own.key),
         routed=routed,
-        proof=_proof(own, params),
+        proof=proof,
     )
 
 

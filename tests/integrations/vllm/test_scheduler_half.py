@@ -63,13 +63,16 @@ def full(groups: int = 1) -> tuple[CacheGroup, ...]:
     return tuple(CacheGroup(index=index, tokens=16) for index in range(groups))
 
 
+TICKET_KEY = TicketKey()
+
+
 def producer(
     tail: int = 0,
     groups: Sequence[CacheGroup] = full(),
     secrets: TicketSecrets | None = None,
     max_held: int | None = None,
     figures: Figures | None = None,
-    ticket_key: TicketKey | None = None,
+    ticket_key: TicketKey | None = TICKET_KEY,
     **settings: Any,
 ) -> Producer:
     return Producer(
