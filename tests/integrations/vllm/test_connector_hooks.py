@@ -53,6 +53,7 @@ SCHEDULED = [
     ("update_connector_output", ("output",), call.heard("output")),
     ("request_finished", ("r", [1, 2]), call.finished("r", ([1, 2],))),
     ("request_finished_all_groups", ("r", ([1], [2])), call.finished("r", ([1], [2]))),
+    ("has_pending_block_frees", (), call.running_waits()),
     ("set_xfer_handshake_metadata_pp_aware", ({(0, 0): "m"},), call.serve({(0, 0): "m"})),
     ("reset_cache", (), call.reset()),
     ("get_kv_connector_stats", (), call.take_stats()),
@@ -109,7 +110,7 @@ def test_a_worker_with_caches(vllm: Any) -> None:
     assert (connector.bound, half.mock_calls) == ("another connector's", [call.apply(step)])
     assert connector.get_handshake_metadata() is half.handshake
     assert connector.get_transfer_results(set()) is half.results.return_value
-    assert connector.build_connector_worker_meta() is half.take_health.return_value
+    assert connector.build_connector_worker_meta() is half.take_report.return_value
     assert connector.get_kv_connector_stats() is half.take_stats.return_value
     connector.shutdown()
     assert half.close.called

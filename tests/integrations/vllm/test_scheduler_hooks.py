@@ -12,7 +12,12 @@ import pytest
 from kvferry.core import wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import fetch, health, ping
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.memory import Region
+from kvferry.core.security.proof import FINGERPRINT_BYTES, check
 from kvferry.integrations.vllm.groups import CacheGroup
+from kvferry.integrations.vllm.ticket import read
 from tests.core.messages import encoded, payload
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.test_scheduler_half import PREFILL, blocks, request, ticket
@@ -37,6 +42,7 @@ def configured(
         kv_transfer_config=SimpleNamespace(
             engine_id="decode",
             is_kv_consumer=role != "kv_producer",
+            is_kv_producer=role != "kv_consumer",
             kv_connector_extra_config=extra,
         ),
         parallel_config=SimpleNamespace(
@@ -77,7 +83,10 @@ def serving(vllm: Any, half: Any, *ranks: wire.RankPayload) -> None:
     half.serve({(0, tp): each for tp, each in reversed([*enumerate(published)])})
 
 
-RANKS = tuple(payload(rank, engine="decode", incarnation=9) for rank in range(3))
+FINGERPRINT = Region(address=1 << 20, nbytes=FINGERPRINT_BYTES, kind="cpu", device=0)
+RANKS = tuple(
+    payload(rank, engine="decode", incarnation=9, fingerprint=FINGERPRINT) for rank in range(3)
+)
 
 
 class TestSideChannel:
@@ -88,8 +97,10 @@ class TestSideChannel:
         assert ping("127.0.0.1", port, "decode", timeout=60) == 9
         info = fetch("127.0.0.1", port, "decode", timeout=60)
         assert [one.rank for one in info.ranks] == [0, 1, 2]
-        assert half.step(OUTPUT).ranks == tuple(encoded(*RANKS))
-        assert half.step(OUTPUT).ranks == ()
+        step = half.step(OUTPUT)
+        assert (step.ranks, step.ticket_key) == (tuple(encoded(*RANKS)), info.ticket_key)
+        step = half.step(OUTPUT)
+        assert (step.ranks, step.ticket_key) == ((), b"")
 
     def test_it_says_what_is_wrong(self, vllm: Any, make: Any) -> None:
         half = make()
@@ -124,7 +135,7 @@ class TestSideChannel:
         half.serve({(0, 0): object()})
         assert "no rank of this engine published anything" in caplog.text
         assert half.step(OUTPUT).ranks == ()
-        [ours] = encoded(payload(engine="decode", incarnation=9))
+        ours, *_ = encoded(*RANKS)
         half.serve({(0, 0): object(), (0, 1): vllm.metadata.Handshake(payload=ours)})
         assert half.step(OUTPUT).ranks == (ours,)
 
@@ -135,13 +146,15 @@ def heard(
     recving: set[str] | None = None,
     failed: set[str] | None = None,
     problems: dict[int, tuple[str, ...]] | None = None,
+    silent: dict[int, tuple[Silence, ...]] | None = None,
 ) -> Any:
     """A ``KVConnectorOutput``; vLLM has ``None`` for what nobody reported."""
+    report = vllm.metadata.RankReport(problems=problems or {}, silent=silent or {})
     return SimpleNamespace(
         finished_sending=sending,
         finished_recving=recving,
         failed_recving=failed,
-        kv_connector_worker_meta=problems and vllm.metadata.Health(problems=problems),
+        kv_connector_worker_meta=report if problems or silent else None,
     )
 
 
@@ -160,6 +173,8 @@ class TestProducing:
         assert params["remote_port"] == half._serving.port
         assert params["tp_size"] == 2
         assert params["kvferry"]["computed"] is True
+        info = fetch("127.0.0.1", half._serving.port, "decode", timeout=60)
+        check(read(params).proof, info.ticket_key)
         [(ready, lease)] = half.step(OUTPUT).orders.ready
         assert (ready, lease) == (hold, 30.0)
         assert half.take_stats().data["held_pages"] == {"loopback": 3}
@@ -203,6 +218,45 @@ class TestProducing:
         half.step(OUTPUT)
         half.reset()
         assert len(half.step(OUTPUT).orders.ends) == 1
+
+    def test_a_hold_that_no_rank_hears_of_makes_room(self, vllm: Any, make: Any) -> None:
+        """The ranks are asked when a request is not given blocks."""
+        half = make()
+        serving(vllm, half, *RANKS)
+        each = request(40, dict(PREFILL))
+        half.allocated(each, blocks(1, 2, 3), 0)
+        half.finished(each, [[1, 2, 3]])
+        step = half.step(OUTPUT)
+        [(_, hold)] = step.orders.take_ons
+        assert not step.asks_silent
+        half.matched(request(40, name="waits"), 0)
+        assert half.step(OUTPUT).asks_silent
+        silence = Silence(request=RequestId("r"), hold=hold, age=4.0)
+        half.heard(heard(vllm, silent=dict.fromkeys(range(len(RANKS)), (silence,))))
+        half.matched(request(40, name="waits"), 0)
+        assert not half.running_waits()
+        assert half.step(OUTPUT).orders.ends == (hold,)
+        assert half.running_waits()
+        assert half.take_stats().data["orphaned_holds"] == {"loopback": 1}
+
+    def test_a_request_that_is_given_blocks_asks_nobody(self, vllm: Any, make: Any) -> None:
+        half = make()
+        serving(vllm, half, *RANKS)
+        each = request(40, dict(PREFILL))
+        half.allocated(each, blocks(1, 2, 3), 0)
+        half.finished(each, [[1, 2, 3]])
+        other = request(40, name="other")
+        half.matched(other, 0)
+        half.allocated(other, blocks(4, 5, 6), 0)
+        assert not half.step(OUTPUT).asks_silent
+
+    def test_an_engine_that_only_loads_makes_no_tickets(self, make: Any) -> None:
+        half = make(role="kv_consumer")
+        each = request(40, dict(PREFILL))
+        half.on_new_request(each)
+        half.allocated(each, blocks(1, 2, 3), 0)
+        assert half.finished(each, [[1, 2, 3]]) == (False, None)
+        assert half.take_stats().data["tickets_not_made"] == {"loopback": {"role": 1}}
 
     def test_no_ticket_holds_no_blocks(self, make: Any) -> None:
         assert make().finished(request(40), [[1, 2, 3]]) == (False, None)
@@ -275,8 +329,9 @@ def test_an_unwell_engine_steps_on_for_a_while(
     for seconds, pending in ((59.0, True), (2.0, False)):
         now[0] += seconds
         assert half.pending == pending
-    half.heard(heard(vllm))
-    assert not half.pending
+    for output in (heard(vllm), heard(vllm, silent={0: ()})):
+        half.heard(output)
+        assert not half.pending
     half.heard(heard(vllm, problems={1: ("ill, too",)}))
     assert half.pending
     half.heard(heard(vllm, problems={0: (), 1: ()}))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call
 
@@ -16,50 +13,20 @@ from kvferry.core import wire
 from kvferry.core.endpoint import Load
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.ledger import Orders
+from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.messages import payload
-
-OURS = "kvferry.integrations.vllm."
-MODULES = ("metadata", "replica", "stats", "worker")
-"""Those that need vLLM when they are imported."""
+from tests.integrations.vllm import without_vllm
 
 HOLD = Hold(slot=1, generation=7)
+SILENCE = Silence(request=RequestId("r"), hold=HOLD, age=4.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Results:
-    """vLLM's ``KVConnectorTransferResults``."""
-
-    finished_sending: set[str] = field(default_factory=set)
-    finished_recving: set[str] = field(default_factory=set)
-    failed_recving: set[str] = field(default_factory=set)
-
-
-@pytest.fixture
-def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The names of ``worker`` and ``metadata``, imported beside stand-ins for vLLM's modules."""
-    package, there = "vllm.distributed.kv_transfer.kv_connector.v1", {}
-    parts = package.split(".")
-    for length in range(1, len(parts) + 1):
-        there[".".join(parts[:length])] = ModuleType(".".join(parts[:length]))
-    bases = ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata")
-    base: Any = ModuleType(f"{package}.base")
-    base.KVConnectorTransferResults = Results
-    for name in bases:
-        setattr(base, name, type(name, (), {"__slots__": ()}))
-    metrics: Any = ModuleType(f"{package}.metrics")
-    metrics.KVConnectorPromMetrics = object
-    metrics.KVConnectorStats = dataclass(
-        type("KVConnectorStats", (), {"__annotations__": {"data": dict[str, Any]}})
-    )
-    for module in (*there.values(), base, metrics):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, OURS + name, raising=False)
-    worker, metadata = (importlib.import_module(OURS + name) for name in ("worker", "metadata"))
-    yield SimpleNamespace(**{**vars(metadata), **vars(worker)})
-    for name in MODULES:  # they know the stand-ins, and nobody else may meet them
-        sys.modules.pop(OURS + name, None)
+@pytest.fixture(scope="module")
+def half() -> Iterator[Any]:
+    """The names of ``metadata`` and ``worker``."""
+    with without_vllm.modules("metadata", "worker") as modules:
+        yield SimpleNamespace(**{name: each for one in modules for name, each in vars(one).items()})
 
 
 @pytest.fixture
@@ -92,7 +59,7 @@ READY = Orders(ready=((HOLD, 30.0),))
 
 
 def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) -> None:
-    """Tickets before the loads that follow them, and refusals and aborts last."""
+    """What proves tickets first, tickets before their loads, and refusals and aborts last."""
     marks: list[object] = []
 
     def passed() -> object:
@@ -102,6 +69,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
     ranks = [payload(), payload()]
     step = half.Step(
         ranks=tuple(wire.encode(one) for one in ranks),
+        ticket_key=b"key",
         orders=READY,
         prepare=(ticket(),),
         loads=(load("a"), load("b")),
@@ -113,6 +81,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
     [mark] = marks
     *first, refused, fourth, fifth = endpoint.method_calls
     assert first == [
+        call.prove(b"key"),
         call.join(ranks),
         call.apply(READY, mark),
         call.prepare(ticket()),
@@ -173,12 +142,36 @@ def test_figures_are_passed_on_if_there_are_any(half: Any, endpoint: MagicMock) 
 
 def test_health_is_told_when_it_changes(half: Any, endpoint: MagicMock) -> None:
     worker = half.FerryWorker(endpoint, lambda: None)
-    assert worker.take_health() is None
+    assert worker.take_report() is None
     endpoint.problems = ("it burns",)
-    assert worker.take_health().problems == {endpoint.payload.rank: ("it burns",)}
-    assert worker.take_health() is None
+    assert worker.take_report() == half.RankReport(problems={endpoint.payload.rank: ("it burns",)})
+    assert worker.take_report() is None
     endpoint.problems = ()
-    assert worker.take_health().problems == {endpoint.payload.rank: ()}
+    assert worker.take_report() == half.RankReport(problems={endpoint.payload.rank: ()})
+
+
+@pytest.mark.parametrize("silent", [[SILENCE], []])
+def test_silence_is_told_once_when_it_is_asked_for(
+    half: Any, endpoint: MagicMock, silent: list[Silence]
+) -> None:
+    """A rank that hears of every hold says so as well: the others wait for its answer."""
+    endpoint.silent.return_value = silent
+    worker = half.FerryWorker(endpoint, lambda: None)
+    worker.apply(half.Step())
+    assert worker.take_report() is None
+    assert not endpoint.silent.called
+    worker.apply(half.Step(asks_silent=True))
+    assert worker.take_report() == half.RankReport(silent={endpoint.payload.rank: tuple(silent)})
+    assert worker.take_report() is None
+
+
+def test_reports_of_ranks_are_put_together(half: Any) -> None:
+    first = half.RankReport(problems={0: ("ill",)}, silent={0: (SILENCE,)})
+    second = half.RankReport(problems={1: ()}, silent={1: ()})
+    both = first.aggregate(second)
+    assert both.problems == {0: ("ill",), 1: ()}
+    assert both.silent == {0: (SILENCE,), 1: ()}
+    assert first.aggregate(object()) is first
 
 
 def test_it_publishes_its_payload_and_drains_when_it_ends(half: Any, endpoint: MagicMock) -> None:
@@ -208,7 +201,7 @@ def test_a_step_waits_only_if_it_runs_nothing(
     endpoint.pending, endpoint.problems = pending, problems
     endpoint.results.return_value = SimpleNamespace(sent=(), received=(), failed={})
     worker = half.FerryWorker(endpoint, lambda: None)
-    worker.take_health()
+    worker.take_report()
     worker.apply(half.Step(idle=idle))
     worker.results()
     assert endpoint.wait.called is waits
