@@ -46,7 +46,10 @@ EVICTED = Figure(
 ORPHANED = Figure(
     name="orphaned_holds",
     kind=Kind.COUNTER,
-    text="Holds that were given up, since requests waited for blocks and no consumer was there.",
+    text=(
+        "Holds that were given up because requests waited for blocks and no consumer gave a sign "
+        "of life."
+    ),
 )
 NO_TICKETS = Figure(
     name="tickets_not_made",
