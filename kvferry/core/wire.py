@@ -51,6 +51,8 @@ MAX_KNOWN_BYTES = 1 << 18
 """None that are longer."""
 MAX_ALL_KNOWN_BYTES = 1 << 22
 """Nor so many that they are longer together; decoded they take some five times as much."""
+KNOWN_REGION_BYTES = 40
+"""For which a region counts there: it is decoded with each payload, and kept with the first."""
 
 MAP16, FIXED_ARRAY = 0xDE, 0x9
 ARRAYS: Mapping[int, str] = {0xDC: ">H", 0xDD: ">I"}
@@ -407,7 +409,7 @@ def _layout(unread: _Unread) -> Layout:
         known = Layout(
             regions=regions, groups=_groups.decode(groups), fields=_fields.decode(fields)
         )
-        nbytes = len(groups) + len(fields)
+        nbytes = len(groups) + len(fields) + KNOWN_REGION_BYTES * len(regions)
         if nbytes <= MAX_KNOWN_BYTES:
             _layouts.keep(key, known, nbytes)
         return known

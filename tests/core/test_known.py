@@ -172,6 +172,17 @@ def test_layouts_that_are_long_together_are_not_all_known(monkeypatch: pytest.Mo
     assert len(known) == 0
 
 
+def test_layouts_of_many_regions_are_not_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little is said of their fields."""
+    known: Known[Layout] = Known(wire.MAX_KNOWN, wire.MAX_ALL_KNOWN_BYTES)
+    monkeypatch.setattr(wire, "_layouts", known)
+    few = stacked(1)
+    for number in range(1, 50):
+        spare = tuple(Region(address=8 * place, nbytes=number) for place in range(1, 4096))
+        decode_payload(payload(replace(few, regions=(*few.regions, *spare))))
+    assert 10 < len(known) < 30
+
+
 def test_plans_that_are_much_work_together_are_not_all_kept() -> None:
     planner = Planner([stacked(1)], 0)
     planner._known = Known(MAX_PLANS, 1)

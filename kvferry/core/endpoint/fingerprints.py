@@ -36,12 +36,22 @@ class FingerprintReads:
         words: makes the reads.
         clock: seconds, monotonic.
         patience: seconds after which a check fails.
+        doomed: called with peer and rank when it is known that a read will fail, and it is not yet
+            quiet; the check is over then.
     """
 
-    def __init__(self, words: WordReads, *, clock: Callable[[], float], patience: float) -> None:
+    def __init__(
+        self,
+        words: WordReads,
+        *,
+        clock: Callable[[], float],
+        patience: float,
+        doomed: Callable[[Peer, int, KVFerryError], None],
+    ) -> None:
         self._words = words
         self._clock = clock
         self._patience = patience
+        self._doomed = doomed
         self._checks: set[_Check] = set()
 
     def check(self, peer: Peer, heard: Heard) -> None:
@@ -50,7 +60,8 @@ class FingerprintReads:
         Args:
             peer: all of whose ranks say where it is.
             heard: called once, with ``None`` if it is that of the peer's key everywhere. Otherwise
-                the peer is to be disconnected, which ends the reads that go on.
+                the peer is to be given up, which ends the reads that go on unless others use its
+                connections.
         """
         check = _Check(peer=peer, heard=heard, deadline=self._clock() + self._patience)
         self._checks.add(check)
@@ -73,6 +84,10 @@ class FingerprintReads:
             )
 
     def _read(self, check: _Check, rank: int, index: int) -> WordRead:
+        def doomed(error: KVFerryError) -> None:
+            self._end(check, error)
+            self._doomed(check.peer, rank, error)
+
         return WordRead(
             tag=check,
             peer=check.peer,
@@ -81,7 +96,7 @@ class FingerprintReads:
             note=None,
             landed=lambda word, _: self._landed(check, rank, index, word),
             lost=lambda error: self._end(check, error),
-            doomed=lambda error: self._end(check, error),
+            doomed=doomed,
             is_header=True,
         )
 

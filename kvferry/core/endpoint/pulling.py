@@ -79,7 +79,10 @@ class Puller:
         self._peers = Peers(
             transport=transport,
             fingerprints=FingerprintReads(
-                self._words, clock=clock, patience=options.handshake_timeout
+                self._words,
+                clock=clock,
+                patience=options.handshake_timeout,
+                doomed=self._doomed_word,
             ),
             transfers=transfers,
             aside=self._aside,

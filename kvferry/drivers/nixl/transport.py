@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -95,6 +96,7 @@ class NixlTransport(Transport):
         self._table = Table()
         self._peers: dict[PeerId, Peer] = {}
         self._parked = Parked()
+        self._meeting = threading.Lock()
         self._jobs: dict[TransferId, Job] = {}
         self._ids = itertools.count(1)
 
@@ -173,10 +175,12 @@ class NixlTransport(Transport):
         regions = wire.regions_of(theirs)
         connections = self._connections(theirs)
         keys = frozenset(span.key for span in theirs.spans)
-        # A copy, here and below: other calls may change it meanwhile.
-        known = next((i for i, p in list(self._peers.items()) if p.name == theirs.name), None)
+        known = self._known(theirs.name)
         if known is None:
-            return self._met(theirs, regions, connections, keys)
+            with self._meeting:  # another address of the same peer may come at the same time
+                known = self._known(theirs.name)
+                if known is None:
+                    return self._met(theirs, regions, connections, keys)
         if connections != self._peers[known].connections:
             raise ConnectError(
                 f"an address of {theirs.name}, which is connected, leads elsewhere than that one"
@@ -328,6 +332,10 @@ class NixlTransport(Transport):
             return metadata.parsed(self._agent.metadata())
         except FormatError:
             return None
+
+    def _known(self, name: str) -> PeerId | None:
+        # A copy, here and below: other calls may change it meanwhile.
+        return next((i for i, p in list(self._peers.items()) if p.name == name), None)
 
     def _met(
         self,

@@ -125,10 +125,16 @@ class Host:
                 self._say(self._lines[stored.line], stored)
         for message in self.worker.messages():
             self._hear(message)
+            # At once: any number of hellos may have come with one turn.
+            busy |= self._greet()
+        return self._greet() or busy
+
+    def _greet(self) -> bool:
+        """Answer the hellos that need not wait; whether there were any."""
+        waited = len(self._waiting)
         while self._waiting and not self.worker.closing:
             self._answer(self._waiting.popleft())
-            busy = True
-        return busy
+        return len(self._waiting) < waited
 
     @property
     def taken(self) -> bool:
@@ -229,7 +235,7 @@ class Host:
             self._notes.append(Notification(sender=visitor.caller, payload=payload))
 
     def _meet(self, hello: Hello) -> None:
-        """Close the earlier line of a caller, and then answer.
+        """Close the earlier line of a caller, or forget it if it waits, and then answer.
 
         A hello that is not for this transport is dropped, with nothing of it used: that it has the
         random instance shows that its caller was admitted to a handshake.
@@ -239,6 +245,9 @@ class Host:
         for visitor in list(self._lines.values()):
             if (visitor.caller, visitor.lane) == (hello.caller, hello.lane):
                 self._part(visitor)
+        for earlier in list(self._waiting):
+            if (earlier.caller, earlier.lane) == (hello.caller, hello.lane):
+                self._waiting.remove(earlier)
         self._waiting.append(hello)
 
     def _may_wait(self, hello: Hello) -> bool:

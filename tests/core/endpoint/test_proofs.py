@@ -14,14 +14,20 @@ import pytest
 from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.endpoint.words import SlotTable
-from kvferry.core.errors import HandshakeError, KVFerryError, TicketError, TicketReason
+from kvferry.core.errors import (
+    HandshakeError,
+    KVFerryError,
+    TicketError,
+    TicketReason,
+    TransportError,
+)
 from kvferry.core.handshake import HandshakeServer, engine_info
 from kvferry.core.handshake.call import Call
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey
 from kvferry.core.security.proof import FINGERPRINT_BYTES, fingerprint
-from kvferry.core.transport import PeerId, State, Status, TransferId
+from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.wire import encode
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.endpoint.engines import (
@@ -342,6 +348,57 @@ def test_a_driver_that_fails_to_read_the_fingerprint_fails_that_load_only() -> N
         assert "a bug of the driver's" in str(failure(decode, "d-1", ticket, [5, 6]))
         clock.skip(1.0)
         loads(decode, "d-2", ticket)
+
+
+class Dooming(Watched):
+    """Of a peer that is chosen, the next read is known to fail, and quiet only when its peer is
+    disconnected, as over nixl."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dooms = False
+        self.doomed: dict[TransferId, PeerId] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        transfer = super().read(peer, copies, notify)
+        if self.dooms:
+            self.dooms, self.doomed[transfer] = False, peer
+        return transfer
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        found = super().poll(transfers)
+        return [
+            self._status(self.doomed[transfer]) if transfer in self.doomed else status
+            for transfer, status in zip(transfers, found, strict=True)
+        ]
+
+    def _status(self, peer: PeerId) -> Status:
+        gone = peer in self.disconnected
+        return Status(
+            state=State.FAILED if gone else State.DOOMED, error=TransportError("no such memory")
+        )
+
+
+def test_a_fingerprint_whose_read_fails_leaves_none_on_a_connection_that_others_use() -> None:
+    """It would be polled for ever, and keep its word of the scratch memory."""
+    clock, driver = Clock(), Dooming()
+    with (
+        engine("prefill", ticket_key=KEY) as prefill,
+        engine("decode", transport=lambda: driver, clock=clock) as decode,
+        relaying(prefill, OTHER) as relay,
+    ):
+        genuine = prefill.serve("p-1", [1, 2], 8)
+        loads(decode, "d-1", genuine)
+        made_up = proved(replace(genuine, proof=None, port=relay.port), OTHER)
+        driver.dooms = True
+        assert "no such memory" in str(failure(decode, "d-2", made_up, [5, 6]))
+        eventually(lambda: bool(driver.disconnected), "nothing less ends the read")
+        clock.skip(1.0)
+        loads(decode, "d-3", prefill.serve("p-2", [1, 2], 8))
 
 
 def test_the_header_stands_before_the_slots_and_is_nobody_s_slot() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import msgspec
 import numpy as np
@@ -11,9 +12,12 @@ import pytest
 from kvferry.core.copies import copies_between
 from kvferry.core.errors import ConnectError
 from kvferry.core.memory import region_of
-from kvferry.core.transport import State
+from kvferry.core.transport import PeerId, State
 from kvferry.drivers.nixl import NixlTransport
 from kvferry.drivers.nixl import address as wire
+from kvferry.drivers.nixl.agent import Agent
+from kvferry.drivers.nixl.parked import Parked
+from kvferry.drivers.nixl.peer import Peer
 from tests.drivers.hostile import counted
 from tests.drivers.nixl.test_transport import Make, make
 from tests.drivers.ucx.helpers import ended, until
@@ -104,3 +108,24 @@ def test_one_that_nixl_did_not_take_is_taken_when_it_is_right(make: Make) -> Non
     with pytest.raises(ConnectError, match="NIXL does not connect"):
         one.connect(changed(honest.address(), metadata=forged))
     assert reads(one, honest)
+
+
+def test_two_addresses_of_one_peer_that_come_at_once_lead_to_one_connection(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the end of one of them would be the end of what the other one reads."""
+    one, honest = make(), make()
+    address, found = honest.address(), list[PeerId]()
+    second = threading.Thread(target=lambda: found.append(one.connect(changed(address))))
+    meet = Parked.meet
+
+    def beside(parked: Parked, peer: Peer, agent: Agent) -> None:
+        if second.ident is None:
+            second.start()
+            second.join(0.5)  # it has to wait for this one
+        meet(parked, peer, agent)
+
+    monkeypatch.setattr(Parked, "meet", beside)
+    first = one.connect(address)
+    second.join()
+    assert found == [first]

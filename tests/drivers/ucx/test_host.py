@@ -177,3 +177,23 @@ def test_beyond_so_many_that_wait_hellos_are_dropped(monkeypatch: pytest.MonkeyP
     worker.closing = False
     host.turn()
     assert worker.connected == [worker_of(0), worker_of(1)]
+
+
+def test_hellos_that_come_at_once_and_need_not_wait_are_all_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 2)
+    host, worker = hosted()
+    greetings = [hello(bytes([n]) * 16, str(n), worker_of(n)) for n in range(5)]
+    hear(host, worker, *greetings)
+    assert worker.connected == [worker_of(number) for number in range(5)]
+
+
+def test_a_caller_that_begins_again_while_it_waits_has_one_line() -> None:
+    """The first would answer to nothing, and hold up every deregistration."""
+    host, worker = hosted()
+    worker.closing = True
+    hear(host, worker, hello(LINE, "one", worker_of(1)), hello(OTHER, "one", worker_of(2)))
+    worker.closing = False
+    host.turn()
+    assert worker.said == [(worker_of(2), Welcome(OTHER, []))]
