@@ -91,10 +91,10 @@ def payload(
     *,
     engine: str = "prefill",
     incarnation: int = 5,
-    address: bytes = bytes(600),
+    address: bytes | None = None,
     slots: Region = SLOTS,
 ) -> bytes:
-    """What a rank publishes, as it is served."""
+    """What a rank publishes, as it is served; by default with an address of its own."""
     return encode(
         RankPayload(
             oldest=OLDEST_PROTOCOL,
@@ -106,7 +106,7 @@ def payload(
             agreement={"model": "a model of 80 layers", "cache dtype": "bfloat16"},
             layout=layout,
             driver="nixl",
-            address=address,
+            address=f"{engine} {rank}".encode().ljust(600) if address is None else address,
             slots=slots,
             lease=30.0,
         )

@@ -40,6 +40,8 @@ TARGET = "≤ 1.1"
 """Nothing that can be measured."""
 LEAST = 1e-6
 """A microsecond, or a millionth of a core: nothing that was measured is less."""
+SECRET = "KVFERRY_BENCHMARK_SECRET"
+"""Signs the tickets of producers that are not there, and names itself."""
 STEPS = 100
 """In a row; their median is one measurement. Few, so that engines take turns often."""
 MOST = 100
@@ -147,6 +149,7 @@ class Engine:
 
     def _ticket(self, index: int, engine: str = "prefill") -> dict[str, Any]:
         from kvferry.core.lifecycle.holds import Hold
+        from kvferry.core.security import TicketSecrets
         from kvferry.integrations.vllm.ticket import Offer, Sizes
 
         return Offer(
@@ -162,7 +165,7 @@ class Engine:
             digest=bytes(16),
             computed=True,
             sizes=Sizes(),
-        ).params()
+        ).params(TicketSecrets.of([SECRET]))
 
     def _settle(self, what: str, count: int) -> None:
         """Wait until all that begins with it is over: handshakes, first renewals, first posts."""
@@ -220,13 +223,18 @@ def _connector(transport: NoTransport) -> tuple[Any, Any]:
     from kvferry.integrations.vllm.connector import KVFerryConnector
     from kvferry.integrations.vllm.worker import FerryWorker
 
+    os.environ[SECRET] = SECRET
     config = vllm_worker.config(1)
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="KVFerryConnector",
         kv_connector_module_path="kvferry.integrations.vllm",
         kv_role="kv_both",
         engine_id="engine",
-        kv_connector_extra_config={"verify_prompt": False, "kv_lease_duration": LONG},
+        kv_connector_extra_config={
+            "verify_prompt": False,
+            "kv_lease_duration": LONG,
+            "ticket_secrets": [f"env:{SECRET}"],
+        },
     )
     caches = vllm_worker.cache_config(1, SLOTS, engines.HEADS)
     with set_current_vllm_config(config):
@@ -257,6 +265,7 @@ def _request(name: str, params: dict[str, Any]) -> Any:
         _all_token_ids=list(range(TOKENS)),
         num_prompt_tokens=TOKENS,
         num_computed_tokens=0,
+        num_tokens=TOKENS,
         max_tokens=1,
         kv_transfer_params=params,
         lora_request=None,

@@ -25,7 +25,7 @@ from kvferry.core.errors import HandshakeError, TicketError, WireError
 from kvferry.core.handshake import engine_info, fetch, ping
 from kvferry.core.handshake.sockets import encrypt
 from kvferry.core.lifecycle.holds import Hold
-from kvferry.core.security import OPEN, Access, TicketSecrets, generate
+from kvferry.core.security import OPEN, Access, TicketKey, TicketSecrets, generate
 from kvferry.integrations.vllm import ticket as tickets
 from tests.core.messages import payload
 from tests.faults.cells import figure
@@ -41,6 +41,7 @@ MEMORY = 32 << 20
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120 + INPUTS // 100)]
 
 SECRETS = TicketSecrets.of(["a secret of both engines"])
+TICKET_KEY = TicketKey()
 SERVER, CLIENT = generate(), generate()
 RANKS = [wire.encode(payload(rank)) for rank in (0, 1)]
 TICKET = tickets.Offer(
@@ -78,7 +79,7 @@ def decode_ticket(data: bytes) -> None:
 
 
 def wrong_ticket(mutator: Mutator) -> bytes:
-    right = TICKET.params(SECRETS if mutator.random.random() < 0.2 else None)
+    right = TICKET.params(SECRETS if mutator.random.random() < 0.2 else None, TICKET_KEY)
     wrong = {key: mutator.tree(value) for key, value in right.items()}
     which = mutator.random.choice(list(right))
     return json.dumps(right | {which: wrong[which]}, default=repr).encode()

@@ -469,6 +469,8 @@ class Peers:
         self, key: PeerKey, shake: Handshake, peer: Peer, error: KVFerryError | None
     ) -> None:
         """The fingerprint of a peer is that of its key, or not."""
+        if error is None and not all(map(self._connections.is_open, peer.ids.values())):
+            error = ConnectError(f"a connection to engine {key.engine} was lost meanwhile")
         if error is not None:
             self.forget(peer)
         self._made(key, shake, error or peer)

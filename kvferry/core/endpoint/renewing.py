@@ -101,6 +101,8 @@ class Renewer:
             return None
         renewal = self._renewals.begin(peer.parties, lease=peer.lease, now=now, at_once=at_once)
         self._targets[renewal] = _Target(peer=peer, hold=hold, ended=ended)
+        if not self._peers:  # most loads are over before, and cost no heartbeat
+            self._next_heartbeat = now + HEARTBEAT_SECONDS
         self._peers[peer] += 1
         return renewal
 

@@ -65,8 +65,9 @@ class _Held:
     readers: dict[str, set[int]] = field(default_factory=dict)
     """Consumer engine to the ranks that need the hold no longer."""
     alive: float = -math.inf
-    """Until when there was a sign of life that no claimant gave: it was ordered or became ready, or
-    was renewed by who claims nothing."""
+    """When it was ordered or became ready."""
+    renewed: float = -math.inf
+    """When it was last renewed by who claims nothing; often before it is ordered."""
     claimants: set[_Claimant] = field(default_factory=set)
 
 
@@ -159,7 +160,7 @@ class HoldKeeper:
         if held.lease is not None and held.is_ready:
             self._set_deadline(held, now + held.lease)
         if not self._claim(held, message, now):
-            held.alive = max(held.alive, now + (held.lease or 0.0) / ANONYMOUS_PART)
+            held.renewed = now
         return Verdict.RENEWED
 
     def heartbeat(self, message: Heartbeat, now: float) -> Verdict:
@@ -181,7 +182,7 @@ class HoldKeeper:
             At least 0; ``None`` where there is no such hold, or no ticket for it yet.
         """
         held = self._find(hold)
-        return None if held is None or held.lease is None else self._age(held, now)
+        return None if held is None or held.lease is None else self._age(held, held.lease, now)
 
     def silent(self, now: float, beyond: float, limit: int) -> list[Silence]:
         """Ticketed holds of at least an age, the oldest first.
@@ -193,8 +194,11 @@ class HoldKeeper:
             beyond: seconds.
             limit: how many at most.
         """
-        ticketed = [held for held in self._held.values() if held.lease is not None]
-        aged = [(self._age(held, now), held) for held in ticketed]
+        aged = [
+            (self._age(held, held.lease, now), held)
+            for held in self._held.values()
+            if held.lease is not None
+        ]
         old = [each for each in aged if each[0] >= beyond]
         return [
             Silence(
@@ -267,9 +271,9 @@ class HoldKeeper:
         known = held is not None and held.hold.generation == message.generation
         return held if known and message.incarnation == self._incarnation else None
 
-    def _age(self, held: _Held, now: float) -> float:
+    def _age(self, held: _Held, lease: float, now: float) -> float:
         signs = max((self._heard[claimant] for claimant in held.claimants), default=-math.inf)
-        return max(0.0, now - max(signs, held.alive))
+        return max(0.0, now - max(signs, held.alive, held.renewed + lease / ANONYMOUS_PART))
 
     def _claim(self, held: _Held, message: Renewal, now: float) -> bool:
         """Whether the hold is claimed by this message's engine now."""

@@ -172,9 +172,12 @@ class HoldLedger:
 
     def reset(self) -> None:
         """Give up every ticketed hold: its ticket becomes stale, its pages come back."""
-        ticketed = [(r, entry.hold) for r, entry in self._entries.items() if entry.ticketed]
-        self._ends.extend(sorted({hold for _, hold in ticketed} - set(self._ends)))
-        self._ending.update(request for request, _ in ticketed)
+        ticketed = {r: entry for r, entry in self._entries.items() if entry.ticketed}
+        self._ends.extend(sorted({entry.hold for entry in ticketed.values()} - set(self._ends)))
+        self._ending.update(ticketed)
+        self._oldest.clear()
+        for entry in ticketed.values():
+            self._let_go(entry)
 
     def give_up(self, silent: Iterable[Silence], pages: int) -> list[Silence]:
         """Give up the first of these holds until so many pages come back.

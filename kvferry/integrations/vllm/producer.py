@@ -199,7 +199,7 @@ class Producer:
                 f"of its prompt of {request.num_prompt_tokens} are gone: prefill with max_tokens 1",
             )
             return 0
-        if self._bounded and _for_another(request) and self._kept_whole(request):
+        if self._bounded and self._is_handed_over(request) and self._kept_whole(request):
             self._no_ticket(
                 request,
                 NoTicket.SCORED,

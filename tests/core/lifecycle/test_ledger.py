@@ -169,6 +169,17 @@ def test_what_was_given_up_is_sent_later_and_counts_once() -> None:
     assert bench.ledger.take_evicted() == ["a"]
 
 
+def test_what_a_reset_gave_up_is_not_evicted_as_well() -> None:
+    """Its pages come back anyway, and nobody is told that too much was held."""
+    bench = Limited()
+    holds = bench.hold("a", 1, 2), bench.hold("b", 3, 4)
+    bench.ledger.reset()
+    assert bench.ends() == holds
+    bench.hold("c", 5, 6)
+    assert bench.ledger.take_evicted() == []
+    assert not bench.ends()
+
+
 def test_pages_that_several_requests_share_count_once() -> None:
     bench = Limited()
     for number in range(8):

@@ -117,6 +117,19 @@ def test_an_older_consumer_counts_as_alive_for_a_third_of_a_lease() -> None:
     assert bench.ages(114.0, HOLDS[0]) == [3.0]
 
 
+def test_an_older_consumer_may_renew_before_the_hold_is_ordered() -> None:
+    """As most do: a ticket is often quicker than the next step's orders."""
+    keeper = HoldKeeper([0], INCARNATION)
+    keeper.take_on(RequestId("a"), HOLDS[0])
+    renewal = Renewal(incarnation=INCARNATION, slot=0, generation=HOLDS[0].generation)
+    assert keeper.renew(renewal, 100.0) is Verdict.RENEWED
+    keeper.order(HOLDS[0], LEASE, 100.5)
+    keeper.ready(HOLDS[0], 100.5)
+    assert keeper.age(HOLDS[0], 110.0) == 0.0
+    assert keeper.silent(110.0, GONE_SECONDS, 8) == []
+    assert keeper.age(HOLDS[0], 113.0) == 3.0
+
+
 def test_engines_are_forgotten_with_their_last_claim() -> None:
     bench = Bench()
     bench.claim(HOLDS[0], 101.0)
@@ -223,6 +236,15 @@ def test_what_was_given_up_or_is_another_hold_now_is_left_out() -> None:
     assert bench.ledger.give_up([first, strange], 2) == []
     bench.ledger.sent(second.request)
     assert bench.ledger.give_up([second], 2) == []
+
+
+def test_what_a_reset_gave_up_is_left_out() -> None:
+    bench = Ledger()
+    bench.ledger.reset()
+    ends = bench.ledger.drain().ends
+    assert bench.ledger.give_up(bench.silences(5, 3), 4) == []
+    assert (len(ends), bench.ledger.ticketed, bench.ledger.held_pages) == (8, 0, 0)
+    assert not bench.ledger.drain()
 
 
 def test_pages_are_to_come_back_until_the_last_is_sent() -> None:

@@ -296,6 +296,17 @@ class TestProducer:
         assert caplog.text.count("kv_role") == 1
         assert 'set "kv_producer" or "kv_both"' in caplog.text
 
+    def test_consumer_names_one_reason_for_a_prompt_that_is_scored(self) -> None:
+        figures = Figures(driver="loopback")
+        group = CacheGroup(index=0, tokens=16, window=32)
+        made = producer(tail=1, groups=[group], figures=figures, hands_over=False)
+        each = request(40, PREFILL)
+        each.skip_reading_prefix_cache = True
+        made.on_new_request(each)
+        made.take_on(each)
+        assert made.finished(each, [[1, 2, 3]], SERVING) is None
+        assert figures.take() == {"tickets_not_made": {"loopback": {"role": 1}}}
+
 
 class Passes:
     """Scheduling passes of an engine of two ranks that holds eight requests of two blocks each."""

@@ -132,7 +132,7 @@ def proof_of_another(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     [
         (20, next_blocks, "altered on its way"),
         (22, blocks_of_another, "altered on its way"),
-        (24, without_proof, "the proof was taken away"),
+        (24, without_proof, "neither a proof nor a signature"),
         (26, proof_of_another, "altered on its way"),
     ],
 )
