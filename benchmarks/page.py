@@ -52,6 +52,7 @@ PARTS = (
     Part(name="replies", title="what hostile replies cost"),
     Part(name="fence", title="what the fence costs"),
     Part(name="proofs", title="what proofs of tickets cost"),
+    Part(name="orphaned", title="how long prefill stands still when decode dies"),
     Part(name="gpu", title="VRAM to VRAM"),
 )
 

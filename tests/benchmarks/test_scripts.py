@@ -64,6 +64,8 @@ def test_end_to_end(tmp_path: Path) -> None:
         pytest.param("request", marks=pytest.mark.vllm),
         pytest.param("steps", marks=pytest.mark.vllm),
         pytest.param("channel", marks=pytest.mark.vllm),  # a thousand clients take their time
+        pytest.param("replies", marks=pytest.mark.vllm),  # likewise: many that mean no good
+        pytest.param("orphaned", marks=pytest.mark.vllm),
         "fence",
         "proofs",
         pytest.param("nixl", marks=nixl),

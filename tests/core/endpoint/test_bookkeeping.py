@@ -263,6 +263,7 @@ class Renewing:
     def __init__(self) -> None:
         self.now = 0.0
         self.reads: list[WordRead] = []
+        self.told: list[object] = []
         self.cancelled: list[object] = []
         self.lost: list[tuple[object, int, KVFerryError]] = []
         self.doomed: list[tuple[object, int, KVFerryError]] = []
@@ -270,7 +271,7 @@ class Renewing:
         self.renewer = Renewer(
             engine="decode",
             life=5,
-            notify=lambda peer, payload: None,
+            notify=lambda peer, _: self.told.append(peer),
             words=self,  # type: ignore[arg-type]
             transfers=self,  # type: ignore[arg-type]
             clock=lambda: self.now,
@@ -318,6 +319,24 @@ def test_a_hold_is_renewed_with_every_rank_and_ends_when_one_that_is_read_lost_i
     assert len(renewing.ended) == 1
     renewing.renewer.end(renewal)
     assert renewing.due(100.0) == []
+
+
+def test_a_heartbeat_a_second_tells_whoever_knows_them_and_none_is_for_a_short_load() -> None:
+    renewing, peer = Renewing(), FakePeer()
+    peer.heartbeats = {0: "first rank", 2: "second rank"}
+    renewing.now = 100.0
+    short = renewing.begin(peer, at_once=False)
+    renewing.due(100.9)
+    renewing.renewer.end(short)
+    renewing.due(101.5)
+    assert renewing.told == []
+    renewing.begin(peer)
+    renewing.begin(FakePeer())
+    renewing.due(102.4)
+    assert renewing.told == []
+    for now in (102.5, 103.4, 103.5):
+        renewing.due(now)
+    assert renewing.told == ["first rank", "second rank"] * 2
 
 
 def test_who_knows_no_renewals_is_not_asked_for_any() -> None:
