@@ -104,8 +104,9 @@ def timed(work: Callable[[], object]) -> common.Way:
 def measured(blocks: int, rounds: int) -> list[rows.Row]:
     """What each step costs more on tickets of so many blocks."""
     made, prompt = offer(blocks), blocks * TOKENS
-    plain, proved = made.params(), made.params(None, KEY)
-    tickets = read(plain, prompt=prompt), read(proved, prompt=prompt)
+    # Both are signed: a ticket that is neither signed nor proved is not read.
+    plain, proved = made.params(SECRETS), made.params(SECRETS, KEY)
+    tickets = read(plain, SECRETS, prompt=prompt), read(proved, SECRETS, prompt=prompt)
     ranks = [payload(blocks)]
     limits = page_limits(ranks)
 
@@ -119,9 +120,9 @@ def measured(blocks: int, rounds: int) -> list[rows.Row]:
             lambda: made.params(SECRETS, KEY),
             lambda: made.params(SECRETS),
         ),
-        "per load, in the scheduler half": (
-            lambda: read(proved, prompt=prompt),
-            lambda: read(plain, prompt=prompt),
+        "per load, in the scheduler half, with ticket_secrets": (
+            lambda: read(proved, SECRETS, prompt=prompt),
+            lambda: read(plain, SECRETS, prompt=prompt),
         ),
         "per load and rank": (lambda: check(tickets[1]), lambda: check(tickets[0])),
     }
