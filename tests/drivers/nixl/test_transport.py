@@ -14,9 +14,11 @@ import pytest
 
 from kvferry.core import registry
 from kvferry.core.copies import Copies, Segment, copies_between
+from kvferry.core.endpoint.fencing import fitting
 from kvferry.core.errors import DriverError, TransportUsageError
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import Quiescence, State, TransferId
+from kvferry.core.wire import Release, encode
 from kvferry.drivers.nixl import NixlTransport
 from kvferry.testing.contract.killing import killed_soon
 from kvferry.testing.peers import Process
@@ -46,6 +48,18 @@ def test_the_registry_finds_it() -> None:
     assert report.capabilities is not None
     assert "cpu" in report.capabilities.memory
     assert report.capabilities.quiescence is Quiescence.AFTER_DISCONNECT
+
+
+@pytest.mark.parametrize("name", ["x" * 100, "x" * 200])
+def test_what_is_said_of_forty_holds_fits_its_notifications(make: Make, name: str) -> None:
+    notes = [
+        Release(incarnation=1, slot=slot, generation=1, engine=name, rank=0, expected=1)
+        for slot in range(40)
+    ]
+    limit = make().capabilities.max_notification
+    parts = list(fitting(notes, limit))
+    assert [note for part in parts for note in part] == notes
+    assert max(len(encode(part)) for part in parts) <= limit
 
 
 @pytest.mark.parametrize(
