@@ -73,6 +73,18 @@ def test_a_producer_that_lives_is_left_alone() -> None:
         assert driver.links == 1
 
 
+def test_nobody_is_watched_when_the_endpoint_is_closed() -> None:
+    def watching() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "kvferry-watch"}
+
+    before = watching()
+    with engine("prefill") as prefill, engine("decode") as decode:
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [3])
+        assert not decode.outcome("d-1").failed
+        assert len(watching() - before) == 1
+    eventually(lambda: watching() <= before, "the watch ends")
+
+
 def test_another_start_at_the_same_address_is_another_producer() -> None:
     driver = Watched()
     with (
