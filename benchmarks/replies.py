@@ -56,7 +56,7 @@ NAME = "engine-{:08}"
 CHANNELS, KEYS, INNER = 100, 2, 8192
 """What the decode engine holds: a plan for it can be made long."""
 STRIDE = 1 << 20
-FIELDS_PER_RANK, RANKS = 5_000, 6
+FIELDS_PER_RANK, RANKS = 5_000, 3
 """Some 370 kB, as much as a short reply may have, and all ranks as many as an engine may have."""
 RUNS = 700
 """Two fields of so many runs, squared, take most of the work that is allowed."""
@@ -142,7 +142,7 @@ def _plain(value: Any) -> Any:
 
 
 KINDS: dict[str, Callable[[], list[Layout]]] = {
-    "30,000 fields in 6 ranks": partial(many_fields, RANKS),
+    "15,000 fields in 3 ranks": partial(many_fields, RANKS),
     "5,000 fields in one rank": partial(many_fields, 1),
     "a layout that is long to check": much_to_check,
     "layouts that are long to plan": much_to_plan,

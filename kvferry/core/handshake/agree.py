@@ -19,7 +19,7 @@ from kvferry.core.wire import (
 )
 
 UPGRADE = "upgrade the older of the two engines"
-MAX_ENGINE_FIELDS = 1 << 15
+MAX_ENGINE_FIELDS = 1 << 14
 """Of all ranks together: 64 ranks of 80 layers have 10,240. To let go of them all takes some 10 ms,
 in which nothing else runs."""
 BYTES_PER_STEP = 8
