@@ -133,7 +133,7 @@ class Watch:
         if _port(connection) != _listening(self._channel):
             connection.close()
             return
-        self._open[fd] = _Connection(socket=connection)
+        self._open[fd] = self._busy[fd] = _Connection(socket=connection)  # it may have sent already
         self._numbers[connection.fileno()] = fd
         self._arrivals.register(connection.fileno(), ARRIVAL)
         if len(self._open) > _most():
