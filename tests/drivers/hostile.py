@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import struct
 import subprocess
@@ -22,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -286,7 +286,9 @@ class Tried:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(struct.pack("<I", len(data)) + data)
             process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], ANSWER_SECONDS)
+        ready = wait(
+            [process.stdout.fileno()], ANSWER_SECONDS
+        )  # select takes no descriptor above 1023
         answer = process.stdout.readline().decode().strip() if ready else ""
         if answer:
             return answer
