@@ -286,9 +286,8 @@ class Tried:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(struct.pack("<I", len(data)) + data)
             process.stdin.flush()
-        ready = wait(
-            [process.stdout.fileno()], ANSWER_SECONDS
-        )  # select takes no descriptor above 1023
+        # Not select, which takes no descriptor above 1023.
+        ready = wait([process.stdout.fileno()], ANSWER_SECONDS)
         answer = process.stdout.readline().decode().strip() if ready else ""
         if answer:
             return answer
