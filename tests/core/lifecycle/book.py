@@ -6,6 +6,7 @@ ended, so that a page given back, or a read found stale, can be asked for its re
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
@@ -35,7 +36,9 @@ class Standing:
     claims: set[tuple[str, int]] = field(default_factory=set)
     """Consumer engines, and which start of them."""
     alive: float = 0.0
-    """Until when somebody else gave a sign of life."""
+    """When it was ordered or became ready."""
+    renewed: float = -math.inf
+    """When who claims nothing last renewed it, if only before it was ordered."""
 
 
 class Book:
@@ -83,7 +86,7 @@ class Book:
             standing.claims.add((renewal.engine, renewal.life))
             self._signs[renewal.engine, renewal.life] = now
         else:
-            standing.alive = max(standing.alive, now + (standing.lease or 0.0) / 3)
+            standing.renewed = now
         return Verdict.RENEWED
 
     def beaten(self, heartbeat: Heartbeat, now: float) -> Verdict:
@@ -97,11 +100,13 @@ class Book:
 
     def ages(self, now: float) -> dict[Hold, float]:
         """For how long nobody gave a sign of life for each hold that has a ticket."""
-        return {
-            hold: max(0.0, now - max([standing.alive, *(self._signs[c] for c in standing.claims)]))
-            for hold, standing in self.standing.items()
-            if standing.lease is not None
-        }
+        ages = {}
+        for hold, standing in self.standing.items():
+            if standing.lease is not None:
+                claimed = (self._signs[claimant] for claimant in standing.claims)
+                signs = [standing.alive, standing.renewed + standing.lease / 3, *claimed]
+                ages[hold] = max(0.0, now - max(signs))
+        return ages
 
     def expire(self, now: float) -> list[RequestId]:
         holds = self.standing.items()
