@@ -5,10 +5,10 @@
 As many handshakes at once as an endpoint may have under way, each with another engine, and every
 engine answers with the worst of its kind that a peer may say. Decode is a real endpoint in a
 process of its own, with a thread beside it that wants to do something every millisecond: how late
-it does is how long it was stopped, by the interpreter's lock, the garbage collector or the machine.
-The machine only adds to that, so the best round counts. The engines are in another process. Memory
-is the most that the decode process had since before the first handshake, so it also has what is
-left of the kinds before. "nobody answers" is the same requests for engines that take the
+it does is how long it was stopped, by the interpreter's lock, the garbage collector or the machine;
+the worst round counts. The engines are in another process. Memory is the most that the decode
+process had since before the first handshake, so it also has what is left of the kinds before.
+"nobody answers" is the same requests for engines that take the
 connection and say nothing.
 """
 
@@ -270,13 +270,10 @@ class Decode:
         return self._late, float(side.peak() - self._base), took
 
     def _tick(self) -> None:
-        """On a busy machine a thread waits for others' processes too: where this process did less
-        than the thread was late, that is how long it was stopped by it."""
         while not self._stop.is_set():
-            before, cpu = time.perf_counter(), time.process_time()
+            before = time.perf_counter()
             time.sleep(TICK_SECONDS)
-            late = time.perf_counter() - before - TICK_SECONDS
-            self._late = max(self._late, min(late, time.process_time() - cpu))
+            self._late = max(self._late, time.perf_counter() - before - TICK_SECONDS)
 
     def _load(self, port: int) -> Load:
         number = next(self._numbers)
@@ -340,10 +337,9 @@ def _measured(options: argparse.Namespace) -> Iterator[rows.Row]:
 
 def _rows(kind: str, found: common.Times) -> Iterator[rows.Row]:
     late, nbytes, took = found
-    late = late.min(keepdims=True)  # what else the machine does only makes it later
     for what, figures, unit, ratios, of, target in (
         (
-            "another thread stopped, in the round that was best",
+            "another thread stopped, at most",
             late * 1e3,
             "ms",
             late / MOST_SECONDS,

@@ -150,22 +150,29 @@ def _stand_together(held: Iterable[_Held]) -> bool:
 
 
 def _cut(held: Sequence[_Held]) -> Iterator[_Held]:
-    """The same in so many parts that they do; what disagrees on encodings stands alone."""
-    where: dict[str, list[int]] = {}
-    encodings: dict[str, set[str]] = {}
+    """The same in so many parts that they do; what disagrees on encodings stands alone.
+
+    A peer publishes thousands of fields, and all that is made per field here is numbers: a list or
+    a tuple for each would have the garbage collector look at the whole process again and again.
+    """
+    holders: dict[str, int] = {}  # which of ``held`` have it, as a number for each such set
+    sets: dict[tuple[int, int], int] = {}
+    encodings: dict[str, str] = {}
+    alone: dict[str, int] = {}
     for number, (_, _, alike) in enumerate(held):
         for key, encoding in zip(alike.keys, alike.encodings, strict=True):
-            where.setdefault(key, []).append(number)
-            encodings.setdefault(key, set()).add(encoding)
-    numbers: dict[object, int] = {}
-    order: dict[str, tuple[int, int]] = {}
-    for place, (key, found) in enumerate(where.items()):
-        holders = tuple(found) if len(encodings[key]) == 1 else key
-        order[key] = numbers.setdefault(holders, len(numbers)), place
+            holders[key] = sets.setdefault((holders.get(key, 0), number), len(sets) + 1)
+            if encodings.setdefault(key, encoding) != encoding:
+                alone[key] = -len(alone) - 1
+    numbers: dict[int, int] = {}
+    order: dict[str, int] = {}  # the part's number, and then the field's
+    for place, (key, found) in enumerate(holders.items()):
+        part = numbers.setdefault(alone.get(key, found), len(numbers))
+        order[key] = part * len(holders) + place
     for side, rank, alike in held:
         index = sorted(range(len(alike.keys)), key=lambda i: order[alike.keys[i]])
-        for _, part in groupby(index, key=lambda i: order[alike.keys[i]][0]):
-            yield side, rank, alike.at(list(part))
+        for _, some in groupby(index, key=lambda i: order[alike.keys[i]] // len(holders)):
+            yield side, rank, alike.at(list(some))
 
 
 def coverage(key: str, local: Side, remote: Side) -> list[list[Piece]]:

@@ -107,18 +107,25 @@ def _published(
     """
     ask = Ask(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)
     try:
+        return _payloads(_asked(call, ask, deadline))
+    except HungUpError as exc:
+        # Only what it says: with its traceback it would keep all that is made of the answer until
+        # the garbage collector comes, which would stop everything to let go of it.
+        closed = str(exc)
+    long.enter_context(reading.room(deadline))
+    call.longest = MAX_REPLY_BYTES
+    try:
         reply = _asked(call, ask, deadline)
-    except HungUpError as closed:
-        long.enter_context(reading.room(deadline))
-        call.longest = MAX_REPLY_BYTES
-        try:
-            reply = _asked(call, ask, deadline)
-        except AdmissionError:
-            raise
-        except HandshakeError as exc:
-            raise HandshakeError(
-                f"{closed}, or its answer has more than {MAX_REPLY_BYTES} bytes"
-            ) from exc
+    except AdmissionError:
+        raise
+    except HandshakeError as exc:
+        raise HandshakeError(
+            f"{closed}, or its answer has more than {MAX_REPLY_BYTES} bytes"
+        ) from exc
+    return _payloads(reply)
+
+
+def _payloads(reply: Reply) -> Payloads:
     if not isinstance(reply, Payloads):
         raise _unexpected(reply)
     return reply

@@ -35,7 +35,7 @@ class Line:
     def __init__(self, call: Call, wake: socket.socket | None = None) -> None:
         self._call = call
         self._wake = wake
-        self._ended: HandshakeError | None = None
+        self._ended: tuple[int, int] | None = None  # no error: that would refer to what asks here
         self._unanswered = 0
         call.access.check_server(call.key)
         call.numeric = numeric_hosts(call.host, call.port, call.timeout)
@@ -109,13 +109,12 @@ class Line:
 
     def _wait(self, seconds: float) -> dict[object, int]:
         if self._ended is not None:
-            raise self._ended
+            raise self._call.why_ended(*self._ended)
         ready: dict[object, int] = dict(self._poller.poll(max(math.ceil(seconds * 1e3), 0)))
         if self._monitor in ready and self._channel not in ready:
             if not self._channel.poll(0):
-                event, value = struct.unpack("=hi", self._monitor.recv_multipart()[0])
-                self._ended = self._call.why_ended(event, value)
-                raise self._ended
+                self._ended = struct.unpack("=hi", self._monitor.recv_multipart()[0])
+                raise self._call.why_ended(*self._ended)
             ready[self._channel] = zmq.POLLIN  # the answer came, and then the end
         return ready
 

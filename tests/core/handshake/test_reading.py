@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -17,9 +18,11 @@ from kvferry.core.handshake.call import Call
 from kvferry.core.handshake.client import fetching
 from kvferry.core.handshake.reading import MAX_LONG_REPLIES, MAX_UNUSED_BYTES, Reading
 from kvferry.core.security import OPEN
+from kvferry.core.wire import RankPayload
 from tests.core.messages import encoded, payload
 
 LONG = 60.0
+FLEETING = 77
 LONG_RANKS = [payload(rank, address=bytes([rank]) * 400_000) for rank in range(3)]
 
 
@@ -88,6 +91,25 @@ def test_few_long_replies_are_received_at_once() -> None:
         )
         with pytest.raises(HandshakeError, match="its reply is long"):
             fetching(short, "prefill", reading).__enter__()
+
+
+@pytest.mark.parametrize("ranks", [1, len(LONG_RANKS)])
+def test_what_was_made_of_a_reply_goes_at_once(ranks: int) -> None:
+    """The garbage collector would stop all threads to let go of many of them."""
+    published = [
+        payload(r, address=bytes([r]) * 400_000, incarnation=FLEETING) for r in range(ranks)
+    ]
+    with HandshakeServer(encoded(*published), engine="prefill", incarnation=FLEETING) as server:
+        del published
+        gc.disable()
+        try:
+            info = fetch(server.host, server.port, "prefill", timeout=LONG)
+            assert len(info.ranks) == ranks
+            del info
+            left = [each for each in gc.get_objects() if isinstance(each, RankPayload)]
+            assert not [each for each in left if each.incarnation == FLEETING]
+        finally:
+            gc.enable()
 
 
 def test_a_short_reply_needs_no_room() -> None:
