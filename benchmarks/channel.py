@@ -30,11 +30,11 @@ import zmq
 from engines import Shape
 
 from kvferry.core.handshake import HandshakeServer
-from kvferry.core.handshake.call import Call
-from kvferry.core.handshake.line import Line
+from kvferry.core.handshake.connection import SideChannelConnection
+from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.server import BACKLOG
+from kvferry.core.messages import PayloadRequest, Payloads, Ping, Pong, decode_request, encode
 from kvferry.core.security import OPEN
-from kvferry.core.wire import Ask, Payloads, Ping, Pong, decode_request, encode
 
 NAME, INCARNATION = "prefill", 5
 LAST_SECONDS = 2.0
@@ -109,7 +109,7 @@ class Producer:
     def _answer(self) -> None:
         while True:
             *envelope, message = self._bare.recv_multipart()
-            is_ask = isinstance(decode_request(message), Ask)
+            is_ask = isinstance(decode_request(message), PayloadRequest)
             reply = self._reply if is_ask else encode(Pong(incarnation=INCARNATION))
             self._bare.send_multipart([*envelope, reply])
 
@@ -122,7 +122,7 @@ class Consumers:
         self._count = count
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._lines: list[Line] = []
+        self._lines: list[SideChannelConnection] = []
 
     def ready(self) -> bool:
         """It is made."""
@@ -182,15 +182,15 @@ def _fetched(port: int, context: Any) -> None:
     """What a consumer does but for the decoding, which is not the server's and would hold it up."""
     line = _line(port, context)
     try:
-        if not isinstance(line.ask(Ask(oldest=1, newest=1, engine=NAME)), Payloads):
+        if not isinstance(line.ask(PayloadRequest(oldest=1, newest=1, engine=NAME)), Payloads):
             raise SystemExit("it did not answer with payloads")
     finally:
         line.close()
 
 
-def _line(port: int, context: Any) -> Line:
-    return Line(
-        Call(
+def _line(port: int, context: Any) -> SideChannelConnection:
+    return SideChannelConnection(
+        Dialer(
             host="127.0.0.1",
             port=port,
             timeout=PATIENCE_SECONDS,

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.core.copies import Copies, Segment
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, State, Transport
+from kvferry.core.transport.copies import Copies, Segment
 
 Times = npt.NDArray[np.float64]
 Way = Callable[[], Sequence[float]]

@@ -13,7 +13,7 @@ import zmq
 from engines import Shape
 
 from kvferry.core.layout import Layout
-from kvferry.core.wire import Ask, Payloads, Ping, Pong, decode_request, encode
+from kvferry.core.messages import PayloadRequest, Payloads, Ping, Pong, decode_request, encode
 
 INCARNATION = 5
 
@@ -35,7 +35,7 @@ class Deployment:
         while True:
             *envelope, message = self._socket.recv_multipart()
             request = decode_request(message)
-            if isinstance(request, Ask):
+            if isinstance(request, PayloadRequest):
                 reply = encode(Payloads(ranks=engines.payloads(self._layouts, request.engine)))
             elif isinstance(request, Ping):
                 reply = encode(Pong(incarnation=INCARNATION))

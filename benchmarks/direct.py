@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.core.copies import Copies
 from kvferry.core.memory import CPU, Region
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.nixl import address, library
-from kvferry.drivers.nixl.options import Options
+from kvferry.drivers.nixl.options import NixlOptions
 
 
 def agent(region: Region, peer: bytes, threads: int) -> tuple[Any, str]:
@@ -36,7 +36,7 @@ def bare(threads: int) -> Any:
     sync = found.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     config = found.api.nixl_agent_config(backends=[], sync_mode=sync)
     # As the driver does: what spins on one side would take a core from both.
-    with found.patient(Options().progress_milliseconds):
+    with found.patient(NixlOptions().progress_milliseconds):
         made = found.api.nixl_agent(f"direct-{secrets.token_hex(8)}", config)
     made.create_backend("UCX", {"num_threads": str(threads)})
     return made

@@ -33,12 +33,12 @@ import latency
 import numpy as np
 import rows
 
-from kvferry.core.copies import Copies
 from kvferry.core.memory import Region
-from kvferry.core.registry import create, describe, installed
 from kvferry.core.transport import PeerId, Transport
-from kvferry.drivers.loopback.copying import Chunk, Runs
-from kvferry.drivers.loopback.process import vm_copy
+from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.registry import create, describe, installed
+from kvferry.drivers.loopback.chunked_copy import Chunk, CopyRuns
+from kvferry.drivers.loopback.procfs import vm_copy
 from kvferry.testing.memory import Buffer, Bytes
 
 KIB = 1 << 10
@@ -206,7 +206,7 @@ def _by_kernel(pid: int) -> Any:
 
 def _chunks(copies: Copies, *, write: bool) -> Iterator[Chunk]:
     """As loopback cuts it: at most so many iovecs as a call takes, and some for each thread."""
-    runs = Runs(len(copies))
+    runs = CopyRuns(len(copies))
     runs.fill(copies, write=write)
     start, share = 0, runs.total // (2 * KERNEL_THREADS)
     while start < runs.total:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.core.descriptors import Pages, ReadRequest
 from kvferry.core.layout import Axis, Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region
-from kvferry.core.wire import NEWEST_PROTOCOL, OLDEST_PROTOCOL, Coordinates, RankPayload, encode
+from kvferry.core.messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, Coordinates, RankPayload, encode
+from kvferry.core.planner.build_copies import Pages, ReadRequest
 
 HEADS, DIM, BLOCK, ELEMENT = 8, 128, 32, 2
 """KV heads of the model, a head's elements, tokens of a block, bytes of an element."""

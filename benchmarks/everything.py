@@ -24,7 +24,7 @@ import page
 import rows
 from rich.console import Console
 
-from kvferry.core.registry import describe, installed
+from kvferry.core.transport.registry import describe, installed
 
 HERE = Path(__file__).parent
 LIMIT_SECONDS = 600

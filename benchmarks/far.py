@@ -9,8 +9,8 @@ from typing import Any
 import direct
 
 from kvferry.testing.memory import Bytes, CpuBuffer
+from kvferry.testing.peer_process import PeerServer
 from kvferry.testing.peers import Process
-from kvferry.testing.server import Server
 
 MESSAGE, DONE = b"x" * 64, b"y" * 64
 """A notification that is sent back, and one that is not."""
@@ -45,7 +45,7 @@ class SmallBuffer(HugeBuffer):
 PAGES = {"huge": HugeBuffer, "small": SmallBuffer}
 
 
-class Echo(Server):
+class Echo(PeerServer):
     """Sends every notification back, as long as it is told to."""
 
     _agent: Any = None
@@ -84,7 +84,10 @@ class Far(Process):
     """A process with a driver's transport."""
 
     def __init__(self, driver: str, memory: str, nbytes: int) -> None:
-        arguments, factory = {"name": driver, "options": {}}, "kvferry.core.registry:create"
+        arguments, factory = (
+            {"name": driver, "options": {}},
+            "kvferry.core.transport.registry:create",
+        )
         super().__init__(factory, arguments, memory, nbytes, server="far:Echo", wait=False)
 
     def nothing(self) -> None:

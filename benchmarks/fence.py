@@ -25,17 +25,17 @@ import drivers
 import numpy as np
 import rows
 
-from kvferry.core.descriptors import Pages
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId, random_incarnation
-from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
-from kvferry.core.registry import create
-from kvferry.core.stats import LoadRecord
-from kvferry.core.wire import Coordinates, encode
+from kvferry.core.messages import Coordinates, encode
+from kvferry.core.metrics import LoadRecord
+from kvferry.core.planner.build_copies import Pages
+from kvferry.core.transport.registry import create
 
 KIB = 1 << 10
 BLOCK = 64 * KIB
@@ -103,7 +103,7 @@ def engine(
 def serve(driver: str, blocks: int, ranks: int) -> None:
     """In the other process: a ticket for each line."""
     incarnation = random_incarnation()
-    ledger = HoldLedger(blocks)
+    ledger = SchedulerHolds(blocks)
     with engine("prefill", driver, blocks, ranks, incarnation) as endpoints:
         payloads = [encode(endpoint.payload) for endpoint in endpoints]
         with HandshakeServer(payloads, engine="prefill", incarnation=incarnation) as server:
@@ -112,7 +112,7 @@ def serve(driver: str, blocks: int, ranks: int) -> None:
                 print(json.dumps(_hold(ledger, endpoints, line.strip())), flush=True)
 
 
-def _hold(ledger: HoldLedger, endpoints: list[Endpoint], request: str) -> list[int]:
+def _hold(ledger: SchedulerHolds, endpoints: list[Endpoint], request: str) -> list[int]:
     for endpoint in endpoints:
         for sent in endpoint.results().sent:
             ledger.sent(sent)
@@ -126,7 +126,7 @@ def _hold(ledger: HoldLedger, endpoints: list[Endpoint], request: str) -> list[i
     return [hold.slot, hold.generation]
 
 
-def _apply(ledger: HoldLedger, endpoints: list[Endpoint]) -> None:
+def _apply(ledger: SchedulerHolds, endpoints: list[Endpoint]) -> None:
     orders = ledger.drain()
     for endpoint in endpoints:
         endpoint.apply(orders)

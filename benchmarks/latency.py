@@ -12,8 +12,8 @@ import far
 import numpy as np
 import rows
 
-from kvferry.core.copies import Copies, copies_between
 from kvferry.core.transport import PeerId, Transport
+from kvferry.core.transport.copies import Copies, copies_between
 
 PAGE = 16 << 10
 """16 tokens of a layer's K and V with two heads of 128 on a rank, in bfloat16."""

@@ -33,12 +33,12 @@ import side
 import vllm_worker
 from engines import Shape
 
-from kvferry.core import wire
+from kvferry.core import messages as wire
 from kvferry.core.handshake import HandshakeServer, agree, engine_info, fetch
-from kvferry.core.known import Known
 from kvferry.core.layout import Layout
-from kvferry.core.shapes import Planner
-from kvferry.core.topology import Plan
+from kvferry.core.lru_cache import LRUCache
+from kvferry.core.planner.plan import Plan
+from kvferry.core.planner.plan_cache import PlanCache
 
 CASES = ((1, 1, 1.0), (1, 1, 0.9), (2, 1, 1.0), (4, 1, 1.0), (8, 1, 1.0), (1, 8, 1.0), (3, 2, 1.0))
 """Prefill ranks, decode ranks, and how many blocks prefill has for each of decode's."""
@@ -135,10 +135,10 @@ class Ferry:
 
     def _forget(self, own: list[Layout]) -> None:
         """Every shape but this engine's own, which each of its ranks is told first."""
-        wire._layouts = Known(wire.MAX_KNOWN)
+        wire._layouts = LRUCache(wire.MAX_KNOWN)
         told = [wire.decode_payload(raw) for raw in engines.payloads(own, name="decode")]
         self._mine = told[0]
-        self._planner = Planner([each.layout for each in told], 0)
+        self._planner = PlanCache([each.layout for each in told], 0)
 
     def _built(self, raw: list[bytes]) -> tuple[Plan, object]:
         return self._planned(engine_info(raw))

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.core.copies import Copies
 from kvferry.core.lifecycle.holds import WORD_BYTES
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
@@ -22,6 +21,7 @@ from kvferry.core.transport import (
     TransferId,
     Transport,
 )
+from kvferry.core.transport.copies import Copies
 
 DONE, PENDING = Status(state=State.DONE), Status(state=State.PENDING)
 WORD = 77 << 1 | 1

@@ -12,12 +12,12 @@ import common
 import numpy as np
 import rows
 
-from kvferry.core.copies import Copies
 from kvferry.core.memory import U64Array
 from kvferry.core.transport import PeerId
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.ucx import UcxTransport
-from kvferry.drivers.ucx.compiled import CompiledPoster, poster
-from kvferry.drivers.ucx.posting import Batch, PlainPoster, Poster
+from kvferry.drivers.ucx.compiled_loops import CompiledPoster, poster
+from kvferry.drivers.ucx.posting import PlainPoster, PostedRuns, Poster
 from kvferry.drivers.ucx.ucp import Endpoint
 
 COPIES, BLOCK = 40_000, 4 << 10
@@ -64,7 +64,7 @@ class Clocked:
     def compiled(self) -> bool:
         return self._real.compiled
 
-    def post(self, endpoint: Endpoint, batch: Batch, *, write: bool) -> U64Array:
+    def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
         start = time.thread_time()
         answers = self._real.post(endpoint, batch, write=write)
         self.seconds += time.thread_time() - start
@@ -81,7 +81,7 @@ def nothing(rounds: int) -> Posting:
     """The loops themselves."""
     numbers = np.random.default_rng(0).integers(1, 1 << 47, (5, COPIES), np.uint64)
     local, nbytes, remote, keys, params = numbers
-    batch = Batch(local=local, nbytes=nbytes, remote=remote, keys=keys, params=params)
+    batch = PostedRuns(local=local, nbytes=nbytes, remote=remote, keys=keys, params=params)
     library: Any = NoUcp()
     ways = [_posts(loop, batch) for loop in (_compiled(library), PlainPoster(library))]
     return _posting("of nothing", common.by_turns(rounds, ways), COPIES)
@@ -135,7 +135,7 @@ def _compiled(library: Any) -> CompiledPoster:
     return compiled
 
 
-def _posts(loop: Poster, batch: Batch) -> common.Way:
+def _posts(loop: Poster, batch: PostedRuns) -> common.Way:
     clocked = Clocked(loop)
 
     def way() -> list[float]:

@@ -25,10 +25,10 @@ from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
 from kvferry.core.memory import Region
+from kvferry.core.messages import Coordinates, RankPayload
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.proof import verify
-from kvferry.core.wire import Coordinates, RankPayload
-from kvferry.integrations.vllm.ticket import Offer, Sizes, read
+from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read
 
 BLOCKS = (1, 256, 8000)
 TOKENS = 16
@@ -38,9 +38,9 @@ KEY = TicketKey()
 SECRETS = TicketSecrets.of(["the secret of both engines"])
 
 
-def offer(blocks: int) -> Offer:
+def offer(blocks: int) -> TicketParams:
     """A producer's offer of so many blocks, which lie apart."""
-    return Offer(
+    return TicketParams(
         engine="prefill",
         incarnation=7,
         request="cmpl-0123456789abcdef",
@@ -52,7 +52,7 @@ def offer(blocks: int) -> Offer:
         tokens=blocks * TOKENS,
         digest=bytes(16),
         computed=True,
-        sizes=Sizes(),
+        sizes=ParallelSizes(),
     )
 
 

@@ -31,16 +31,14 @@ import rows
 import side
 import zmq
 
-from kvferry.core.descriptors import Pages
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
-from kvferry.core.endpoint.shaking import MAX_HANDSHAKES
+from kvferry.core.endpoint.handshakes import MAX_HANDSHAKES
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region, region_of
-from kvferry.core.transport import PeerId
-from kvferry.core.wire import (
+from kvferry.core.messages import (
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,
     Coordinates,
@@ -49,6 +47,8 @@ from kvferry.core.wire import (
     decode_request,
     encode,
 )
+from kvferry.core.planner.build_copies import Pages
+from kvferry.core.transport import PeerId
 from kvferry.drivers.loopback import LoopbackTransport
 
 STATE = Group(kind=GroupKind.STATE, block_tokens=0)

@@ -28,15 +28,15 @@ import vllm_worker
 from engines import Shape
 from posted import WORD, Clocks, NoTransport
 
-from kvferry.core.copies import Copies
-from kvferry.core.descriptors import Pages
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
 from kvferry.core.lifecycle.holds import WORD_BYTES, Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
+from kvferry.core.planner.build_copies import Pages
 from kvferry.core.transport import PeerId, Transport
+from kvferry.core.transport.copies import Copies
 
 BLOCKS, NIXL_BLOCKS = 20_000, 2_048
 NIXL_DIM = 32

@@ -150,9 +150,9 @@ class Engine:
     def _ticket(self, index: int, engine: str = "prefill") -> dict[str, Any]:
         from kvferry.core.lifecycle.holds import Hold
         from kvferry.core.security import TicketSecrets
-        from kvferry.integrations.vllm.ticket import Offer, Sizes
+        from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
 
-        return Offer(
+        return TicketParams(
             engine=engine,
             incarnation=INCARNATION,
             request=f"there-{index}",
@@ -164,7 +164,7 @@ class Engine:
             tokens=TOKENS,
             digest=bytes(16),
             computed=True,
-            sizes=Sizes(),
+            sizes=ParallelSizes(),
         ).params(TicketSecrets.of([SECRET]))
 
     def _settle(self, what: str, count: int) -> None:

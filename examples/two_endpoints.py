@@ -10,17 +10,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core import registry
-from kvferry.core.descriptors import Pages
 from kvferry.core.endpoint import Endpoint, Identity, Load, Results
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
-from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
-from kvferry.core.wire import encode
+from kvferry.core.messages import encode
+from kvferry.core.planner.build_copies import Pages
+from kvferry.core.transport import registry
 
 PAGES, HEADS, DIM = 32, 4, 64
 PROMPT = list(range(100))
@@ -64,7 +64,7 @@ def start(engine: str, cache: Cache, *, tokens_first: bool) -> Endpoint:
 
 
 def prefill(
-    endpoint: Endpoint, cache: Cache, ledger: HoldLedger, server: HandshakeServer
+    endpoint: Endpoint, cache: Cache, ledger: SchedulerHolds, server: HandshakeServer
 ) -> Ticket:
     """Take a request on, compute it, and say where its pages are."""
     request = RequestId("prefill-1")
@@ -119,7 +119,7 @@ def main() -> None:
             incarnation=producer.payload.incarnation,
         ) as server,
     ):
-        ledger = HoldLedger(PAGES)
+        ledger = SchedulerHolds(PAGES)
         ticket = prefill(producer, there, ledger, server)
         [record] = pull(consumer, ticket, pages=[5, 3, 8, 1]).loads
         wanted = there[1:8].swapaxes(1, 2).reshape(-1, HEADS, DIM)[: len(PROMPT)]

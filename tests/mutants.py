@@ -29,7 +29,7 @@ AREAS = ("kvferry/core", "kvferry/drivers/loopback", "kvferry/integrations/vllm"
 EPILOG = """\
 examples:
   python -m tests.mutants --count 160 --seed 7
-  python -m tests.mutants --count 40 --seed 7 kvferry/core/lifecycle kvferry/core/runs.py
+  python -m tests.mutants --count 40 --seed 7 kvferry/core/lifecycle kvferry/core/planner
   python -m tests.mutants --seed 7 --list            what would be tried, without trying it
   python -m tests.mutants --seed 7 --only 3,17       try two of that draw, once a test is written
 

@@ -60,7 +60,9 @@ def test_text_that_is_not_ascii() -> None:
 
 
 def test_one_seed_draws_the_same() -> None:
-    first, second, other = (draw(["kvferry/core/runs.py"], 5, seed) for seed in (1, 1, 2))
+    first, second, other = (
+        draw(["kvferry/core/planner/coalesce.py"], 5, seed) for seed in (1, 1, 2)
+    )
     assert first == second != other
     assert len({(m.start, m.stop) for m in first}) == 5
 
@@ -68,8 +70,8 @@ def test_one_seed_draws_the_same() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "kvferry/core/runs.py",
-        "kvferry/core/lifecycle/keeper.py",
+        "kvferry/core/planner/coalesce.py",
+        "kvferry/core/lifecycle/worker_holds.py",
         "kvferry/core/handshake/server.py",
         "kvferry/integrations/vllm/caches/pages.py",
     ],

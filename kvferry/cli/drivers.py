@@ -7,8 +7,8 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.core.registry import DriverReport, describe, installed
 from kvferry.core.transport import Capabilities, Quiescence
+from kvferry.core.transport.registry import DriverReport, describe, installed
 
 
 def run(*, as_json: bool) -> None:
@@ -43,7 +43,7 @@ def _capabilities(can: Capabilities) -> dict[str, object]:
         "background_progress": can.background_progress,
         "quiescence": can.quiescence.value,
         "max_outstanding": can.max_outstanding,
-        "connects_aside": can.connects_aside,
+        "concurrent_connect": can.concurrent_connect,
     }
 
 
@@ -88,7 +88,7 @@ def _more(can: Capabilities) -> str:
     ]
     if can.max_outstanding is not None:
         said.append(f"{can.max_outstanding} transfers at once")
-    if not can.connects_aside:
+    if not can.concurrent_connect:
         said.append("a peer that is slow to connect holds others up")
     return "; ".join(said)
 

@@ -31,17 +31,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvferry.testing.contract import (
-        AsideTests,
+        ClosingTests,
+        ConcurrentConnectTests,
         ContractSettings,
-        EndingTests,
-        FlightTests,
-        MachineTests,
+        InFlightTests,
         NotificationTests,
         PeerTests,
         ProcessTests,
-        QuietTests,
+        QuiescenceTests,
         RefusalTests,
-        StoppedTests,
+        StateMachineTests,
+        StoppedPeerTests,
         TransferTests,
         TransportContract,
     )
@@ -49,21 +49,21 @@ if TYPE_CHECKING:
     from kvferry.testing.memory import Buffer
 
 __all__ = [
-    "AsideTests",
     "Buffer",
+    "ClosingTests",
+    "ConcurrentConnectTests",
     "ContractSettings",
-    "EndingTests",
     "Fault",
     "FaultyTransport",
-    "FlightTests",
-    "MachineTests",
+    "InFlightTests",
     "NotificationTests",
     "PeerTests",
     "ProcessTests",
-    "QuietTests",
+    "QuiescenceTests",
     "RefusalTests",
     "Schedule",
-    "StoppedTests",
+    "StateMachineTests",
+    "StoppedPeerTests",
     "TransferTests",
     "TransportContract",
 ]

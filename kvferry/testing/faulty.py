@@ -2,8 +2,8 @@
 
     transport = FaultyTransport(LoopbackTransport(), Schedule(at={2: Fault.DOOM, 5: Fault.DIE}))
 
-The third call of ``read``, ``write`` or ``notify`` begins a transfer that is doomed for a while and
-then fails; at the sixth, the transport dies. Or by seed, the same faults for the same seed:
+The third call of ``read``, ``write`` or ``notify`` begins a transfer that is failing for a while
+and then fails; at the sixth, the transport dies. Or by seed, the same faults for the same seed:
 
     Schedule(seed=7, rate=0.1, faults=(Fault.DELAY, Fault.FAIL))
 
@@ -21,7 +21,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import (
     ConnectError,
     PeerLostError,
@@ -39,6 +38,7 @@ from kvferry.core.transport import (
     TransferId,
     Transport,
 )
+from kvferry.core.transport.copies import Copies, Segment
 
 
 class Fault(enum.Enum):
@@ -51,7 +51,7 @@ class Fault(enum.Enum):
     TRUNCATE = "truncate"
     """The first half of the copies moves, the notification is not sent; FAILED."""
     DOOM = "doom"
-    """All bytes move while it is DOOMED; FAILED after some more polls, or after ``disconnect``
+    """All bytes move while it is FAILING; FAILED after some more polls, or after ``disconnect``
     where ``quiescence`` says so."""
     DROP = "drop"
     """The notification, bound or free, is never sent; DONE. (A peer may have missed it.)"""
@@ -110,7 +110,7 @@ class FaultyTransport(Transport):
     Args:
         inner: the driver; this transport closes it.
         schedule: which calls go wrong.
-        quiescence: what to declare, if not what the driver does. With AFTER_DISCONNECT a doomed
+        quiescence: what to declare, if not what the driver does. With AFTER_DISCONNECT a failing
             transfer stays so until ``disconnect``.
     """
 
@@ -270,7 +270,7 @@ class FaultyTransport(Transport):
                 transfer.status = _PENDING if held else status
             case Fault.DOOM:
                 stays = self._quiescence is Quiescence.AFTER_DISCONNECT and not quiet
-                state = State.DOOMED if held or stays else State.FAILED
+                state = State.FAILING if held or stays else State.FAILED
                 transfer.status = Status(state=state, error=_injected(transfer.fault))
             case Fault.FAIL | Fault.TRUNCATE if status.state is State.DONE:
                 transfer.status = Status(state=State.FAILED, error=_injected(transfer.fault))

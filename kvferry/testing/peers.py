@@ -16,18 +16,18 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from kvferry.core.copies import Copies
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, Status
+from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import Bytes, pattern
-from kvferry.testing.server import Orders, Seen
+from kvferry.testing.peer_process import Commands, Seen
 
 _START_SECONDS = 60.0
 _TURN_SECONDS = 0.002
-_MAIN = "from kvferry.testing.server import main; main()"
+_MAIN = "from kvferry.testing.peer_process import main; main()"
 
 
-class Peer(Protocol):
+class TransportPeer(Protocol):
     """A transport with one buffer, all of which it has registered."""
 
     @property
@@ -81,7 +81,7 @@ class Process:
         nbytes: int,
         seed: int = 1,
         *,
-        server: str = "kvferry.testing.server:Server",
+        server: str = "kvferry.testing.peer_process:Server",
         wait: bool = True,
     ) -> None:
         ours, theirs = socket.socketpair()
@@ -95,7 +95,7 @@ class Process:
         self.patience = 20.0
         self._connection = Connection(ours.detach())
         self._connection.send(
-            Orders(
+            Commands(
                 server=server,
                 factory=factory,
                 options=dict(options),

@@ -12,7 +12,7 @@ import pytest
 
 import kvferry
 
-HEAVY = ("numpy", "torch", "vllm", "stevedore", "zmq", "kvferry.core.registry")
+HEAVY = ("numpy", "torch", "vllm", "stevedore", "zmq", "kvferry.core.transport.registry")
 
 
 def kvferry_command(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from kvferry.cli.doctor import DoctorError, channel, devices, kernel, run, software, worst
-from kvferry.cli.doctor.finding import Finding, Verdict, bad, ok, warn
+from kvferry.cli.doctor.finding import Finding, FindingLevel, bad, ok, warn
 from kvferry.cli.doctor.probe import Driver, Probed, Ucx
 from kvferry.cli.keys import keys_of
-from kvferry.core import wire
+from kvferry.core import messages as wire
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.security import Access, generate
 from kvferry.drivers.ucx import library
@@ -166,10 +166,10 @@ def test_ucx_says_what_it_is_and_what_it_found(tmp_path: Path) -> None:
 
 def test_the_worst_finding_decides() -> None:
     fine, known, wrong = ok("a", "fine"), warn("b", "old", "renew"), bad("c", "broken", "mend")
-    assert worst([]) is Verdict.OK
-    assert worst([fine]) is Verdict.OK
-    assert worst([known, fine]) is Verdict.WARN
-    assert worst([known, wrong, fine]) is Verdict.BAD
+    assert worst([]) is FindingLevel.OK
+    assert worst([fine]) is FindingLevel.OK
+    assert worst([known, fine]) is FindingLevel.WARN
+    assert worst([known, wrong, fine]) is FindingLevel.BAD
 
 
 def test_no_driver_that_works_is_bad() -> None:
@@ -177,7 +177,7 @@ def test_no_driver_that_works_is_bad() -> None:
         name="lame", distribution="lame 1", library="", ops=[], memory=[], reason="it is lame"
     )
     found = list(software.drivers(Probed(drivers=[lame])))
-    assert [f.verdict for f in found] == [Verdict.WARN, Verdict.BAD]
+    assert [f.verdict for f in found] == [FindingLevel.WARN, FindingLevel.BAD]
 
 
 def ucx_of(*transports: str, rdma: bool = False, advice: str = "") -> Probed:
@@ -193,21 +193,25 @@ def ucx_of(*transports: str, rdma: bool = False, advice: str = "") -> Probed:
 
 
 def test_ucx_without_a_network_is_worth_knowing() -> None:
-    def verdict(*transports: str) -> Verdict:
+    def verdict(*transports: str) -> FindingLevel:
         (finding,) = software.drivers(ucx_of(*transports))
         return finding.verdict
 
-    assert verdict("self", "posix", "tcp") is Verdict.OK
-    assert verdict("rc_mlx5") is Verdict.OK
-    assert verdict("self", "posix") is Verdict.WARN
-    assert verdict() is Verdict.WARN
+    assert verdict("self", "posix", "tcp") is FindingLevel.OK
+    assert verdict("rc_mlx5") is FindingLevel.OK
+    assert verdict("self", "posix") is FindingLevel.WARN
+    assert verdict() is FindingLevel.WARN
 
 
 def test_ucx_without_rdma_is_worth_knowing_where_there_is_a_nic() -> None:
     (none,) = software.drivers(ucx_of("tcp"))
     (unused,) = software.drivers(ucx_of("tcp"), rdma=True)
     (used,) = software.drivers(ucx_of("tcp", "rc_mlx5", rdma=True), rdma=True)
-    assert (none.verdict, unused.verdict, used.verdict) == (Verdict.OK, Verdict.WARN, Verdict.OK)
+    assert (none.verdict, unused.verdict, used.verdict) == (
+        FindingLevel.OK,
+        FindingLevel.WARN,
+        FindingLevel.OK,
+    )
     assert none.found == "1.23.0, without RDMA (/lib/libucp.so.0): tcp"
     assert "which it cannot use" in unused.found
     assert "library" in unused.remedy
@@ -215,7 +219,7 @@ def test_ucx_without_rdma_is_worth_knowing_where_there_is_a_nic() -> None:
 
 def test_a_better_ucx_is_worth_knowing() -> None:
     (finding,) = software.drivers(ucx_of("tcp", advice="take the other one"))
-    assert (finding.verdict, finding.remedy) == (Verdict.WARN, "take the other one")
+    assert (finding.verdict, finding.remedy) == (FindingLevel.WARN, "take the other one")
 
 
 def test_the_tested_vllm_is_the_extras() -> None:
@@ -225,23 +229,25 @@ def test_the_tested_vllm_is_the_extras() -> None:
 
 @pytest.mark.parametrize(
     ("installed", "verdict"),
-    [("0.32.1", Verdict.OK), ("0.32.0+cpu", Verdict.OK), ("0.3.2", Verdict.WARN)],
+    [("0.32.1", FindingLevel.OK), ("0.32.0+cpu", FindingLevel.OK), ("0.3.2", FindingLevel.WARN)],
 )
 def test_another_vllm_is_worth_knowing(
-    monkeypatch: pytest.MonkeyPatch, installed: str, verdict: Verdict
+    monkeypatch: pytest.MonkeyPatch, installed: str, verdict: FindingLevel
 ) -> None:
     monkeypatch.setattr(software, "version", lambda name: installed)
     assert software.vllm().verdict is verdict
 
 
-@pytest.mark.parametrize(("scope", "verdict"), [("1\n", Verdict.OK), ("2\n", Verdict.WARN)])
-def test_yama(tmp_path: Path, scope: str, verdict: Verdict) -> None:
+@pytest.mark.parametrize(
+    ("scope", "verdict"), [("1\n", FindingLevel.OK), ("2\n", FindingLevel.WARN)]
+)
+def test_yama(tmp_path: Path, scope: str, verdict: FindingLevel) -> None:
     root = write(tmp_path, sys__kernel__yama__ptrace_scope=scope)
     assert kernel.ptrace_scope(root).verdict is verdict
 
 
 def test_no_yama(tmp_path: Path) -> None:
-    assert kernel.ptrace_scope(tmp_path).verdict is Verdict.OK
+    assert kernel.ptrace_scope(tmp_path).verdict is FindingLevel.OK
 
 
 def test_a_kernel_that_forbids_reading_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +255,7 @@ def test_a_kernel_that_forbids_reading_is_bad(monkeypatch: pytest.MonkeyPatch) -
     answer = subprocess.CompletedProcess(args=[], returncode=0, stdout=said, stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: answer)
     finding = kernel.reading()
-    assert finding.verdict is Verdict.BAD
+    assert finding.verdict is FindingLevel.BAD
     assert finding.found == "the kernel forbids reading the memory of process 7"
     assert finding.remedy == "set kernel.x to 0"
 
@@ -257,21 +263,21 @@ def test_a_kernel_that_forbids_reading_is_bad(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("rdma", "limit", "verdict"),
     [
-        (True, resource.RLIM_INFINITY, Verdict.OK),
-        (True, 1 << 23, Verdict.WARN),
-        (False, 1 << 16, Verdict.OK),
+        (True, resource.RLIM_INFINITY, FindingLevel.OK),
+        (True, 1 << 23, FindingLevel.WARN),
+        (False, 1 << 16, FindingLevel.OK),
     ],
 )
-def test_locked_memory(rdma: bool, limit: int, verdict: Verdict) -> None:
+def test_locked_memory(rdma: bool, limit: int, verdict: FindingLevel) -> None:
     assert kernel.locked_memory(rdma=rdma, limit=limit).verdict is verdict
 
 
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernel, "SHARED_ENOUGH", 0)
-    assert kernel.shared_memory(tmp_path).verdict is Verdict.OK
+    assert kernel.shared_memory(tmp_path).verdict is FindingLevel.OK
     monkeypatch.setattr(kernel, "SHARED_ENOUGH", 1 << 62)
-    assert kernel.shared_memory(tmp_path).verdict is Verdict.WARN
-    assert kernel.shared_memory(tmp_path / "missing").verdict is Verdict.WARN
+    assert kernel.shared_memory(tmp_path).verdict is FindingLevel.WARN
+    assert kernel.shared_memory(tmp_path / "missing").verdict is FindingLevel.WARN
 
 
 PORT = "sys__class__infiniband__mlx5_0__ports__1__"
@@ -287,22 +293,22 @@ def nic(root: Path, state: str, *, usable: bool = True) -> Finding:
 
 def test_a_nic_that_is_up(tmp_path: Path) -> None:
     finding = nic(tmp_path, "4: ACTIVE\n")
-    assert finding.verdict is Verdict.OK
+    assert finding.verdict is FindingLevel.OK
     assert finding.found == "mlx5_0:1 InfiniBand, 400 Gb/sec (4X NDR), 4: ACTIVE"
 
 
 def test_a_nic_that_is_down(tmp_path: Path) -> None:
-    assert nic(tmp_path, "1: DOWN\n").verdict is Verdict.WARN
+    assert nic(tmp_path, "1: DOWN\n").verdict is FindingLevel.WARN
 
 
 def test_a_nic_that_a_container_was_not_given(tmp_path: Path) -> None:
     finding = nic(tmp_path, "4: ACTIVE\n", usable=False)
-    assert finding.verdict is Verdict.WARN
+    assert finding.verdict is FindingLevel.WARN
     assert "--device=/dev/infiniband" in finding.remedy
 
 
 def test_no_nic(tmp_path: Path) -> None:
-    assert devices.rdma(tmp_path).verdict is Verdict.OK
+    assert devices.rdma(tmp_path).verdict is FindingLevel.OK
     assert devices.nics(tmp_path) == []
 
 
@@ -327,20 +333,20 @@ def test_gpus_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     (found,) = devices.gpus(root)
     assert found.startswith("NVIDIA GPU")
     finding = devices.gpu([found], library="libno_such_thing.so.1")
-    assert finding.verdict is Verdict.WARN
+    assert finding.verdict is FindingLevel.WARN
     assert "does not load" in finding.found
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert devices.gpus(tmp_path) == []
-    assert devices.gpu([]).verdict is Verdict.OK
+    assert devices.gpu([]).verdict is FindingLevel.OK
 
 
 def test_gpu_memory_over_rdma(tmp_path: Path) -> None:
-    assert devices.direct(tmp_path).verdict is Verdict.WARN
+    assert devices.direct(tmp_path).verdict is FindingLevel.WARN
     write(tmp_path, sys__module__nvidia_peermem__version="1")
-    assert devices.direct(tmp_path).verdict is Verdict.OK
+    assert devices.direct(tmp_path).verdict is FindingLevel.OK
 
 
 def test_an_encrypted_side_channel_is_worth_knowing() -> None:
@@ -349,7 +355,7 @@ def test_an_encrypted_side_channel_is_worth_knowing() -> None:
         encoded(payload()), engine="prefill", incarnation=7, access=listed
     ) as server:
         finding = channel.running("127.0.0.1", server.port, "prefill")
-    assert finding.verdict is Verdict.WARN
+    assert finding.verdict is FindingLevel.WARN
     assert "does not admit everybody: its side channel is encrypted" in finding.found
     assert "--curve-secret-key" in finding.remedy
 
@@ -362,7 +368,7 @@ def test_asks_a_running_engine_with_keys() -> None:
         encoded(payload()), engine="prefill", incarnation=7, access=listed
     ) as server:
         finding = channel.running("127.0.0.1", server.port, "prefill", keys)
-    assert (finding.verdict, "incarnation 7" in finding.found) == (Verdict.OK, True)
+    assert (finding.verdict, "incarnation 7" in finding.found) == (FindingLevel.OK, True)
 
 
 def test_asks_a_running_engine() -> None:
@@ -372,26 +378,29 @@ def test_asks_a_running_engine() -> None:
         anybody = channel.running("127.0.0.1", server.port, None)
         another = channel.running("127.0.0.1", server.port, "other")
     nobody = channel.running("127.0.0.1", server.port, None)
-    assert (right.verdict, "incarnation 7" in right.found) == (Verdict.OK, True)
-    assert (anybody.verdict, "this is engine 'prefill'" in anybody.found) == (Verdict.OK, True)
-    assert (another.verdict, "this is engine 'prefill'" in another.found) == (Verdict.BAD, True)
-    assert (nobody.verdict, "nobody listens there" in nobody.found) == (Verdict.BAD, True)
+    assert (right.verdict, "incarnation 7" in right.found) == (FindingLevel.OK, True)
+    assert (anybody.verdict, "this is engine 'prefill'" in anybody.found) == (FindingLevel.OK, True)
+    assert (another.verdict, "this is engine 'prefill'" in another.found) == (
+        FindingLevel.BAD,
+        True,
+    )
+    assert (nobody.verdict, "nobody listens there" in nobody.found) == (FindingLevel.BAD, True)
 
 
 def test_a_stranger_is_no_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         finding = channel.running("127.0.0.1", stranger.getsockname()[1], None)
-    assert finding.verdict is Verdict.BAD
+    assert finding.verdict is FindingLevel.BAD
 
 
 def test_a_host_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "own_address", lambda: None)
-    assert [f.verdict for f in channel.channels()] == [Verdict.OK, Verdict.WARN]
+    assert [f.verdict for f in channel.channels()] == [FindingLevel.OK, FindingLevel.WARN]
 
 
 def test_an_address_that_is_not_ours_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "own_address", lambda: "203.0.113.7")
     found = list(channel.channels())
-    assert [f.verdict for f in found] == [Verdict.OK, Verdict.BAD]
+    assert [f.verdict for f in found] == [FindingLevel.OK, FindingLevel.BAD]
     assert "side_channel_host" in found[1].remedy

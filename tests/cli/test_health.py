@@ -13,8 +13,8 @@ from kvferry.cli.health import run
 from kvferry.cli.keys import NONE, Keys, keys_of
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer
+from kvferry.core.messages import encode
 from kvferry.core.security import Access, KeyPair, generate
-from kvferry.core.wire import encode
 from tests.core.messages import payload
 
 PROBE, ENGINE = generate(), generate()

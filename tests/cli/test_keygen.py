@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 from kvferry.cli import app
 from kvferry.core.errors import SecretError
 from kvferry.core.handshake import HandshakeServer, ping
-from kvferry.integrations.vllm.admission import Admission, admission_of
 from kvferry.integrations.vllm.config import parse
+from kvferry.integrations.vllm.security import SecuritySettings, admission_of
 from tests.core.messages import encoded, payload
 
 
@@ -34,7 +34,7 @@ def printed(output: str) -> dict[str, dict[str, Any]]:
     return {engine: json.loads(text) for engine, text in found}
 
 
-def admission(settings: dict[str, Any]) -> Admission:
+def admission(settings: dict[str, Any]) -> SecuritySettings:
     return admission_of(parse(settings), {})
 
 

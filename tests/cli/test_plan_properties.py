@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from kvferry.cli.plan.engines import Engine, EngineError, draw, read_engine, write_engine
 from kvferry.cli.plan.estimate import estimate
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.settings import ORDERS, Settings, SettingsError, parse
-from kvferry.core.descriptors import Pages, ReadRequest, copies
+from kvferry.cli.plan.settings import ORDERS, PlanSettings, SettingsError, parse
 from kvferry.core.layout import length
-from kvferry.core.topology import plan
+from kvferry.core.planner.build_copies import Pages, ReadRequest, copies
+from kvferry.core.planner.plan import plan
 
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -39,7 +39,7 @@ def models(draw_from: st.DrawFn) -> Model:
 
 
 @st.composite
-def set_up(draw_from: st.DrawFn, model: Model) -> Settings:
+def set_up(draw_from: st.DrawFn, model: Model) -> PlanSettings:
     """Settings that the model can be run with."""
     tp = draw_from(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
     shared = max(1, tp // model.kv_heads)
@@ -49,7 +49,7 @@ def set_up(draw_from: st.DrawFn, model: Model) -> Settings:
     blocks = st.sampled_from([4, 8, 12, 16, 20])
     cut = draw_from(st.sampled_from([0, 4])) if order.startswith("LB") else 0
     assume(tp % model.kv_heads == 0 or model.kv_heads % tp == 0)
-    return Settings(
+    return PlanSettings(
         tp=tp,
         pp=draw_from(st.integers(1, min(3, model.layers))),
         dcp=dcp,
@@ -61,7 +61,7 @@ def set_up(draw_from: st.DrawFn, model: Model) -> Settings:
 
 
 @st.composite
-def pairs(draw_from: st.DrawFn) -> tuple[Model, Settings, Settings]:
+def pairs(draw_from: st.DrawFn) -> tuple[Model, PlanSettings, PlanSettings]:
     model = draw_from(models())
     return model, draw_from(set_up(model)), draw_from(set_up(model))
 
@@ -69,7 +69,7 @@ def pairs(draw_from: st.DrawFn) -> tuple[Model, Settings, Settings]:
 @QUICK
 @given(pairs())
 def test_an_engine_written_is_the_engine_read(
-    tmp_path_factory: pytest.TempPathFactory, given_: tuple[Model, Settings, Settings]
+    tmp_path_factory: pytest.TempPathFactory, given_: tuple[Model, PlanSettings, PlanSettings]
 ) -> None:
     model, one, _ = given_
     engine = draw(model, one, 50)
@@ -80,14 +80,16 @@ def test_an_engine_written_is_the_engine_read(
 
 @QUICK
 @given(pairs())
-def test_settings_are_read_as_they_are_written(given_: tuple[Model, Settings, Settings]) -> None:
+def test_settings_are_read_as_they_are_written(
+    given_: tuple[Model, PlanSettings, PlanSettings],
+) -> None:
     assert parse(str(given_[1]), "--decode") == given_[1]
 
 
 @QUICK
 @given(pairs())
 def test_every_byte_that_decode_holds_of_a_request_is_read_once(
-    given_: tuple[Model, Settings, Settings],
+    given_: tuple[Model, PlanSettings, PlanSettings],
 ) -> None:
     model, one, other = given_
     model = replace(model, windows=dict.fromkeys(model.windows, 0))
@@ -105,7 +107,7 @@ def test_every_byte_that_decode_holds_of_a_request_is_read_once(
 @QUICK
 @given(pairs(), st.integers(1, 200))
 def test_stretches_stand_for_all_the_copies_of_a_request(
-    given_: tuple[Model, Settings, Settings], tokens: int
+    given_: tuple[Model, PlanSettings, PlanSettings], tokens: int
 ) -> None:
     model, one, other = given_
     prefill, decode = draw(model, one, tokens), draw(model, other, tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.core.layout import Axis, Context, Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout import Axis, ContextParallel, Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region
 
 DIM = 8
@@ -13,7 +13,7 @@ DIM = 8
 PAGES = 100
 
 
-def paged(block: int = 16, context: Context = Context()) -> Group:  # noqa: B008
+def paged(block: int = 16, context: ContextParallel = ContextParallel()) -> Group:  # noqa: B008
     """A group of tokens."""
     return Group(kind=GroupKind.PAGED, block_tokens=block, context=context)
 

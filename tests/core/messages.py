@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from hypothesis import strategies as st
 
-from kvferry.core import wire
-from kvferry.core.layout import Digit, Field, Group, GroupKind, Layout
+from kvferry.core import messages as wire
+from kvferry.core.layout import Dim, Field, Group, GroupKind, Layout
 from kvferry.core.lifecycle.holds import GENERATION_LIMIT, MAX_SLOTS
 from kvferry.core.memory import Region
 from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
@@ -48,8 +48,8 @@ def layouts(draw: st.DrawFn) -> Layout:
             pages=pages,
             dtype="int8",
             unit=unit,
-            tokens=(Digit(count=block, stride=heads * unit),),
-            shard=(Digit(count=heads, stride=unit),),
+            tokens=(Dim(count=block, stride=heads * unit),),
+            shard=(Dim(count=heads, stride=unit),),
             shard_range=(start, start + heads),
         )
         for index, key in enumerate(keys)
@@ -84,7 +84,9 @@ def payloads(draw: st.DrawFn) -> wire.RankPayload:
     )
 
 
-asks = st.builds(lambda v, e: wire.Ask(oldest=v[0], newest=v[1], engine=e), versions, names)
+asks = st.builds(
+    lambda v, e: wire.PayloadRequest(oldest=v[0], newest=v[1], engine=e), versions, names
+)
 requests = (
     asks | st.builds(wire.Ping, engine=names) | st.builds(wire.Health, engine=names | st.just(""))
 )
@@ -154,7 +156,7 @@ def payload(
         pages=16,
         dtype="float32",
         unit=64,
-        tokens=(Digit(count=16, stride=64),),
+        tokens=(Dim(count=16, stride=64),),
         shard_range=(rank, rank + 1),
     )
     return wire.RankPayload(

@@ -13,10 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.copies import Copies
-from kvferry.core.descriptors import Pages, ReadRequest, Spans, Workspace, copies, unwritten
 from kvferry.core.layout import HOLE, Axis, Field, Group, GroupKind, Layout
-from kvferry.core.topology import plan
+from kvferry.core.planner.build_copies import (
+    Pages,
+    ReadRequest,
+    Spans,
+    Workspace,
+    copies,
+    unwritten,
+)
+from kvferry.core.planner.plan import plan
+from kvferry.core.transport.copies import Copies
 
 Labels = npt.NDArray[np.int64]
 

@@ -13,19 +13,19 @@ from random import Random
 
 import numpy as np
 
-from kvferry.core.descriptors import Pages, ReadRequest, copies, unwritten
 from kvferry.core.errors import KVFerryError, PageError, PlanError
 from kvferry.core.layout import (
     ELEMENT_BYTES,
     HOLE,
     MAX_KEY,
-    Context,
+    ContextParallel,
     Field,
     Group,
     GroupKind,
     Layout,
 )
-from kvferry.core.topology import Plan, plan
+from kvferry.core.planner.build_copies import Pages, ReadRequest, copies, unwritten
+from kvferry.core.planner.plan import Plan, plan
 from tests.core.oracle import (
     ZERO,
     World,
@@ -95,7 +95,7 @@ def _holders(layouts: Sequence[Layout], key: str) -> list[int]:
     return [rank for rank, one in enumerate(layouts) if any(f.key == key for f in one.fields)]
 
 
-def _content(layout: Layout, key: str) -> tuple[tuple[int, int], Context]:
+def _content(layout: Layout, key: str) -> tuple[tuple[int, int], ContextParallel]:
     [f] = [f for f in layout.fields if f.key == key]
     return f.shard_range, layout.groups[f.group].context
 

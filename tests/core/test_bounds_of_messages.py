@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.core import fields, wire
+from kvferry.core import fields
+from kvferry.core import messages as wire
 from kvferry.core.errors import LayoutError, WireError
-from kvferry.core.fields import ELEMENT_BYTES
-from kvferry.core.layout import Context, Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout.fields import ELEMENT_BYTES
 from kvferry.core.memory import Region
 from kvferry.drivers.loopback import address
 from tests.core.layouts import heads, layout, paged
@@ -249,12 +250,12 @@ def test_the_largest_groups_that_there_may_be() -> None:
     assert Group(kind=GroupKind.PAGED, block_tokens=most).block_tokens == most
     with pytest.raises(LayoutError, match="block_tokens"):
         Group(kind=GroupKind.PAGED, block_tokens=most + 1)
-    assert Context(size=1 << 16, rank=(1 << 16) - 1).interleave == 1
+    assert ContextParallel(size=1 << 16, rank=(1 << 16) - 1).interleave == 1
     with pytest.raises(LayoutError, match="context rank"):
-        Context(size=(1 << 16) + 1)
+        ContextParallel(size=(1 << 16) + 1)
     with pytest.raises(LayoutError, match="context rank"):
-        Context(size=2, rank=-1)
-    assert Context() == Context(size=1, rank=0, interleave=1)
+        ContextParallel(size=2, rank=-1)
+    assert ContextParallel() == ContextParallel(size=1, rank=0, interleave=1)
 
 
 def test_a_field_says_little_without_saying_it() -> None:

@@ -21,10 +21,10 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.core import wire
+from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError, IncompatibleError
 from kvferry.core.handshake import (
-    Agreed,
+    Compatibility,
     HandshakeServer,
     Judgements,
     agree,
@@ -183,7 +183,9 @@ def test_unknown_versions_are_refused_with_both_ranges(
     server: HandshakeServer, context: Context
 ) -> None:
     with dealer(context, server) as channel:
-        reason = refusal(channel, wire.encode(wire.Ask(oldest=8, newest=9, engine="prefill")))
+        reason = refusal(
+            channel, wire.encode(wire.PayloadRequest(oldest=8, newest=9, engine="prefill"))
+        )
     assert "versions 8 to 9" in reason
     assert "this build 1 to 1" in reason
     assert still_serves(server)
@@ -276,7 +278,7 @@ def test_a_client_that_never_reads_holds_nobody_up(context: Context) -> None:
     """It asks for far more than all buffers between the two can take."""
     ranks = [payload(rank, address=bytes([rank]) * 500_000) for rank in range(10)]
     with HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7) as server:
-        question = wire.encode(wire.Ask(oldest=1, newest=1, engine="prefill"))
+        question = wire.encode(wire.PayloadRequest(oldest=1, newest=1, engine="prefill"))
         with dealer(context, server, RCVHWM=1, SNDHWM=2000) as greedy:
             for _ in range(1000):
                 greedy.send(question)
@@ -513,7 +515,7 @@ def test_payloads_that_are_not_those_of_one_engine(
 
 def test_equal_engines_agree_on_the_newest_common_version() -> None:
     agreed = agree(payload(oldest=1, newest=3), payload(engine="decode", oldest=2, newest=9))
-    assert agreed == Agreed(version=3)
+    assert agreed == Compatibility(version=3)
 
 
 def test_every_difference_is_named_with_both_values() -> None:
@@ -543,7 +545,7 @@ def test_every_difference_is_named_with_both_values() -> None:
 
 def test_a_key_that_one_side_does_not_know_is_no_difference() -> None:
     for mine, theirs in (({"model": "a", "new": "x"}, {}), ({}, {"model": "a"})):
-        assert agree(payload(agreement=mine), payload(agreement=theirs)) == Agreed(version=1)
+        assert agree(payload(agreement=mine), payload(agreement=theirs)) == Compatibility(version=1)
 
 
 MODEL = Judgements(keys=frozenset({"model"}))
@@ -558,7 +560,7 @@ def test_a_judgement_is_refused_with_the_way_to_override_it() -> None:
 def test_an_overridden_judgement_is_told_with_both_values() -> None:
     mine, theirs = (payload(agreement={"model": m, "dtype": "x"}) for m in "ab")
     assert agree(mine, theirs, OVERRIDDEN).overridden == ("model: 'a' here, 'b' there",)
-    assert agree(mine, mine, OVERRIDDEN) == Agreed(version=1)
+    assert agree(mine, mine, OVERRIDDEN) == Compatibility(version=1)
 
 
 @pytest.mark.parametrize("judgements", [MODEL, OVERRIDDEN])

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.core import wire
+from kvferry.core import messages as wire
 from kvferry.core.errors import IncompatibleError, WireError
-from kvferry.core.handshake import Agreed, HandshakeServer, agree, engine_info, fetch, ping
+from kvferry.core.handshake import Compatibility, HandshakeServer, agree, engine_info, fetch, ping
 from kvferry.core.memory import Region
 from tests.core.messages import encoded, payload
 
@@ -106,7 +106,9 @@ def test_what_every_version_says_may_not_be_missing(lacking: str) -> None:
 
 def test_older_and_newer_requests() -> None:
     ask = {"type": "ask", "oldest": 1, "newest": 1, "engine": "prefill"}
-    assert wire.decode_request(packed(ask)) == wire.Ask(oldest=1, newest=1, engine="prefill")
+    assert wire.decode_request(packed(ask)) == wire.PayloadRequest(
+        oldest=1, newest=1, engine="prefill"
+    )
     assert wire.decode_request(packed(newer(ask))) == wire.decode_request(packed(ask))
     knock = {"type": "ping", "engine": "prefill"}
     assert wire.decode_request(packed(newer(knock))) == wire.Ping(engine="prefill")
@@ -158,7 +160,7 @@ def test_older_and_newer_messages_about_holds() -> None:
 
 def test_versions_meet_in_the_newest_that_both_speak() -> None:
     mine = payload(engine="decode")
-    assert agree(mine, payload(oldest=1, newest=3)) == Agreed(version=1)
+    assert agree(mine, payload(oldest=1, newest=3)) == Compatibility(version=1)
     with pytest.raises(IncompatibleError, match="upgrade the older of the two engines"):
         agree(mine, payload(oldest=2, newest=3))
 

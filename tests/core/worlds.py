@@ -9,15 +9,15 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from kvferry.core.descriptors import Pages, ReadRequest
 from kvferry.core.layout import (
-    Context,
+    ContextParallel,
     Field,
     Group,
     GroupKind,
     Layout,
 )
 from kvferry.core.memory import Region
+from kvferry.core.planner.build_copies import Pages, ReadRequest
 from tests.core.oracle import World, pages
 from tests.core.placing import ORDERS, Pack, Placed, Style, Tensor, place_pack
 
@@ -64,14 +64,14 @@ def layout_of(
     packs: Sequence[Pack], engine: Engine, styles: Sequence[Style], rank: int, base: int
 ) -> Layout:
     """One rank's layout."""
-    context = Context(
+    context = ContextParallel(
         size=engine.cp, rank=rank % engine.tp % engine.cp, interleave=engine.interleave
     )
     groups = tuple(
         Group(
             kind=packs[members[0]][0].kind,
             block_tokens=block,
-            context=context if block else Context(),
+            context=context if block else ContextParallel(),
         )
         for members, block in zip(engine.groups, engine.blocks, strict=True)
     )

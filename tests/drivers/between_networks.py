@@ -15,10 +15,10 @@ import pytest
 
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.transport import PeerId, State, TransferId
-from kvferry.testing.contract.lab import MIB, Lab, settings_of
 from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, Workbench, settings_of
 from kvferry.testing.memory import pattern
-from kvferry.testing.peers import Peer, Process, Spares
+from kvferry.testing.peers import Process, Spares, TransportPeer
 from tests.drivers.networks import Networks, Side, two_networks
 
 
@@ -45,7 +45,7 @@ class FarAway(ContractSettings):
         spares.end()
 
     @pytest.fixture
-    def remote(self, shared_process: Process) -> Peer:
+    def remote(self, shared_process: Process) -> TransportPeer:
         """What a host does with itself needs no cable."""
         return shared_process
 
@@ -65,7 +65,7 @@ class CutLinkTests(FarAway):
     noticed_within: ClassVar[float]
 
     @pytest.fixture
-    def process(self, lab: Lab, networks: Networks) -> Iterator[Process]:
+    def process(self, lab: Workbench, networks: Networks) -> Iterator[Process]:
         """None is started ahead: a link that is down at that time has no device to start with."""
         with _far_away(type(self), networks) as process:
             process.meanwhile = lab.turn
@@ -79,7 +79,7 @@ class CutLinkTests(FarAway):
         yield side
         networks.mend()
 
-    def test_both_ways_with_a_notification(self, lab: Lab, process: Process) -> None:
+    def test_both_ways_with_a_notification(self, lab: Workbench, process: Process) -> None:
         lab.works(process)
         peer = lab.transport.connect(process.address())
         for op in lab.ops:
@@ -89,7 +89,7 @@ class CutLinkTests(FarAway):
         np.testing.assert_array_equal(lab.mine.get(), process.get())
 
     def test_cut_in_the_middle(
-        self, lab: Lab, process: Process, networks: Networks, op: str, side: Side
+        self, lab: Workbench, process: Process, networks: Networks, op: str, side: Side
     ) -> None:
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process)
@@ -103,7 +103,7 @@ class CutLinkTests(FarAway):
         self._comes_back(lab, process, networks, peer, transfer)
 
     def test_cut_before_a_transfer(
-        self, lab: Lab, process: Process, networks: Networks, op: str, side: Side
+        self, lab: Workbench, process: Process, networks: Networks, op: str, side: Side
     ) -> None:
         peer = lab.transport.connect(process.address())
         if lab.refuses(op, peer, lab.whole(process)):
@@ -116,7 +116,7 @@ class CutLinkTests(FarAway):
         assert process.notifications(1, 0.2) == []
 
     def test_whatever_one_does_while_it_is_cut(
-        self, lab: Lab, process: Process, networks: Networks, side: Side
+        self, lab: Workbench, process: Process, networks: Networks, side: Side
     ) -> None:
         """Outcomes are states, not exceptions, also of what is begun when the failure is known."""
         peer = lab.transport.connect(process.address())
@@ -126,7 +126,7 @@ class CutLinkTests(FarAway):
         for _ in range(3):
             transfers.append(lab.start(lab.an_op, peer, lab.whole(process)))
             status = lab.known(transfers[-1], seconds=self.noticed_within)
-            assert status.state in (State.DOOMED, State.FAILED), status
+            assert status.state in (State.FAILING, State.FAILED), status
             if lab.notifies:
                 lab.transport.notify(peer, b"who hears this?")
         networks.mend()
@@ -135,7 +135,7 @@ class CutLinkTests(FarAway):
         lab.works(process)
 
     def test_cut_before_connecting(
-        self, lab: Lab, process: Process, networks: Networks, side: Side
+        self, lab: Workbench, process: Process, networks: Networks, side: Side
     ) -> None:
         """``connect`` says so, or the first transfer does."""
         address = process.address()
@@ -149,7 +149,7 @@ class CutLinkTests(FarAway):
         lab.works(process)
 
     def test_cut_and_back_between_transfers(
-        self, lab: Lab, process: Process, networks: Networks, side: Side
+        self, lab: Workbench, process: Process, networks: Networks, side: Side
     ) -> None:
         """Nothing was under way: nobody need know."""
         lab.works(process)
@@ -158,20 +158,25 @@ class CutLinkTests(FarAway):
         lab.works(process)
 
     @staticmethod
-    def _begun(lab: Lab, process: Process, op: str) -> bool:
+    def _begun(lab: Workbench, process: Process, op: str) -> bool:
         if op == "read":
             return bool(lab.mine.get(0, 8).any())
         return not process.get()[:8].any()  # this side's memory holds zeros
 
-    def _fails(self, lab: Lab, peer: PeerId, transfer: TransferId) -> None:
+    def _fails(self, lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
         status = lab.known(transfer, seconds=self.noticed_within)
-        assert status.state in (State.DOOMED, State.FAILED), status
+        assert status.state in (State.FAILING, State.FAILED), status
         # An error says that nothing is proven, as long as the link is down.
         with contextlib.suppress(TransportError):
             lab.settled(transfer, peer)
 
     def _comes_back(
-        self, lab: Lab, process: Process, networks: Networks, peer: PeerId, transfer: TransferId
+        self,
+        lab: Workbench,
+        process: Process,
+        networks: Networks,
+        peer: PeerId,
+        transfer: TransferId,
     ) -> None:
         """What is final stays so when the link is back; what is not becomes it; and all works."""
         quiet = lab.state(transfer) is State.FAILED

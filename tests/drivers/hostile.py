@@ -29,10 +29,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvferry.core.copies import copies_between
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import PeerId, Transport
+from kvferry.core.transport.copies import copies_between
 from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
 from kvferry.testing.peers import Process
 from tests.faults.mutations import Mutator
@@ -159,7 +159,7 @@ def of_nixl(right: bytes, blobs: Blobs) -> bytes:
     Each has a name of its own: NIXL takes no other address under that of one that it refused.
     """
     from kvferry.drivers.nixl import address as wire
-    from kvferry.drivers.nixl.metadata import parsed
+    from kvferry.drivers.nixl.agent_metadata import parsed
 
     address = wire.decode(right)
     name = f"{blobs.random.randrange(1 << 64):x}".zfill(len(address.name))

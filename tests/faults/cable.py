@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from kvferry.core.copies import Copies
 from kvferry.core.errors import ConnectError, PeerLostError, TransferCancelledError
-from kvferry.core.registry import load
+from kvferry.core.messages import Release, decode_notes
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
-from kvferry.core.wire import Release, decode_notes
+from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.registry import load
 from kvferry.drivers.loopback import LoopbackTransport
 
 Way = Literal["questions", "answers"]

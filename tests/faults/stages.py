@@ -22,10 +22,10 @@ import numpy as np
 
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.registry import create
 from kvferry.core.transport import Transport
+from kvferry.core.transport.registry import create
 from tests.core.endpoint.engines import LAYERS, Engine, Shape, engine, eventually, expected
 from tests.faults.cable import staged
 
@@ -100,7 +100,7 @@ class Produced:
 
     def __init__(self, prefill: Engine) -> None:
         self.prefill = prefill
-        prefill.ledger = HoldLedger(SHAPE.pages, max_pages=len(HELD))
+        prefill.ledger = SchedulerHolds(SHAPE.pages, max_pages=len(HELD))
         self._sent: Counter[str] = Counter()
 
     def serve(self, request: str, lease: float) -> Ticket:

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.registry import create
+from kvferry.core.transport.registry import create
 from tests.core.endpoint.engines import Engine, engine, eventually, until
 from tests.faults.bench import LOCAL, bench
 from tests.faults.cable import WAYS, Way, staged

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import zmq
 
-from kvferry.core import wire
+from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError, TicketError, WireError
 from kvferry.core.handshake import engine_info, fetch, ping
 from kvferry.core.handshake.sockets import encrypt
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.security import OPEN, Access, TicketKey, TicketSecrets, generate
-from kvferry.integrations.vllm import ticket as tickets
+from kvferry.integrations.vllm import ticket_params as tickets
 from tests.core.messages import payload
 from tests.faults.cells import figure
 from tests.faults.mutations import Mutator
@@ -44,7 +44,7 @@ SECRETS = TicketSecrets.of(["a secret of both engines"])
 TICKET_KEY = TicketKey()
 SERVER, CLIENT = generate(), generate()
 RANKS = [wire.encode(payload(rank)) for rank in (0, 1)]
-TICKET = tickets.Offer(
+TICKET = tickets.TicketParams(
     engine="prefill",
     incarnation=7,
     request="r",
@@ -56,7 +56,7 @@ TICKET = tickets.Offer(
     tokens=48,
     digest=bytes(16),
     computed=True,
-    sizes=tickets.Sizes(),
+    sizes=tickets.ParallelSizes(),
     key=SERVER.public,
 )
 RELEASE = wire.Release(
@@ -64,7 +64,7 @@ RELEASE = wire.Release(
 )
 RENEWAL = wire.Renewal(incarnation=7, slot=3, generation=9, engine="decode", life=5)
 HEARTBEAT = wire.Heartbeat(incarnation=7, engine="decode", life=5)
-ASK, PING = wire.Ask(oldest=1, newest=1, engine="prefill"), wire.Ping(engine="prefill")
+ASK, PING = wire.PayloadRequest(oldest=1, newest=1, engine="prefill"), wire.Ping(engine="prefill")
 REQUESTS = [wire.encode(each) for each in (ASK, PING, wire.Health(), wire.Health(engine="prefill"))]
 
 

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import TransportError, TransportUnsupportedError
-from kvferry.core.guards import check_final, check_payload, check_unused
 from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
     Capabilities,
@@ -21,6 +19,8 @@ from kvferry.core.transport import (
     Status,
     TransferId,
 )
+from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.refusals import check_final, check_payload, check_unused
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Buffer, Fault, FaultyTransport, Schedule
 from kvferry.testing.memory import Bytes, CpuBuffer
@@ -109,7 +109,7 @@ class Manual(Limited):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, background_progress=False, connects_aside=False)
+        return replace(super().capabilities, background_progress=False, concurrent_connect=False)
 
     def _start(
         self, peer: PeerId, copies: Copies, notify: bytes | None, *, write: bool
@@ -157,7 +157,7 @@ class Blocking(LoopbackTransport):
         return transfer
 
 
-class Doomed(LoopbackTransport):
+class Failing(LoopbackTransport):
     """Cannot prove that a failed transfer is quiet before it has disconnected."""
 
     @property
@@ -167,7 +167,7 @@ class Doomed(LoopbackTransport):
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         statuses = super().poll(transfers)
         return [
-            replace(status, state=State.DOOMED)
+            replace(status, state=State.FAILING)
             if status.state is State.FAILED and self._jobs[transfer][0] in self._peers
             else status
             for transfer, status in zip(transfers, statuses, strict=True)
@@ -175,7 +175,7 @@ class Doomed(LoopbackTransport):
 
     def deregister(self, region: Region) -> None:
         for status, (_, job) in zip(self.poll(list(self._jobs)), self._jobs.values(), strict=True):
-            if status.state is State.DOOMED:
+            if status.state is State.FAILING:
                 check_unused(region, job.local)
         super().deregister(region)
 
@@ -184,8 +184,8 @@ class Doomed(LoopbackTransport):
         super().forget(transfer)
 
 
-class Meek(Doomed, Modest):
-    """As little as there may be: one read at once, doomed until it has disconnected."""
+class Meek(Failing, Modest):
+    """As little as there may be: one read at once, failing until it has disconnected."""
 
     at_once = 1
 

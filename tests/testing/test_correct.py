@@ -9,11 +9,11 @@ import pytest
 
 from kvferry.testing import (
     ContractSettings,
-    FlightTests,
-    MachineTests,
+    InFlightTests,
     NotificationTests,
-    QuietTests,
-    StoppedTests,
+    QuiescenceTests,
+    StateMachineTests,
+    StoppedPeerTests,
     TransferTests,
     TransportContract,
 )
@@ -23,33 +23,33 @@ pytestmark = pytest.mark.faults
 LASTING = 200 << 30
 
 
-class TestModest(NotificationTests, FlightTests, StoppedTests, MachineTests):
+class TestModest(NotificationTests, InFlightTests, StoppedPeerTests, StateMachineTests):
     factory = "tests.testing.factories:Modest"
     lasting_bytes = 2 << 30
 
 
-class TestWriter(NotificationTests, StoppedTests):
+class TestWriter(NotificationTests, StoppedPeerTests):
     factory = "tests.testing.factories:Writer"
     lasting_bytes = LASTING
 
 
-class TestManual(NotificationTests, StoppedTests, MachineTests):
+class TestManual(NotificationTests, StoppedPeerTests, StateMachineTests):
     factory = "tests.testing.factories:Manual"
     lasting_bytes = LASTING
 
 
-class TestBlocking(FlightTests):
+class TestBlocking(InFlightTests):
     factory = "tests.testing.factories:Blocking"
     lasting_bytes = 1 << 30
 
 
-class TestDoomed(FlightTests, QuietTests, StoppedTests, MachineTests):
-    factory = "tests.testing.factories:Doomed"
+class TestFailing(InFlightTests, QuiescenceTests, StoppedPeerTests, StateMachineTests):
+    factory = "tests.testing.factories:Failing"
     lasting_bytes = LASTING
     quiet_seconds = 0.05
 
 
-class TestLate(MachineTests):
+class TestLate(StateMachineTests):
     factory = "tests.testing.factories:late"
     lasting_bytes = LASTING
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.copies import Copies, copies_between
 from kvferry.core.errors import ConnectError, PeerLostError, TransportUsageError
 from kvferry.core.transport import PeerId, Quiescence, State, TransferId, Transport
+from kvferry.core.transport.copies import Copies, copies_between
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Buffer, Fault, FaultyTransport, Schedule
 from kvferry.testing.memory import allocate, pattern
@@ -79,7 +79,7 @@ def with_fault(fault: Fault) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("pair", [fault], indirect=True)
 
 
-P, D, DONE, FAILED = State.PENDING, State.DOOMED, State.DONE, State.FAILED
+P, D, DONE, FAILED = State.PENDING, State.FAILING, State.DONE, State.FAILED
 
 
 @with_fault(Fault.DELAY)
@@ -114,13 +114,13 @@ def test_truncated_means_half_of_the_copies_and_failed(pair: Pair) -> None:
 
 
 @with_fault(Fault.DOOM)
-def test_doomed_for_a_while_and_then_failed(pair: Pair) -> None:
+def test_failing_for_a_while_and_then_failed(pair: Pair) -> None:
     transfer = pair.read()
     assert pair.states(transfer, 5) == [D, D, D, FAILED, FAILED]
     assert pair.heard() == []
 
 
-def test_doomed_until_the_peer_is_disconnected() -> None:
+def test_failing_until_the_peer_is_disconnected() -> None:
     pair = pair_of(Schedule(at={0: Fault.DOOM}), Quiescence.AFTER_DISCONNECT)
     assert pair.reader.capabilities.quiescence is Quiescence.AFTER_DISCONNECT
     transfer = pair.read()

@@ -23,7 +23,7 @@ _PENDING = Status(state=State.PENDING)
 class Job:
     """A transfer.
 
-    It becomes DOOMED with the first error, begins no piece from then on, and is FAILED when those
+    It becomes FAILING with the first error, begins no piece from then on, and is FAILED when those
     that are under way have ended: the engine says so of each.
     """
 
@@ -45,7 +45,7 @@ class Job:
     def doom(self, error: TransportError) -> None:
         """Let it fail; the first error stays."""
         if self.status.state is State.PENDING:
-            self.status = Status(state=State.DOOMED, error=error)
+            self.status = Status(state=State.FAILING, error=error)
 
     def advance(self, engine: Engine) -> None:
         """See which pieces have ended, begin more, and conclude after the last."""
@@ -56,7 +56,7 @@ class Job:
         self._flying = [batch for batch in self._flying if not self._has_ended(engine, batch)]
         while len(self._flying) < WINDOW and self._begun(engine):
             pass
-        over = self.status.state is State.DOOMED or self._next == len(self.pieces)
+        over = self.status.state is State.FAILING or self._next == len(self.pieces)
         if over and not self._flying:
             self._conclude()
 
@@ -100,5 +100,5 @@ class Job:
                 self.channel.send(self.notify)
             except TransportError as exc:
                 self.doom(exc)
-        failed = self.status.state is State.DOOMED
+        failed = self.status.state is State.FAILING
         self.status = Status(state=State.FAILED if failed else State.DONE, error=self.status.error)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.core.bounds import check_bounds, checked_length
-from kvferry.core.copies import Copies
+from kvferry.core.transport.bounds import check_bounds, checked_length
+from kvferry.core.transport.copies import Copies
 
 PIECE_BYTES = 1 << 18
 """The longest piece: what is under way has to end before a transfer can be final."""

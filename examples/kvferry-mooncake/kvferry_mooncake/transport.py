@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import ClassVar
 
-from kvferry.core.copies import Copies
 from kvferry.core.errors import (
     ConnectError,
     DriverError,
@@ -19,17 +18,6 @@ from kvferry.core.errors import (
     TransferCancelledError,
     TransportError,
     TransportUnsupportedError,
-)
-from kvferry.core.guards import (
-    Owner,
-    check_final,
-    check_payload,
-    check_registered,
-    check_unused,
-    find_peer,
-    find_transfer,
-    local_regions,
-    remote_regions,
 )
 from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
@@ -41,6 +29,18 @@ from kvferry.core.transport import (
     Status,
     TransferId,
     Transport,
+)
+from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.refusals import (
+    TransportOwner,
+    check_final,
+    check_payload,
+    check_registered,
+    check_unused,
+    find_peer,
+    find_transfer,
+    local_regions,
+    remote_regions,
 )
 from kvferry_mooncake import address as wire
 from kvferry_mooncake.engine import shared
@@ -94,7 +94,7 @@ class MooncakeTransport(Transport):
 
     def __init__(self, *, host: str = "127.0.0.1") -> None:
         self._name = f"mooncake-{os.getpid()}-{secrets.token_hex(8)}"
-        self._owner = Owner(self._name)
+        self._owner = TransportOwner(self._name)
         self._secret = secrets.token_bytes(16)
         self._host = host
         self._engine = shared(host)
@@ -185,8 +185,8 @@ class MooncakeTransport(Transport):
         jobs = [job for job in self._jobs.values() if job.peer == peer]
         if not self._ended(jobs, PeerLostError(f"{found.name} was disconnected")):
             raise TransportError(
-                f"{found.name} has not answered for {_GRACE_SECONDS} s: its transfers stay doomed; "
-                "disconnect again, later"
+                f"{found.name} has not answered for {_GRACE_SECONDS} s: its transfers stay "
+                "failing; disconnect again, later"
             )
         found.channel.close()
         del self._peers[peer]
@@ -282,7 +282,7 @@ class MooncakeTransport(Transport):
         while left:
             for job in left:
                 job.advance(self._engine)
-            left = [job for job in left if job.status.state is State.DOOMED]
+            left = [job for job in left if job.status.state is State.FAILING]
             if time.monotonic() > deadline:
                 break
             time.sleep(_TURN_SECONDS)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from kvferry_mooncake import MooncakeTransport
 
-from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import DriverError
 from kvferry.core.memory import region_of
 from kvferry.core.transport import State
+from kvferry.core.transport.copies import Copies, Segment
 
 TRANSFERS, COPIES, SIZE = 100, 50, 8
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from kvferry_mooncake.pieces import PIECE_BYTES, pieces_of
 
-from kvferry.core.copies import Copies, copies_between
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.memory import Region
+from kvferry.core.transport.copies import Copies, copies_between
 
 HERE = Region(address=1 << 20, nbytes=1 << 30)
 THERE = Region(address=1 << 40, nbytes=1 << 30)

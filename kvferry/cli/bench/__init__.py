@@ -15,8 +15,8 @@ from rich.console import Console
 from kvferry.cli.bench import report
 from kvferry.cli.bench.grid import BLOCKS, SIZES, BenchError, Case, cases, options_of, sizes_of
 from kvferry.cli.bench.measure import Bench, Result, far_process, memcpy_of, near_buffer
-from kvferry.core.registry import create
 from kvferry.core.transport import Transport
+from kvferry.core.transport.registry import create
 
 INTERRUPTED = 130
 

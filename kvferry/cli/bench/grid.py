@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from kvferry.cli.plan.words import size
-from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import KVFerryError
 from kvferry.core.memory import I64Array, Region
+from kvferry.core.transport.copies import Copies, Segment
 
 SIZES, BLOCKS = "1M,16M,64M", "4K,64K,1M"
 """What is measured unless said otherwise."""

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.cli.bench.grid import BenchError, Case
-from kvferry.core.copies import Copies
 from kvferry.core.transport import State, Status, Transport
+from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import Buffer, Bytes, allocate, pattern
 from kvferry.testing.peers import Process
 
@@ -150,7 +150,7 @@ class Bench:
 
 def _refuse(case: Case, status: Status, elapsed: float) -> None:
     """Of a transfer that is not final."""
-    if status.state is State.DOOMED:
+    if status.state is State.FAILING:
         raise BenchError(f"a {case} failed: {status.error}")
     if elapsed > DEADLINE_SECONDS:
         raise BenchError(f"a {case} has not ended after {elapsed:.0f} s")
@@ -191,7 +191,7 @@ def far_process(
     try:
         with _blamed("start"):
             process = Process(
-                "kvferry.core.registry:create",
+                "kvferry.core.transport.registry:create",
                 {"name": driver, "options": dict(options)},
                 memory,
                 nbytes,

@@ -19,8 +19,8 @@ from rich.table import Table
 from kvferry.cli.bench.grid import BenchError
 from kvferry.cli.bench.measure import Result
 from kvferry.cli.plan.words import size
-from kvferry.core.registry import installed
 from kvferry.core.transport import Transport
+from kvferry.core.transport.registry import installed
 
 Show = Callable[[str], None]
 """Says what is measured next."""

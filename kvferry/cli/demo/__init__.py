@@ -17,13 +17,13 @@ from rich.console import Console
 from kvferry.cli.demo import report
 from kvferry.cli.demo.decode import COPY_ROUNDS, Decode
 from kvferry.cli.demo.model import DemoError, Shape, requests_of, shape_of
-from kvferry.cli.demo.pipes import Released, Spec, Started, prefill_processes, receive
+from kvferry.cli.demo.pipes import ReleasedRequest, Spec, Started, prefill_processes, receive
 from kvferry.core.errors import StaleError
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU
-from kvferry.core.registry import create
 from kvferry.core.transport import Transport
+from kvferry.core.transport.registry import create
 
 ENGINE = "prefill"
 INTERRUPTED = 130
@@ -98,7 +98,7 @@ def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, dec
     with report.step(console, f"the same bytes were copied by memcpy, {COPY_ROUNDS} times"):
         memcpy = consumer.memcpy_rate(pulled.nbytes)
     with report.step(console, "every hold was released, and a used ticket tried again"):
-        receive(pipe, Released)
+        receive(pipe, ReleasedRequest)
         refusal = consumer.pull_again(*next(iter(tickets.items())))
     pages = {
         request: (spec.shape.tp * len(ticket.pages[0]), len(consumer.pages[request]))

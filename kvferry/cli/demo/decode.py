@@ -19,12 +19,12 @@ from kvferry.cli.demo.model import (
     wrong_bytes,
     wrong_spare_bytes,
 )
-from kvferry.core.descriptors import Pages
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, LoadRecord
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.planner.build_copies import Pages
 from kvferry.core.transport import Transport
 
 WAIT_SECONDS = 0.2

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from kvferry.cli.demo.model import DemoError, Request, Shape
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
-from kvferry.core.lifecycle.ledger import Orders
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 
 T = TypeVar("T")
 
@@ -51,10 +51,10 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class DemoStep:
     """One engine step: the orders for every rank, and the request that it computes, if any."""
 
-    orders: Orders
+    orders: HoldOrders
     compute: Request | None = None
 
 
@@ -66,7 +66,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
+class ReleasedRequest:
     """No request's pages are held any more."""
 
     requests: int

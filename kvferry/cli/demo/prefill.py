@@ -20,12 +20,12 @@ from kvferry.cli.demo.model import (
     scattered_pages,
 )
 from kvferry.cli.demo.pipes import (
+    DemoStep,
     Failed,
     Joined,
-    Released,
+    ReleasedRequest,
     Spec,
     Started,
-    Step,
     Stepped,
     receive,
 )
@@ -34,10 +34,10 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.registry import create
-from kvferry.core.wire import Coordinates, encode
+from kvferry.core.messages import Coordinates, encode
+from kvferry.core.transport.registry import create
 
 PACE_SECONDS = 0.02
 
@@ -64,7 +64,7 @@ class Rank:
             options=EndpointOptions(lease=spec.lease),
         )
 
-    def step(self, step: Step) -> Stepped:
+    def step(self, step: DemoStep) -> Stepped:
         """Apply the orders, then compute: no ticket can exist before that is over."""
         self.endpoint.apply(step.orders)
         if step.compute is not None:
@@ -78,7 +78,7 @@ class Lead:
 
     def __init__(self, spec: Spec, rank: Rank, others: Sequence[Connection]) -> None:
         self._spec, self._rank, self._others = spec, rank, others
-        self._ledger = HoldLedger(len(spec.requests))
+        self._ledger = SchedulerHolds(len(spec.requests))
         self._sent: Counter[RequestId] = Counter()
 
     @property
@@ -112,7 +112,7 @@ class Lead:
 
     def step(self, request: Request | None = None) -> None:
         """One engine step on all ranks at once."""
-        step = Step(orders=self._ledger.drain(), compute=request)
+        step = DemoStep(orders=self._ledger.drain(), compute=request)
         for other in self._others:
             other.send(step)
         stepped = [self._rank.step(step), *(receive(other, Stepped) for other in self._others)]
@@ -140,7 +140,7 @@ def lead(control: Connection, others: Sequence[Connection]) -> None:
             while engine.held and not control.poll():
                 rank.endpoint.wait(PACE_SECONDS)
                 engine.step()
-            control.send(Released(requests=len(spec.requests)))
+            control.send(ReleasedRequest(requests=len(spec.requests)))
             control.poll(None)  # until the other end closes
 
 
@@ -150,7 +150,7 @@ def follow(pipe: Connection, index: int) -> None:
     with rank.endpoint:
         pipe.send(Joined(pid=os.getpid(), payload=encode(rank.endpoint.payload)))
         while True:
-            pipe.send(rank.step(receive(pipe, Step)))
+            pipe.send(rank.step(receive(pipe, DemoStep)))
 
 
 def main(rank: int, *descriptors: int) -> int:

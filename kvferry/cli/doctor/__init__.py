@@ -11,15 +11,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.doctor import channel, devices, kernel, software
-from kvferry.cli.doctor.finding import Finding, Verdict
+from kvferry.cli.doctor.finding import Finding, FindingLevel
 from kvferry.cli.doctor.probe import probe
 from kvferry.cli.keys import NONE, Keys
 from kvferry.core.errors import KVFerryError
 
 MARKS = {
-    Verdict.OK: "[green]✓[/]",
-    Verdict.WARN: "[yellow]![/]",
-    Verdict.BAD: "[red]✗[/]",
+    FindingLevel.OK: "[green]✓[/]",
+    FindingLevel.WARN: "[yellow]![/]",
+    FindingLevel.BAD: "[red]✗[/]",
 }
 INTERRUPTED = 130
 
@@ -61,13 +61,13 @@ def run(
         Console().print_json(json.dumps(_record(findings)))
     else:
         _print(findings)
-    return int(worst(findings) is Verdict.BAD)
+    return int(worst(findings) is FindingLevel.BAD)
 
 
-def worst(findings: Sequence[Finding]) -> Verdict:
+def worst(findings: Sequence[Finding]) -> FindingLevel:
     """The verdict on all of them."""
-    order = list(Verdict)
-    return max((finding.verdict for finding in findings), key=order.index, default=Verdict.OK)
+    order = list(FindingLevel)
+    return max((finding.verdict for finding in findings), key=order.index, default=FindingLevel.OK)
 
 
 def _findings(
@@ -133,8 +133,8 @@ def _print(findings: Sequence[Finding]) -> None:
         if finding.remedy:
             table.add_row("", "", f"[bold]→ {escape(finding.remedy)}[/]")
     console.print(table)
-    counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
+    counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in FindingLevel}
     console.print(
-        f"\n{counts[Verdict.BAD]} bad, {counts[Verdict.WARN]} worth knowing, "
-        f"{counts[Verdict.OK]} fine"
+        f"\n{counts[FindingLevel.BAD]} bad, {counts[FindingLevel.WARN]} worth knowing, "
+        f"{counts[FindingLevel.OK]} fine"
     )

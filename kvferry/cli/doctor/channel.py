@@ -12,7 +12,7 @@ from kvferry.core.handshake import HandshakeServer, ping
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.memory import Region
-from kvferry.core.wire import (
+from kvferry.core.messages import (
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,
     Coordinates,

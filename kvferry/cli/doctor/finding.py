@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Verdict(enum.Enum):
+class FindingLevel(enum.Enum):
     """What a finding means."""
 
     OK = "ok"
@@ -29,21 +29,21 @@ class Finding:
     """
 
     name: str
-    verdict: Verdict
+    verdict: FindingLevel
     found: str
     remedy: str = ""
 
 
 def ok(name: str, found: str) -> Finding:
     """A finding that needs no remedy."""
-    return Finding(name=name, verdict=Verdict.OK, found=found)
+    return Finding(name=name, verdict=FindingLevel.OK, found=found)
 
 
 def warn(name: str, found: str, remedy: str) -> Finding:
     """A finding that is worth knowing."""
-    return Finding(name=name, verdict=Verdict.WARN, found=found, remedy=remedy)
+    return Finding(name=name, verdict=FindingLevel.WARN, found=found, remedy=remedy)
 
 
 def bad(name: str, found: str, remedy: str) -> Finding:
     """A finding that has to be remedied."""
-    return Finding(name=name, verdict=Verdict.BAD, found=found, remedy=remedy)
+    return Finding(name=name, verdict=FindingLevel.BAD, found=found, remedy=remedy)

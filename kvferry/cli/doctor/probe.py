@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from kvferry.core.errors import DriverError
-from kvferry.core.registry import DriverReport, describe, installed
-from kvferry.drivers.ucx import opening
+from kvferry.core.transport.registry import DriverReport, describe, installed
+from kvferry.drivers.ucx import dlopen as opening
 from kvferry.drivers.ucx.devices import Devices, devices
 from kvferry.drivers.ucx.library import find
 

@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 import kvferry
 from kvferry.cli.doctor.finding import Finding, bad, ok, warn
 from kvferry.cli.doctor.probe import Driver, Probed, Ucx
+from kvferry.core.messages import SPOKEN
 from kvferry.core.transport import INTERFACE_VERSION
-from kvferry.core.wire import SPOKEN
 from kvferry.drivers.ucx.devices import listed
 
 PYTHONS = ((3, 11), (3, 13))

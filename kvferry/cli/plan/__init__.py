@@ -14,7 +14,7 @@ from kvferry.cli.plan.engines import Engine, draw, read_engine, write_engine
 from kvferry.cli.plan.estimate import Estimate, estimate
 from kvferry.cli.plan.model import Model, read_model
 from kvferry.cli.plan.record import record
-from kvferry.cli.plan.settings import Settings, SettingsError, parse
+from kvferry.cli.plan.settings import PlanSettings, SettingsError, parse
 
 
 class _Side(NamedTuple):
@@ -22,7 +22,7 @@ class _Side(NamedTuple):
 
     name: str
     engine: Engine
-    said: Settings | Path
+    said: PlanSettings | Path
 
 
 def run(
@@ -83,7 +83,7 @@ def _side(name: str, said: str, model: Model | None, tokens: int) -> _Side:
 
 def _advice(model: Model | None, prefill: _Side, decode: _Side, found: Estimate) -> Advice:
     one, other = prefill.said, decode.said
-    if model is not None and isinstance(one, Settings) and isinstance(other, Settings):
+    if model is not None and isinstance(one, PlanSettings) and isinstance(other, PlanSettings):
         return advise(model, one, other, found)
     return advise_alike(prefill.engine, decode.engine, found)
 

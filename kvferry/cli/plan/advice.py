@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.cli.plan.engines import Engine, draw
-from kvferry.cli.plan.estimate import Estimate, Sizes, estimate
+from kvferry.cli.plan.estimate import ByteCounts, Estimate, estimate
 from kvferry.cli.plan.model import Model
 from kvferry.cli.plan.reasons import reasons
-from kvferry.cli.plan.settings import ORDERS, WHOLE, Settings
+from kvferry.cli.plan.settings import ORDERS, WHOLE, PlanSettings
 from kvferry.core.errors import KVFerryError
 
 SMALL = 16 << 10
@@ -25,7 +25,7 @@ WORTH = 2
 TRIED = ("block_size", "layout", "interleave")
 """The settings that are tried; never other ranks."""
 
-Pair = tuple[Settings, Settings]
+Pair = tuple[PlanSettings, PlanSettings]
 """Of prefill and of decode."""
 
 Other = dict[str, Any]
@@ -76,7 +76,7 @@ def is_small(found: Estimate) -> bool:
     return sizes.copies > 0 and sizes.median < SMALL
 
 
-def advise(model: Model, prefill: Settings, decode: Settings, found: Estimate) -> Advice:
+def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, found: Estimate) -> Advice:
     """Try other settings of engines that were drawn from a model.
 
     Decode rank 0 stands for all while trying; what is advised is then counted as a whole.
@@ -84,7 +84,7 @@ def advise(model: Model, prefill: Settings, decode: Settings, found: Estimate) -
     old, tokens = (prefill, decode), found.tokens
     engine = functools.cache(lambda settings: draw(model, settings, tokens))
 
-    def counted(pair: Pair, ranks: Sequence[int] | None) -> Sizes:
+    def counted(pair: Pair, ranks: Sequence[int] | None) -> ByteCounts:
         return estimate(engine(pair[0]), engine(pair[1]), tokens, ranks).sizes
 
     changes: dict[Change, Pair] = {}
@@ -113,7 +113,7 @@ def advise_alike(prefill: Engine, decode: Engine, found: Estimate) -> Advice:
     return Advice(reasons=reasons(found), changes=_best(changes, found.sizes))
 
 
-def _best(changes: Sequence[Change], now: Sizes) -> tuple[Change, ...]:
+def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
     """The best of each effort, as long as more effort is worth it."""
     best: list[Change] = []
     copies = now.copies
@@ -126,7 +126,7 @@ def _best(changes: Sequence[Change], now: Sizes) -> tuple[Change, ...]:
     return tuple(best)
 
 
-def _change(said: tuple[str, str], sizes: Sizes) -> Change:
+def _change(said: tuple[str, str], sizes: ByteCounts) -> Change:
     return Change(
         prefill=said[0],
         decode=said[1],
@@ -137,7 +137,7 @@ def _change(said: tuple[str, str], sizes: Sizes) -> Change:
     )
 
 
-def _candidates(prefill: Settings, decode: Settings) -> Iterator[tuple[Other, Other]]:
+def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[Other, Other]]:
     """Layouts, block sizes and interleaves, on one side and on both; some do not go together."""
     one, two = {"block_size": prefill.block_size}, {"block_size": decode.block_size}
     larger = max(one, two, key=lambda size: size["block_size"])
@@ -156,7 +156,7 @@ def _candidates(prefill: Settings, decode: Settings) -> Iterator[tuple[Other, Ot
         yield near | two, {}
 
 
-def _ordered(settings: Settings, order: str) -> Other:
+def _ordered(settings: PlanSettings, order: str) -> Other:
     """Where kernels cannot cut pages, these have to be theirs."""
     if settings.kernel_block and not order.startswith(WHOLE):
         return {"layout": order, "block_size": settings.kernel_block}

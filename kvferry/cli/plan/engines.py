@@ -17,12 +17,20 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.settings import Settings
+from kvferry.cli.plan.settings import PlanSettings
 from kvferry.core.errors import KVFerryError
-from kvferry.core.layout import ELEMENT_BYTES, Context, Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout import (
+    ELEMENT_BYTES,
+    ContextParallel,
+    Field,
+    Group,
+    GroupKind,
+    Layout,
+    axis,
+)
 from kvferry.core.memory import Region
+from kvferry.core.messages import MAX_RANKS, Coordinates
 from kvferry.core.untrusted import MALFORMED
-from kvferry.core.wire import MAX_RANKS, Coordinates
 
 MAX_FILE_BYTES = 1 << 26
 ADDRESS = 1 << 40
@@ -106,7 +114,7 @@ def write_engine(path: Path, engine: Engine) -> None:
         raise EngineError(f"{path} cannot be written: {exc.strerror}") from exc
 
 
-def draw(model: Model, settings: Settings, tokens: int) -> Engine:
+def draw(model: Model, settings: PlanSettings, tokens: int) -> Engine:
     """The layouts of an engine that runs a model.
 
     Args:
@@ -129,7 +137,7 @@ def draw(model: Model, settings: Settings, tokens: int) -> Engine:
     )
 
 
-def check_spread(model: Model, settings: Settings) -> None:
+def check_spread(model: Model, settings: PlanSettings) -> None:
     """Raises ``EngineError`` where a model cannot be spread over that many ranks."""
     tp, heads = settings.tp, model.kv_heads
     if model.attention_heads % tp:
@@ -180,7 +188,7 @@ class _Strides(NamedTuple):
     content: int
 
 
-def _strides(settings: Settings, shape: Sequence[int], block: int) -> _Strides:
+def _strides(settings: PlanSettings, shape: Sequence[int], block: int) -> _Strides:
     """Of a shape (layers, blocks, heads, tokens, bytes); ``block`` where blocks are outermost."""
     stride, found = 1, {}
     for name in reversed(settings.layout):
@@ -192,14 +200,16 @@ def _strides(settings: Settings, shape: Sequence[int], block: int) -> _Strides:
 
 
 def _rank(
-    model: Model, settings: Settings, groups: list[list[int]], pages: int, pp: int, tp: int
+    model: Model, settings: PlanSettings, groups: list[list[int]], pages: int, pp: int, tp: int
 ) -> Layout:
     stage = _stage(model.layers, settings.pp, pp)
     mine = [[layer for layer in layers if layer in stage] for layers in groups]
     heads = _heads(model.kv_heads, settings.tp, tp)
     page = (heads[1] - heads[0]) * settings.block_size * model.entry_bytes
     block = max(map(len, mine)) * page
-    context = Context(size=settings.dcp, rank=tp % settings.dcp, interleave=settings.interleave)
+    context = ContextParallel(
+        size=settings.dcp, rank=tp % settings.dcp, interleave=settings.interleave
+    )
     kind = Group(kind=GroupKind.PAGED, block_tokens=settings.block_size, context=context)
     return Layout(
         regions=(Region(address=ADDRESS, nbytes=max(1, block * pages), kind="cuda"),),
@@ -220,7 +230,7 @@ def _heads(total: int, ranks: int, rank: int) -> tuple[int, int]:
 
 def _fields(
     model: Model,
-    settings: Settings,
+    settings: PlanSettings,
     group: int,
     layers: list[int],
     pages: int,

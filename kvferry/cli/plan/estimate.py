@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.cli.plan.engines import Engine, EngineError
-from kvferry.core.descriptors import Pages, ReadRequest, Workspace, copies
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.memory import I64Array
-from kvferry.core.strips import Overlap
-from kvferry.core.topology import Plan, Source, plan
+from kvferry.core.planner.build_copies import Pages, ReadRequest, Workspace, copies
+from kvferry.core.planner.plan import Plan, Source, plan
+from kvferry.core.planner.strips import Overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sizes:
+class ByteCounts:
     """How many copies there are of each size.
 
     Attributes:
@@ -62,7 +62,7 @@ class Sizes:
         return int(self.nbytes[np.searchsorted(upto, (upto[-1] + 1) // 2)])
 
 
-def together(all_sizes: Iterable[Sizes]) -> Sizes:
+def together(all_sizes: Iterable[ByteCounts]) -> ByteCounts:
     """The copies of several reads as one."""
     sizes = list(all_sizes)
     nbytes = np.concatenate([np.empty(0, np.int64), *(s.nbytes for s in sizes)])
@@ -70,11 +70,11 @@ def together(all_sizes: Iterable[Sizes]) -> Sizes:
     distinct, where = np.unique(nbytes, return_inverse=True)
     summed = np.zeros(len(distinct), np.int64)
     np.add.at(summed, where, counts)
-    return Sizes(nbytes=distinct, counts=summed)
+    return ByteCounts(nbytes=distinct, counts=summed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Read:
+class ReadEstimate:
     """What one decode rank reads from one prefill rank.
 
     Attributes:
@@ -85,7 +85,7 @@ class Read:
 
     decode: int
     source: Source = field(repr=False)
-    sizes: Sizes
+    sizes: ByteCounts
 
     @property
     def prefill(self) -> int:
@@ -110,20 +110,20 @@ class Estimate:
     """
 
     tokens: int
-    reads: tuple[Read, ...]
+    reads: tuple[ReadEstimate, ...]
     readers: tuple[int, ...]
     told: dict[int, int]
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ByteCounts:
         """All copies of the request."""
         return together(read.sizes for read in self.reads)
 
-    def sizes_of(self, reads: Sequence[Read]) -> Sizes:
+    def sizes_of(self, reads: Sequence[ReadEstimate]) -> ByteCounts:
         """The copies of some of the reads."""
         return together(read.sizes for read in reads)
 
-    def of_decode(self, rank: int) -> tuple[Read, ...]:
+    def of_decode(self, rank: int) -> tuple[ReadEstimate, ...]:
         """What a decode rank reads."""
         return tuple(read for read in self.reads if read.decode == rank)
 
@@ -131,7 +131,7 @@ class Estimate:
         """The prefill ranks that a decode rank tells that nobody reads them."""
         return [told for told, teller in self.told.items() if teller == rank]
 
-    def of_prefill(self, rank: int) -> tuple[Read, ...]:
+    def of_prefill(self, rank: int) -> tuple[ReadEstimate, ...]:
         """What is read from a prefill rank."""
         return tuple(read for read in self.reads if read.prefill == rank)
 
@@ -146,7 +146,7 @@ def estimate(
         EngineError: a cache is too small for the request.
     """
     workspace = Workspace()
-    reads: list[Read] = []
+    reads: list[ReadEstimate] = []
     told: dict[int, int] = {}
     readers: tuple[int, ...] = ()
     for rank in range(len(decode.ranks)) if ranks is None else ranks:
@@ -155,7 +155,7 @@ def estimate(
         readers = planned.readers
         for source in planned.sources:
             counted = _counted(planned, source, decode, tokens, workspace)
-            reads.append(Read(decode=rank, source=source, sizes=counted))
+            reads.append(ReadEstimate(decode=rank, source=source, sizes=counted))
     return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told)
 
 
@@ -168,10 +168,10 @@ def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
 
 def _counted(
     planned: Plan, source: Source, decode: Engine, tokens: int, workspace: Workspace
-) -> Sizes:
+) -> ByteCounts:
     local = _pages("decode", source.local_layout, tokens)
     remote = _pages("prefill", source.remote_layout, tokens)
-    found: list[Sizes] = []
+    found: list[ByteCounts] = []
     for group in {match.local_group for match in source.matches}:
         first = decode.first_token(group, tokens)
         for start, stop, times in _stretches(source, group, first, tokens):
@@ -180,7 +180,7 @@ def _counted(
             request = ReadRequest(ranges=tuple(ranges), local=local, remote=remote)
             made = copies(source, request, workspace).nbytes
             nbytes, counts = np.unique(made.astype(np.int64), return_counts=True)
-            found.append(Sizes(nbytes=nbytes, counts=counts * times))
+            found.append(ByteCounts(nbytes=nbytes, counts=counts * times))
     return together(found)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvferry.cli.plan.engines import Engine
 from kvferry.cli.plan.words import numbers
-from kvferry.core.strips import Overlap
+from kvferry.core.planner.strips import Overlap
 
 NAMED = 3
 """So many places without a number are named; of more, the rest are three dots."""

@@ -17,7 +17,7 @@ from matplotlib.patches import FancyBboxPatch, PathPatch
 from matplotlib.path import Path as Outline
 
 from kvferry.cli.plan.engines import Engine, EngineError
-from kvferry.cli.plan.estimate import Estimate, Read
+from kvferry.cli.plan.estimate import Estimate, ReadEstimate
 from kvferry.cli.plan.names import of_fields, rank_name
 from kvferry.cli.plan.words import counted, size
 
@@ -36,7 +36,7 @@ INK, FAINT, PAPER = "#1f2430", "#8a93a6", "#f4f6fa"
 class _Ribbon(NamedTuple):
     """Where a read leaves the prefill side and arrives at the decode side: bottom and top."""
 
-    read: Read
+    read: ReadEstimate
     left: tuple[float, float]
     right: tuple[float, float]
 
@@ -100,7 +100,9 @@ def _ribbons(found: Estimate, lefts: Sequence[float], rights: Sequence[float]) -
     return [_Ribbon(read, left[id(read)], right[id(read)]) for read in found.reads]
 
 
-def _stacked(reads: Sequence[Read], centre: float, scale: float) -> dict[int, tuple[float, float]]:
+def _stacked(
+    reads: Sequence[ReadEstimate], centre: float, scale: float
+) -> dict[int, tuple[float, float]]:
     """Where each read meets a box, one below the other."""
     heights = [read.sizes.total * scale for read in reads]
     tops = [centre + sum(heights) / 2]

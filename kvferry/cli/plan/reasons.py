@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from kvferry.cli.plan.estimate import Estimate
 from kvferry.cli.plan.words import counted
-from kvferry.core.layout import Context, Field, length
-from kvferry.core.strips import Overlap
-from kvferry.core.topology import Match
+from kvferry.core.layout import ContextParallel, Field, length
+from kvferry.core.planner.plan import Match
+from kvferry.core.planner.strips import Overlap
 
 
 def reasons(found: Estimate) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def _token_reasons(match: Match) -> Iterator[str]:
         )
 
 
-def _turns(context: Context) -> str:
+def _turns(context: ContextParallel) -> str:
     by = f" by {context.interleave}" if context.size > 1 else ""
     return counted(context.size, "rank") + by
 

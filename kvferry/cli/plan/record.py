@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from kvferry.cli.plan.advice import Advice
 from kvferry.cli.plan.engines import Engine
-from kvferry.cli.plan.estimate import Estimate, Read, Sizes
-from kvferry.core.wire import Coordinates
+from kvferry.cli.plan.estimate import ByteCounts, Estimate, ReadEstimate
+from kvferry.core.messages import Coordinates
 
 Record = dict[str, object]
 
@@ -29,7 +29,7 @@ def _ranks(engine: Engine) -> Iterable[int]:
     return range(len(engine.ranks))
 
 
-def _read(read: Read) -> Record:
+def _read(read: ReadEstimate) -> Record:
     keys: dict[tuple[int, int], list[str]] = {}
     for overlap in read.overlaps:
         keys.setdefault(overlap.shard, []).append(overlap.local.key)
@@ -63,7 +63,7 @@ def _reading(found: Estimate, rank: int) -> Record:
     } | _sizes(found.sizes_of(reads))
 
 
-def _sizes(sizes: Sizes) -> Record:
+def _sizes(sizes: ByteCounts) -> Record:
     return {
         "copies": sizes.copies,
         "bytes": sizes.total,

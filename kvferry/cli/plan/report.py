@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvferry.cli.plan.advice import SMALL, Advice, Change
 from kvferry.cli.plan.engines import Engine
-from kvferry.cli.plan.estimate import Estimate, Sizes
+from kvferry.cli.plan.estimate import ByteCounts, Estimate
 from kvferry.cli.plan.model import Model
 from kvferry.cli.plan.names import of_fields, rank_name, what_of
 from kvferry.cli.plan.words import counted, numbers, size
@@ -144,11 +144,11 @@ def _outcome(found: Estimate, change: Change) -> str:
     )
 
 
-def _figures(sizes: Sizes) -> tuple[str, str, str]:
+def _figures(sizes: ByteCounts) -> tuple[str, str, str]:
     return f"{sizes.copies:,}", size(sizes.total), _sizes(sizes)
 
 
-def _sizes(sizes: Sizes | Change) -> str:
+def _sizes(sizes: ByteCounts | Change) -> str:
     if sizes.smallest == sizes.largest:
         return size(sizes.median)
     return f"{size(sizes.smallest)} to {size(sizes.largest)}, median {size(sizes.median)}"

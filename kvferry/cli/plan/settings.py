@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 
 from kvferry.core.errors import KVFerryError
-from kvferry.core.wire import MAX_RANKS
+from kvferry.core.messages import MAX_RANKS
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """How memory can be nested, outermost first: Layers, Blocks, Heads, tokeNs, Content (K, then V)."""
@@ -32,7 +32,7 @@ class SettingsError(KVFerryError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PlanSettings:
     """How one engine is set up.
 
     Attributes:
@@ -93,7 +93,7 @@ class Settings:
 
     def __str__(self) -> str:
         """As ``parse`` reads it, without what is as it is anyway."""
-        optional = asdict(Settings())
+        optional = asdict(PlanSettings())
         shown = {k: v for k, v in asdict(self).items() if k in SHOWN or v != optional[k]}
         return ",".join(f"{key}={value}" for key, value in shown.items())
 
@@ -101,7 +101,7 @@ class Settings:
 SHOWN = ("tp", "pp", "block_size", "layout")
 
 
-def parse(text: str, option: str) -> Settings:
+def parse(text: str, option: str) -> PlanSettings:
     """The settings of one engine.
 
     Args:
@@ -114,14 +114,16 @@ def parse(text: str, option: str) -> Settings:
     found: dict[str, int | str] = {}
     for pair in text.split(","):
         key, equals, value = (part.strip() for part in pair.partition("="))
-        name = _known(option, "setting", key.replace("-", "_"), [f.name for f in fields(Settings)])
+        name = _known(
+            option, "setting", key.replace("-", "_"), [f.name for f in fields(PlanSettings)]
+        )
         if not equals or not value:
             raise SettingsError(f"{option}: {key!r} has no value: write {key}=...")
         if name in found:
             raise SettingsError(f"{option}: {name!r} stands twice")
         found[name] = _order(option, value) if name == "layout" else _count(option, name, value)
     try:
-        return Settings(**found)  # type: ignore[arg-type]  # each value is of its field's type
+        return PlanSettings(**found)  # type: ignore[arg-type]  # each value is of its field's type
     except SettingsError as exc:
         raise SettingsError(f"{option}: {exc}") from None
 

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.core.endpoint.aside import Aside
-from kvferry.core.endpoint.containment import as_ours
+from kvferry.core.endpoint.blocking_calls import BlockingCalls
+from kvferry.core.endpoint.error_containment import as_ours
 from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.error_causes import cause_of, on_one_line
 from kvferry.core.errors import ConnectError, KVFerryError, TransportUsageError
-from kvferry.core.failures import cause_of, on_one_line
 from kvferry.core.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Connections:
         self,
         transport: Transport,
         transfers: Transfers,
-        aside: Aside,
+        aside: BlockingCalls,
         clock: Callable[[], float],
     ) -> None:
         self._transport = transport
@@ -103,11 +103,11 @@ class Connections:
         return sum(each.state is _State.CLOSING for each in list(self._by_peer.values()))
 
     @property
-    def loud(self) -> int:
+    def not_quiesced(self) -> int:
         """How many did not fall silent when they were closed: bytes may still land."""
         return sum(each.tries > 0 for each in list(self._by_peer.values()))
 
-    def is_loud(self, peer: PeerId) -> bool:
+    def has_not_quiesced(self, peer: PeerId) -> bool:
         """Whether a connection did not fall silent when it was closed."""
         found = self._by_peer.get(peer)
         return found is not None and found.tries > 0
@@ -288,12 +288,12 @@ class Connections:
             if self._dialling:
                 self._closed_meanwhile.add(peer)
         else:
-            self._is_loud_still(found, peer, error)
+            self._is_not_quiesced_still(found, peer, error)
             for one in waiting:
                 self._wait(one, found)
         self._go_on(waiting)
 
-    def _is_loud_still(self, found: _Connection, peer: PeerId, error: Exception) -> None:
+    def _is_not_quiesced_still(self, found: _Connection, peer: PeerId, error: Exception) -> None:
         if not found.tries:
             ours = as_ours(error)
             logger.error(

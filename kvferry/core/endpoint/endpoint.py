@@ -15,28 +15,28 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvferry.core.descriptors import Spans
-from kvferry.core.endpoint import lines
-from kvferry.core.endpoint.aside import STUCK_SECONDS
-from kvferry.core.endpoint.containment import Containment
-from kvferry.core.endpoint.context import Load
-from kvferry.core.endpoint.device import Awaiting
+from kvferry.core.endpoint import log_messages as lines
+from kvferry.core.endpoint.blocking_calls import STUCK_SECONDS
+from kvferry.core.endpoint.consumer import LoadManager
+from kvferry.core.endpoint.device_sync import DeviceSync
+from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
-from kvferry.core.endpoint.pulling import Puller
-from kvferry.core.endpoint.serving import Server
+from kvferry.core.endpoint.producer import HoldServer
+from kvferry.core.endpoint.slot_table import ScratchWords, SlotTable
 from kvferry.core.endpoint.transfers import Transfers
-from kvferry.core.endpoint.words import Scratch, SlotTable
 from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TransportError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.ledger import Orders
 from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.messages import NEWEST_PROTOCOL, OLDEST_PROTOCOL, RankPayload
+from kvferry.core.metrics import REFUSED, Data, LoadRecord, Metrics
+from kvferry.core.planner.build_copies import Spans
+from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.core.security.proof import fingerprint
-from kvferry.core.stats import REFUSED, Data, Figures, LoadRecord
 from kvferry.core.transport import Notification, Transport
-from kvferry.core.wire import NEWEST_PROTOCOL, OLDEST_PROTOCOL, RankPayload
-from kvferry.core.zeroing import zero_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -87,17 +87,17 @@ class Endpoint:
         self._identity = identity
         self._transport = transport
         self._table = SlotTable(slots)
-        self._scratch = Scratch()
+        self._scratch = ScratchWords()
         self._lease = options.lease
         self.payload = self._publish(driver, layout)
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
-        self._figures = Figures(driver=driver, rank=str(identity.rank))
+        self._figures = Metrics(driver=driver, rank=str(identity.rank))
         self._clock = clock
-        self._server = Server(self._table, identity.incarnation, clock, self._figures)
-        self._containment = Containment()
+        self._server = HoldServer(self._table, identity.incarnation, clock, self._figures)
+        self._containment = ErrorContainment()
         self._transfers = Transfers(transport, self._containment)
-        self._puller = Puller(
+        self._puller = LoadManager(
             own=self.payload,
             transport=transport,
             transfers=self._transfers,
@@ -110,7 +110,7 @@ class Endpoint:
             figures=self._figures,
             reported=self._reported,
         )
-        self._awaiting = Awaiting(self._puller.begin, clock=clock, patience=options.load_timeout)
+        self._awaiting = DeviceSync(self._puller.begin, clock=clock, patience=options.load_timeout)
         self._changed = threading.Condition()
         self._received: dict[RequestId, KVFerryError | None] = {}
         self._records: list[LoadRecord] = []
@@ -136,7 +136,7 @@ class Endpoint:
         """How many requests' pages are held here."""
         return self._server.held
 
-    def apply(self, orders: Orders, passed: Callable[[], bool] | None = None) -> None:
+    def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None = None) -> None:
         """What the scheduler half ordered for this step; never blocks.
 
         Args:
@@ -221,11 +221,11 @@ class Endpoint:
             found.append(f"the endpoint has failed: {self._broken}")
         elif self._closing:
             found.append("the endpoint is closed")
-        if loud := self._puller.loud:
+        if not_quiesced := self._puller.not_quiesced:
             found.append(
-                f"{loud} connections did not fall silent when they were closed; the pages that "
-                "they may still write are quarantined until they do: restart the engine if that "
-                "lasts"
+                f"{not_quiesced} connections did not fall silent when they were closed; the pages "
+                "that they may still write are quarantined until they do: restart the engine if "
+                "that lasts"
             )
         if stuck := self._puller.stuck:
             found.append(
@@ -259,7 +259,7 @@ class Endpoint:
         )
 
     def take_figures(self) -> Data | None:
-        """What was counted since the last call (``kvferry.core.stats.FIGURES``), which is the
+        """What was counted since the last call (``kvferry.core.metrics.FIGURES``), which is the
         caller's from now on; ``None`` if nothing was. Never blocks."""
         return self._figures.take()
 

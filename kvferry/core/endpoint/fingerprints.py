@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.core.endpoint.fencing import WordRead, WordReads
 from kvferry.core.endpoint.peers import Peer
-from kvferry.core.endpoint.words import HEADER_WORDS
+from kvferry.core.endpoint.slot_reads import SlotRead, SlotReads
+from kvferry.core.endpoint.slot_table import HEADER_WORDS
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
 from kvferry.core.lifecycle.holds import WORD_BYTES
 from kvferry.core.security.proof import fingerprint
@@ -36,22 +36,22 @@ class FingerprintReads:
         words: makes the reads.
         clock: seconds, monotonic.
         patience: seconds after which a check fails.
-        doomed: called with peer and rank when it is known that a read will fail, and it is not yet
+        failing: called with peer and rank when it is known that a read will fail, and it is not yet
             quiet; the check is over then.
     """
 
     def __init__(
         self,
-        words: WordReads,
+        words: SlotReads,
         *,
         clock: Callable[[], float],
         patience: float,
-        doomed: Callable[[Peer, int, KVFerryError], None],
+        failing: Callable[[Peer, int, KVFerryError], None],
     ) -> None:
         self._words = words
         self._clock = clock
         self._patience = patience
-        self._doomed = doomed
+        self._failing = failing
         self._checks: set[_Check] = set()
 
     def check(self, peer: Peer, heard: Heard) -> None:
@@ -83,12 +83,12 @@ class FingerprintReads:
                 ),
             )
 
-    def _read(self, check: _Check, rank: int, index: int) -> WordRead:
-        def doomed(error: KVFerryError) -> None:
+    def _read(self, check: _Check, rank: int, index: int) -> SlotRead:
+        def failing(error: KVFerryError) -> None:
             self._end(check, error)
-            self._doomed(check.peer, rank, error)
+            self._failing(check.peer, rank, error)
 
-        return WordRead(
+        return SlotRead(
             tag=check,
             peer=check.peer,
             rank=rank,
@@ -96,7 +96,7 @@ class FingerprintReads:
             note=None,
             landed=lambda word, _: self._landed(check, rank, index, word),
             lost=lambda error: self._end(check, error),
-            doomed=doomed,
+            failing=failing,
             is_header=True,
         )
 

@@ -23,14 +23,14 @@ from contextlib import suppress
 
 import zmq
 
+from kvferry.core.endpoint.handshakes import PeerKey
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.shaking import PeerKey
 from kvferry.core.errors import HandshakeError, KVFerryError, PeerLostError, WireError
-from kvferry.core.handshake.call import Call, answer, why_unreachable
-from kvferry.core.handshake.line import AGAIN_SECONDS
+from kvferry.core.handshake.connection import AGAIN_SECONDS
+from kvferry.core.handshake.dialer import Dialer, answer, why_unreachable
 from kvferry.core.handshake.sockets import Socket, endpoint
 from kvferry.core.lifecycle.holds import Incarnation
-from kvferry.core.wire import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply, encode
+from kvferry.core.messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply, encode
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ process that ended is given up after some of these, and not only after as many i
 Lost = Callable[[KVFerryError], None]
 
 
-class Watch:
-    """One producer, which is asked again and again. Used by the thread of its ``Watches``.
+class LivenessCheck:
+    """One producer, which is asked again and again. Used by the thread of its ``LivenessChecks``.
 
     Args:
         key: where its side channel is.
@@ -65,7 +65,7 @@ class Watch:
         self._options = options
         self._polled = polled
         self._numeric = numeric
-        self._call = Call(
+        self._call = Dialer(
             host=key.host,
             port=key.port,
             timeout=options.liveness_interval,
@@ -218,7 +218,7 @@ class Watch:
         self._descriptor = descriptor
 
 
-class Watches:
+class LivenessChecks:
     """All producers that are watched, on one thread, which the first of them starts.
 
     Args:
@@ -235,7 +235,7 @@ class Watches:
         """Watch a producer until it is lost.
 
         Args:
-            key, numeric, incarnation: as of ``Watch``.
+            key, numeric, incarnation: as of ``LivenessCheck``.
             lost: called once, on the thread, when it is dead or another one.
 
         Returns:
@@ -247,7 +247,9 @@ class Watches:
         if self._poller is None:
             self._poller = _Poller()
         poller = self._poller
-        watch = Watch(key, numeric, incarnation, options=self._options, polled=poller.polled)
+        watch = LivenessCheck(
+            key, numeric, incarnation, options=self._options, polled=poller.polled
+        )
         poller.post(lambda: poller.add(watch, lost))
         return lambda: poller.post(lambda: poller.remove(watch))
 
@@ -274,9 +276,9 @@ class _Poller:
         self.polled.register(self._wake.fileno(), select.EPOLLIN)
         self._posted: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        self._watches: dict[Watch, Lost] = {}
-        self._polling: dict[int, Watch] = {}
-        self._due: list[tuple[float, int, Watch]] = []
+        self._watches: dict[LivenessCheck, Lost] = {}
+        self._polling: dict[int, LivenessCheck] = {}
+        self._due: list[tuple[float, int, LivenessCheck]] = []
         self._numbers = itertools.count()
         self._ended = False
         try:
@@ -296,11 +298,11 @@ class _Poller:
             except BlockingIOError:  # it has been woken often enough
                 return
 
-    def add(self, watch: Watch, lost: Lost) -> None:
+    def add(self, watch: LivenessCheck, lost: Lost) -> None:
         self._watches[watch] = lost
         self._turn(watch, time.monotonic())
 
-    def remove(self, watch: Watch) -> None:
+    def remove(self, watch: LivenessCheck) -> None:
         if self._watches.pop(watch, None) is not None:
             self._polling.pop(watch.descriptor, None)
             watch.close()
@@ -339,7 +341,7 @@ class _Poller:
         # Rounded up: what is not due yet would be looked at again and again until it is.
         return max(math.ceil((self._due[0][0] - time.monotonic()) * 1e3), 0) / 1e3
 
-    def _is_meant(self, entry: tuple[float, int, Watch]) -> bool:
+    def _is_meant(self, entry: tuple[float, int, LivenessCheck]) -> bool:
         """It was not put off, nor is its watch over."""
         due, _, watch = entry
         return watch in self._watches and watch.queued == due == watch.due
@@ -359,7 +361,7 @@ class _Poller:
                 entry[2].queued = None
                 self._turn(entry[2], now)
 
-    def _turn(self, watch: Watch, now: float) -> None:
+    def _turn(self, watch: LivenessCheck, now: float) -> None:
         """Whatever goes wrong with one producer is none of the others' business."""
         self._polling.pop(watch.descriptor, None)
         try:
@@ -377,7 +379,7 @@ class _Poller:
             watch.queued = watch.due
             heapq.heappush(self._due, (watch.due, next(self._numbers), watch))
 
-    def _give_up(self, watch: Watch, error: KVFerryError) -> None:
+    def _give_up(self, watch: LivenessCheck, error: KVFerryError) -> None:
         lost = self._watches.get(watch)
         self.remove(watch)
         if lost is not None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import KVFerryError
 from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
+from kvferry.core.messages import Coordinates
+from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import OPEN, Access
-from kvferry.core.stats import LoadRecord
-from kvferry.core.wire import Coordinates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

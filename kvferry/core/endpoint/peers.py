@@ -9,15 +9,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvferry.core.endpoint.aside import Aside
+from kvferry.core.endpoint.blocking_calls import BlockingCalls
 from kvferry.core.endpoint.connections import Connections
-from kvferry.core.endpoint.containment import Containment
-from kvferry.core.endpoint.keeping import MAX_KEPT_BYTES, Keeping, memory_of, most_peers
-from kvferry.core.endpoint.liveness import Watches
+from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.handshakes import HandshakeResult, Handshakes, PeerKey
+from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.shaking import Handshake, Handshakes, PeerKey
-from kvferry.core.endpoint.standing import Standing
+from kvferry.core.endpoint.peer_memory import (
+    MAX_KEPT_BYTES,
+    PeerMemoryBudget,
+    memory_of,
+    most_peers,
+)
+from kvferry.core.endpoint.peer_status import PeerStatus
 from kvferry.core.endpoint.transfers import Transfers
+from kvferry.core.error_causes import MORE
 from kvferry.core.errors import (
     ConnectError,
     HandshakeError,
@@ -25,20 +31,19 @@ from kvferry.core.errors import (
     PeerLostError,
     TicketError,
 )
-from kvferry.core.failures import MORE
 from kvferry.core.handshake import agree
-from kvferry.core.handshake.call import Call
-from kvferry.core.handshake.client import Fetched, fetching
-from kvferry.core.handshake.reading import Reading
+from kvferry.core.handshake.client import EngineReply, fetching
+from kvferry.core.handshake.dialer import Dialer
+from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.lifecycle.holds import Incarnation
-from kvferry.core.lifecycle.loads import Party
+from kvferry.core.lifecycle.loads import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket, check_against, check_maker, page_limits
+from kvferry.core.messages import RankPayload
+from kvferry.core.metrics import LOST_PEERS, MAX_NAME, Metrics, Stage
+from kvferry.core.planner.plan import Plan, Source
+from kvferry.core.planner.plan_cache import PlanCache
 from kvferry.core.security.proof import load_library
-from kvferry.core.shapes import Planner
-from kvferry.core.stats import LOST_PEERS, MAX_NAME, Figures, Stage
-from kvferry.core.topology import Plan, Source
 from kvferry.core.transport import PeerId, Transport
-from kvferry.core.wire import RankPayload
 
 if TYPE_CHECKING:
     from kvferry.core.endpoint.fingerprints import FingerprintReads
@@ -118,9 +123,9 @@ class Peer:
         return {rank: peer for rank, peer in self.ids.items() if self.payloads[rank].heartbeats}
 
     @property
-    def parties(self) -> tuple[Party, ...]:
+    def parties(self) -> tuple[RemoteRank, ...]:
         """The ranks that concern this rank."""
-        return tuple(Party(rank=rank, reads=rank in self.sources) for rank in sorted(self.ids))
+        return tuple(RemoteRank(rank=rank, reads=rank in self.sources) for rank in sorted(self.ids))
 
 
 Ready = Callable[[Peer], None]
@@ -152,12 +157,12 @@ class Peers:
         transport: Transport,
         fingerprints: FingerprintReads,
         transfers: Transfers,
-        aside: Aside,
-        containment: Containment,
+        aside: BlockingCalls,
+        containment: ErrorContainment,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         options: EndpointOptions,
-        figures: Figures,
+        figures: Metrics,
         lost: Callable[[Peer, KVFerryError], None],
     ) -> None:
         self._transport = transport
@@ -167,18 +172,18 @@ class Peers:
         self._clock = clock
         self._options = options
         self._figures = figures
-        self._standing = Standing(figures, clock, options.engine_ttl)
+        self._standing = PeerStatus(figures, clock, options.engine_ttl)
         self._lost = lost
         self._warned: set[Name] = set()
         self._own: tuple[RankPayload, ...] = ()
         self._rank = 0
-        self._planner = Planner((), 0)
+        self._planner = PlanCache((), 0)
         self._known: dict[Name, Peer] = {}
-        self._watching = Watches(options)
+        self._watching = LivenessChecks(options)
         self._watches: dict[Peer, Callable[[], None]] = {}
         """What ends the watch of each."""
-        self._keeping = Keeping()
-        self._reading = Reading()
+        self._keeping = PeerMemoryBudget()
+        self._reading = ReplyLimits()
         self._handshakes = Handshakes(
             self._shake, post, clock, lambda shake: self._reading.used(sum(shake.memory.values()))
         )
@@ -188,9 +193,9 @@ class Peers:
         """Tickets that wait until a suspect peer has no loads."""
 
     @property
-    def loud(self) -> int:
+    def not_quiesced(self) -> int:
         """How many connections did not fall silent when they were closed."""
-        return self._connections.loud
+        return self._connections.not_quiesced
 
     @property
     def parting(self) -> int:
@@ -200,7 +205,7 @@ class Peers:
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
         """All ranks of the own engine, and which one this is: the plan needs them all."""
         self._own, self._rank = tuple(own), rank
-        self._planner = Planner([payload.layout for payload in own], rank)
+        self._planner = PlanCache([payload.layout for payload in own], rank)
 
     def reach(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
         """Call one of the two with the ticket's producer, at once or when the handshake is over.
@@ -242,14 +247,14 @@ class Peers:
         self,
         key: PeerKey,
         ticket: Ticket,
-        result: Handshake | KVFerryError,
+        result: HandshakeResult | KVFerryError,
         ready: Ready,
         failed: Failed,
     ) -> None:
         try:
-            if isinstance(result, Handshake):  # before anything is connected
+            if isinstance(result, HandshakeResult):  # before anything is connected
                 check_maker(ticket, result.payloads, result.ticket_key)
-            self._shaken(key, result, ready, failed)
+            self._on_connected(key, result, ready, failed)
         except TicketError as error:
             failed(error)
         except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
@@ -291,9 +296,9 @@ class Peers:
         self._standing.lost(peer.key.engine)
         self.forget(peer)
 
-    def is_loud(self, peer: Peer) -> bool:
+    def has_not_quiesced(self, peer: Peer) -> bool:
         """Whether a connection to it did not fall silent when it was closed."""
-        return any(self._connections.is_loud(each) for each in peer.links.values())
+        return any(self._connections.has_not_quiesced(each) for each in peer.links.values())
 
     def using(self, connection: PeerId) -> list[Peer]:
         """Producers that are connected by this connection."""
@@ -338,7 +343,7 @@ class Peers:
         self._handshakes.close()
         self._watching.close()
 
-    def _shake(self, key: PeerKey) -> Handshake:
+    def _shake(self, key: PeerKey) -> HandshakeResult:
         """On a thread of its own: everything that needs no transport."""
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
@@ -352,7 +357,7 @@ class Peers:
             plan = self._planner.plan([payload.layout for payload in info.ranks])
             memory = memory_of(info.ranks, fetched.sizes, plan)
             self._reading.made(sum(memory.values()))
-        return Handshake(
+        return HandshakeResult(
             payloads=info.ranks,
             plan=plan,
             overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
@@ -363,7 +368,7 @@ class Peers:
             memory=memory,
         )
 
-    def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, Fetched]:
+    def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
         """Ask at each place until one answers as the engine of the ticket.
 
         All share the handshake's time, so one that is silent leaves some for the next.
@@ -393,8 +398,8 @@ class Peers:
                 if not places:
                     raise type(exc)("; and ".join(map(str, failures))) from exc
 
-    def _call(self, place: PeerKey, timeout: float) -> Call:
-        return Call(
+    def _call(self, place: PeerKey, timeout: float) -> Dialer:
+        return Dialer(
             host=place.host,
             port=place.port,
             timeout=timeout,
@@ -403,8 +408,8 @@ class Peers:
             key=place.key,
         )
 
-    def _shaken(
-        self, key: PeerKey, result: Handshake | KVFerryError, ready: Ready, failed: Failed
+    def _on_connected(
+        self, key: PeerKey, result: HandshakeResult | KVFerryError, ready: Ready, failed: Failed
     ) -> None:
         if isinstance(result, KVFerryError):
             self._standing.lost(key.engine)
@@ -414,7 +419,7 @@ class Peers:
         else:
             self._connect(key, result, ready, failed)
 
-    def _connect(self, key: PeerKey, shake: Handshake, ready: Ready, failed: Failed) -> None:
+    def _connect(self, key: PeerKey, shake: HandshakeResult, ready: Ready, failed: Failed) -> None:
         """Once for all who shook hands meanwhile."""
         ranks = {source.remote for source in shake.plan.sources} | set(shake.plan.tells)
         addresses = {rank: shake.payloads[rank].address for rank in ranks}
@@ -429,7 +434,7 @@ class Peers:
                 addresses, key.engine, lambda made: self._connected(key, shake, made)
             )
 
-    def _make_room(self, shake: Handshake) -> ConnectError | None:
+    def _make_room(self, shake: HandshakeResult) -> ConnectError | None:
         """Give up idle producers until one more fits, those first that were used longest ago; why
         it does not fit, if all are in use."""
         self._keeping.add(shake.memory)
@@ -455,7 +460,7 @@ class Peers:
         return count <= most_peers() and self._keeping.nbytes <= MAX_KEPT_BYTES
 
     def _connected(
-        self, key: PeerKey, shake: Handshake, made: dict[int, PeerId] | KVFerryError
+        self, key: PeerKey, shake: HandshakeResult, made: dict[int, PeerId] | KVFerryError
     ) -> None:
         if isinstance(made, KVFerryError):
             self._keeping.remove(shake.memory)
@@ -466,7 +471,7 @@ class Peers:
             self._made(key, shake, met)
 
     def _proved(
-        self, key: PeerKey, shake: Handshake, peer: Peer, error: KVFerryError | None
+        self, key: PeerKey, shake: HandshakeResult, peer: Peer, error: KVFerryError | None
     ) -> None:
         """The fingerprint of a peer is that of its key, or not."""
         if error is None and not all(map(self._connections.is_open, peer.ids.values())):
@@ -475,7 +480,7 @@ class Peers:
             self.forget(peer)
         self._made(key, shake, error or peer)
 
-    def _made(self, key: PeerKey, shake: Handshake, made: Peer | KVFerryError) -> None:
+    def _made(self, key: PeerKey, shake: HandshakeResult, made: Peer | KVFerryError) -> None:
         waiting = self._connecting.pop(_name(key, shake))
         met = made if isinstance(made, KVFerryError) else self._meet(key, shake, made)
         if isinstance(met, KVFerryError):
@@ -488,7 +493,9 @@ class Peers:
         for ready, failed in waiting:
             self._tell(met, ready, failed)
 
-    def _peer(self, key: PeerKey, shake: Handshake, ids: dict[int, PeerId]) -> Peer | KVFerryError:
+    def _peer(
+        self, key: PeerKey, shake: HandshakeResult, ids: dict[int, PeerId]
+    ) -> Peer | KVFerryError:
         """The producer, now that it is connected; or why it cannot be used, with nothing left."""
         try:
             return Peer(
@@ -507,7 +514,7 @@ class Peers:
                 self._connections.release(connection)
             return self._containment.caught("a producer that is connected", exc)
 
-    def _meet(self, key: PeerKey, shake: Handshake, peer: Peer) -> Peer | KVFerryError:
+    def _meet(self, key: PeerKey, shake: HandshakeResult, peer: Peer) -> Peer | KVFerryError:
         """Use a producer from now on; why not, where that cannot be, with nothing left."""
         known = _name(key, shake)
         if (error := self._watch(peer)) is not None:
@@ -537,7 +544,7 @@ class Peers:
             return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {MORE}")
         return None
 
-    def _warn(self, known: Name, shake: Handshake) -> None:
+    def _warn(self, known: Name, shake: HandshakeResult) -> None:
         """Once per start of a producer; all ranks would say the same."""
         if shake.overridden and self._rank == 0 and known not in self._warned:
             self._warned.add(known)
@@ -555,5 +562,5 @@ class Peers:
                 self.forget(peer)
 
 
-def _name(key: PeerKey, shake: Handshake) -> Name:
+def _name(key: PeerKey, shake: HandshakeResult) -> Name:
     return key.engine, shake.payloads[0].incarnation, shake.ticket_key

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from kvferry.core.copies import Copies
-from kvferry.core.endpoint.containment import Containment, as_ours
+from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
 from kvferry.core.errors import (
     KVFerryError,
     PeerLostError,
@@ -18,6 +17,7 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
+from kvferry.core.transport.copies import Copies
 
 CANCEL_SECONDS = 1.0
 """How long a read may go on after it was cancelled."""
@@ -47,7 +47,7 @@ class Outcome:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Job:
+class Read:
     """A read to be posted.
 
     Attributes:
@@ -58,13 +58,13 @@ class Job:
         ahead: of what waits because enough is under way, as befits a few bytes.
         tags: whom it serves; ``Transfers.cancel`` takes them off, and puts them into ``given_up``.
         finished: called once, when the transfer is final.
-        doomed: called at most once, when it is known to fail but not yet quiet.
+        failing: called at most once, when it is known to fail but not yet quiet.
     """
 
     peer: PeerId
     build: Callable[[], Copies]
     finished: Callable[[Outcome], None]
-    doomed: Callable[[KVFerryError], None]
+    failing: Callable[[KVFerryError], None]
     notify: bytes | None = None
     ahead: bool = False
     tags: set[Hashable] = field(default_factory=set)
@@ -73,7 +73,7 @@ class Job:
     posted: float = 0.0
     copies: int = 0
     nbytes: int = 0
-    is_doomed: bool = False
+    is_failing: bool = False
 
 
 class Transfers:
@@ -84,13 +84,13 @@ class Transfers:
         containment: told of what a driver or a job's callback raises that it must not.
     """
 
-    def __init__(self, transport: Transport, containment: Containment) -> None:
+    def __init__(self, transport: Transport, containment: ErrorContainment) -> None:
         self._transport = transport
         self._containment = containment
         self._limit = transport.capabilities.max_outstanding
-        self._ahead: deque[Job] = deque()
-        self._queued: dict[PeerId, deque[Job]] = {}
-        self._posted: dict[TransferId, Job] = {}
+        self._ahead: deque[Read] = deque()
+        self._queued: dict[PeerId, deque[Read]] = {}
+        self._posted: dict[TransferId, Read] = {}
         self._under_way: Counter[PeerId] = Counter()
         self._leaving: set[PeerId] = set()
         self._closed: set[PeerId] = set()
@@ -100,7 +100,7 @@ class Transfers:
         """Reads that are queued or under way."""
         return len(self._ahead) + sum(map(len, self._queued.values())) + len(self._posted)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: Read) -> None:
         """Post the job as soon as the driver's limit, and what else is under way, allow."""
         if job.ahead:
             self._ahead.append(job)
@@ -167,24 +167,24 @@ class Transfers:
         except Exception as exc:  # noqa: BLE001  a driver's bug: the read goes on, as some do
             self._containment.caught("the driver's cancel", exc)
 
-    def _end(self, jobs: Sequence[Job], error: KVFerryError) -> None:
+    def _end(self, jobs: Sequence[Read], error: KVFerryError) -> None:
         """They wait no more; all of them, before any of them is heard of and ends others."""
         for job in jobs:
             self._drop(job)
         for job in jobs:
             self._finish(job, error)
 
-    def _waiting(self) -> list[Job]:
+    def _waiting(self) -> list[Read]:
         return list(chain(self._ahead, *self._queued.values()))
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: Read) -> None:
         """It waits no more."""
         jobs = self._ahead if job.ahead else self._queued[job.peer]
         jobs.remove(job)
         if not job.ahead and not jobs:
             del self._queued[job.peer]
 
-    def _next(self) -> Job | None:
+    def _next(self) -> Read | None:
         """Who is to be posted now, and waits no more; peers take turns."""
         if self._limit is not None and len(self._posted) >= self._limit:
             return None
@@ -199,7 +199,7 @@ class Transfers:
                 return job
         return None
 
-    def _post_one(self, job: Job) -> None:
+    def _post_one(self, job: Read) -> None:
         job.started = time.perf_counter()
         try:
             copies = job.build()
@@ -248,14 +248,14 @@ class Transfers:
         except Exception as exc:  # noqa: BLE001  as above
             closed = self._posted[transfer].peer in self._closed
             error = StatusUnknownError(f"the driver cannot say how a read stands: {exc!r:.200}")
-            return Status(state=State.FAILED if closed else State.DOOMED, error=error)
+            return Status(state=State.FAILED if closed else State.FAILING, error=error)
 
     def _hear(self, transfer: TransferId, status: Status) -> bool:
         job = self._posted[transfer]
         error = status.error or TransportError("the transfer failed and the driver gave no reason")
-        if status.state is State.DOOMED and not job.is_doomed:
-            job.is_doomed = True
-            self._containment.run("a read that is doomed", lambda: job.doomed(error), None)
+        if status.state is State.FAILING and not job.is_failing:
+            job.is_failing = True
+            self._containment.run("a read that is failing", lambda: job.failing(error), None)
             return True
         if not status.state.final:
             return False
@@ -272,7 +272,7 @@ class Transfers:
         self._finish(job, error if status.state is State.FAILED else None)
         return True
 
-    def _finish(self, job: Job, error: KVFerryError | None) -> None:
+    def _finish(self, job: Read, error: KVFerryError | None) -> None:
         now = time.perf_counter()
         outcome = Outcome(
             error=error,

@@ -4,12 +4,18 @@ Nothing here touches a transport. Whoever is asked may be hostile or broken, and
 asks: a server outlives every request, a client every answer.
 """
 
-from kvferry.core.handshake.agree import Agreed, EngineInfo, Judgements, agree, engine_info
 from kvferry.core.handshake.client import fetch, health, ping
+from kvferry.core.handshake.compatibility import (
+    Compatibility,
+    EngineInfo,
+    Judgements,
+    agree,
+    engine_info,
+)
 from kvferry.core.handshake.server import HandshakeServer
 
 __all__ = [
-    "Agreed",
+    "Compatibility",
     "EngineInfo",
     "HandshakeServer",
     "Judgements",

@@ -8,20 +8,19 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 from kvferry.core.errors import AdmissionError, HandshakeError, IncompatibleError, RefusedError
-from kvferry.core.handshake.agree import EngineInfo, engine_info
-from kvferry.core.handshake.call import Call, HungUpError
-from kvferry.core.handshake.line import Line
-from kvferry.core.handshake.reading import Reading
+from kvferry.core.handshake.compatibility import EngineInfo, engine_info
+from kvferry.core.handshake.connection import SideChannelConnection
+from kvferry.core.handshake.dialer import Dialer, HungUpError
+from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.handshake.sockets import Context, is_loopback, place
 from kvferry.core.lifecycle.holds import Incarnation
-from kvferry.core.security import OPEN, Access
-from kvferry.core.wire import (
+from kvferry.core.messages import (
     MAX_REPLY_BYTES,
     NEWEST_PROTOCOL,
     OLDEST_PROTOCOL,
-    Ask,
     Condition,
     Health,
+    PayloadRequest,
     Payloads,
     Ping,
     Pong,
@@ -29,6 +28,7 @@ from kvferry.core.wire import (
     Reply,
     Request,
 )
+from kvferry.core.security import OPEN, Access
 
 
 def fetch(
@@ -58,13 +58,13 @@ def fetch(
         HandshakeError: there was no answer, or an answer that is none; says where, why and what to
             do.
     """
-    call = Call(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
-    with fetching(call, engine, Reading()) as fetched:
+    call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
+    with fetching(call, engine, ReplyLimits()) as fetched:
         return fetched.info
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
+class EngineReply:
     """What a side channel answered.
 
     Attributes:
@@ -79,7 +79,7 @@ class Fetched:
 
 
 @contextmanager
-def fetching(call: Call, engine: str, reading: Reading) -> Iterator[Fetched]:
+def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[EngineReply]:
     """Ask a side channel for what an engine's ranks publish, and read it when it is our turn.
 
     It stays our turn until the block ends: what follows from the answer is worked out there.
@@ -95,17 +95,17 @@ def fetching(call: Call, engine: str, reading: Reading) -> Iterator[Fetched]:
                 raise HandshakeError(f"it answered with the ranks of engine {info.engine!r}")
             sizes = tuple(map(len, published.ranks))
             del published
-        yield Fetched(info=info, sizes=sizes, numeric=call.found)
+        yield EngineReply(info=info, sizes=sizes, numeric=call.found)
 
 
 def _published(
-    call: Call, engine: str, reading: Reading, long: ExitStack, deadline: float
+    call: Dialer, engine: str, reading: ReplyLimits, long: ExitStack, deadline: float
 ) -> Payloads:
     """Return every rank's payload, as it came, and the engine's key.
 
     A long answer is asked for again when there is room, which is taken until ``long`` ends.
     """
-    ask = Ask(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)
+    ask = PayloadRequest(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)
     try:
         return _payloads(_asked(call, ask, deadline))
     except HungUpError as exc:
@@ -142,7 +142,7 @@ def ping(
     key: bytes = b"",
 ) -> Incarnation:
     """Ask whether an engine lives, and which start of it. As ``fetch``."""
-    call = Call(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
+    call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with _explained(engine, call):
         reply = _asked(call, Ping(engine=engine))
         if not isinstance(reply, Pong):
@@ -161,7 +161,7 @@ def health(
     key: bytes = b"",
 ) -> Condition:
     """Ask an engine how it is; without ``engine``, whichever listens there. As ``fetch``."""
-    call = Call(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
+    call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with _explained(engine, call):
         reply = _asked(call, Health(engine=engine))
         if not isinstance(reply, Condition):
@@ -169,10 +169,10 @@ def health(
         return reply
 
 
-def _asked(call: Call, request: Request, deadline: float | None = None) -> Reply:
+def _asked(call: Dialer, request: Request, deadline: float | None = None) -> Reply:
     if deadline is None:
         deadline = time.monotonic() + call.timeout
-    with closing(Line(call)) as line:
+    with closing(SideChannelConnection(call)) as line:
         reply = line.ask(request, deadline)
     if reply is None:  # only a line that can be woken says so
         raise HandshakeError("nobody waits for an answer any more")
@@ -180,7 +180,7 @@ def _asked(call: Call, request: Request, deadline: float | None = None) -> Reply
 
 
 @contextmanager
-def _explained(engine: str, call: Call) -> Iterator[None]:
+def _explained(engine: str, call: Dialer) -> Iterator[None]:
     """Say in every error whom it concerns, and what a loopback address means."""
     who = f"engine {engine!r}" if engine else "the engine"
     where = f"{who} at {place(call.host, call.port)}"
@@ -192,7 +192,7 @@ def _explained(engine: str, call: Call) -> Iterator[None]:
         raise type(exc)(f"{where}: {exc}{_loopback_hint(call)}") from exc
 
 
-def _loopback_hint(call: Call) -> str:
+def _loopback_hint(call: Dialer) -> str:
     """A ticket cannot prove from which host it comes, but one from here would have worked."""
     if not call.numeric or not all(map(is_loopback, call.numeric)):
         return ""

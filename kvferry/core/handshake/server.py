@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import zmq
 
 from kvferry.core.errors import HandshakeError, WireError
-from kvferry.core.handshake.agree import engine_info, unspoken
-from kvferry.core.handshake.gate import Gate
+from kvferry.core.handshake.compatibility import engine_info, unspoken
+from kvferry.core.handshake.connection_limits import ConnectionLimits
 from kvferry.core.handshake.sockets import (
     Context,
     Socket,
@@ -22,16 +22,15 @@ from kvferry.core.handshake.sockets import (
     place,
     receive,
 )
-from kvferry.core.handshake.watch import Watch
-from kvferry.core.security import OPEN, Access
-from kvferry.core.wire import (
+from kvferry.core.handshake.zap import ZapHandler
+from kvferry.core.messages import (
     MAX_PAYLOAD_BYTES,
     MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
     SPOKEN,
-    Ask,
     Condition,
     Health,
+    PayloadRequest,
     Payloads,
     Pong,
     Refusal,
@@ -40,6 +39,7 @@ from kvferry.core.wire import (
     decode_request,
     encode,
 )
+from kvferry.core.security import OPEN, Access
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class HandshakeServer:
             return _refusal(reason)
         if isinstance(request, Health):
             return self._condition()
-        return self._payloads if isinstance(request, Ask) else self._pong
+        return self._payloads if isinstance(request, PayloadRequest) else self._pong
 
     def _condition(self) -> zmq.Frame:
         problems = [problem[:MAX_REASON] for problem in self._problems()][:MAX_PROBLEMS]
@@ -194,7 +194,7 @@ class HandshakeServer:
             return ""
         if request.engine != self._engine:
             return f"engine {request.engine!r} is not here: this is engine {self._engine!r}"
-        if isinstance(request, Ask) and request.common(SPOKEN) is None:
+        if isinstance(request, PayloadRequest) and request.common(SPOKEN) is None:
             return f"who asks is incompatible: {unspoken(request)}"
         return ""
 
@@ -237,7 +237,9 @@ def _refusal(reason: str) -> zmq.Frame:
     return _frame(Refusal(reason=reason[:MAX_REASON]))
 
 
-def _bind(context: Context, host: str, port: int, access: Access) -> tuple[Gate, Watch, Socket]:
+def _bind(
+    context: Context, host: str, port: int, access: Access
+) -> tuple[ZapHandler, ConnectionLimits, Socket]:
     """The side channel's socket, guarded and watched from its first connection on."""
     numeric = numeric_hosts(host, port)[0]
     made = make_socket(
@@ -252,9 +254,9 @@ def _bind(context: Context, host: str, port: int, access: Access) -> tuple[Gate,
         HEARTBEAT_IVL=SILENT_MS // 3,
         HEARTBEAT_TIMEOUT=SILENT_MS,
     )
-    gate = Gate(context, access)
+    gate = ZapHandler(context, access)
     gate.guard(made)
-    watch = Watch(context, made, gate.tell)
+    watch = ConnectionLimits(context, made, gate.tell)
     try:
         made.bind(endpoint(numeric, port))
     except zmq.ZMQError as exc:

@@ -12,8 +12,8 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from kvferry.core.error_causes import MORE
 from kvferry.core.errors import HandshakeError
-from kvferry.core.failures import MORE
 from kvferry.core.security import KeyPair
 
 Socket = zmq.Socket[bytes]

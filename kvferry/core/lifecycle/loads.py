@@ -21,7 +21,7 @@ LoadId = NewType("LoadId", int)
 """Names one load; a request id may come back, a load id never does."""
 
 
-class Op(enum.Enum):
+class LoadAction(enum.Enum):
     """What the endpoint is to do."""
 
     CHECK = "check"
@@ -47,7 +47,7 @@ class Action:
     A report of a failure says where the load stood, as ``Loads.stage`` does.
     """
 
-    op: Op
+    op: LoadAction
     load: LoadId
     rank: int = -1
     error: KVFerryError | None = None
@@ -55,7 +55,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Party:
+class RemoteRank:
     """A producer rank that this consumer rank has to do with: it reads from it, or only tells."""
 
     rank: int
@@ -83,7 +83,7 @@ class _Load:
     reads: bool
     shared: bool
     deadline: float
-    parties: tuple[Party, ...] | None = None
+    parties: tuple[RemoteRank, ...] | None = None
     at: dict[int, _At] = field(default_factory=dict)
     failure: KVFerryError | None = None
     failed_at: str = ""
@@ -175,7 +175,7 @@ class Loads:
         """The request of a load that is not over."""
         return self._loads[load_id].request
 
-    def shaken(self, load_id: LoadId, parties: tuple[Party, ...]) -> None:
+    def handshake_succeeded(self, load_id: LoadId, parties: tuple[RemoteRank, ...]) -> None:
         """The handshake succeeded; these are the producer ranks that concern this rank."""
         load = self._loads.get(load_id)
         if load is None or load.parties is not None:
@@ -190,7 +190,7 @@ class Loads:
                 self._step(load_id, load, party.rank, first=True)
         self._finish_if_over(load_id, load)
 
-    def unshaken(self, load_id: LoadId, error: KVFerryError) -> None:
+    def handshake_failed(self, load_id: LoadId, error: KVFerryError) -> None:
         """The handshake failed, or what it said rules the load out: there is nobody to tell."""
         load = self._loads.get(load_id)
         if load is None or load.parties is not None:
@@ -223,7 +223,7 @@ class Loads:
         if load.failure:
             self._over(load_id, load, rank, load.failure)
         else:
-            self._do(load_id, load, rank, _At.FENCING, Op.FENCE)
+            self._do(load_id, load, rank, _At.FENCING, LoadAction.FENCE)
 
     def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
         """The word that the fence read."""
@@ -239,7 +239,7 @@ class Loads:
         if load is not None and load.at.get(rank, _At.OVER).waits:
             self._over(load_id, load, rank, error)
 
-    def doomed(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
+    def failing(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
         """What is under way with this rank will fail, but bytes may still land."""
         load = self._loads.get(load_id)
         if load is not None and load.at.get(rank, _At.OVER).waits:
@@ -260,7 +260,7 @@ class Loads:
                 self._fail(load_id, load, self._late(load_id))
                 continue
             for rank in [r for r, at in load.at.items() if at is _At.RECHECK]:
-                self._do(load_id, load, rank, _At.CHECKING, Op.CHECK)
+                self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
 
     def _late(self, load_id: LoadId) -> DeadlineError:
         return DeadlineError(
@@ -274,11 +274,11 @@ class Loads:
 
     def _step(self, load_id: LoadId, load: _Load, rank: int, *, first: bool = False) -> None:
         if first and not load.computed:
-            self._do(load_id, load, rank, _At.CHECKING, Op.CHECK)
+            self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
         else:
-            self._do(load_id, load, rank, _At.READING, Op.READ)
+            self._do(load_id, load, rank, _At.READING, LoadAction.READ)
 
-    def _do(self, load_id: LoadId, load: _Load, rank: int, at: _At, op: Op) -> None:
+    def _do(self, load_id: LoadId, load: _Load, rank: int, at: _At, op: LoadAction) -> None:
         load.at[rank] = at
         self._actions.append(Action(op=op, load=load_id, rank=rank))
 
@@ -299,7 +299,7 @@ class Loads:
                 if at is _At.RECHECK:
                     load.at[rank] = _At.OVER
                 elif at.waits:
-                    self._actions.append(Action(op=Op.CANCEL, load=load_id, rank=rank))
+                    self._actions.append(Action(op=LoadAction.CANCEL, load=load_id, rank=rank))
         self._finish_if_over(load_id, load)
 
     def _finish_if_over(self, load_id: LoadId, load: _Load) -> None:
@@ -313,19 +313,19 @@ class Loads:
             self._tell_done(load_id, load)
         load.reported = True
         self._actions.append(
-            Action(op=Op.REPORT, load=load_id, error=load.failure, stage=load.failed_at)
+            Action(op=LoadAction.REPORT, load=load_id, error=load.failure, stage=load.failed_at)
         )
         if load.parties is not None:
             del self._loads[load_id]
 
     def _tell_abandon(self, load_id: LoadId, load: _Load) -> None:
         for party in () if load.shared else load.parties or ():
-            self._actions.append(Action(op=Op.ABANDON, load=load_id, rank=party.rank))
+            self._actions.append(Action(op=LoadAction.ABANDON, load=load_id, rank=party.rank))
 
     def _tell_done(self, load_id: LoadId, load: _Load) -> None:
         for party in () if load.shared else load.parties or ():
             if not (load.reads and party.reads):
-                self._actions.append(Action(op=Op.DONE, load=load_id, rank=party.rank))
+                self._actions.append(Action(op=LoadAction.DONE, load=load_id, rank=party.rank))
 
 
 def gone() -> StaleError:

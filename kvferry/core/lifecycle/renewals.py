@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NewType
 
-from kvferry.core.lifecycle.loads import Party
+from kvferry.core.lifecycle.loads import RemoteRank
 
 RenewalId = NewType("RenewalId", int)
 """Names what is renewed: one hold, by one rank, for one request."""
@@ -25,7 +25,7 @@ ticket may have been on its way for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Ask:
+class RenewalRequest:
     """A renewal that is due, with one producer rank."""
 
     renewal: RenewalId
@@ -58,7 +58,7 @@ class Renewals:
         return len(self._renewed)
 
     def begin(
-        self, parties: Iterable[Party], *, lease: float, now: float, at_once: bool
+        self, parties: Iterable[RemoteRank], *, lease: float, now: float, at_once: bool
     ) -> RenewalId:
         """A hold is waited for.
 
@@ -86,10 +86,10 @@ class Renewals:
         if found is not None:
             found.ranks.pop(rank, None)
 
-    def take_due(self, now: float) -> tuple[list[Ask], list[Ask]]:
+    def take_due(self, now: float) -> tuple[list[RenewalRequest], list[RenewalRequest]]:
         """What to renew now, and what has not been answered since the last time: to be given up."""
-        due: list[Ask] = []
-        overdue: list[Ask] = []
+        due: list[RenewalRequest] = []
+        overdue: list[RenewalRequest] = []
         if now < self._soonest:
             return due, overdue
         for renewal, found in self._renewed.items():
@@ -98,12 +98,12 @@ class Renewals:
             found.due = now + found.interval
             for rank in sorted(found.ranks):
                 asks = overdue if rank in found.asked else due
-                asks.append(Ask(renewal=renewal, rank=rank))
+                asks.append(RenewalRequest(renewal=renewal, rank=rank))
             found.asked.update(found.ranks)
         self._soonest = min((each.due for each in self._renewed.values()), default=math.inf)
         return due, overdue
 
-    def answered(self, ask: Ask, *, stands: bool) -> bool:
+    def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
         """The slot word was read. Whether the hold is gone, and its pages still needed."""
         found = self._renewed.get(ask.renewal)
         if found is None:
@@ -111,7 +111,7 @@ class Renewals:
         found.asked.discard(ask.rank)
         return found.ranks.get(ask.rank, False) and not stands
 
-    def unanswered(self, ask: Ask) -> None:
+    def unanswered(self, ask: RenewalRequest) -> None:
         """The slot word could not be read; it is tried again when due."""
         found = self._renewed.get(ask.renewal)
         if found is not None:

@@ -15,8 +15,8 @@ from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import HOLE, MAX_GROUPS
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
 from kvferry.core.lifecycle.holds import GENERATION_LIMIT, Hold
+from kvferry.core.messages import RankPayload
 from kvferry.core.security import KEY_BYTES, Proof, proof
-from kvferry.core.wire import RankPayload
 
 MAX_TICKET_PAGES = 1 << 20
 MAX_PAGE = 1 << 40

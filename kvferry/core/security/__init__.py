@@ -8,8 +8,8 @@ from kvferry.core.security.access import NEARBY, OPEN, Access
 from kvferry.core.security.keys import KEY_BYTES, KeyPair, generate, public_keys
 from kvferry.core.security.networks import Networks
 from kvferry.core.security.proof import Proof, TicketKey
+from kvferry.core.security.secret_sources import Secret, listed_keys, read_secret
 from kvferry.core.security.signing import TicketSecrets
-from kvferry.core.security.vault import Secret, listed_keys, read_secret
 
 __all__ = [
     "KEY_BYTES",

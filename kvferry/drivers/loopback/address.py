@@ -9,7 +9,7 @@ import msgspec
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
 from kvferry.core.untrusted import MALFORMED
-from kvferry.drivers.loopback.board import MAX_REGIONS, Entry
+from kvferry.drivers.loopback.registry import MAX_REGIONS, Entry
 
 MAX_ADDRESS_BYTES = 64 * MAX_REGIONS
 MAX_NAME = 128
@@ -22,7 +22,7 @@ _Pid = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 _Slot = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
 
 
-class RegisteredRegion(msgspec.Struct, frozen=True, array_like=True):
+class LoopbackRegion(msgspec.Struct, frozen=True, array_like=True):
     """A region and its entry on the owner's board."""
 
     address: _Word
@@ -32,7 +32,7 @@ class RegisteredRegion(msgspec.Struct, frozen=True, array_like=True):
     key: _Word
 
 
-class Address(msgspec.Struct, frozen=True, kw_only=True):
+class LoopbackAddress(msgspec.Struct, frozen=True, kw_only=True):
     """An address, as msgpack. Fields that a later version adds are ignored.
 
     Attributes:
@@ -56,18 +56,18 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     instance: Instance
     socket: _Short
     board: _Word
-    regions: Annotated[list[RegisteredRegion], msgspec.Meta(max_length=MAX_REGIONS)]
+    regions: Annotated[list[LoopbackRegion], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
-_decoder = msgspec.msgpack.Decoder(Address)
+_decoder = msgspec.msgpack.Decoder(LoopbackAddress)
 
 
-def encode(address: Address) -> bytes:
+def encode(address: LoopbackAddress) -> bytes:
     """The bytes that peers get."""
     return msgspec.msgpack.encode(address)
 
 
-def decode(data: bytes) -> Address:
+def decode(data: bytes) -> LoopbackAddress:
     """Parse untrusted bytes.
 
     Raises:
@@ -86,7 +86,7 @@ def decode(data: bytes) -> Address:
         ) from exc
 
 
-def entries(address: Address) -> dict[Region, Entry]:
+def entries(address: LoopbackAddress) -> dict[Region, Entry]:
     """The regions of a peer and where its board has them.
 
     Raises:

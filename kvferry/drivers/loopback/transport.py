@@ -12,25 +12,12 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from kvferry.core.copies import Copies
 from kvferry.core.errors import (
     PeerLostError,
     TransferCancelledError,
     TransportError,
     TransportUnsupportedError,
     TransportUsageError,
-)
-from kvferry.core.guards import (
-    Owner,
-    check_final,
-    check_payload,
-    check_registered,
-    check_unused,
-    find_peer,
-    find_transfer,
-    local_regions,
-    parse_options,
-    remote_regions,
 )
 from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
@@ -42,20 +29,33 @@ from kvferry.core.transport import (
     TransferId,
     Transport,
 )
+from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.refusals import (
+    TransportOwner,
+    check_final,
+    check_payload,
+    check_registered,
+    check_unused,
+    find_peer,
+    find_transfer,
+    local_regions,
+    parse_options,
+    remote_regions,
+)
 from kvferry.drivers.loopback import address as wire
-from kvferry.drivers.loopback import process
-from kvferry.drivers.loopback.address import Address, RegisteredRegion
-from kvferry.drivers.loopback.board import Board, Entry, claims_of
-from kvferry.drivers.loopback.copying import RunsPool
-from kvferry.drivers.loopback.mail import MAX_NOTIFICATION, Channel, Mailbox
-from kvferry.drivers.loopback.reach import Reach, reach
-from kvferry.drivers.loopback.work import Job, Workers
+from kvferry.drivers.loopback import procfs as process
+from kvferry.drivers.loopback.address import LoopbackAddress, LoopbackRegion
+from kvferry.drivers.loopback.chunked_copy import CopyRunsPool
+from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, Mailbox, NotificationChannel
+from kvferry.drivers.loopback.peer_memory import PeerMemory, reach
+from kvferry.drivers.loopback.registry import Entry, RegionRegistry, claims_of
+from kvferry.drivers.loopback.worker_pool import LoopbackTransfer, WorkerPool
 
 _GRACE_SECONDS = 10.0
 """How long ``disconnect`` and ``close`` wait for the kernel to finish what it is copying."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``driver_options`` of loopback.
 
     Attributes:
@@ -74,9 +74,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class _Peer:
     name: str
     place: tuple[bytes, int, int, int, str]
-    reach: Reach
+    reach: PeerMemory
     regions: dict[Region, Entry]
-    channel: Channel
+    channel: NotificationChannel
 
 
 class LoopbackTransport(Transport):
@@ -99,18 +99,18 @@ class LoopbackTransport(Transport):
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
 
     def __init__(self, **options: object) -> None:
-        self._options = parse_options("loopback", Options, options)
+        self._options = parse_options("loopback", LoopbackOptions, options)
         process.allow_readers()
         self._name = f"loopback-{os.getpid()}-{secrets.token_hex(8)}"
-        self._owner = Owner(self._name)
+        self._owner = TransportOwner(self._name)
         self._start_time = process.start_time(self._owner.pid) or 0
-        self._board = Board()
+        self._board = RegionRegistry()
         self._mail = Mailbox(self._board.instance, self._name)
-        self._workers = Workers(self._name, self._options.threads)
-        self._pool = RunsPool()
+        self._workers = WorkerPool(self._name, self._options.threads)
+        self._pool = CopyRunsPool()
         self._registered: dict[Region, Entry] = {}
         self._peers: dict[PeerId, _Peer] = {}
-        self._jobs: dict[TransferId, tuple[PeerId, Job]] = {}
+        self._jobs: dict[TransferId, tuple[PeerId, LoopbackTransfer]] = {}
         self._ids = itertools.count(1)
 
     @property
@@ -126,7 +126,7 @@ class LoopbackTransport(Transport):
             cancel=True,
             background_progress=True,
             quiescence=Quiescence.ALWAYS,
-            connects_aside=True,
+            concurrent_connect=True,
         )
 
     def path(self, peer: PeerId) -> str:
@@ -164,7 +164,7 @@ class LoopbackTransport(Transport):
     def address(self) -> bytes:
         self._guard()
         return wire.encode(
-            Address(
+            LoopbackAddress(
                 name=self._name,
                 boot=process.boot_id(),
                 pid_namespace=process.pid_namespace(),
@@ -174,7 +174,7 @@ class LoopbackTransport(Transport):
                 socket=self._mail.socket_name,
                 board=self._board.address,
                 regions=[
-                    RegisteredRegion(
+                    LoopbackRegion(
                         region.address, region.nbytes, region.device, entry.slot, entry.key
                     )
                     for region, entry in self._registered.items()
@@ -217,7 +217,7 @@ class LoopbackTransport(Transport):
         if not self._workers.wait_quiet(jobs, time.monotonic() + _GRACE_SECONDS):
             raise TransportError(
                 f"the kernel is still copying to or from {found.name} after {_GRACE_SECONDS} s; "
-                "its transfers stay doomed: poll them, and disconnect again"
+                "its transfers stay failing: poll them, and disconnect again"
             )
         del self._peers[peer]
         self._mail.close_channel(found.channel)
@@ -290,7 +290,7 @@ class LoopbackTransport(Transport):
     def _peer(self, peer: PeerId) -> _Peer:
         return find_peer(self._peers, peer)
 
-    def _job(self, transfer: TransferId) -> Job:
+    def _job(self, transfer: TransferId) -> LoopbackTransfer:
         return find_transfer(self._jobs, transfer)[1]
 
     def _start(
@@ -305,7 +305,9 @@ class LoopbackTransport(Transport):
         self._jobs[job.id] = (peer, job)
         return job.id
 
-    def _make_job(self, peer: _Peer, copies: Copies, notify: bytes | None, *, write: bool) -> Job:
+    def _make_job(
+        self, peer: _Peer, copies: Copies, notify: bytes | None, *, write: bool
+    ) -> LoopbackTransfer:
         if notify is not None:
             check_payload(notify, MAX_NOTIFICATION)
         local = local_regions(copies, self._registered)
@@ -317,7 +319,7 @@ class LoopbackTransport(Transport):
             self._pool.give(runs)
             raise
         channel = peer.channel
-        return Job(
+        return LoopbackTransfer(
             id=TransferId(next(self._ids)),
             reach=peer.reach,
             write=write,

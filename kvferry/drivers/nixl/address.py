@@ -11,7 +11,7 @@ import msgspec
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
 from kvferry.core.untrusted import MALFORMED
-from kvferry.drivers.nixl.spans import Span
+from kvferry.drivers.nixl.registrations import RegisteredSpan
 
 MAX_ADDRESS_BYTES = 1 << 20
 MAX_REGIONS = 1 << 14
@@ -34,7 +34,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 _Ranges = Annotated[list[Range], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
-class Address(msgspec.Struct, frozen=True, kw_only=True):
+class NixlAddress(msgspec.Struct, frozen=True, kw_only=True):
     """An address, as msgpack. Fields that a later version adds are ignored.
 
     Attributes:
@@ -56,7 +56,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     regions: _Ranges
 
 
-_decoder = msgspec.msgpack.Decoder(Address)
+_decoder = msgspec.msgpack.Decoder(NixlAddress)
 
 
 def encode(
@@ -64,12 +64,12 @@ def encode(
     name: str,
     backend: str,
     metadata: bytes,
-    spans: Iterable[Span],
+    spans: Iterable[RegisteredSpan],
     regions: Iterable[Region],
 ) -> bytes:
     """The bytes that peers get."""
     return msgspec.msgpack.encode(
-        Address(
+        NixlAddress(
             name=name,
             backend=backend,
             metadata=metadata,
@@ -80,7 +80,7 @@ def encode(
     )
 
 
-def decode(data: bytes) -> Address:
+def decode(data: bytes) -> NixlAddress:
     """Parse untrusted bytes.
 
     Raises:
@@ -104,7 +104,7 @@ def decode(data: bytes) -> Address:
     return address
 
 
-def regions_of(address: Address) -> frozenset[Region]:
+def regions_of(address: NixlAddress) -> frozenset[Region]:
     """The regions of a peer.
 
     Raises:

@@ -22,9 +22,9 @@ from kvferry.core.errors import (
     TransportUnsupportedError,
 )
 from kvferry.core.memory import CPU, Region
-from kvferry.drivers.nixl.library import Library
-from kvferry.drivers.nixl.options import Options, has_cuda, parameters, threads
-from kvferry.drivers.nixl.threads import Threads
+from kvferry.drivers.nixl.library import NixlLibrary
+from kvferry.drivers.nixl.native_threads import NativeThreads
+from kvferry.drivers.nixl.options import NixlOptions, has_cuda, parameters, threads
 
 CUDA = "cuda"
 SEGMENTS = {CPU: "DRAM", CUDA: "VRAM"}
@@ -41,7 +41,7 @@ Rows = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class TransferChunk:
     """What one transfer of NIXL's is to move: rows that NIXL has copied, for any agent."""
 
     write: bool
@@ -90,7 +90,7 @@ class Agent:
         DriverError: the backend does not start, or reaches no other process.
     """
 
-    def __init__(self, library: Library, name: str, options: Options) -> None:
+    def __init__(self, library: NixlLibrary, name: str, options: NixlOptions) -> None:
         self.name = name
         self.library = str(library)
         self._library = library
@@ -102,7 +102,7 @@ class Agent:
             # Calls come from different threads, if one at a time.
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        self._own = Threads()
+        self._own = NativeThreads()
         with self._own.starting():
             with library.patient(options.progress_milliseconds):
                 self._agent: Any = api.nixl_agent(name, config)
@@ -175,7 +175,9 @@ class Agent:
 
     # Transfers.
 
-    def part(self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows) -> Part:
+    def part(
+        self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows
+    ) -> TransferChunk:
         """Copy rows, for a transfer that ``prepare`` makes.
 
         Args:
@@ -185,7 +187,7 @@ class Agent:
             remote: likewise.
         """
         try:
-            return Part(
+            return TransferChunk(
                 write=write,
                 local=self._agent.get_xfer_descs(local, SEGMENTS[kinds[0]]),
                 remote=self._agent.get_xfer_descs(remote, SEGMENTS[kinds[1]]),
@@ -193,7 +195,7 @@ class Agent:
         except self._library.errors as exc:
             raise self._ours(exc, "cannot describe a transfer") from exc
 
-    def prepare(self, part: Part, name: str) -> Handle:
+    def prepare(self, part: TransferChunk, name: str) -> Handle:
         """Make a transfer with an agent, of which nothing moves yet."""
         op = "WRITE" if part.write else "READ"
         try:

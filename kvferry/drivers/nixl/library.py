@@ -29,7 +29,7 @@ _patience = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Library:
+class NixlLibrary:
     """An imported NIXL.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Patient:
         return self._native.nixlAgent(name, config)
 
 
-def load() -> Library:
+def load() -> NixlLibrary:
     """Import NIXL.
 
     Raises:
@@ -106,7 +106,7 @@ def load() -> Library:
     )
 
 
-def _loaded(package: str) -> Library:
+def _loaded(package: str) -> NixlLibrary:
     with contextlib.suppress(OSError):
         ctypes.CDLL(_SYSTEMS_OWN, os.RTLD_NOW | os.RTLD_LOCAL)
     # Its logging configuration turns off, for all of Python, that handlers say what they lack.
@@ -123,7 +123,7 @@ def _loaded(package: str) -> Library:
         for name, value in vars(native).items()
         if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
     ]
-    return Library(
+    return NixlLibrary(
         package=package,
         version=_version(package),
         api=api,

@@ -10,7 +10,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from kvferry.core.errors import DriverError
-from kvferry.drivers.nixl.library import Library
+from kvferry.drivers.nixl.library import NixlLibrary
 
 Parameter = str | int | float | bool
 """Of a backend. NIXL takes all of them as text; ``true`` and ``false`` for a bool."""
@@ -40,7 +40,7 @@ UNLISTED: Mapping[str, frozenset[str]] = {
 """What a backend takes although NIXL does not list it."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``driver_options`` of nixl.
 
     Attributes:
@@ -89,7 +89,7 @@ class Plugins(Protocol):
         """The parameters of one with their defaults, and its memory kinds."""
 
 
-def parameters(options: Options, library: Library, native: Plugins) -> dict[str, str]:
+def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> dict[str, str]:
     """What the backend is started with.
 
     Args:
@@ -137,14 +137,14 @@ def threads(started: Mapping[str, str]) -> int:
         ) from exc
 
 
-def without_threads(options: Options) -> Options:
+def without_threads(options: NixlOptions) -> NixlOptions:
     """The same, for an agent that has none beside its progress thread."""
     return msgspec.structs.replace(
         options, backend_options={**options.backend_options, "num_threads": 0}
     )
 
 
-def _known(backend: str, library: Library, native: Plugins) -> dict[str, str]:
+def _known(backend: str, library: NixlLibrary, native: Plugins) -> dict[str, str]:
     """The parameters of a backend, with their defaults."""
     try:
         listed, _ = native.getPluginParams(backend)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.memory import Region
-from kvferry.drivers.nixl.address import Address
+from kvferry.drivers.nixl.address import NixlAddress
 from kvferry.drivers.nixl.agent import Agent
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Peer:
+class NixlPeer:
     """A peer that is connected.
 
     Attributes:
@@ -75,7 +75,7 @@ class Peer:
         return failed
 
 
-def check_backend(theirs: Address, backend: str) -> None:
+def check_backend(theirs: NixlAddress, backend: str) -> None:
     """Refuse a peer that no connection can lead to.
 
     Raises:

@@ -12,24 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
-from kvferry.core.copies import Copies
 from kvferry.core.errors import (
     ConnectError,
     PeerLostError,
     TransportError,
     TransportUsageError,
-)
-from kvferry.core.guards import (
-    Owner,
-    check_final,
-    check_payload,
-    check_registered,
-    check_unused,
-    find_peer,
-    find_transfer,
-    local_regions,
-    parse_options,
-    remote_regions,
 )
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
@@ -42,18 +29,32 @@ from kvferry.core.transport import (
     TransferId,
     Transport,
 )
+from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.refusals import (
+    TransportOwner,
+    check_final,
+    check_payload,
+    check_registered,
+    check_unused,
+    find_peer,
+    find_transfer,
+    local_regions,
+    parse_options,
+    remote_regions,
+)
 from kvferry.drivers.nixl import address as wire
-from kvferry.drivers.nixl import library, metadata
-from kvferry.drivers.nixl.address import Address
-from kvferry.drivers.nixl.agent import CUDA, PART_ROWS, Part, Telemetry, unsupported
-from kvferry.drivers.nixl.agents import Agents
-from kvferry.drivers.nixl.job import Job
-from kvferry.drivers.nixl.metadata import Metadata
-from kvferry.drivers.nixl.options import Options
-from kvferry.drivers.nixl.parked import Parked
-from kvferry.drivers.nixl.peer import Peer, check_backend
-from kvferry.drivers.nixl.rows import Table
-from kvferry.drivers.nixl.spans import Spans
+from kvferry.drivers.nixl import agent_metadata as metadata
+from kvferry.drivers.nixl import library
+from kvferry.drivers.nixl.address import NixlAddress
+from kvferry.drivers.nixl.agent import CUDA, PART_ROWS, Telemetry, TransferChunk, unsupported
+from kvferry.drivers.nixl.agent_metadata import AgentMetadata
+from kvferry.drivers.nixl.agent_pair import AgentPair
+from kvferry.drivers.nixl.descriptor_lists import DescriptorLists
+from kvferry.drivers.nixl.idle_peers import IdlePeers
+from kvferry.drivers.nixl.options import NixlOptions
+from kvferry.drivers.nixl.peer import NixlPeer, check_backend
+from kvferry.drivers.nixl.registrations import Registrations
+from kvferry.drivers.nixl.transfer import NixlTransfer
 from kvferry.drivers.ucx_format import FormatError
 
 MAX_NOTIFICATION = 1 << 14
@@ -73,7 +74,7 @@ class NixlTransport(Transport):
     Transfers are not prepared: each goes to NIXL as arrays. ``read`` and ``write`` return when
     NIXL has posted, which it may do by moving everything. NIXL's threads carry on what has been
     posted and serve peers; a transfer's notification is sent by the ``poll`` that finds its bytes
-    landed. A transfer that failed stays DOOMED until ``disconnect``: NIXL has no call that says
+    landed. A transfer that failed stays FAILING until ``disconnect``: NIXL has no call that says
     that the rest of it has ended. It cannot be cancelled either: NIXL's own cancelling does not
     wait, so ``disconnect`` lets what runs run out.
 
@@ -87,17 +88,17 @@ class NixlTransport(Transport):
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
 
     def __init__(self, **options: object) -> None:
-        self._options = parse_options("nixl", Options, options)
+        self._options = parse_options("nixl", NixlOptions, options)
         self._name = f"nixl-{os.getpid()}-{secrets.token_hex(8)}"
-        self._owner = Owner(self._name)
-        self._agents = Agents(library.load(), self._name, self._options)
+        self._owner = TransportOwner(self._name)
+        self._agents = AgentPair(library.load(), self._name, self._options)
         self._agent = self._agents.first
-        self._spans = Spans(self._agents)
-        self._table = Table()
-        self._peers: dict[PeerId, Peer] = {}
-        self._parked = Parked()
+        self._spans = Registrations(self._agents)
+        self._table = DescriptorLists()
+        self._peers: dict[PeerId, NixlPeer] = {}
+        self._parked = IdlePeers()
         self._meeting = threading.Lock()
-        self._jobs: dict[TransferId, Job] = {}
+        self._jobs: dict[TransferId, NixlTransfer] = {}
         self._ids = itertools.count(1)
 
     @property
@@ -117,7 +118,7 @@ class NixlTransport(Transport):
             cancel=False,
             background_progress=True,
             quiescence=Quiescence.AFTER_DISCONNECT,
-            connects_aside=True,
+            concurrent_connect=True,
         )
 
     @property
@@ -198,14 +199,14 @@ class NixlTransport(Transport):
         if not self._drained(jobs, time.monotonic() + _GRACE_SECONDS):
             raise TransportError(
                 f"NIXL is still moving bytes to or from {found.name} after {_GRACE_SECONDS} s: its "
-                "transfers stay doomed; disconnect again, later"
+                "transfers stay failing; disconnect again, later"
             )
         if jobs or found.lost or found.failed or found.itself:
             self._part(found, jobs)
             if not self._settled(jobs):
                 raise TransportError(
                     f"NIXL's threads have not come to rest {_GRACE_SECONDS} s after they were told "
-                    f"to leave {found.name}: its transfers stay doomed; disconnect again, later"
+                    f"to leave {found.name}: its transfers stay failing; disconnect again, later"
                 )
         else:
             self._parked.park(found)
@@ -294,16 +295,16 @@ class NixlTransport(Transport):
     def _guard(self) -> None:
         self._owner.check()
 
-    def _peer(self, peer: PeerId) -> Peer:
+    def _peer(self, peer: PeerId) -> NixlPeer:
         return find_peer(self._peers, peer)
 
-    def _job(self, transfer: TransferId) -> Job:
+    def _job(self, transfer: TransferId) -> NixlTransfer:
         return find_transfer(self._jobs, transfer)
 
     def _in_use(self) -> set[Region]:
         return {region for job in self._jobs.values() if not job.final for region in job.local}
 
-    def _connections(self, theirs: Address) -> Mapping[str, bytes]:
+    def _connections(self, theirs: NixlAddress) -> Mapping[str, bytes]:
         """How a peer's agent is reached, from metadata that NIXL has not read yet.
 
         Raises:
@@ -326,7 +327,7 @@ class NixlTransport(Transport):
         return found.connections
 
     @functools.cached_property
-    def _own(self) -> Metadata | None:
+    def _own(self) -> AgentMetadata | None:
         """What this side's own metadata says; ``None`` if NIXL writes it in another way."""
         try:
             return metadata.parsed(self._agent.metadata())
@@ -339,12 +340,12 @@ class NixlTransport(Transport):
 
     def _met(
         self,
-        theirs: Address,
+        theirs: NixlAddress,
         regions: frozenset[Region],
         connections: Mapping[str, bytes],
         keys: frozenset[int],
     ) -> PeerId:
-        met = Peer(
+        met = NixlPeer(
             name=theirs.name,
             itself=theirs.name == self._name,
             regions=regions,
@@ -357,7 +358,7 @@ class NixlTransport(Transport):
         self._peers[peer] = met
         return peer
 
-    def _refresh(self, known: PeerId, theirs: Address, keys: frozenset[int]) -> None:
+    def _refresh(self, known: PeerId, theirs: NixlAddress, keys: frozenset[int]) -> None:
         """Tell NIXL what a peer has registered meanwhile.
 
         NIXL can add to what it knows of a peer, and take nothing away: where a span is gone, or the
@@ -392,7 +393,7 @@ class NixlTransport(Transport):
         found = self._peer(peer)
         if notify is not None:
             check_payload(notify, self._max_notification)
-        job = Job(
+        job = NixlTransfer(
             id=TransferId(next(self._ids)),
             peer=peer,
             local=self._checked(found, copies),
@@ -405,32 +406,32 @@ class NixlTransport(Transport):
         self._jobs[job.id] = job
         return job.id
 
-    def _parts(self, copies: Copies, *, write: bool) -> list[Part]:
+    def _parts(self, copies: Copies, *, write: bool) -> list[TransferChunk]:
         return [
             self._agent.part(write=write, kinds=kinds, local=local, remote=remote)
             for kinds, local, remote in self._table.parts(copies, PART_ROWS)
         ]
 
-    def _checked(self, peer: Peer, copies: Copies) -> frozenset[Region]:
+    def _checked(self, peer: NixlPeer, copies: Copies) -> frozenset[Region]:
         """The local regions of a batch, all of whose regions are known."""
         local = local_regions(copies, self._spans.regions)
         known = self._spans.regions if peer.itself else peer.regions
         remote_regions(copies, known, peer.name)
         return local
 
-    def _advance(self, job: Job) -> None:
+    def _advance(self, job: NixlTransfer) -> None:
         if not job.over:
             job.advance()
             self._note_loss(job)
 
-    def _note_loss(self, job: Job) -> None:
+    def _note_loss(self, job: NixlTransfer) -> None:
         peer = self._peers.get(job.peer)
         if peer is not None and job.status.error is not None:
             peer.failed = True
             if isinstance(job.status.error, PeerLostError):
                 peer.lose()
 
-    def _drained(self, jobs: Iterable[Job], deadline: float) -> bool:
+    def _drained(self, jobs: Iterable[NixlTransfer], deadline: float) -> bool:
         """Wait until NIXL calls every part of some transfers ended; whether that was in time."""
         left = list(jobs)
         while True:
@@ -441,13 +442,13 @@ class NixlTransport(Transport):
                 return not left
             time.sleep(_TURN_SECONDS)
 
-    def _part(self, peer: Peer, jobs: Sequence[Job]) -> list[TransportError]:
+    def _part(self, peer: NixlPeer, jobs: Sequence[NixlTransfer]) -> list[TransportError]:
         """Close a connection, of which these transfers are unfinished; what went wrong."""
         # In this order: a handle keeps its connection open.
         failed = [error for job in jobs for error in job.release()]
         return failed + peer.part()
 
-    def _settled(self, jobs: Sequence[Job]) -> bool:
+    def _settled(self, jobs: Sequence[NixlTransfer]) -> bool:
         """Let transfers whose connection was closed be FAILED; whether they are quiet in time."""
         if not jobs:
             return True

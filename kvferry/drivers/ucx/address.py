@@ -10,8 +10,8 @@ import msgspec
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
 from kvferry.core.untrusted import MALFORMED
-from kvferry.drivers.ucx.structs import MEMORY
 from kvferry.drivers.ucx.ucp import MAX_PACKED_KEY, MAX_WORKER_ADDRESS
+from kvferry.drivers.ucx.ucp_structs import MEMORY
 from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
 
 MAX_ADDRESS_BYTES = 4 << 20
@@ -28,7 +28,7 @@ WorkerAddress = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_WORKE
 Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
-class RegisteredRegion(msgspec.Struct, frozen=True, array_like=True):
+class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
     """A region, and what UCX needs to reach it."""
 
     address: Word
@@ -39,7 +39,7 @@ class RegisteredRegion(msgspec.Struct, frozen=True, array_like=True):
     packed: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_PACKED_KEY)]
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     """A process, so that others of its host can see whether it lives: which running kernel, which
     pid namespace, and which one of all that have had that pid."""
 
@@ -49,7 +49,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     start_time: Word
 
 
-class Address(msgspec.Struct, frozen=True, kw_only=True):
+class UcxAddress(msgspec.Struct, frozen=True, kw_only=True):
     """An address, as msgpack. Fields that a later version adds are ignored.
 
     Attributes:
@@ -68,26 +68,26 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     magic: Literal["kvferry-ucx-1"] = "kvferry-ucx-1"
     name: Name
     instance: Instance
-    place: Place
+    place: ProcessIdentity
     ucx: Annotated[str, msgspec.Meta(max_length=32)]
     worker: WorkerAddress
     withdrawn: Word
-    regions: Annotated[list[RegisteredRegion], msgspec.Meta(max_length=MAX_REGIONS)]
+    regions: Annotated[list[UcxRegion], msgspec.Meta(max_length=MAX_REGIONS)]
     digest: bytes = b""
     whole: bytes = b""
 
 
-_decoder = msgspec.msgpack.Decoder(Address)
+_decoder = msgspec.msgpack.Decoder(UcxAddress)
 
 
-def encode(address: Address) -> bytes:
+def encode(address: UcxAddress) -> bytes:
     """The bytes that peers get, with their digest."""
     return msgspec.msgpack.encode(
         msgspec.structs.replace(address, digest=_digest(address), whole=_whole(address)),
     )
 
 
-def decode(data: bytes) -> Address:
+def decode(data: bytes) -> UcxAddress:
     """Parse untrusted bytes.
 
     Raises:
@@ -111,7 +111,7 @@ def decode(data: bytes) -> Address:
     return address
 
 
-def regions_of(address: Address) -> dict[Region, RegisteredRegion]:
+def regions_of(address: UcxAddress) -> dict[Region, UcxRegion]:
     """The regions of a peer.
 
     Raises:
@@ -126,7 +126,7 @@ def regions_of(address: Address) -> dict[Region, RegisteredRegion]:
         raise ConnectError(f"the address of {address.name} names no valid region: {exc}") from exc
 
 
-def check_packed(address: Address) -> None:
+def check_packed(address: UcxAddress) -> None:
     """Refuse what UCX cannot have packed, before UCX reads it.
 
     Raises:
@@ -145,14 +145,14 @@ def check_packed(address: Address) -> None:
         ) from exc
 
 
-def _digest(address: Address) -> bytes:
+def _digest(address: UcxAddress) -> bytes:
     digest = hashlib.blake2b(address.worker, digest_size=_DIGEST_BYTES)
     for region in address.regions:
         digest.update(region.packed)
     return digest.digest()
 
 
-def _whole(address: Address) -> bytes:
+def _whole(address: UcxAddress) -> bytes:
     """Of the fields that there were when it was introduced: who adds one leaves it as it is."""
     said = (
         address.name,

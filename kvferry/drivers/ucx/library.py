@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvferry.core.errors import DriverError
-from kvferry.drivers.ucx import opening
+from kvferry.drivers.ucx import dlopen as opening
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Library:
+class UcxLibrary:
     """A libucp that was found. Nothing of it has been loaded into this process.
 
     Attributes:
@@ -72,7 +72,7 @@ _SOURCES: dict[Source, str] = {
 }
 
 
-def find(explicit: str | None = None) -> Library:
+def find(explicit: str | None = None) -> UcxLibrary:
     """The libucp to take. Logs a warning if it cannot do RDMA and another one here could.
 
     Starts a process that opens what has to be opened to be known.
@@ -95,7 +95,7 @@ def find(explicit: str | None = None) -> Library:
     return _advised(fit[0], found)
 
 
-def load(library: Library) -> ctypes.CDLL:
+def load(library: UcxLibrary) -> ctypes.CDLL:
     """Load it into this process, with the UCX libraries that lie beside it. It stays there.
 
     Raises:
@@ -120,7 +120,7 @@ def dotted(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-def _named(path: str) -> Library:
+def _named(path: str) -> UcxLibrary:
     try:
         library = _asked(path, "option")
     except DriverError as exc:
@@ -131,7 +131,7 @@ def _named(path: str) -> Library:
     return library
 
 
-def _there() -> tuple[list[Library], list[str]]:
+def _there() -> tuple[list[UcxLibrary], list[str]]:
     """What there is besides what was named, in the order in which it is taken; and why no more."""
     found, reasons = [], []
     for look in (_systems, _wheels):
@@ -142,11 +142,11 @@ def _there() -> tuple[list[Library], list[str]]:
     return found, reasons
 
 
-def _systems() -> Library:
+def _systems() -> UcxLibrary:
     return _asked(SYSTEMS_OWN, "system")
 
 
-def _wheels() -> Library:
+def _wheels() -> UcxLibrary:
     """The wheel's, which says its version in a file."""
     spec = find_spec(WHEEL)
     if spec is None or spec.origin is None:
@@ -163,7 +163,7 @@ def _wheels() -> Library:
     return _library(path, (major, minor, patch), "wheel", rdma=False)
 
 
-def _asked(name: str, source: Source) -> Library:
+def _asked(name: str, source: Source) -> UcxLibrary:
     """What a process finds that opens it."""
     try:
         ran = subprocess.run(
@@ -185,9 +185,9 @@ def _asked(name: str, source: Source) -> Library:
     return _library(Path(told["path"]), (major, minor, patch), source, rdma=told["rdma"])
 
 
-def _library(path: Path, version: Version, source: Source, *, rdma: bool) -> Library:
+def _library(path: Path, version: Version, source: Source, *, rdma: bool) -> UcxLibrary:
     modules = (file.name.partition(".so")[0] for file in opening.modules(path))
-    return Library(
+    return UcxLibrary(
         path=str(path),
         version=version,
         source=source,
@@ -196,7 +196,7 @@ def _library(path: Path, version: Version, source: Source, *, rdma: bool) -> Lib
     )
 
 
-def _unfit(library: Library) -> str:
+def _unfit(library: UcxLibrary) -> str:
     """Why it cannot be used; empty if it can."""
     if library.version[0] != LOWEST[0]:
         return f"{library} is of another major version than {LOWEST[0]}, the only one known"
@@ -205,7 +205,7 @@ def _unfit(library: Library) -> str:
     return ""
 
 
-def _advised(taken: Library, others: list[Library]) -> Library:
+def _advised(taken: UcxLibrary, others: list[UcxLibrary]) -> UcxLibrary:
     able = next((other for other in others if other.rdma), None)
     if taken.rdma or able is None:
         return taken

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.core.guards import parse_options
+from kvferry.core.transport.refusals import parse_options
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -32,7 +32,7 @@ WISHES: Mapping[str, str] = {
 """What the driver sets where this UCX knows it and the user does not say otherwise."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``driver_options`` of ucx.
 
     Attributes:
@@ -56,16 +56,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     connect_seconds: _Seconds = 5.0
 
 
-def parsed(options: Mapping[str, object]) -> Options:
+def parsed(options: Mapping[str, object]) -> UcxOptions:
     """The options.
 
     Raises:
         DriverError: one is unknown, of a wrong type or out of range.
     """
-    return parse_options("ucx", Options, options)
+    return parse_options("ucx", UcxOptions, options)
 
 
-def settings_of(options: Options) -> dict[str, str]:
+def settings_of(options: UcxOptions) -> dict[str, str]:
     """What the user sets, by UCX's names without their prefix."""
     given = {name.removeprefix("UCX_"): value for name, value in options.settings.items()}
     if options.transports:

@@ -12,12 +12,12 @@ from typing import Protocol
 import numpy as np
 
 from kvferry.core.memory import U64Array
-from kvferry.drivers.ucx.structs import Code
 from kvferry.drivers.ucx.ucp import Endpoint, Ucp, WorkerHandle, status_of
+from kvferry.drivers.ucx.ucp_structs import Code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch:
+class PostedRuns:
     """What is posted together: (n,) uint64 each.
 
     Attributes:
@@ -45,7 +45,7 @@ class Poster(Protocol):
     @property
     def compiled(self) -> bool: ...
 
-    def post(self, endpoint: Endpoint, batch: Batch, *, write: bool) -> U64Array:
+    def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
         """Post all of it: (n,) what UCP answered, each 0, an error or a request."""
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class PlainPoster:
         self._get = library.function("ucp_get_nbx")
         self._put = library.function("ucp_put_nbx")
 
-    def post(self, endpoint: Endpoint, batch: Batch, *, write: bool) -> U64Array:
+    def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
         """As ``Poster.post``."""
         columns = (batch.local, batch.nbytes, batch.remote, batch.keys, batch.params)
         answers = map(

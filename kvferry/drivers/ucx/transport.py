@@ -11,24 +11,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
-from kvferry.core.copies import Copies
 from kvferry.core.errors import (
     ConnectError,
     PeerLostError,
     TransferCancelledError,
     TransportError,
     TransportUnsupportedError,
-)
-from kvferry.core.guards import (
-    Owner,
-    check_final,
-    check_payload,
-    check_registered,
-    check_unused,
-    find_peer,
-    find_transfer,
-    local_regions,
-    remote_regions,
 )
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
@@ -40,23 +28,36 @@ from kvferry.core.transport import (
     TransferId,
     Transport,
 )
+from kvferry.core.transport.copies import Copies
+from kvferry.core.transport.refusals import (
+    TransportOwner,
+    check_final,
+    check_payload,
+    check_registered,
+    check_unused,
+    find_peer,
+    find_transfer,
+    local_regions,
+    remote_regions,
+)
 from kvferry.drivers.ucx import address as wire
-from kvferry.drivers.ucx import library, place
-from kvferry.drivers.ucx.address import Address, KeyId
-from kvferry.drivers.ucx.beside import WORTH_BYTES
-from kvferry.drivers.ucx.caller import Caller, Peer
-from kvferry.drivers.ucx.compiled import poster
+from kvferry.drivers.ucx import library
+from kvferry.drivers.ucx import process_identity as place
+from kvferry.drivers.ucx.address import KeyId, UcxAddress
+from kvferry.drivers.ucx.client import Client, UcxPeer
+from kvferry.drivers.ucx.compiled_loops import poster
+from kvferry.drivers.ucx.connection import ConnectionState
+from kvferry.drivers.ucx.copy_thread import WORTH_BYTES
 from kvferry.drivers.ucx.devices import devices, listed
-from kvferry.drivers.ucx.host import Host
-from kvferry.drivers.ucx.job import Job
-from kvferry.drivers.ucx.library import Library
-from kvferry.drivers.ucx.line import Stage
+from kvferry.drivers.ucx.library import UcxLibrary
+from kvferry.drivers.ucx.memory import RegisteredMemory
+from kvferry.drivers.ucx.merged_copies import runs_of
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
 from kvferry.drivers.ucx.options import WISHES, parsed, settings_of
-from kvferry.drivers.ucx.progress import Progress, Side
-from kvferry.drivers.ucx.registered import Registered
-from kvferry.drivers.ucx.runs import runs_of
-from kvferry.drivers.ucx.turns import Turns
+from kvferry.drivers.ucx.progress_driver import ProgressDriver
+from kvferry.drivers.ucx.progress_thread import DrivenWorker, ProgressThread
+from kvferry.drivers.ucx.server import Server
+from kvferry.drivers.ucx.transfer import UcxTransfer
 from kvferry.drivers.ucx.ucp import MAJOR, Ucp
 from kvferry.drivers.ucx.worker import Worker
 
@@ -86,7 +87,7 @@ class UcxTransport(Transport):
     **When a failed transfer is quiet.** UCX completes every request, with an error if its
     connection breaks, and not before what carries the connection has been taken down; so a read is
     FAILED as soon as nothing of it is under way. What a write has sent before its connection broke
-    may lie in queues of a peer that lives. It stays DOOMED until the peer has ended, or has
+    may lie in queues of a peer that lives. It stays FAILING until the peer has ended, or has
     closed its end of that connection, after which it drops what arrives: it says so when it
     is called again, which ``disconnect`` does.
 
@@ -102,14 +103,14 @@ class UcxTransport(Transport):
     def __init__(self, **options: object) -> None:
         self._options = parsed(options)
         self._library, self._ucp = _loaded(self._options.library)
-        self._owner = Owner(f"ucx-{os.getpid()}-{secrets.token_hex(8)}")
+        self._owner = TransportOwner(f"ucx-{os.getpid()}-{secrets.token_hex(8)}")
         self._instance = secrets.token_bytes(16)
         self._context = self._ucp.open(self.name, settings_of(self._options), WISHES)
         self._memory = self._ucp.memory_kinds(self._context)
         self._poster = poster(self._ucp)
         make = partial(Worker, self._ucp, self._context, self._poster)
-        self._host = Host(make, self._instance)
-        self._caller = Caller(
+        self._host = Server(make, self._instance)
+        self._caller = Client(
             self._ucp,
             make,
             self.name,
@@ -117,12 +118,14 @@ class UcxTransport(Transport):
             self._options.connect_seconds,
             self._options.readers,
         )
-        self._registered = Registered(self._ucp, self._context)
-        self._jobs: dict[TransferId, Job] = {}
+        self._registered = RegisteredMemory(self._ucp, self._context)
+        self._jobs: dict[TransferId, UcxTransfer] = {}
         self._ids = itertools.count(1)
-        sides: list[Side] = [self._host, self._caller]
+        sides: list[DrivenWorker] = [self._host, self._caller]
         shares = [sides] if self._options.threads == 1 else [[side] for side in sides]
-        self._turns = Turns(self._caller, [Progress(self.name, share) for share in shares])
+        self._turns = ProgressDriver(
+            self._caller, [ProgressThread(self.name, share) for share in shares]
+        )
         _alive.add(self)
 
     @property
@@ -138,7 +141,7 @@ class UcxTransport(Transport):
             cancel=True,
             background_progress=True,
             quiescence=Quiescence.AFTER_DISCONNECT,
-            connects_aside=True,
+            concurrent_connect=True,
         )
 
     @property
@@ -186,7 +189,7 @@ class UcxTransport(Transport):
     def address(self) -> bytes:
         self._owner.check()
         return wire.encode(
-            Address(
+            UcxAddress(
                 name=self.name,
                 instance=self._instance,
                 place=place.here(),
@@ -209,7 +212,7 @@ class UcxTransport(Transport):
             peer = self._caller.met(theirs)
             fresh = peer is None
             if peer is None:
-                peer = Peer(
+                peer = UcxPeer(
                     id=PeerId(next(self._ids)),
                     address=theirs,
                     regions=regions,
@@ -220,8 +223,8 @@ class UcxTransport(Transport):
             line = self._caller.revive(peer)
         self._turns.wake()
         limit = 2 * self._options.connect_seconds
-        self._turns.until(lambda: line.stage is not Stage.GREETING, limit)
-        if line.stage is not Stage.READY:
+        self._turns.until(lambda: line.stage is not ConnectionState.GREETING, limit)
+        if line.stage is not ConnectionState.READY:
             if fresh:
                 with self._caller.lock:
                     del self._caller.peers[peer.id]
@@ -234,7 +237,7 @@ class UcxTransport(Transport):
         if not self._ended([found], PeerLostError(f"{found.address.name} was disconnected")):
             raise TransportError(
                 f"bytes of a write may still reach {found.address.name}, which does not answer: "
-                "its transfers stay doomed; disconnect again, later"
+                "its transfers stay failing; disconnect again, later"
             )
         with self._caller.lock:
             self._caller.part(found)
@@ -330,7 +333,7 @@ class UcxTransport(Transport):
         ]
         with self._caller.lock:
             line = self._caller.revive(found)
-            job = Job(
+            job = UcxTransfer(
                 id=TransferId(next(self._ids)),
                 peer=peer,
                 line=line,
@@ -360,7 +363,7 @@ class UcxTransport(Transport):
         self._turns.wake()
         self._turns.until(partial(self._host.released, number), _BREAK_SECONDS)
 
-    def _ended(self, peers: list[Peer], error: PeerLostError) -> bool:
+    def _ended(self, peers: list[UcxPeer], error: PeerLostError) -> bool:
         """End all transfers of some peers, and wait until they are final; whether they are."""
         with self._caller.lock:
             jobs = self._caller.of(peer.id for peer in peers)
@@ -387,7 +390,7 @@ class UcxTransport(Transport):
 
 
 @functools.cache
-def _loaded(explicit: str | None) -> tuple[Library, Ucp]:
+def _loaded(explicit: str | None) -> tuple[UcxLibrary, Ucp]:
     """Which UCX, loaded once: a library stays in its process."""
     found = library.find(explicit)
     return found, Ucp(library.load(found))

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import Any, NewType
 
 from kvferry.core.errors import DriverError, PeerLostError, TransportError
-from kvferry.drivers.ucx import functions, structs
-from kvferry.drivers.ucx.structs import Code, Pointer
+from kvferry.drivers.ucx import ucp_functions as functions
+from kvferry.drivers.ucx import ucp_structs as structs
+from kvferry.drivers.ucx.ucp_structs import Code, Pointer
 
 Context = NewType("Context", int)
 WorkerHandle = NewType("WorkerHandle", int)

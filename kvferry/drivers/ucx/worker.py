@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from kvferry.drivers.ucx import structs, ucp
-from kvferry.drivers.ucx.buffers import Buffer, Buffers
+from kvferry.drivers.ucx import ucp
+from kvferry.drivers.ucx import ucp_structs as structs
+from kvferry.drivers.ucx.message_buffers import MessageBuffer, MessageBuffers
 from kvferry.drivers.ucx.messages import MAX_MESSAGE, Message, decode, encode
 from kvferry.drivers.ucx.posting import Poster
-from kvferry.drivers.ucx.structs import Code
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp, status_of
+from kvferry.drivers.ucx.ucp_structs import Code
 
 _CLOSE_SECONDS = 0.5
 _TURN_SECONDS = 0.0005
@@ -45,7 +46,7 @@ class Worker:
     def __init__(self, library: Ucp, context: Context, poster: Poster) -> None:
         self._ucp = library
         self.poster = poster
-        self.buffers = Buffers()
+        self.buffers = MessageBuffers()
         self.carried: Carried = _ignored
         self.handle = library.create_worker(context)
         self._arrived: deque[Message] = deque()
@@ -53,7 +54,7 @@ class Worker:
         self._failed: deque[tuple[int, int]] = deque()
         self._numbers = itertools.count(1)
         # What UCP still needs of messages that are on their way, and where to, by their requests.
-        self._sending: dict[int, tuple[Endpoint, bytes | Buffer, int]] = {}
+        self._sending: dict[int, tuple[Endpoint, bytes | MessageBuffer, int]] = {}
         self._closing: list[int] = []
         # Endpoints that are to be closed, by the requests that end when nothing is on the way out.
         self._lingering: dict[int, Endpoint] = {}
@@ -75,7 +76,11 @@ class Worker:
         return made, number
 
     def send(
-        self, endpoint: Endpoint, message: Message, body: Buffer | None = None, nbytes: int = 0
+        self,
+        endpoint: Endpoint,
+        message: Message,
+        body: MessageBuffer | None = None,
+        nbytes: int = 0,
     ) -> None:
         """Send a message.
 
@@ -94,7 +99,12 @@ class Worker:
             self._send(endpoint, head, body, body.address, nbytes)
 
     def _send(
-        self, endpoint: Endpoint, head: bytes, kept: bytes | Buffer, where: bytes | int, nbytes: int
+        self,
+        endpoint: Endpoint,
+        head: bytes,
+        kept: bytes | MessageBuffer,
+        where: bytes | int,
+        nbytes: int,
     ) -> None:
         answer = self._ucp.send(endpoint, head, where, nbytes)
         code = status_of(answer)
@@ -105,8 +115,8 @@ class Worker:
         if code:
             raise ucp.error(code, "cannot send a message")
 
-    def _let_go(self, kept: bytes | Buffer) -> None:
-        if isinstance(kept, Buffer):
+    def _let_go(self, kept: bytes | MessageBuffer) -> None:
+        if isinstance(kept, MessageBuffer):
             self.buffers.give(kept)
 
     def end(self, endpoint: Endpoint) -> None:

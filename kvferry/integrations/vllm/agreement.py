@@ -17,7 +17,7 @@ from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.integrations.vllm.caches.encodings import cache_format
 from kvferry.integrations.vllm.config import Config
-from kvferry.integrations.vllm.places import Seat
+from kvferry.integrations.vllm.rank_position import RankPosition
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -26,7 +26,7 @@ MAX_WORDS = 1000
 """Longer values are cut, and end with a digest of the whole."""
 
 
-def identity_of(vllm_config: VllmConfig, incarnation: Incarnation, seat: Seat) -> Identity:
+def identity_of(vllm_config: VllmConfig, incarnation: Incarnation, seat: RankPosition) -> Identity:
     """Who a rank is."""
     return Identity(
         engine=vllm_config.kv_transfer_config.engine_id,

@@ -19,9 +19,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.core.errors import KVFerryError
 from kvferry.integrations.vllm import config, logs, support
-from kvferry.integrations.vllm.metadata import Step
+from kvferry.integrations.vllm.metadata import StepMetadata
+from kvferry.integrations.vllm.metrics import FerryPromMetrics, FerryStats
 from kvferry.integrations.vllm.scheduler import FerryScheduler
-from kvferry.integrations.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.integrations.vllm.worker import FerryWorker, start_worker
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvferry.integrations.vllm.replica import ReplicaWorker
+    from kvferry.integrations.vllm.unread_rank import UnreadRankWorker
 
 PREFERRED_LAYOUT = "LBHNC"
 """Heads outside tokens (HND): copies stay large where two engines split heads differently. A layout
@@ -57,7 +57,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: FerryScheduler | None = None
-        self._worker: FerryWorker | ReplicaWorker | None = None
+        self._worker: FerryWorker | UnreadRankWorker | None = None
         logs.show()
         settings = config.of_engine(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -186,7 +186,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Apply this step's messages: vLLM calls this before it runs the model, and
         ``start_load_kv`` after that, where loads of this step would wait for no reason."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, Step):
+        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
             self._worker.apply(connector_metadata)
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint import Load
+from kvferry.core.error_causes import explained, on_one_line
 from kvferry.core.errors import HandshakeError, TicketError, TicketReason
-from kvferry.core.failures import explained, on_one_line
+from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.lifecycle.users import HoldUsers
-from kvferry.core.stats import REFUSED, Figures
-from kvferry.integrations.vllm import ticket as tickets
-from kvferry.integrations.vllm.admission import Admission
-from kvferry.integrations.vllm.figures import FAILED, LOADS, TOKENS
+from kvferry.core.metrics import REFUSED, Metrics
+from kvferry.integrations.vllm import ticket_params as tickets
 from kvferry.integrations.vllm.groups import NOTHING, CacheGroup
 from kvferry.integrations.vllm.prompts import digest_of, handed_over
+from kvferry.integrations.vllm.security import SecuritySettings
+from kvferry.integrations.vllm.ticket_metrics import FAILED, LOADS, TOKENS
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -63,12 +63,12 @@ class Consumer:
         self,
         groups: Sequence[CacheGroup],
         *,
-        figures: Figures,
+        figures: Metrics,
         engine: str,
         may_load: bool,
         verify_prompt: bool,
         backoff: int,
-        admission: Admission = Admission(),  # noqa: B008 - frozen
+        admission: SecuritySettings = SecuritySettings(),  # noqa: B008 - frozen
     ) -> None:
         self._groups = groups
         self._bounded = any(group.bounded for group in groups)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from kvferry.core.descriptors import Pages
 from kvferry.core.layout import HOLE
-from kvferry.integrations.vllm.caches.describe import is_state
+from kvferry.core.planner.build_copies import Pages
+from kvferry.integrations.vllm.caches.cache_layout import is_state
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock

@@ -12,13 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.core.endpoint import Load
-from kvferry.core.lifecycle.ledger import Orders
 from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handshake(KVConnectorHandshakeMetadata):
+class RankHandshake(KVConnectorHandshakeMetadata):
     """A rank's payload (``wire.RankPayload``), encoded; goes to the scheduler half at start."""
 
     payload: bytes
@@ -47,7 +47,7 @@ class RankReport(KVConnectorWorkerMetadata):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step(KVConnectorMetadata):
+class StepMetadata(KVConnectorMetadata):
     """One engine step's messages, applied by the worker in the order of the attributes.
 
     Attributes:
@@ -65,7 +65,7 @@ class Step(KVConnectorMetadata):
 
     ranks: tuple[bytes, ...] = ()
     ticket_key: bytes = b""
-    orders: Orders = Orders()  # noqa: RUF009 - frozen
+    orders: HoldOrders = HoldOrders()  # noqa: RUF009 - frozen
     prepare: tuple[Ticket, ...] = ()
     loads: tuple[Load, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()

@@ -7,22 +7,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry.core.failures import on_one_line
+from kvferry.core.error_causes import on_one_line
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
+from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey, TicketSecrets
-from kvferry.core.stats import Figures
-from kvferry.integrations.vllm.figures import EVICTED, HELD, NO_TICKETS, ORPHANED, NoTicket
 from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.prompts import digest_of, shorten
-from kvferry.integrations.vllm.ticket import Offer, Sizes
+from kvferry.integrations.vllm.ticket_metrics import EVICTED, HELD, NO_TICKETS, ORPHANED, NoTicket
+from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvferry.integrations.vllm.serving import Serving
+    from kvferry.integrations.vllm.side_channel import EngineSideChannel
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +58,12 @@ class Producer:
         self,
         groups: Sequence[CacheGroup],
         *,
-        figures: Figures,
+        figures: Metrics,
         slots: int,
         lease: float,
         backoff: int,
         computed: bool,
-        sizes: Sizes,
+        sizes: ParallelSizes,
         max_held: int | None = None,
         secrets: TicketSecrets | None = None,
         hands_over: bool = True,
@@ -73,7 +73,7 @@ class Producer:
         self._groups = groups
         self._figures = figures
         self._bounded = any(group.bounded for group in groups)
-        self._ledger = HoldLedger(slots, max_pages=max_held)
+        self._ledger = SchedulerHolds(slots, max_pages=max_held)
         self._max_held = max_held
         self._lease = lease
         self._backoff = backoff
@@ -116,7 +116,7 @@ class Producer:
             )
 
     def finished(
-        self, request: Request, block_ids: Sequence[Sequence[int]], serving: Serving
+        self, request: Request, block_ids: Sequence[Sequence[int]], serving: EngineSideChannel
     ) -> dict[str, Any] | None:
         """The ticket of a request that ended; ``None`` if its blocks are vLLM's at once."""
         request_id = RequestId(request.request_id)
@@ -128,7 +128,7 @@ class Producer:
             return None
         lists = [group.offered(block_ids[group.index], tokens) for group in self._groups]
         logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
-        return Offer(
+        return TicketParams(
             engine=serving.engine,
             incarnation=serving.incarnation,
             request=request_id,
@@ -237,7 +237,7 @@ class Producer:
                 self._max_held,
             )
 
-    def drain(self) -> Orders:
+    def drain(self) -> HoldOrders:
         """What the workers must hear in this step."""
         return self._ledger.drain()
 

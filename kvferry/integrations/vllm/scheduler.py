@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import random_incarnation
+from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
-from kvferry.core.stats import Figures
-from kvferry.integrations.vllm import admission
 from kvferry.integrations.vllm import config as configuration
+from kvferry.integrations.vllm import security as admission
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.groups import cache_groups
-from kvferry.integrations.vllm.metadata import Handshake, RankReport, Step
-from kvferry.integrations.vllm.places import sizes_of
+from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
+from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.prompts import backoff
-from kvferry.integrations.vllm.serving import Serving, serve
-from kvferry.integrations.vllm.stats import FerryStats
+from kvferry.integrations.vllm.rank_position import sizes_of
+from kvferry.integrations.vllm.side_channel import EngineSideChannel, serve
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +55,7 @@ class FerryScheduler:
         self._ticket_key = TicketKey()  # one for as long as the incarnation
         groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
         tail = backoff(vllm_config, groups)
-        self._figures = Figures(driver=self._config.driver)
+        self._figures = Metrics(driver=self._config.driver)
         self._producer = Producer(
             groups,
             figures=self._figures,
@@ -78,7 +78,7 @@ class FerryScheduler:
             backoff=tail,
             admission=self._admission,
         )
-        self._serving = Serving(
+        self._serving = EngineSideChannel(
             engine=transfer.engine_id,
             incarnation=random_incarnation(),
             host=self._config.side_channel_host,
@@ -100,7 +100,7 @@ class FerryScheduler:
         Raises:
             HandshakeError: the address cannot be bound; names the setting to change.
         """
-        ours = [value for _, value in sorted(metadata.items()) if isinstance(value, Handshake)]
+        ours = [value for _, value in sorted(metadata.items()) if isinstance(value, RankHandshake)]
         if not ours:
             logger.warning(
                 "no rank of this engine published anything, so no engine can read from it, nor it "
@@ -144,12 +144,12 @@ class FerryScheduler:
         params = self._producer.finished(request, block_ids, self._serving)
         return params is not None, params
 
-    def step(self, scheduler_output: SchedulerOutput) -> Step:
+    def step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """What the workers must hear in this step."""
         ranks, self._untold_ranks = self._untold_ranks, ()
         arrivals = self._consumer.drain()
         asks_silent = self._producer.relieve()
-        return Step(
+        return StepMetadata(
             ranks=ranks,
             ticket_key=self._ticket_key.public if ranks else b"",
             orders=self._producer.drain(),

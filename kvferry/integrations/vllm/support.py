@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from kvferry.integrations.vllm.caches.specs import refusals
+from kvferry.integrations.vllm.caches.cache_kinds import refusals
 from kvferry.integrations.vllm.config import ConfigError
 
 if TYPE_CHECKING:

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvferry.core import wire
+from kvferry.core import messages as wire
 from kvferry.core.endpoint import Endpoint, EndpointOptions
 from kvferry.core.errors import TicketError
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support
-from kvferry.integrations.vllm.admission import admission_of
 from kvferry.integrations.vllm.agreement import identity_of, judgements
-from kvferry.integrations.vllm.caches.describe import describe
-from kvferry.integrations.vllm.caches.facts import layer_facts
-from kvferry.integrations.vllm.metadata import Handshake, RankReport, Step
-from kvferry.integrations.vllm.places import Seat, seat_of, shared_incarnation
-from kvferry.integrations.vllm.replica import ReplicaWorker
-from kvferry.integrations.vllm.stats import FerryStats
-from kvferry.integrations.vllm.transports import make_transport
+from kvferry.integrations.vllm.caches.cache_layout import describe
+from kvferry.integrations.vllm.caches.layer_facts import layer_facts
+from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
+from kvferry.integrations.vllm.metrics import FerryStats
+from kvferry.integrations.vllm.rank_position import RankPosition, seat_of, shared_incarnation
+from kvferry.integrations.vllm.security import admission_of
+from kvferry.integrations.vllm.transport import make_transport
+from kvferry.integrations.vllm.unread_rank import UnreadRankWorker
 from kvferry.integrations.vllm.zeroing import zero_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class FerryWorker:
         self._idle = False
         self._asks_silent = False
         self._problems: tuple[str, ...] = ()
-        self.handshake = Handshake(payload=wire.encode(endpoint.payload))
+        self.handshake = RankHandshake(payload=wire.encode(endpoint.payload))
 
     @classmethod
     def start(
@@ -68,7 +68,7 @@ class FerryWorker:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         caches: Mapping[str, torch.Tensor],
-        seat: Seat,
+        seat: RankPosition,
         incarnation: Incarnation,
     ) -> FerryWorker:
         """Describe a rank's caches and make them readable by others; see ``start_worker``."""
@@ -100,7 +100,7 @@ class FerryWorker:
         )
         return cls(endpoint, _work_of(device), config.drain_timeout)
 
-    def apply(self, step: Step) -> None:
+    def apply(self, step: StepMetadata) -> None:
         """What the scheduler half says in this step. Never blocks."""
         if step.ticket_key:  # first: a ticket that it proves may be made in this very step
             self._endpoint.prove(step.ticket_key)
@@ -157,7 +157,7 @@ class FerryWorker:
 
 def start_worker(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, caches: Mapping[str, torch.Tensor]
-) -> FerryWorker | ReplicaWorker:
+) -> FerryWorker | UnreadRankWorker:
     """The worker half of this process. All workers of the engine must call it.
 
     The tensors stay vLLM's, which keeps them until after ``close``.
@@ -169,7 +169,7 @@ def start_worker(
     """
     incarnation, seat = shared_incarnation(), seat_of(vllm_config)
     if seat.replica:
-        return ReplicaWorker()
+        return UnreadRankWorker()
     return FerryWorker.start(vllm_config, kv_cache_config, caches, seat, incarnation)
 
 

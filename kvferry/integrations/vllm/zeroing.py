@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.core.descriptors import Spans
 from kvferry.core.memory import CPU, I64Array, Region, region_of
-from kvferry.core.zeroing import zero_cpu
+from kvferry.core.planner.build_copies import Spans
+from kvferry.core.planner.zeroing import zero_cpu
 
 if TYPE_CHECKING:
     import torch

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from kvferry.testing.contract.aside import AsideTests
-from kvferry.testing.contract.ending import EndingTests
-from kvferry.testing.contract.flight import FlightTests
-from kvferry.testing.contract.machine import MachineTests
+from kvferry.testing.contract.closing import ClosingTests
+from kvferry.testing.contract.concurrent_connect import ConcurrentConnectTests
+from kvferry.testing.contract.in_flight import InFlightTests
 from kvferry.testing.contract.notifications import NotificationTests
 from kvferry.testing.contract.peers import PeerTests
 from kvferry.testing.contract.processes import ProcessTests
-from kvferry.testing.contract.quiet import QuietTests
+from kvferry.testing.contract.quiescence import QuiescenceTests
 from kvferry.testing.contract.refusals import RefusalTests
 from kvferry.testing.contract.settings import ContractSettings
-from kvferry.testing.contract.stopped import StoppedTests
+from kvferry.testing.contract.state_machine import StateMachineTests
+from kvferry.testing.contract.stopped_peers import StoppedPeerTests
 from kvferry.testing.contract.transfers import TransferTests
 
 __all__ = [
-    "AsideTests",
+    "ClosingTests",
+    "ConcurrentConnectTests",
     "ContractSettings",
-    "EndingTests",
-    "FlightTests",
-    "MachineTests",
+    "InFlightTests",
     "NotificationTests",
     "PeerTests",
     "ProcessTests",
-    "QuietTests",
+    "QuiescenceTests",
     "RefusalTests",
-    "StoppedTests",
+    "StateMachineTests",
+    "StoppedPeerTests",
     "TransferTests",
     "TransportContract",
 ]
@@ -37,12 +37,12 @@ class TransportContract(
     NotificationTests,
     RefusalTests,
     PeerTests,
-    FlightTests,
-    AsideTests,
-    QuietTests,
-    EndingTests,
+    InFlightTests,
+    ConcurrentConnectTests,
+    QuiescenceTests,
+    ClosingTests,
     ProcessTests,
-    StoppedTests,
-    MachineTests,
+    StoppedPeerTests,
+    StateMachineTests,
 ):
     """Every rule for a driver. Inherit it, say how to make a transport, and run pytest."""

@@ -9,12 +9,12 @@ import pytest
 
 from kvferry.core.errors import TransportUnsupportedError, TransportUsageError
 from kvferry.core.transport import Notification, PeerId, State
-from kvferry.testing.contract.batches import batch, joined
-from kvferry.testing.contract.lab import MIB, Lab, refused
-from kvferry.testing.contract.neighbour import Neighbour
+from kvferry.testing.contract.copy_batches import batch, joined
+from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.memory import pattern
-from kvferry.testing.peers import Peer, Process
+from kvferry.testing.peers import Process, TransportPeer
 
 
 class NotificationTests(ContractSettings):
@@ -23,7 +23,9 @@ class NotificationTests(ContractSettings):
     A driver without any (``max_notification`` is 0) must refuse to send them.
     """
 
-    def test_each_arrives_once_in_order_and_says_from_whom(self, lab: Lab, remote: Peer) -> None:
+    def test_each_arrives_once_in_order_and_says_from_whom(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
         peer = lab.transport.connect(remote.address())
         if _refuses(lab, peer, remote):
             return
@@ -35,7 +37,7 @@ class NotificationTests(ContractSettings):
         assert {one.sender for one in found} == {lab.transport.name}
         assert remote.notifications(1, 0.05) == []
 
-    def test_from_another_process(self, lab: Lab, shared_process: Process) -> None:
+    def test_from_another_process(self, lab: Workbench, shared_process: Process) -> None:
         if not lab.notifies:
             return
         peer = shared_process.connect(lab.transport.address())
@@ -46,8 +48,8 @@ class NotificationTests(ContractSettings):
         assert {one.sender for one in found} == {shared_process.name}
         assert lab.transport.notifications() == []
 
-    def test_only_the_peer_that_is_named_gets_it(self, lab: Lab) -> None:
-        one, other, stranger = (Neighbour(lab, lab.make(), seed) for seed in range(3))
+    def test_only_the_peer_that_is_named_gets_it(self, lab: Workbench) -> None:
+        one, other, stranger = (LocalPeer(lab, lab.make(), seed) for seed in range(3))
         to_one, to_other = (lab.transport.connect(peer.address()) for peer in (one, other))
         if _refuses(lab, to_one, one):
             return
@@ -61,7 +63,7 @@ class NotificationTests(ContractSettings):
         assert stranger.notifications(1, 0.05) == []
         assert lab.transport.notifications() == []
 
-    def test_senders_are_told_apart(self, lab: Lab) -> None:
+    def test_senders_are_told_apart(self, lab: Workbench) -> None:
         senders = [lab.make() for _ in range(3)]
         peers = [sender.connect(lab.transport.address()) for sender in senders]
         if not lab.notifies:
@@ -74,7 +76,7 @@ class NotificationTests(ContractSettings):
             payloads = [one.payload for one in found if one.sender == sender.name]
             assert payloads == [lab.payload(index) for index in range(100)]
 
-    def test_from_1_byte_to_the_limit(self, lab: Lab, remote: Peer) -> None:
+    def test_from_1_byte_to_the_limit(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         if _refuses(lab, peer, remote):
             return
@@ -89,7 +91,7 @@ class NotificationTests(ContractSettings):
         assert [one.payload for one in remote.notifications(len(payloads))] == payloads
 
     def test_other_lengths_are_refused_and_nothing_has_moved(
-        self, lab: Lab, remote: Peer, op: str
+        self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
         peer = lab.transport.connect(remote.address())
         copies = batch(lab.mine.region, remote.region, [0], [0], [8])
@@ -103,7 +105,9 @@ class NotificationTests(ContractSettings):
         lab.stays(remote, theirs, 0)
         assert remote.notifications(1, 0.05) == []
 
-    def test_a_peer_that_was_never_connected_is_refused(self, lab: Lab, remote: Peer) -> None:
+    def test_a_peer_that_was_never_connected_is_refused(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
         peer = lab.transport.connect(remote.address())
         refused(lab.transport.notify, PeerId(peer + 1000), b"x")
         lab.transport.disconnect(peer)
@@ -112,7 +116,7 @@ class NotificationTests(ContractSettings):
 
     @pytest.mark.parametrize("watched", ["first", "last"])
     def test_a_bound_one_arrives_after_all_bytes(
-        self, lab: Lab, shared_process: Process, watched: str
+        self, lab: Workbench, shared_process: Process, watched: str
     ) -> None:
         """The byte that the peer looks at when it is notified is of the first, or the last copy."""
         peer = lab.transport.connect(shared_process.address())
@@ -128,9 +132,9 @@ class NotificationTests(ContractSettings):
         assert (seen.sender, seen.payload) == (lab.transport.name, lab.bound())
         assert seen.first == 7, "the notification was there before the bytes"
 
-    def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Lab, op: str) -> None:
+    def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Workbench, op: str) -> None:
         """It is not sent when the transfer begins, nor when a part of it has ended."""
-        neighbour = Neighbour(lab, lab.make())
+        neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())
         short = batch(lab.mine.region, neighbour.region, [0], [0], [8])
         copies = joined([short, lab.lasting(neighbour), short])
@@ -148,7 +152,9 @@ class NotificationTests(ContractSettings):
         if lab.settled(transfer, peer).state is State.FAILED:
             assert neighbour.notifications(1, 0.1) == [], "of a transfer that failed"
 
-    def test_a_bound_one_comes_with_every_transfer(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_a_bound_one_comes_with_every_transfer(
+        self, lab: Workbench, remote: TransportPeer, op: str
+    ) -> None:
         peer = lab.transport.connect(remote.address())
         if not lab.notifies or lab.refuses(op, peer, lab.whole(remote)):
             return
@@ -162,7 +168,9 @@ class NotificationTests(ContractSettings):
         assert {one.sender for one in found} == {lab.transport.name}
         assert remote.notifications(1, 0.05) == []
 
-    def test_bound_and_free_ones_each_keep_their_order(self, lab: Lab, remote: Peer) -> None:
+    def test_bound_and_free_ones_each_keep_their_order(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
         """Between the two sorts there is none."""
         peer = lab.transport.connect(remote.address())
         if not lab.notifies:
@@ -178,7 +186,7 @@ class NotificationTests(ContractSettings):
             wanted = [lab.payload(number) for number in range(sort, 60, 2)]
             assert [one for one in found if one[-1] % 2 == sort] == wanted
 
-    def test_a_bound_one_waits_for_every_segment(self, lab: Lab, op: str) -> None:
+    def test_a_bound_one_waits_for_every_segment(self, lab: Workbench, op: str) -> None:
         """A driver may split a transfer; its peer does not get to see that."""
         other = lab.make()
         here = [lab.buffer(MIB, lab.transport) for _ in range(4)]
@@ -210,7 +218,7 @@ class NotificationTests(ContractSettings):
         lab.finish(transfer)
 
     def test_what_a_transfer_that_was_refused_was_to_say_is_not_said(
-        self, lab: Lab, remote: Peer, op: str
+        self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
         peer = lab.transport.connect(remote.address())
         if not lab.notifies or lab.refuses(op, peer, lab.whole(remote)):
@@ -219,7 +227,7 @@ class NotificationTests(ContractSettings):
         refused(lab.start, op, peer, outside, lab.bound())
         assert remote.notifications(1, 0.1) == []
 
-    def test_notifications_does_not_block(self, lab: Lab, remote: Peer) -> None:
+    def test_notifications_does_not_block(self, lab: Workbench, remote: TransportPeer) -> None:
         lab.transport.connect(remote.address())
         took = []
         for _ in range(20):
@@ -229,7 +237,7 @@ class NotificationTests(ContractSettings):
         assert sorted(took)[10] < 0.05, took  # a busy machine may hold one call up, but not all
 
 
-def _refuses(lab: Lab, peer: PeerId, remote: Peer) -> bool:
+def _refuses(lab: Workbench, peer: PeerId, remote: TransportPeer) -> bool:
     """Whether the driver has no notifications; then it must refuse them, of both sorts."""
     if lab.notifies:
         return False

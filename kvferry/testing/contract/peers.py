@@ -16,12 +16,12 @@ from kvferry.core.transport import (
     TransferId,
     Transport,
 )
-from kvferry.testing.contract.batches import batch
-from kvferry.testing.contract.lab import MIB, OPS, Lab, refused
-from kvferry.testing.contract.neighbour import Neighbour
+from kvferry.testing.contract.copy_batches import batch
+from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, OPS, Workbench, refused
 from kvferry.testing.memory import imported, pattern
-from kvferry.testing.peers import Peer, Process
+from kvferry.testing.peers import Process, TransportPeer
 
 _FLIPS = 24
 
@@ -45,7 +45,7 @@ def renamed(address: bytes, name: str) -> Iterator[bytes]:
         at = address.find(own, at + 1)
 
 
-def connect_and_part(lab: Lab, address: bytes, kept: Container[PeerId]) -> None:
+def connect_and_part(lab: Workbench, address: bytes, kept: Container[PeerId]) -> None:
     """Connect to what may be no peer, and disconnect it unless it is one of those that are kept."""
     try:
         found = lab.transport.connect(address)
@@ -60,18 +60,18 @@ class PeerTests(ContractSettings):
 
     # What it says of itself.
 
-    def test_it_is_of_this_version_of_the_interface(self, lab: Lab) -> None:
+    def test_it_is_of_this_version_of_the_interface(self, lab: Workbench) -> None:
         major, minor = type(lab.transport).interface_version
         assert major == INTERFACE_VERSION[0]
         assert minor >= 0
 
-    def test_it_says_itself_for_which_version_it_was_written(self, lab: Lab) -> None:
+    def test_it_says_itself_for_which_version_it_was_written(self, lab: Workbench) -> None:
         """A literal: the inherited number will be another one some day."""
         kinds = type(lab.transport).__mro__
         own = [kind for kind in kinds if "interface_version" in vars(kind)]
         assert own[0] is not Transport, "interface_version is inherited"
 
-    def test_its_capabilities_make_sense_and_stay(self, lab: Lab) -> None:
+    def test_its_capabilities_make_sense_and_stay(self, lab: Workbench) -> None:
         can = lab.capabilities
         assert isinstance(lab.transport.library, str)
         assert can.ops, "a driver that can neither read nor write moves nothing"
@@ -84,13 +84,13 @@ class PeerTests(ContractSettings):
         assert lab.capabilities == can
         assert lab.make().capabilities == can
 
-    def test_names_are_unique(self, lab: Lab, shared_process: Process) -> None:
+    def test_names_are_unique(self, lab: Workbench, shared_process: Process) -> None:
         names = [lab.transport.name, lab.make().name, lab.make().name, shared_process.name]
         assert len(set(names)) == len(names)
         assert lab.transport.name == names[0]
         assert all(names), "a name is empty"
 
-    def test_an_option_that_it_does_not_have_is_refused(self, lab: Lab) -> None:
+    def test_an_option_that_it_does_not_have_is_refused(self, lab: Workbench) -> None:
         options = lab.settings.options | {"no_such_option_of_any_driver": 1}
         # A signature without such a keyword is an answer, too; the registry makes it a DriverError.
         with pytest.raises((DriverError, TypeError), match="no_such_option_of_any_driver"):
@@ -98,7 +98,9 @@ class PeerTests(ContractSettings):
 
     # Addresses.
 
-    def test_bytes_that_are_no_address_are_refused(self, lab: Lab, remote: Peer) -> None:
+    def test_bytes_that_are_no_address_are_refused(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
         good = remote.address()
         assert isinstance(good, bytes)
         parts = [good[: len(good) * part // 16] for part in range(1, 16)]
@@ -108,17 +110,19 @@ class PeerTests(ContractSettings):
                 lab.transport.connect(garbage)
         lab.works(remote)
 
-    def test_an_address_may_be_used_by_many_and_for_long(self, lab: Lab, remote: Peer) -> None:
+    def test_an_address_may_be_used_by_many_and_for_long(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
         address = remote.address()
         for transport in (lab.transport, lab.make(), lab.make()):
             assert isinstance(transport.connect(address), int)
         lab.works(remote)
 
     def test_an_address_that_was_changed_on_its_way_harms_nobody(
-        self, lab: Lab, shared_process: Process
+        self, lab: Workbench, shared_process: Process
     ) -> None:
         """It connects or is refused; what is under way with others goes on."""
-        neighbour = Neighbour(lab, lab.make())
+        neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(shared_process.address())
         lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
         for wrong in flipped(neighbour.address(), _FLIPS):
@@ -128,7 +132,7 @@ class PeerTests(ContractSettings):
         lab.works(shared_process)
 
     def test_an_address_under_another_name_takes_no_connection_away(
-        self, lab: Lab, shared_process: Process
+        self, lab: Workbench, shared_process: Process
     ) -> None:
         """Where an address says a name, somebody may publish it under another one."""
         address = shared_process.address()
@@ -141,7 +145,7 @@ class PeerTests(ContractSettings):
         lab.works(shared_process)
 
     @staticmethod
-    def _goes_on(lab: Lab, transfer: TransferId, peer: PeerId) -> None:
+    def _goes_on(lab: Workbench, transfer: TransferId, peer: PeerId) -> None:
         """See that a transfer has not failed, and end it."""
         (status,) = lab.poll([transfer])
         assert status.error is None, "another peer's address has ended a transfer"
@@ -149,14 +153,16 @@ class PeerTests(ContractSettings):
 
     # Connections.
 
-    def test_connecting_again_is_the_same_peer(self, lab: Lab, remote: Peer) -> None:
+    def test_connecting_again_is_the_same_peer(self, lab: Workbench, remote: TransportPeer) -> None:
         address = remote.address()
         peer = lab.transport.connect(address)
         assert lab.transport.connect(address) == peer
         assert lab.transport.connect(remote.address()) == peer
         lab.works(remote)
 
-    def test_after_disconnect_it_is_another_peer(self, lab: Lab, remote: Peer) -> None:
+    def test_after_disconnect_it_is_another_peer(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
         seen = set()
         for _ in range(5):
             peer = lab.transport.connect(remote.address())
@@ -165,7 +171,7 @@ class PeerTests(ContractSettings):
             lab.works(remote)
             lab.transport.disconnect(peer)
 
-    def test_the_path_to_a_peer_is_said_or_not(self, lab: Lab, remote: Peer) -> None:
+    def test_the_path_to_a_peer_is_said_or_not(self, lab: Workbench, remote: TransportPeer) -> None:
         """It is a label of figures, so it may not change while the peer is connected."""
         peer = lab.transport.connect(remote.address())
         lab.works(remote)
@@ -176,7 +182,7 @@ class PeerTests(ContractSettings):
         lab.transport.disconnect(peer)
         assert lab.transport.path(peer) == ""
 
-    def test_a_transport_may_connect_to_itself(self, lab: Lab, op: str) -> None:
+    def test_a_transport_may_connect_to_itself(self, lab: Workbench, op: str) -> None:
         other = lab.buffer(MIB, lab.transport)
         lab.mine.put(pattern(MIB, 3))
         other.put(pattern(MIB, 4))
@@ -192,8 +198,8 @@ class PeerTests(ContractSettings):
             (note,) = lab.receive(lab.transport, 1)
             assert (note.sender, note.payload) == (lab.transport.name, lab.bound())
 
-    def test_several_peers_at_once(self, lab: Lab, op: str) -> None:
-        neighbours = [Neighbour(lab, lab.make(), seed) for seed in range(6)]
+    def test_several_peers_at_once(self, lab: Workbench, op: str) -> None:
+        neighbours = [LocalPeer(lab, lab.make(), seed) for seed in range(6)]
         peers = [lab.transport.connect(one.address()) for one in neighbours]
         assert len(set(peers)) == len(peers)
         size = MIB // len(peers)
@@ -218,7 +224,7 @@ class PeerTests(ContractSettings):
             np.testing.assert_array_equal(near, source[:size])
 
     def test_several_transports_have_one_peer(
-        self, lab: Lab, shared_process: Process, op: str
+        self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
         """Each moves a quarter of its own."""
         size, theirs = MIB // 4, shared_process.get()
@@ -238,7 +244,7 @@ class PeerTests(ContractSettings):
             np.testing.assert_array_equal(buffer.get()[part], expected[part])
             np.testing.assert_array_equal(shared_process.get()[part], expected[part])
 
-    def test_both_sides_at_once(self, lab: Lab, shared_process: Process, op: str) -> None:
+    def test_both_sides_at_once(self, lab: Workbench, shared_process: Process, op: str) -> None:
         """Each moves the upper half of one side, while the other moves the lower."""
         half = MIB // 2
         mine, theirs = pattern(MIB, 6), shared_process.get()
@@ -260,12 +266,14 @@ class PeerTests(ContractSettings):
             np.testing.assert_array_equal(side[half:], upper[half:])
 
     @staticmethod
-    def _serve_while(lab: Lab, process: Process) -> None:
+    def _serve_while(lab: Workbench, process: Process) -> None:
         assert lab.until(process.answered), "the other side's transfer does not end"
         assert process.ended().state is State.DONE
 
-    def test_disconnect_leaves_other_peers_alone(self, lab: Lab, shared_process: Process) -> None:
-        neighbour = Neighbour(lab, lab.make())
+    def test_disconnect_leaves_other_peers_alone(
+        self, lab: Workbench, shared_process: Process
+    ) -> None:
+        neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(shared_process.address())
         other = lab.transport.connect(neighbour.address())
         lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
@@ -281,7 +289,7 @@ class PeerTests(ContractSettings):
         lab.finish(lab.start(lab.an_op, other, whole))
 
     def test_a_limit_of_unfinished_transfers_is_kept(
-        self, lab: Lab, shared_process: Process
+        self, lab: Workbench, shared_process: Process
     ) -> None:
         """What has ended does not count, forgotten or not; nor what was refused."""
         peer = lab.transport.connect(shared_process.address())

@@ -12,11 +12,11 @@ import pytest
 
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.transport import PeerId, Quiescence, State, TransferId
-from kvferry.testing.contract.batches import batch
-from kvferry.testing.contract.killing import fails_in_time, killed_soon, known_in_time
-from kvferry.testing.contract.lab import MIB, Lab, refused, settings_of
-from kvferry.testing.contract.neighbour import Neighbour
+from kvferry.testing.contract.copy_batches import batch
+from kvferry.testing.contract.killed_peers import fails_in_time, killed_soon, known_in_time
+from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, Workbench, refused, settings_of
 from kvferry.testing.peers import Process
 
 _MANY = 5000
@@ -25,7 +25,7 @@ _MANY = 5000
 class ProcessTests(ContractSettings):
     """SIGKILL before, during and after; SIGSTOP; gone and back."""
 
-    def test_killed_before_connecting(self, lab: Lab, process: Process) -> None:
+    def test_killed_before_connecting(self, lab: Workbench, process: Process) -> None:
         """``connect`` says so, or the first transfer does."""
         address = process.address()
         process.kill()
@@ -35,7 +35,7 @@ class ProcessTests(ContractSettings):
             return
         fails_in_time(lab, peer, lab.start(lab.an_op, peer, lab.whole(process)))
 
-    def test_killed_before_a_transfer(self, lab: Lab, process: Process, op: str) -> None:
+    def test_killed_before_a_transfer(self, lab: Workbench, process: Process, op: str) -> None:
         """Small, large and with a notification. (One of no bytes ends too, if only somehow.)"""
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
@@ -60,7 +60,7 @@ class ProcessTests(ContractSettings):
             nothing = lab.start(op, peer, batch(lab.mine.region, process.region, [], [], []))
             known_in_time(lab, nothing, time.monotonic())
 
-    def test_killed_during_a_transfer(self, lab: Lab, process: Process, op: str) -> None:
+    def test_killed_during_a_transfer(self, lab: Workbench, process: Process, op: str) -> None:
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process)
         if lab.refuses(op, peer, copies):
@@ -72,9 +72,9 @@ class ProcessTests(ContractSettings):
         if running:
             assert status.state is not State.DONE, "it says that all bytes have arrived"
         lab.settled_or_gone(transfer, peer)
-        lab.works(Neighbour(lab, lab.make()))
+        lab.works(LocalPeer(lab, lab.make()))
 
-    def test_killed_with_many_transfers_in_flight(self, lab: Lab, process: Process) -> None:
+    def test_killed_with_many_transfers_in_flight(self, lab: Workbench, process: Process) -> None:
         peer = lab.transport.connect(process.address())
         copies, limit = lab.lasting(process), lab.capabilities.max_outstanding or 4
         if not lab.capabilities.cancel:
@@ -87,7 +87,7 @@ class ProcessTests(ContractSettings):
             lab.settled_or_gone(transfer, peer)
             lab.transport.forget(transfer)
 
-    def test_killed_while_a_fork_lives_on(self, lab: Lab, process: Process, op: str) -> None:
+    def test_killed_while_a_fork_lives_on(self, lab: Workbench, process: Process, op: str) -> None:
         """The fork holds the sockets that it inherited, so that no connection ends."""
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process)
@@ -106,9 +106,9 @@ class ProcessTests(ContractSettings):
         finally:
             os.kill(fork, signal.SIGKILL)
         lab.settled_or_gone(transfer, peer)
-        lab.works(Neighbour(lab, lab.make()))
+        lab.works(LocalPeer(lab, lab.make()))
 
-    def test_killed_after_a_transfer(self, lab: Lab, process: Process) -> None:
+    def test_killed_after_a_transfer(self, lab: Workbench, process: Process) -> None:
         content = process.get()
         if lab.an_op == "write":
             lab.mine.put(content)
@@ -122,15 +122,17 @@ class ProcessTests(ContractSettings):
         assert lab.state(transfer) is State.DONE
         lab.transport.forget(transfer)
 
-    def test_a_dead_peer_is_disconnected_like_any(self, lab: Lab, process: Process) -> None:
+    def test_a_dead_peer_is_disconnected_like_any(self, lab: Workbench, process: Process) -> None:
         peer = lab.transport.connect(process.address())
         process.kill()
         before = time.monotonic()
         lab.transport.disconnect(peer)
         assert time.monotonic() - before < lab.settings.patience
-        lab.works(Neighbour(lab, lab.make()))
+        lab.works(LocalPeer(lab, lab.make()))
 
-    def test_a_dead_peer_does_not_keep_close_waiting(self, lab: Lab, process: Process) -> None:
+    def test_a_dead_peer_does_not_keep_close_waiting(
+        self, lab: Workbench, process: Process
+    ) -> None:
         transport = lab.make()
         buffer = lab.buffer(MIB, transport)
         peer = transport.connect(process.address())
@@ -141,7 +143,7 @@ class ProcessTests(ContractSettings):
             transport.close()
         assert time.monotonic() - before < lab.settings.patience
 
-    def test_gone_and_back_is_another_peer(self, lab: Lab, process: Process) -> None:
+    def test_gone_and_back_is_another_peer(self, lab: Workbench, process: Process) -> None:
         old = lab.transport.connect(process.address())
         lab.works(process)
         process.kill()
@@ -157,8 +159,10 @@ class ProcessTests(ContractSettings):
             assert not lab.mine.get().any(), "bytes of a process that is not the peer"
             lab.works(again)
 
-    def test_a_peer_that_dies_leaves_other_peers_alone(self, lab: Lab, process: Process) -> None:
-        neighbour = Neighbour(lab, lab.make())
+    def test_a_peer_that_dies_leaves_other_peers_alone(
+        self, lab: Workbench, process: Process
+    ) -> None:
+        neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(process.address())
         lab.works(neighbour)
         with killed_soon(process) as killed:
@@ -169,7 +173,7 @@ class ProcessTests(ContractSettings):
 
     @pytest.mark.parametrize("when", ["before", "during"])
     def test_a_stopped_peer_ends_by_the_deadline(
-        self, lab: Lab, process: Process, op: str, when: str
+        self, lab: Workbench, process: Process, op: str, when: str
     ) -> None:
         """One-sided memory may be served all the same; if it is not, ``disconnect`` gets away."""
         content = process.get()
@@ -202,18 +206,20 @@ class ProcessTests(ContractSettings):
         process.go_on()
 
     @staticmethod
-    def _get_away(lab: Lab, peer: PeerId, transfer: TransferId) -> None:
+    def _get_away(lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
         before = time.monotonic()
-        # An error says that the deadline passed; then the transfer stays doomed.
+        # An error says that the deadline passed; then the transfer stays failing.
         with contextlib.suppress(TransportError):
             lab.transport.disconnect(peer)
         assert time.monotonic() - before < lab.settings.patience
         (status,) = lab.poll([transfer])
-        assert status.state in (State.FAILED, State.DOOMED), status
+        assert status.state in (State.FAILED, State.FAILING), status
         if status.state is State.FAILED:
             lab.quiet(lab.mine)
 
-    def test_a_stopped_peer_that_goes_on_works_again(self, lab: Lab, process: Process) -> None:
+    def test_a_stopped_peer_that_goes_on_works_again(
+        self, lab: Workbench, process: Process
+    ) -> None:
         peer = lab.transport.connect(process.address())
         process.stop()
         if lab.notifies:
@@ -223,7 +229,9 @@ class ProcessTests(ContractSettings):
             assert [one.payload for one in process.notifications(1)] == [lab.payload(3)]
         lab.works(process)
 
-    def test_a_stopped_peer_does_not_keep_notify_waiting(self, lab: Lab, process: Process) -> None:
+    def test_a_stopped_peer_does_not_keep_notify_waiting(
+        self, lab: Workbench, process: Process
+    ) -> None:
         """What is taken arrives when it goes on; that a queue is full may be an error."""
         if not lab.notifies:
             return
@@ -241,9 +249,9 @@ class ProcessTests(ContractSettings):
         lab.works(process)
 
 
-def _in_use_until_final(lab: Lab, transfer: TransferId) -> None:
-    """What is doomed until ``disconnect`` uses its memory, and keeps its record."""
-    doomed = lab.state(transfer) is State.DOOMED
-    if doomed and lab.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
+def _in_use_until_final(lab: Workbench, transfer: TransferId) -> None:
+    """What is failing until ``disconnect`` uses its memory, and keeps its record."""
+    failing = lab.state(transfer) is State.FAILING
+    if failing and lab.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
         refused(lab.transport.deregister, lab.mine.region)
         refused(lab.transport.forget, transfer)

@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import TransportUnsupportedError
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, State, TransferId
-from kvferry.testing.contract.batches import batch, joined, part_of
-from kvferry.testing.contract.lab import MIB, Lab, refused
-from kvferry.testing.contract.neighbour import Neighbour
+from kvferry.core.transport.copies import Copies, Segment
+from kvferry.testing.contract.copy_batches import batch, joined, part_of
+from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.memory import pattern
-from kvferry.testing.peers import Peer, Process
+from kvferry.testing.peers import Process, TransportPeer
 
 TOP = 1 << 64
 KINDS = frozenset({"cpu", "cuda", "xpu", "hpu", "disk"})
@@ -39,14 +39,14 @@ class RefusalTests(ContractSettings):
 
     # Memory.
 
-    def test_a_kind_that_is_not_among_the_capabilities_is_refused(self, lab: Lab) -> None:
+    def test_a_kind_that_is_not_among_the_capabilities_is_refused(self, lab: Workbench) -> None:
         for kind in sorted(KINDS - lab.capabilities.memory):
             region = Region(address=lab.mine.region.address, nbytes=4096, kind=kind)
             with pytest.raises(TransportUnsupportedError):
                 lab.transport.register(region)
             refused(lab.transport.deregister, region)
 
-    def test_registering_again_has_no_effect(self, lab: Lab, remote: Peer) -> None:
+    def test_registering_again_has_no_effect(self, lab: Workbench, remote: TransportPeer) -> None:
         whole = lab.mine.region
         again = Region(
             address=whole.address, nbytes=whole.nbytes, kind=whole.kind, device=whole.device
@@ -56,12 +56,12 @@ class RefusalTests(ContractSettings):
         lab.transport.deregister(whole)
         refused(lab.transport.deregister, whole)
 
-    def test_what_is_not_registered_is_not_deregistered(self, lab: Lab) -> None:
+    def test_what_is_not_registered_is_not_deregistered(self, lab: Workbench) -> None:
         refused(lab.transport.deregister, lab.mine.part(0, 4096))
         refused(lab.transport.deregister, lab.buffer(4096).region)
 
     def test_local_memory_that_is_not_registered_is_refused(
-        self, lab: Lab, remote: Peer, op: str
+        self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
         peer = lab.transport.connect(remote.address())
         unknown = lab.buffer(MIB)
@@ -77,7 +77,7 @@ class RefusalTests(ContractSettings):
         lab.stays(remote, theirs, 0)
 
     def test_local_memory_that_was_deregistered_is_refused(
-        self, lab: Lab, remote: Peer, op: str
+        self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
         lab.works(remote)
         peer = lab.transport.connect(remote.address())
@@ -91,7 +91,7 @@ class RefusalTests(ContractSettings):
         lab.works(remote)
 
     def test_remote_memory_that_the_peer_did_not_register_is_refused(
-        self, lab: Lab, remote: Peer, op: str
+        self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
         peer = lab.transport.connect(remote.address())
         mine, theirs, whole = lab.mine.get(), remote.get(), remote.region
@@ -106,11 +106,11 @@ class RefusalTests(ContractSettings):
         lab.transport.deregister(lab.mine.region)
 
     def test_what_another_peer_registered_is_refused(
-        self, lab: Lab, shared_process: Process, op: str
+        self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
         """Also what this very side has registered: each peer has its own."""
-        neighbour = Neighbour(lab, lab.make())
-        other = Neighbour(lab, lab.make(), seed=2)
+        neighbour = LocalPeer(lab, lab.make())
+        other = LocalPeer(lab, lab.make(), seed=2)
         lab.transport.connect(lab.transport.address())
         lab.transport.connect(neighbour.address())
         content = neighbour.get()
@@ -128,7 +128,7 @@ class RefusalTests(ContractSettings):
         lab.stays(neighbour, content)
 
     def test_segments_without_copies_must_name_known_regions_too(
-        self, lab: Lab, remote: Peer, op: str
+        self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
         peer = lab.transport.connect(remote.address())
         for here, there in (
@@ -141,7 +141,7 @@ class RefusalTests(ContractSettings):
                 refused(lab.start, op, peer, copies)
 
     def test_what_a_peer_registers_later_is_known_after_connecting_again(
-        self, lab: Lab, process: Process, op: str
+        self, lab: Workbench, process: Process, op: str
     ) -> None:
         peer = lab.transport.connect(process.address())
         later = part_of(process.region, 8192, 4096)
@@ -155,7 +155,7 @@ class RefusalTests(ContractSettings):
         assert (lab.mine.get()[:4096] == process.get()[8192:12_288]).all()
 
     def test_what_a_peer_deregistered_is_refused_after_connecting_again(
-        self, lab: Lab, process: Process, op: str
+        self, lab: Workbench, process: Process, op: str
     ) -> None:
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
@@ -172,7 +172,7 @@ class RefusalTests(ContractSettings):
         lab.finish(lab.start(op, peer, batch(lab.mine.region, kept, [0], [0], [4096])))
 
     def test_what_a_peer_deregistered_meanwhile_ends_the_transfer_somehow(
-        self, lab: Lab, process: Process, op: str
+        self, lab: Workbench, process: Process, op: str
     ) -> None:
         """Whether it fails is more than every network can tell; that it ends is not.
 
@@ -189,7 +189,7 @@ class RefusalTests(ContractSettings):
         lab.transport.forget(transfer)
 
     def test_a_region_in_use_is_not_deregistered(
-        self, lab: Lab, shared_process: Process, op: str
+        self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
         """Whichever of its segments uses it; and what none uses may go."""
         peer = lab.transport.connect(shared_process.address())
@@ -208,7 +208,9 @@ class RefusalTests(ContractSettings):
         for region in (lab.mine.region, other.region):
             lab.transport.deregister(region)
 
-    def test_overlapping_regions_are_separate(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_overlapping_regions_are_separate(
+        self, lab: Workbench, remote: TransportPeer, op: str
+    ) -> None:
         half = lab.mine.part(0, MIB // 2)
         lab.transport.register(half)
         peer = lab.transport.connect(remote.address())
@@ -219,7 +221,7 @@ class RefusalTests(ContractSettings):
         refused(lab.start, op, peer, lab.whole(remote))
         lab.finish(lab.start(op, peer, small))
 
-    def test_many_regions(self, lab: Lab, remote: Peer) -> None:
+    def test_many_regions(self, lab: Workbench, remote: TransportPeer) -> None:
         parts = [lab.mine.part(4096 * index, 4096) for index in range(256)]
         for part in parts:
             lab.transport.register(part)
@@ -234,7 +236,7 @@ class RefusalTests(ContractSettings):
     @pytest.mark.parametrize("where", OUTSIDE)
     @pytest.mark.parametrize("side", ["local", "remote"])
     def test_a_copy_outside_its_region_is_refused(
-        self, lab: Lab, remote: Peer, op: str, side: str, where: str
+        self, lab: Workbench, remote: TransportPeer, op: str, side: str, where: str
     ) -> None:
         offset, nbytes = OUTSIDE[where]
         here, there = (offset, 0) if side == "local" else (0, offset)
@@ -254,7 +256,7 @@ class RefusalTests(ContractSettings):
     @pytest.mark.parametrize("at", [0, 500, 999])
     @pytest.mark.parametrize("side", ["local", "remote"])
     def test_one_copy_outside_among_many_is_refused(
-        self, lab: Lab, shared_process: Process, op: str, side: str, at: int
+        self, lab: Workbench, shared_process: Process, op: str, side: str, at: int
     ) -> None:
         here, there = 512 * np.arange(1000), 512 * np.arange(1000)
         (here if side == "local" else there)[at] = MIB - 100
@@ -264,7 +266,7 @@ class RefusalTests(ContractSettings):
     @pytest.mark.parametrize("start", [0, 4096])
     @pytest.mark.parametrize("side", ["local", "remote"])
     def test_each_copy_must_lie_in_its_own_segments_regions(
-        self, lab: Lab, shared_process: Process, op: str, side: str, start: int
+        self, lab: Workbench, shared_process: Process, op: str, side: str, start: int
     ) -> None:
         """Being in some other region, which may begin at the same address, does not help."""
         here, there = lab.mine.part(start, 4096), part_of(shared_process.region, start, 4096)
@@ -289,7 +291,7 @@ class RefusalTests(ContractSettings):
         "cuts", [[(0, 1)], [(1, 2)], [(0, 1), (0, 2)], [(0, 3)], [], [(0, 2), (2, 1), (1, 2)]]
     )
     def test_segments_that_do_not_cover_the_copies_are_refused(
-        self, lab: Lab, remote: Peer, op: str, cuts: list[tuple[int, int]]
+        self, lab: Workbench, remote: TransportPeer, op: str, cuts: list[tuple[int, int]]
     ) -> None:
         good = batch(lab.mine.region, remote.region, [0, 64], [0, 64], [8, 8])
         segments = tuple(
@@ -301,7 +303,7 @@ class RefusalTests(ContractSettings):
 
     @pytest.mark.parametrize("name", ["local", "remote", "nbytes"])
     def test_arrays_of_unequal_length_are_refused(
-        self, lab: Lab, remote: Peer, op: str, name: str
+        self, lab: Workbench, remote: TransportPeer, op: str, name: str
     ) -> None:
         good = batch(lab.mine.region, remote.region, [0, 64], [0, 64], [8, 8])
         arrays = {"local": good.local, "remote": good.remote, "nbytes": good.nbytes}
@@ -310,7 +312,9 @@ class RefusalTests(ContractSettings):
 
     # Ids.
 
-    def test_peers_that_mean_nothing_are_refused(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_peers_that_mean_nothing_are_refused(
+        self, lab: Workbench, remote: TransportPeer, op: str
+    ) -> None:
         peer = lab.transport.connect(remote.address())
         copies = lab.whole(remote)
         if lab.refuses(op, peer, copies):
@@ -319,7 +323,9 @@ class RefusalTests(ContractSettings):
             refused(lab.start, op, unknown, copies)
             refused(lab.transport.disconnect, unknown)
 
-    def test_transfers_that_mean_nothing_are_refused(self, lab: Lab, remote: Peer) -> None:
+    def test_transfers_that_mean_nothing_are_refused(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
         peer = lab.transport.connect(remote.address())
         transfer = lab.start(lab.an_op, peer, lab.whole(remote))
         unknown = TransferId(transfer + 1000)
@@ -329,7 +335,9 @@ class RefusalTests(ContractSettings):
         refused(lab.transport.poll, [transfer, unknown])
         lab.finish(transfer)
 
-    def test_only_final_transfers_can_be_forgotten(self, lab: Lab, shared_process: Process) -> None:
+    def test_only_final_transfers_can_be_forgotten(
+        self, lab: Workbench, shared_process: Process
+    ) -> None:
         peer = lab.transport.connect(shared_process.address())
         transfer = lab.start(lab.an_op, peer, lab.lasting(shared_process))
         if lab.state(transfer) is State.PENDING:
@@ -339,7 +347,7 @@ class RefusalTests(ContractSettings):
         lab.transport.forget(transfer)
 
 
-def _refused_whole(lab: Lab, remote: Peer, op: str, copies: Copies) -> None:
+def _refused_whole(lab: Workbench, remote: TransportPeer, op: str, copies: Copies) -> None:
     """See that a batch is refused, and that no byte of either side has changed."""
     peer = lab.transport.connect(remote.address())
     lab.mine.put(pattern(MIB, 77))

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import pytest
 
-from kvferry.testing.contract.lab import MIB, Lab, settings_of
-from kvferry.testing.contract.neighbour import Neighbour
-from kvferry.testing.peers import Peer, Process, Spares
+from kvferry.testing.contract.local_peer import LocalPeer
+from kvferry.testing.contract.workbench import MIB, Workbench, settings_of
+from kvferry.testing.peers import Process, Spares, TransportPeer
 
 PLACES = ("itself", "neighbour", "other process")
 
@@ -41,9 +41,9 @@ class ContractSettings:
     quiet_seconds: ClassVar[float] = 0.5
 
     @pytest.fixture
-    def lab(self) -> Iterator[Lab]:
+    def lab(self) -> Iterator[Workbench]:
         """A transport under test, a registered buffer of 1 MiB, and what can be done with them."""
-        with Lab(settings_of(self)) as lab:
+        with Workbench(settings_of(self)) as lab:
             yield lab
 
     @pytest.fixture(scope="class")
@@ -54,7 +54,7 @@ class ContractSettings:
             yield process
 
     @pytest.fixture
-    def shared_process(self, lab: Lab, lasting_process: Process) -> Iterator[Process]:
+    def shared_process(self, lab: Workbench, lasting_process: Process) -> Iterator[Process]:
         """A process for tests that do no more to it than to move its bytes."""
         lasting_process.meanwhile = lab.turn
         lasting_process.patience = lab.settings.patience
@@ -71,7 +71,7 @@ class ContractSettings:
         spares.end()
 
     @pytest.fixture
-    def process(self, lab: Lab, spares: Spares) -> Iterator[Process]:
+    def process(self, lab: Workbench, spares: Spares) -> Iterator[Process]:
         """A process for one test, which may kill it."""
         with spares.take() as process:
             process.meanwhile = lab.turn
@@ -79,17 +79,17 @@ class ContractSettings:
             yield process
 
     @pytest.fixture(params=PLACES)
-    def remote(self, request: pytest.FixtureRequest, lab: Lab) -> Peer:
+    def remote(self, request: pytest.FixtureRequest, lab: Workbench) -> TransportPeer:
         """A peer in each of the places where one can be, with 1 MiB of a pattern."""
         if request.param == "other process":
             process: Process = request.getfixturevalue("shared_process")
             return process
-        return Neighbour(lab, lab.transport if request.param == "itself" else lab.make())
+        return LocalPeer(lab, lab.transport if request.param == "itself" else lab.make())
 
     @pytest.fixture
-    def everywhere(self, lab: Lab, shared_process: Process) -> list[Peer]:
+    def everywhere(self, lab: Workbench, shared_process: Process) -> list[TransportPeer]:
         """A peer in each of those places at once."""
-        return [Neighbour(lab, lab.transport), Neighbour(lab, lab.make()), shared_process]
+        return [LocalPeer(lab, lab.transport), LocalPeer(lab, lab.make()), shared_process]
 
     @pytest.fixture(params=["read", "write"])
     def op(self, request: pytest.FixtureRequest) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.core.copies import Copies, Segment
 from kvferry.core.memory import U64Array
 from kvferry.core.transport import State, Status, Transport
-from kvferry.testing.contract.batches import batch, joined, moved, part_of
-from kvferry.testing.contract.lab import MIB, Lab, refused
+from kvferry.core.transport.copies import Copies, Segment
+from kvferry.testing.contract.copy_batches import batch, joined, moved, part_of
 from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, Workbench, refused
 from kvferry.testing.memory import Buffer, available, pattern
-from kvferry.testing.peers import Peer, Process
+from kvferry.testing.peers import Process, TransportPeer
 
 GIB = 1 << 30
 CHUNK = 4 << 20
@@ -24,17 +24,17 @@ _TIMES = 6
 class TransferTests(ContractSettings):
     """Patterns of copies, in both directions, with a peer in each of three places."""
 
-    def test_one_copy(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_one_copy(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
         lab.moves(op, remote, [8192], [4096], [65_536])
 
-    def test_one_byte(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_one_byte(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
         lab.moves(op, remote, [MIB - 1], [4097], [1])
 
-    def test_a_whole_region(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_a_whole_region(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
         lab.moves(op, remote, [0], [0], [MIB])
 
     def test_scattered_unaligned_copies_of_every_size(
-        self, lab: Lab, remote: Peer, op: str
+        self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
         sizes = [1, 0, 7, 4095, 4096, 4097, 100_000, 1]
         there = [0, 5, MIB - 7, 3, 8191, 12_289, 500_001, MIB - 1]
@@ -44,13 +44,15 @@ class TransferTests(ContractSettings):
             here, there = there, here
         lab.moves(op, remote, here, there, sizes)
 
-    def test_100_000_copies(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_100_000_copies(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
         order = np.random.default_rng(2).permutation(100_000)
         here, there = 10 * np.arange(len(order)), 10 * order + 1
         lab.moves(op, remote, here, there, np.full(len(order), 9))
 
     @pytest.mark.parametrize("order", ["ascending", "descending", "shuffled"])
-    def test_adjacent_copies(self, lab: Lab, remote: Peer, op: str, order: str) -> None:
+    def test_adjacent_copies(
+        self, lab: Workbench, remote: TransportPeer, op: str, order: str
+    ) -> None:
         """Neighbours on both sides, which a driver may merge."""
         starts = np.arange(0, MIB // 2, 512)
         if order == "descending":
@@ -61,29 +63,31 @@ class TransferTests(ContractSettings):
 
     @pytest.mark.parametrize("side", ["here", "there"])
     def test_copies_adjacent_on_one_side_only(
-        self, lab: Lab, remote: Peer, op: str, side: str
+        self, lab: Workbench, remote: TransportPeer, op: str, side: str
     ) -> None:
         """Neighbours that must not be merged."""
         near, far = 1000 * np.arange(300), 3000 * np.arange(300)
         here, there = (near, far) if side == "here" else (far, near)
         lab.moves(op, remote, here, there, np.full(300, 1000))
 
-    def test_copies_of_unequal_size_side_by_side(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_copies_of_unequal_size_side_by_side(
+        self, lab: Workbench, remote: TransportPeer, op: str
+    ) -> None:
         sizes = np.random.default_rng(4).integers(0, 3000, 500)
         ends = sizes.cumsum()
         gaps = np.random.default_rng(5).integers(0, 2, 500).cumsum()
         lab.moves(op, remote, ends - sizes, ends - sizes + gaps, sizes)
 
-    def test_overlapping_sources(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_overlapping_sources(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
         target, source = [0, 1000, 2000, 5000], [5, 7, 5, 500]
         here, there = (target, source) if op == "read" else (source, target)
         lab.moves(op, remote, here, there, [1000, 1000, 1000, 2000])
 
-    def test_copies_of_no_bytes(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_copies_of_no_bytes(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
         lab.moves(op, remote, np.zeros(5000), np.zeros(5000), np.zeros(5000))
         lab.moves(op, remote, [MIB, 0], [MIB, 100], [0, 0])
 
-    def test_no_copies_at_all(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_no_copies_at_all(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
         lab.moves(op, remote, [], [], [])
         peer = lab.transport.connect(remote.address())
         none = np.empty(0, np.uint64)
@@ -91,7 +95,9 @@ class TransferTests(ContractSettings):
         if not lab.refuses(op, peer, nothing):
             lab.finish(lab.start(op, peer, nothing))
 
-    def test_several_regions_in_one_transfer(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_several_regions_in_one_transfer(
+        self, lab: Workbench, remote: TransportPeer, op: str
+    ) -> None:
         buffers = [lab.buffer(1024, lab.transport) for _ in range(30)]
         parts = [index * 8192 + 5 for index in range(30)]
         content = remote.get()
@@ -125,7 +131,9 @@ class TransferTests(ContractSettings):
             remote.deregister(regions[index])
         np.testing.assert_array_equal(remote.get(), content)
 
-    def test_empty_segments_between_full_ones(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_empty_segments_between_full_ones(
+        self, lab: Workbench, remote: TransportPeer, op: str
+    ) -> None:
         mine = pattern(MIB, 9)
         lab.mine.put(mine)
         peer = lab.transport.connect(remote.address())
@@ -147,7 +155,7 @@ class TransferTests(ContractSettings):
         np.testing.assert_array_equal(lab.mine.get(), mine)
         np.testing.assert_array_equal(remote.get(), theirs)
 
-    def test_two_memory_kinds_in_one_transfer(self, lab: Lab, op: str) -> None:
+    def test_two_memory_kinds_in_one_transfer(self, lab: Workbench, op: str) -> None:
         """Those that both the driver and the machine have; or two regions of the only one."""
         others = lab.capabilities.memory - {lab.mine.region.kind}
         kinds = [lab.settings.memory, *sorted(filter(available, others)), lab.settings.memory]
@@ -168,7 +176,7 @@ class TransferTests(ContractSettings):
             assert [note.payload for note in lab.receive(other, 1)] == [lab.bound()]
 
     @pytest.mark.slow
-    def test_1_gib(self, lab: Lab, op: str) -> None:
+    def test_1_gib(self, lab: Workbench, op: str) -> None:
         """In copies of 64 KiB, and one large one; the lengths leave 32 bits."""
         other = lab.make()
         mine, theirs = lab.buffer(GIB + 1, lab.transport), lab.buffer(GIB + 1, other)
@@ -190,7 +198,7 @@ class TransferTests(ContractSettings):
             for at in range(0, GIB, CHUNK):
                 np.testing.assert_array_equal(target.get(at + shift, CHUNK), source.get(at, CHUNK))
 
-    def test_large_transfers(self, lab: Lab, op: str) -> None:
+    def test_large_transfers(self, lab: Workbench, op: str) -> None:
         """64 MiB, last copy first; every byte is there when it is DONE, and not soon after."""
         other = lab.make()
         mine, theirs = lab.buffer(_LARGE, lab.transport), lab.buffer(_LARGE, other)
@@ -213,7 +221,7 @@ class TransferTests(ContractSettings):
         assert not wrong.any(), f"{wrong.sum()} copies of {len(wrong)} have not arrived"
 
     def test_the_callers_arrays_are_free_after_the_call(
-        self, lab: Lab, shared_process: Process, op: str
+        self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
         mine, theirs = pattern(MIB, 77), shared_process.get()
         lab.mine.put(mine)
@@ -235,13 +243,13 @@ class TransferTests(ContractSettings):
 
     @pytest.mark.parametrize("size", [100, 1 << 16])
     def test_the_arrays_of_a_few_copies_are_free_after_the_call(
-        self, lab: Lab, shared_process: Process, op: str, size: int
+        self, lab: Workbench, shared_process: Process, op: str, size: int
     ) -> None:
         """The caller writes its next transfer into them at once."""
         peer = lab.transport.connect(shared_process.address())
         if lab.refuses(op, peer, lab.whole(shared_process)):
             return
-        sides: tuple[Buffer | Peer, Buffer | Peer] = (lab.mine, shared_process)
+        sides: tuple[Buffer | TransportPeer, Buffer | TransportPeer] = (lab.mine, shared_process)
         target, source = sides if op == "read" else sides[::-1]
         source.put(content := lab.fresh())
         for count in (1, 2, 7) * _TIMES:
@@ -257,7 +265,7 @@ class TransferTests(ContractSettings):
             np.testing.assert_array_equal(target.get(), expected)
 
     def test_the_arrays_may_be_views_with_gaps_and_read_only(
-        self, lab: Lab, shared_process: Process, op: str
+        self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
         theirs, mine = shared_process.get(), pattern(MIB, 77)
         lab.mine.put(mine)
@@ -280,7 +288,7 @@ class TransferTests(ContractSettings):
             expected = moved(theirs, starts + 1, mine, starts, np.full(100, 999))
             np.testing.assert_array_equal(shared_process.get(), expected)
 
-    def test_many_transfers_at_once(self, lab: Lab, remote: Peer, op: str) -> None:
+    def test_many_transfers_at_once(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
         mine, theirs = pattern(MIB, 77), remote.get()
         lab.mine.put(mine)
         peer = lab.transport.connect(remote.address())
@@ -299,7 +307,9 @@ class TransferTests(ContractSettings):
         np.testing.assert_array_equal(lab.mine.get(), content)
         np.testing.assert_array_equal(remote.get(), content)
 
-    def test_poll_answers_in_the_order_of_the_ids(self, lab: Lab, shared_process: Process) -> None:
+    def test_poll_answers_in_the_order_of_the_ids(
+        self, lab: Workbench, shared_process: Process
+    ) -> None:
         peer = lab.transport.connect(shared_process.address())
         small = lab.start(lab.an_op, peer, lab.whole(shared_process))
         assert lab.known(small).state is State.DONE
@@ -310,7 +320,7 @@ class TransferTests(ContractSettings):
         assert second.state is after or second.state.final
         assert lab.poll([]) == []
 
-    def test_done_stays_until_it_is_forgotten(self, lab: Lab, remote: Peer) -> None:
+    def test_done_stays_until_it_is_forgotten(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         transfer = lab.start(lab.an_op, peer, lab.whole(remote))
         assert lab.known(transfer).state is State.DONE
@@ -323,7 +333,7 @@ class TransferTests(ContractSettings):
             refused(call, transfer)
         refused(lab.transport.poll, [transfer])
 
-    def test_ids_are_not_used_again(self, lab: Lab, remote: Peer) -> None:
+    def test_ids_are_not_used_again(self, lab: Workbench, remote: TransportPeer) -> None:
         peer = lab.transport.connect(remote.address())
         seen = set()
         for _ in range(20):
@@ -333,7 +343,7 @@ class TransferTests(ContractSettings):
             lab.finish(transfer)
 
 
-def _held(lab: Lab, transport: Transport, memory: str, seed: int) -> Buffer:
+def _held(lab: Workbench, transport: Transport, memory: str, seed: int) -> Buffer:
     buffer = lab.buffer(MIB, transport, memory)
     buffer.put(pattern(MIB, seed))
     return buffer

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.descriptors import Pages
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
 from kvferry.core.errors import KVFerryError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
-from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
+from kvferry.core.messages import Coordinates, encode
+from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import TicketKey
 from kvferry.core.transport import Notification, PeerId, Transport
-from kvferry.core.wire import Coordinates, encode
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.proving import proved
 
@@ -74,7 +74,7 @@ class Engine:
     shape: Shape
     ranks: list[Rank]
     server: HandshakeServer
-    ledger: HoldLedger
+    ledger: SchedulerHolds
     incarnation: int
     ticket_key: TicketKey | None = None
     ids: Iterator[int] = field(default_factory=itertools.count)
@@ -342,7 +342,7 @@ def engine(
             shape=shape,
             ranks=ranks,
             server=server,
-            ledger=HoldLedger(shape.pages),
+            ledger=SchedulerHolds(shape.pages),
             incarnation=incarnation,
             ticket_key=ticket_key,
         )

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.core.descriptors import Pages
-from kvferry.core.endpoint import standing as standing_module
-from kvferry.core.endpoint.context import STAGES, Context, Load
-from kvferry.core.endpoint.device import Awaiting
-from kvferry.core.endpoint.fencing import WordRead
-from kvferry.core.endpoint.renewing import Renewer
-from kvferry.core.endpoint.standing import Standing
+from kvferry.core.endpoint import peer_status as standing_module
+from kvferry.core.endpoint.device_sync import DeviceSync
+from kvferry.core.endpoint.lease_renewal import LeaseRenewal
+from kvferry.core.endpoint.load import STAGES, Load, LoadState
+from kvferry.core.endpoint.peer_status import PeerStatus
+from kvferry.core.endpoint.pending_tickets import LOOK_SECONDS, PendingTickets
+from kvferry.core.endpoint.slot_reads import SlotRead
 from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Outcome
-from kvferry.core.endpoint.waiting import LOOK_SECONDS, Waiting
 from kvferry.core.errors import (
     DeadlineError,
     EndpointClosedError,
@@ -29,9 +28,10 @@ from kvferry.core.errors import (
 )
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
-from kvferry.core.lifecycle.loads import Party
+from kvferry.core.lifecycle.loads import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.stats import PEERS_DOWN, PEERS_UP, Stage
+from kvferry.core.metrics import PEERS_DOWN, PEERS_UP, Stage
+from kvferry.core.planner.build_copies import Pages
 
 HOLD = Hold(slot=3, generation=7)
 
@@ -73,7 +73,7 @@ class Gauges:
         self.now = 0.0
         self.said: dict[object, float] = {}
         self.told = 0
-        self.standing = Standing(self, lambda: self.now, 10.0)  # type: ignore[arg-type]
+        self.standing = PeerStatus(self, lambda: self.now, 10.0)  # type: ignore[arg-type]
 
     def set(self, figure: object, value: float) -> None:
         self.said[figure] = value
@@ -135,7 +135,7 @@ def outcome(**how: Any) -> Outcome:
 
 
 def test_of_several_ranks_bytes_are_added_and_the_longest_times_count() -> None:
-    context = Context(load=load(), begun=1.0, shaken=2.0)
+    context = LoadState(load=load(), begun=1.0, handshake_succeeded=2.0)
     context.add(outcome())
     context.add(outcome(begun=4.0, seconds=7.0, post_seconds=2.5))
     context.add(outcome(begun=0.0, seconds=100.0, post_seconds=50.0))  # never posted
@@ -145,7 +145,7 @@ def test_of_several_ranks_bytes_are_added_and_the_longest_times_count() -> None:
 
 
 def test_a_load_is_recorded_with_where_it_failed() -> None:
-    context = Context(load=load(), begun=1.0, shaken=1.5)
+    context = LoadState(load=load(), begun=1.0, handshake_succeeded=1.5)
     record = context.record(None, "over")
     assert (record.request, record.engine, record.reached, record.path) == (
         "d-1", "prefill", False, "",
@@ -159,7 +159,7 @@ def test_a_load_is_recorded_with_where_it_failed() -> None:
     assert context.record(error, "?").stage is Stage.HANDSHAKE
     context.failed_at = Stage.WAIT
     assert context.record(error, "reading").stage is Stage.WAIT
-    context.shaken = 0.0
+    context.handshake_succeeded = 0.0
     assert context.record(error, "").handshake_seconds == 0.0
     assert context.record(error, "").error is error
 
@@ -167,12 +167,12 @@ def test_a_load_is_recorded_with_where_it_failed() -> None:
 def test_a_load_that_reads_nothing_has_no_tokens() -> None:
     nothing = load(ranges=(None, None))
     assert not nothing.reads
-    record = Context(load=nothing, begun=0.0).record(None, "")
+    record = LoadState(load=nothing, begun=0.0).record(None, "")
     assert (record.tokens, record.reads) == (0, False)
 
 
 def test_holes_are_no_pages_of_a_load_and_its_request_names_the_tickets() -> None:
-    context = Context(load=load(), begun=0.0)
+    context = LoadState(load=load(), begun=0.0)
     assert context.pages == 2
     [remote] = context.request.remote
     assert (remote.ids.tolist(), remote.first_index) == ([1, 2], 4)
@@ -191,7 +191,7 @@ class Device:
     def __init__(self) -> None:
         self.now = 0.0
         self.begun: list[tuple[str, KVFerryError | None]] = []
-        self.awaiting = Awaiting(self._begin, clock=lambda: self.now, patience=10.0)
+        self.awaiting = DeviceSync(self._begin, clock=lambda: self.now, patience=10.0)
 
     def _begin(self, load: Load, error: KVFerryError | None) -> None:
         self.begun.append((load.request, error))
@@ -248,7 +248,7 @@ class FakePeer:
 
     def __init__(self, lease: float | None = 30.0) -> None:
         self.lease = lease
-        self.parties = (Party(rank=0, reads=True), Party(rank=2, reads=False))
+        self.parties = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=False))
         self.incarnation = 5
         self.waits = 0
         self.connected = True
@@ -262,13 +262,13 @@ class Renewing:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.reads: list[WordRead] = []
+        self.reads: list[SlotRead] = []
         self.told: list[object] = []
         self.cancelled: list[object] = []
         self.lost: list[tuple[object, int, KVFerryError]] = []
-        self.doomed: list[tuple[object, int, KVFerryError]] = []
+        self.failing: list[tuple[object, int, KVFerryError]] = []
         self.ended: list[KVFerryError] = []
-        self.renewer = Renewer(
+        self.renewer = LeaseRenewal(
             engine="decode",
             life=5,
             notify=lambda peer, _: self.told.append(peer),
@@ -276,10 +276,10 @@ class Renewing:
             transfers=self,  # type: ignore[arg-type]
             clock=lambda: self.now,
             lost=lambda *what: self.lost.append(what),
-            doomed=lambda *what: self.doomed.append(what),
+            failing=lambda *what: self.failing.append(what),
         )
 
-    def add(self, read: WordRead) -> None:
+    def add(self, read: SlotRead) -> None:
         self.reads.append(read)
 
     def cancel(self, tag: object) -> None:
@@ -290,7 +290,7 @@ class Renewing:
             peer, HOLD, now=self.now, at_once=at_once, ended=self.ended.append
         )
 
-    def due(self, now: float) -> list[WordRead]:
+    def due(self, now: float) -> list[SlotRead]:
         """What is read now."""
         self.now = now
         known = len(self.reads)
@@ -363,16 +363,16 @@ def test_a_renewal_that_is_not_answered_is_cancelled_and_has_a_second_to_end() -
     assert renewing.due(10.0) == []
     assert renewing.cancelled == [first.tag, second.tag]
     cancelled = TransferCancelledError("cancelled")
-    first.doomed(cancelled)
-    second.doomed(cancelled)
+    first.failing(cancelled)
+    second.failing(cancelled)
     second.lost(cancelled)
     assert renewing.due(10.0 + CANCEL_SECONDS - 0.1) == []
-    assert not renewing.doomed
+    assert not renewing.failing
     renewing.due(10.0 + CANCEL_SECONDS)
-    assert renewing.doomed == [(peer, 0, cancelled)]
+    assert renewing.failing == [(peer, 0, cancelled)]
     assert renewing.lost == [(peer, 2, cancelled)]
     renewing.due(12.0)
-    assert len(renewing.doomed) == 1
+    assert len(renewing.failing) == 1
     assert [read.rank for read in renewing.due(20.0)] == [2], "the other is still under way"
 
 
@@ -381,8 +381,8 @@ def test_a_renewal_that_fails_without_being_cancelled_is_said_at_once() -> None:
     renewing.begin(peer)
     first, _ = renewing.due(0.0)
     error = TransportError("out")
-    first.doomed(error)
-    assert renewing.doomed == [(peer, 0, error)]
+    first.failing(error)
+    assert renewing.failing == [(peer, 0, error)]
 
 
 # Tickets that wait.
@@ -396,7 +396,7 @@ class Reaching:
         self.renewing = Renewing()
         self.denies: Exception | None = None
         monkeypatch.setattr(FakePeer, "check", self._check, raising=False)
-        self.waiting = Waiting(self, self.renewing.renewer, lambda: 0.0)  # type: ignore[arg-type]
+        self.waiting = PendingTickets(self, self.renewing.renewer, lambda: 0.0)  # type: ignore[arg-type]
 
     def _check(self, *_: object) -> None:
         if self.denies is not None:

@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.core.endpoint import aside
-from kvferry.core.endpoint.aside import Aside
+from kvferry.core.endpoint import blocking_calls as aside
+from kvferry.core.endpoint.blocking_calls import BlockingCalls
 from kvferry.core.endpoint.connections import Connections
 from kvferry.core.errors import ConnectError, KVFerryError, TransportError, TransportUsageError
 from kvferry.core.transport import PeerId
@@ -127,7 +127,7 @@ class Got:
 
 
 def connections(driver: Any, calls: Any = None) -> Connections:
-    at_once = Aside(threads=False, post=lambda _: None, clock=driver.clock)
+    at_once = BlockingCalls(threads=False, post=lambda _: None, clock=driver.clock)
     return Connections(driver, driver, calls or at_once, driver.clock)
 
 
@@ -145,12 +145,12 @@ def test_a_connection_without_users_is_closed_at_once(error: Exception | None) -
     table = connections(driver)
     peer = acquire(table, A)
     assert table.is_open(peer)
-    assert (table.closing, table.loud) == (0, 0)
+    assert (table.closing, table.not_quiesced) == (0, 0)
     driver.error = error
     table.release(peer)
     assert driver.disconnected == [peer]
     assert driver.left_as == [(peer, True)]
-    assert (table.closing, table.loud, table.is_open(peer)) == (0, 0, False)
+    assert (table.closing, table.not_quiesced, table.is_open(peer)) == (0, 0, False)
     assert not driver.leaving
 
 
@@ -374,17 +374,17 @@ def test_a_connection_that_does_not_fall_silent_is_loud_and_tried_again_ever_les
         assert not driver.leaving, "its transfers are never heard of again"
         if len(driver.disconnected) > known:
             tries.append(now)
-    assert (table.loud, table.closing) == (1, 1)
-    assert table.is_loud(peer)
-    assert not table.is_loud(silent)
-    assert not table.is_loud(PeerId(99))
+    assert (table.not_quiesced, table.closing) == (1, 1)
+    assert table.has_not_quiesced(peer)
+    assert not table.has_not_quiesced(silent)
+    assert not table.has_not_quiesced(PeerId(99))
     assert tries == [2, 6, 14, 30, 62, 122, 182]
     assert set(driver.left_as) == {(peer, False)}
     table.acquire({0: A}, "second", got)
     assert "the last connection to second does not fall silent" in str(got.errors[0])
     driver.error = None
     table.progress(300.0)
-    assert (table.closing, table.loud, table.is_loud(peer)) == (0, 0, False)
+    assert (table.closing, table.not_quiesced, table.has_not_quiesced(peer)) == (0, 0, False)
     assert driver.left_as[-1] == (peer, True)
     assert acquire(table, A) != peer
     [record] = [r for r in caplog.records if r.levelno == logging.ERROR]
@@ -433,7 +433,7 @@ def test_nobody_waits_for_a_connection_that_is_closed_slowly() -> None:
         assert came.acquire(timeout=LONG)
         posted.popleft()()
 
-    calls = Aside(threads=True, post=post, clock=clock)
+    calls = BlockingCalls(threads=True, post=post, clock=clock)
     table, got = connections(driver, calls), Got()
     for address in (A, B):
         table.acquire({0: address}, "e", got)
@@ -536,7 +536,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.time_passes()
         assert self.answered == self.expected
         assert not self.driver.connected
-        assert (self.table.closing, self.table.loud) == (0, 0)
+        assert (self.table.closing, self.table.not_quiesced) == (0, 0)
         assert max(Counter(p for p, c in self.driver.left_as if c).values(), default=1) == 1
 
 

@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.core.copies import Copies
 from kvferry.core.endpoint import Endpoint, EndpointOptions, peers
-from kvferry.core.endpoint.containment import Containment
+from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.errors import EndpointClosedError, KVFerryError, PeerLostError, TransportError
 from kvferry.core.lifecycle import ticket as ticket_module
 from kvferry.core.lifecycle.holds import WORD_BYTES, RequestId
-from kvferry.core.stats import IGNORED
+from kvferry.core.messages import Release, encode
+from kvferry.core.metrics import IGNORED
 from kvferry.core.transport import Notification, PeerId, State, Status, TransferId
-from kvferry.core.wire import Release, encode
+from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import (
     LAYERS,
     Clock,
@@ -402,7 +402,7 @@ def test_a_callback_that_raises_fails_its_load(
 
 
 def test_as_much_is_logged_as_is_needed_to_report_it(caplog: pytest.LogCaptureFixture) -> None:
-    contained = Containment()
+    contained = ErrorContainment()
     for error in (ValueError("one"), ValueError("two"), KeyError("three")):
         with pytest.raises(type(error)):
             raise error
@@ -418,7 +418,7 @@ def test_as_much_is_logged_as_is_needed_to_report_it(caplog: pytest.LogCaptureFi
 
 
 def test_errors_of_ours_stay_what_they_are() -> None:
-    contained = Containment()
+    contained = ErrorContainment()
     ours = PeerLostError("gone")
     assert contained.caught("a read", ours) is ours
     other = ValueError("bad")
@@ -428,7 +428,7 @@ def test_errors_of_ours_stay_what_they_are() -> None:
 
 
 def test_only_what_serves_all_and_fails_in_a_row_is_a_problem() -> None:
-    contained = Containment()
+    contained = ErrorContainment()
 
     def fails() -> int:
         raise ValueError("bad")
@@ -456,4 +456,4 @@ def test_what_ends_a_process_is_not_contained() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Containment().run("anything", ends, None)
+        ErrorContainment().run("anything", ends, None)

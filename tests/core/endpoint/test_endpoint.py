@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import (
     DeadlineError,
@@ -24,6 +23,7 @@ from kvferry.core.errors import (
 from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.transport import PeerId, State, Status, TransferId
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.endpoint.engines import LAYERS, Engine, Shape, engine, expected, until
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.copies import Copies
 from kvferry.core.endpoint import Endpoint, EndpointOptions
 from kvferry.core.errors import TransportError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
-from kvferry.core.stats import (
+from kvferry.core.messages import encode
+from kvferry.core.metrics import (
     BYTES,
     COPIES,
     EXPIRED,
@@ -33,13 +33,13 @@ from kvferry.core.stats import (
     UNREACHED,
     UNTOLD,
     Data,
-    Figure,
+    Metric,
     Stage,
     flat,
     merge,
 )
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
-from kvferry.core.wire import encode
+from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import Clock, Engine, Shape, Watched, engine, eventually, until
 
 BY_NAME = {figure.name: figure for figure in FIGURES}
@@ -58,13 +58,13 @@ class Counted:
             merge(BY_NAME, self._data, endpoint.take_figures() or {})
         return self._data
 
-    def of(self, figure: Figure) -> dict[tuple[str, ...], Any]:
+    def of(self, figure: Metric) -> dict[tuple[str, ...], Any]:
         """Without the driver's name."""
         found = dict(flat(figure, self.all()))
         assert all(labels[0] == "loopback" for labels in found)
         return {labels[1:]: value for labels, value in found.items()}
 
-    def total(self, figure: Figure) -> float:
+    def total(self, figure: Metric) -> float:
         return float(sum(self.of(figure).values()))
 
 
@@ -216,7 +216,7 @@ def test_a_producer_that_is_idle_is_neither_up_nor_down() -> None:
 class Loud(Watched):
     """Reads of pages do not end, and connections do not fall silent, until the test says so."""
 
-    loud = True
+    not_quiesced = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,15 +236,15 @@ class Loud(Watched):
     def poll(self, transfers: list[TransferId]) -> list[Status]:  # type: ignore[override]
         error = TransportError("the cable is out")
         said = super().poll(transfers)
-        doomed = Status(state=State.DOOMED, error=error)
-        final = doomed if self.loud else Status(state=State.FAILED, error=error)
+        failing = Status(state=State.FAILING, error=error)
+        final = failing if self.not_quiesced else Status(state=State.FAILED, error=error)
         return [
             final if each in self._pages else status
             for each, status in zip(transfers, said, strict=True)
         ]
 
     def disconnect(self, peer: PeerId) -> None:
-        if self.loud:
+        if self.not_quiesced:
             raise TransportError("still copying")
         super().disconnect(peer)
 
@@ -260,7 +260,7 @@ def test_pages_that_may_still_be_written_are_quarantined(caplog: pytest.LogCaptu
         eventually(lambda: counted.of(QUARANTINED) == {("0",): 3}, "the pages are quarantined")
         assert not decode.ranks[0].endpoint.healthy
         assert decode.ranks[0].endpoint.pending == 1, "and not given back"
-        driver.loud = False
+        driver.not_quiesced = False
         clock.skip(60.0)
         assert decode.outcome("d-1").failed
         assert counted.of(FAILURES) == {("prefill", "transfer", "transport"): 1}

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions, Results
 from kvferry.core.errors import (
     EndpointClosedError,
@@ -20,6 +19,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
+from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import (
     LAYERS,
     Clock,
@@ -82,7 +82,7 @@ class Held(Watched):
             return None
         if not self.reads[transfer]:
             return Status(state=State.PENDING)
-        return Status(state=State.FAILED if self.let_go else State.DOOMED, error=CANCELLED)
+        return Status(state=State.FAILED if self.let_go else State.FAILING, error=CANCELLED)
 
     def disconnect(self, peer: PeerId) -> None:
         self.let_go = True

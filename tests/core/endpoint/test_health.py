@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.handshake import HandshakeServer, health
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.messages import encode
 from kvferry.core.transport import Notification, PeerId, TransferId
-from kvferry.core.wire import encode
+from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import Watched, engine, eventually
 
 LONG = 20.0
@@ -22,10 +22,10 @@ LONG = 20.0
 class Loud(Watched):
     """A driver whose connections do not fall silent when they are closed."""
 
-    loud = True
+    not_quiesced = True
 
     def disconnect(self, peer: PeerId) -> None:
-        if self.loud:
+        if self.not_quiesced:
             raise TransportError("still copying")
         super().disconnect(peer)
 
@@ -53,7 +53,7 @@ def test_a_connection_that_does_not_fall_silent_is_a_problem_until_it_does() -> 
             error = decode.outcome("d-2").failed[RequestId("d-2")]
             assert "does not fall silent" in str(error)
         assert "1 connections did not fall silent" in endpoint.problems[0]
-        driver.loud = False
+        driver.not_quiesced = False
         eventually(lambda: endpoint.healthy, "the connection is closed after all")
     assert endpoint.problems == ("the endpoint is closed",)
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from kvferry.core import wire
+from kvferry.core import messages as wire
 from kvferry.core.endpoint import EndpointOptions, endpoint
-from kvferry.core.endpoint.serving import Server
-from kvferry.core.endpoint.words import SlotTable
+from kvferry.core.endpoint.producer import HoldServer
+from kvferry.core.endpoint.slot_table import SlotTable
 from kvferry.core.errors import StaleError, TransportError
 from kvferry.core.lifecycle.holds import Hold, RequestId, random_incarnation
-from kvferry.core.lifecycle.ledger import Orders
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, HEARTBEAT_SECONDS
-from kvferry.core.stats import Figures
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.messages import Heartbeat, Note, Renewal, decode_notes
+from kvferry.core.metrics import Metrics
 from kvferry.core.transport import PeerId
-from kvferry.core.wire import Heartbeat, Note, Renewal, decode_notes
 from tests.core.endpoint.engines import Clock, Engine, Shape, Watched, engine, eventually
 
 PATIENT = EndpointOptions(liveness_interval=0, load_timeout=1000.0)
@@ -106,10 +106,10 @@ def prefill_listens(driver: Watched, prefill: Engine) -> None:
 def test_a_producer_that_could_not_listen_takes_nobody_for_gone() -> None:
     """Its ages stand still while its thread does: heartbeats may have come meanwhile."""
     clock, table, incarnation = Clock(), SlotTable(4), random_incarnation()
-    server = Server(table, incarnation, clock, Figures(driver="loopback", rank="0"))
+    server = HoldServer(table, incarnation, clock, Metrics(driver="loopback", rank="0"))
     request, hold = RequestId("p-1"), Hold(slot=1, generation=7)
-    server.apply(Orders(take_ons=((request, hold),)), None)
-    server.apply(Orders(ready=((hold, 30.0),)), None)
+    server.apply(HoldOrders(take_ons=((request, hold),)), None)
+    server.apply(HoldOrders(ready=((hold, 30.0),)), None)
     clock.skip(100.0)
     assert server.silent() == []
     server.listened(clock())

@@ -13,7 +13,7 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import HandshakeError, PeerLostError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.wire import encode
+from kvferry.core.messages import encode
 from tests.core.endpoint.engines import Clock, Engine, Watched, engine, eventually
 
 QUICK = EndpointOptions(liveness_interval=5.0, liveness_misses=3)

@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.endpoint.words import SlotTable
+from kvferry.core.endpoint.slot_table import SlotTable
 from kvferry.core.errors import (
     HandshakeError,
     KVFerryError,
@@ -22,13 +21,14 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.handshake import HandshakeServer, engine_info
-from kvferry.core.handshake.call import Call
+from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.messages import encode
 from kvferry.core.security import TicketKey
 from kvferry.core.security.proof import FINGERPRINT_BYTES, fingerprint
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
-from kvferry.core.wire import encode
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.endpoint.engines import (
     Clock,
@@ -357,7 +357,7 @@ class Dooming(Watched):
     def __init__(self) -> None:
         super().__init__()
         self.dooms = False
-        self.doomed: dict[TransferId, PeerId] = {}
+        self.failing: dict[TransferId, PeerId] = {}
 
     @property
     def capabilities(self) -> Capabilities:
@@ -366,20 +366,20 @@ class Dooming(Watched):
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
         if self.dooms:
-            self.dooms, self.doomed[transfer] = False, peer
+            self.dooms, self.failing[transfer] = False, peer
         return transfer
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         found = super().poll(transfers)
         return [
-            self._status(self.doomed[transfer]) if transfer in self.doomed else status
+            self._status(self.failing[transfer]) if transfer in self.failing else status
             for transfer, status in zip(transfers, found, strict=True)
         ]
 
     def _status(self, peer: PeerId) -> Status:
         gone = peer in self.disconnected
         return Status(
-            state=State.FAILED if gone else State.DOOMED, error=TransportError("no such memory")
+            state=State.FAILED if gone else State.FAILING, error=TransportError("no such memory")
         )
 
 
@@ -479,7 +479,7 @@ def test_the_two_addresses_share_the_time_of_a_handshake(monkeypatch: pytest.Mon
     """One that is silent leaves half of it."""
     asked: list[tuple[str, float]] = []
 
-    def fetching(call: Call, *_: object) -> Any:
+    def fetching(call: Dialer, *_: object) -> Any:
         asked.append((call.host, call.timeout))
         raise HandshakeError(f"{call.host} is silent")
 

@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.core.copies import Copies
-from kvferry.core.endpoint import EndpointOptions, renewing
+from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.endpoint import lease_renewal as renewing
 from kvferry.core.errors import StaleError, TransferCancelledError
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.messages import Renewal, decode_notes
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
-from kvferry.core.wire import Renewal, decode_notes
+from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import Clock, Shape, Watched, engine, eventually
 
 LEASE = 30.0
@@ -167,7 +168,7 @@ class Unanswered(Watched):
         self.reads: set[TransferId] = set()
         """Those that are not over."""
         self.cancelled: set[TransferId] = set()
-        self.doomed = 0
+        self.failing = 0
         """How often it has said of one that it will fail."""
 
     @property
@@ -192,8 +193,8 @@ class Unanswered(Watched):
         error = TransferCancelledError("cancelled")
         if self.let_go and is_over:
             return Status(state=State.FAILED, error=error)
-        self.doomed += 1
-        return Status(state=State.DOOMED, error=error)
+        self.failing += 1
+        return Status(state=State.FAILING, error=error)
 
     def forget(self, transfer: TransferId) -> None:
         super().forget(transfer)
@@ -217,7 +218,7 @@ def test_a_renewal_that_is_cancelled_has_a_while_to_end_by_itself(
         decode.prepare(prefill.serve("p-1", [1, 2], 8))
         eventually(lambda: len(driver.reads) == 1, "it is renewed")
         clock.skip(LEASE / 2)
-        eventually(lambda: driver.doomed > 1, "it was cancelled, and goes on")
+        eventually(lambda: driver.failing > 1, "it was cancelled, and goes on")
         if ends:
             driver.let_go = True
             eventually(lambda: not driver.reads, "it has ended")

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import (
     DeadlineError,
@@ -27,9 +26,10 @@ from kvferry.core.handshake import HandshakeServer
 from kvferry.core.handshake import server as server_module
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.stats import LOST_PEERS, PEERS_UP
+from kvferry.core.messages import encode
+from kvferry.core.metrics import LOST_PEERS, PEERS_UP
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
-from kvferry.core.wire import encode
+from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import (
     LAYERS,
     Clock,
@@ -274,7 +274,7 @@ def test_a_read_that_only_a_disconnect_ends_ends_all_that_use_the_connection() -
     driver = HeldUntilDisconnect()
     with three(driver) as (real, other, decode):
         both_read(driver, real, other, decode)
-        driver.says[0] = Status(state=State.DOOMED, error=TransportError("the cable is out"))
+        driver.says[0] = Status(state=State.FAILING, error=TransportError("the cable is out"))
         errors = failures(decode, 2)
         assert "the cable is out" in str(errors["d-1"])
         assert isinstance(errors["d-2"], PeerLostError)

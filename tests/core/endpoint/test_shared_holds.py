@@ -13,7 +13,7 @@ import pytest
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import EndpointClosedError, StaleError
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.wire import Release, decode_notes
+from kvferry.core.messages import Release, decode_notes
 from tests.core.endpoint.engines import Clock, Engine, Shape, Watched, engine, expected, until
 from tests.core.endpoint.test_renewal import PATIENT, pass_leases, renewed
 

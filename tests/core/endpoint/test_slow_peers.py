@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions, Results
 from kvferry.core.endpoint import endpoint as module
 from kvferry.core.errors import DeadlineError, KVFerryError, PeerLostError, TransportError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.endpoint.engines import (
     LAYERS,

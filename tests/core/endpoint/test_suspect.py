@@ -7,11 +7,11 @@ import socket
 
 import pytest
 
-from kvferry.core.copies import Copies
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import DeadlineError, KVFerryError, TransportError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import PeerId, State, Status, TransferId
+from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import Clock, Engine, Watched, engine, eventually
 from tests.core.endpoint.test_shared_connections import double
 

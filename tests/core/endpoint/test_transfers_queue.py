@@ -1,4 +1,4 @@
-"""Reads that are queued, posted within limits, cancelled, doomed and disconnected, side by side."""
+"""Reads: queued, posted within limits, cancelled, failing and disconnected, side by side."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.core.copies import Copies, copies_between
 from kvferry.core.endpoint import transfers as module
-from kvferry.core.endpoint.containment import Containment
-from kvferry.core.endpoint.transfers import Job, Outcome, Transfers
+from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.transfers import Outcome, Read, Transfers
 from kvferry.core.errors import (
     KVFerryError,
     PageError,
@@ -24,6 +23,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, State, Status, TransferId
+from kvferry.core.transport.copies import Copies, copies_between
 
 ONE, OTHER = PeerId(1), PeerId(2)
 HERE, THERE = Region(address=1 << 20, nbytes=1 << 30), Region(address=1 << 40, nbytes=1 << 30)
@@ -80,9 +80,9 @@ class Reads:
     """Jobs by name, and what was heard of each."""
 
     def __init__(self, driver: Any) -> None:
-        self.transfers = Transfers(driver, Containment())
+        self.transfers = Transfers(driver, ErrorContainment())
         self.outcomes: dict[str, Outcome] = {}
-        self.doomed: dict[str, KVFerryError] = {}
+        self.failing: dict[str, KVFerryError] = {}
         self.heard: list[str] = []
 
     def add(
@@ -95,22 +95,22 @@ class Reads:
         tags: Sequence[str] = (),
         build: Callable[[], Copies] | None = None,
         notify: bytes | None = None,
-    ) -> Job:
+    ) -> Read:
         def finished(outcome: Outcome) -> None:
             assert name not in self.outcomes, "called once"
             self.outcomes[name] = outcome
             self.heard.append(name)
 
-        def doomed(error: KVFerryError) -> None:
-            assert name not in self.doomed, "called once"
+        def failing(error: KVFerryError) -> None:
+            assert name not in self.failing, "called once"
             assert name not in self.outcomes
-            self.doomed[name] = error
+            self.failing[name] = error
 
-        job = Job(
+        job = Read(
             peer=peer,
             build=build or (lambda: copies(nbytes)),
             finished=finished,
-            doomed=doomed,
+            failing=failing,
             ahead=ahead,
             notify=notify,
             tags={*tags, name},
@@ -122,9 +122,9 @@ class Reads:
         return self.outcomes[name].error
 
 
-def ended(error: Exception, *, doomed: bool = False) -> Status:
+def ended(error: Exception, *, failing: bool = False) -> Status:
     assert isinstance(error, TransportError)
-    return Status(state=State.DOOMED if doomed else State.FAILED, error=error)
+    return Status(state=State.FAILING if failing else State.FAILED, error=error)
 
 
 def test_a_read_is_posted_polled_and_heard_of_once() -> None:
@@ -237,18 +237,18 @@ def test_a_read_that_cannot_be_posted_fails_alone(error: Exception) -> None:
     assert len(driver.posted) == len(reads.transfers) == 1
 
 
-# Doomed.
+# Failing.
 
 
-def test_a_read_that_is_doomed_is_heard_of_twice_and_over_when_it_is_quiet() -> None:
+def test_a_read_that_is_failing_is_heard_of_twice_and_over_when_it_is_quiet() -> None:
     driver = Driver()
     reads = Reads(driver)
     reads.add("a", nbytes=5)
     reads.transfers.progress()
     error = TransportError("the cable is out")
-    driver.says[TransferId(1)] = ended(error, doomed=True)
+    driver.says[TransferId(1)] = ended(error, failing=True)
     assert reads.transfers.progress()
-    assert reads.doomed == {"a": error}
+    assert reads.failing == {"a": error}
     assert not reads.transfers.progress(), "nothing new was heard"
     assert not reads.outcomes
     assert len(reads.transfers) == 1
@@ -267,13 +267,13 @@ def test_a_failure_without_a_reason_has_one() -> None:
     assert "gave no reason" in str(reads.error("a"))
 
 
-def test_while_one_is_doomed_another_is_posted_and_heard_of() -> None:
-    """What is doomed is no news: otherwise nothing would be posted as long as it lasts."""
+def test_while_one_is_failing_another_is_posted_and_heard_of() -> None:
+    """What is failing is no news: otherwise nothing would be posted as long as it lasts."""
     driver = Driver()
     reads = Reads(driver)
-    reads.add("doomed")
+    reads.add("failing")
     reads.transfers.progress()
-    driver.says[TransferId(1)] = ended(TransportError("out"), doomed=True)
+    driver.says[TransferId(1)] = ended(TransportError("out"), failing=True)
     reads.transfers.progress()
     reads.add("other")
     assert reads.transfers.progress()
@@ -281,7 +281,7 @@ def test_while_one_is_doomed_another_is_posted_and_heard_of() -> None:
     driver.says[TransferId(2)] = DONE
     assert reads.transfers.progress()
     assert reads.error("other") is None
-    assert "doomed" not in reads.outcomes
+    assert "failing" not in reads.outcomes
 
 
 def test_all_that_is_new_is_heard_of_in_one_poll() -> None:
@@ -433,8 +433,8 @@ def test_a_read_of_which_nothing_can_be_said_is_over_when_its_connection_is_clos
     driver.says[TransferId(3)] = DONE
     assert reads.transfers.progress()
     assert reads.heard == ["b"]
-    assert reads.doomed.keys() == {"a", "other"}
-    assert isinstance(reads.doomed["a"], StatusUnknownError)
+    assert reads.failing.keys() == {"a", "other"}
+    assert isinstance(reads.failing["a"], StatusUnknownError)
     for closed in (False, True):
         assert "a" not in reads.outcomes
         reads.transfers.leave(ONE)
@@ -451,7 +451,7 @@ def test_a_read_of_which_nothing_can_be_said_is_over_when_its_connection_is_clos
 
 # Whatever comes.
 
-STATES = st.sampled_from([State.PENDING, State.DOOMED, State.DONE, State.FAILED])
+STATES = st.sampled_from([State.PENDING, State.FAILING, State.DONE, State.FAILED])
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -483,7 +483,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data(), state=STATES, unclear=st.booleans())
     def happens(self, data: st.DataObject, state: State, unclear: bool) -> None:
         transfer = data.draw(st.sampled_from(sorted(self.driver.says)))
-        error = TransportError("out") if state in (State.DOOMED, State.FAILED) else None
+        error = TransportError("out") if state in (State.FAILING, State.FAILED) else None
         if not self.driver.says[transfer].state.final:
             self.driver.says[transfer] = Status(state=state, error=error)
         (self.driver.unclear.add if unclear else self.driver.unclear.discard)(transfer)

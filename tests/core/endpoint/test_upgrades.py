@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.wire import Renewal, decode_notes, encode
+from kvferry.core.messages import Renewal, decode_notes, encode
 from tests.core.endpoint.engines import Engine, Watched, engine, eventually
 
 UNKNOWN = {"of_a_newer_version": {"any": ["thing", 1, None]}}

@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 import pytest
 import zmq
 
-from kvferry.core import wire
+from kvferry.core import messages as wire
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.handshake import HandshakeServer, fetch, ping
-from kvferry.core.handshake.call import Call
-from kvferry.core.handshake.line import Line
+from kvferry.core.handshake.connection import SideChannelConnection
+from kvferry.core.handshake.dialer import Dialer
 from kvferry.core.handshake.sockets import encrypt
 from kvferry.core.security import OPEN, Access, Networks, generate
 from tests.core.messages import encoded, payload
@@ -147,9 +147,9 @@ def test_a_key_that_may_not_be_asked_is_refused_before_anything_is_sent() -> Non
 
 
 @contextmanager
-def line(server: HandshakeServer, access: Access) -> Iterator[Line]:
+def line(server: HandshakeServer, access: Access) -> Iterator[SideChannelConnection]:
     """A connection that lasts, as signs of life have it."""
-    call = Call(
+    call = Dialer(
         host=server.host,
         port=server.port,
         timeout=LONG,
@@ -159,7 +159,7 @@ def line(server: HandshakeServer, access: Access) -> Iterator[Line]:
     )
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        made = Line(call, theirs)
+        made = SideChannelConnection(call, theirs)
         yield made
         made.close()
 

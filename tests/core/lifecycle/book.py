@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, field
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
-from kvferry.core.lifecycle.keeper import Verdict
-from kvferry.core.wire import Heartbeat, Release, Renewal
+from kvferry.core.lifecycle.worker_holds import NoteOutcome
+from kvferry.core.messages import Heartbeat, Release, Renewal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +75,11 @@ class Book:
             standing.is_ready, standing.deadline = True, now + standing.lease
             standing.alive = max(standing.alive, now)
 
-    def renewed(self, renewal: Renewal, now: float) -> Verdict:
+    def renewed(self, renewal: Renewal, now: float) -> NoteOutcome:
         """What a renewal has to do: only pages that are ready are kept longer."""
         standing = self.standing.get(Hold(slot=renewal.slot, generation=renewal.generation))
         if standing is None or renewal.incarnation != self._incarnation:
-            return Verdict.UNKNOWN
+            return NoteOutcome.UNKNOWN
         if standing.is_ready and standing.lease is not None:
             standing.deadline = now + standing.lease
         if renewal.engine:
@@ -87,16 +87,16 @@ class Book:
             self._signs[renewal.engine, renewal.life] = now
         else:
             standing.renewed = now
-        return Verdict.RENEWED
+        return NoteOutcome.RENEWED
 
-    def beaten(self, heartbeat: Heartbeat, now: float) -> Verdict:
+    def beaten(self, heartbeat: Heartbeat, now: float) -> NoteOutcome:
         """A heartbeat counts for those who claim something that stands."""
         claimant = heartbeat.engine, heartbeat.life
         claims = any(claimant in standing.claims for standing in self.standing.values())
         if heartbeat.incarnation != self._incarnation or not claims:
-            return Verdict.UNKNOWN
+            return NoteOutcome.UNKNOWN
         self._signs[claimant] = now
-        return Verdict.RENEWED
+        return NoteOutcome.RENEWED
 
     def ages(self, now: float) -> dict[Hold, float]:
         """For how long nobody gave a sign of life for each hold that has a ticket."""
@@ -127,7 +127,7 @@ class Book:
         if self.standing.pop(hold, None) is not None:
             self.over[hold] = cause
 
-    def heard(self, release: Release, origin: int) -> Verdict:
+    def heard(self, release: Release, origin: int) -> NoteOutcome:
         """What a "done" or "abandon" has to do."""
         hold = Hold(slot=release.slot, generation=release.generation)
         standing = self.standing.get(hold)
@@ -135,19 +135,19 @@ class Book:
             return self._unheard(release, hold)
         said = standing.said.setdefault(release.engine, {})
         if release.rank in said:
-            return Verdict.REPEATED
+            return NoteOutcome.REPEATED
         said[release.rank] = origin
         if len(said) < release.expected:
-            return Verdict.COUNTED
+            return NoteOutcome.COUNTED
         cause = Cause(why="released", engine=release.engine, origins=frozenset(said.values()))
         self.end(hold, cause)
-        return Verdict.ENDED
+        return NoteOutcome.ENDED
 
-    def _unheard(self, release: Release, hold: Hold) -> Verdict:
+    def _unheard(self, release: Release, hold: Hold) -> NoteOutcome:
         """About a hold that does not stand: only a "done" that missed its lease is told apart."""
         late = not release.abandoned and self.expired.get(hold.slot) == hold
         ours = release.incarnation == self._incarnation
-        return Verdict.LATE if late and ours else Verdict.UNKNOWN
+        return NoteOutcome.LATE if late and ours else NoteOutcome.UNKNOWN
 
     def knows(self, hold: Hold, engine: str, rank: int) -> bool:
         """Whether that consumer rank need say no more."""

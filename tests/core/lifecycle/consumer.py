@@ -7,10 +7,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 
 from kvferry.core.errors import KVFerryError, TicketError
+from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.loads import Loads, Op, Party
+from kvferry.core.lifecycle.loads import LoadAction, Loads, RemoteRank
 from kvferry.core.lifecycle.renewals import Renewals
-from kvferry.core.lifecycle.users import HoldUsers
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decodes import Decode, Meta, Order, Stage
 from tests.core.lifecycle.fabric import Fabric, require
@@ -32,7 +32,7 @@ class Consumer:
     def __init__(
         self,
         name: str,
-        plan: tuple[tuple[Party, ...], ...],
+        plan: tuple[tuple[RemoteRank, ...], ...],
         *,
         rank: type[ConsumerRank],
         loads: type[Loads],
@@ -143,7 +143,9 @@ class Consumer:
         """It is over: its pages come back, and its id."""
         for rank in self.ranks:
             for transfer in rank.transfers:
-                targets = {i[0] for i in transfer.items} if transfer.op is Op.READ else set()
+                targets = (
+                    {i[0] for i in transfer.items} if transfer.op is LoadAction.READ else set()
+                )
                 clash = not transfer.state.final and targets.intersection(request.pages)
                 require(not clash, "pages given back while a byte can land in them")
         self.free.extend(request.pages)

@@ -18,11 +18,11 @@ from kvferry.core.errors import (
     TicketError,
     TransportError,
 )
-from kvferry.core.lifecycle.loads import Action, LoadId, Loads, Op, Party, gone
+from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads, RemoteRank, gone
 from kvferry.core.lifecycle.renewals import Renewals
 from kvferry.core.lifecycle.ticket import check_against, page_limits
+from kvferry.core.messages import RankPayload, Release, encode
 from kvferry.core.transport import State
-from kvferry.core.wire import RankPayload, Release, encode
 from tests.core.lifecycle.decodes import LATE, STALE, Decode, Meta, Order, Pull
 from tests.core.lifecycle.fabric import Content, Fabric, Link, Message, Transfer, Violation, require
 from tests.core.lifecycle.producer import LOAD_TIMEOUT, PAGES, Producer
@@ -37,7 +37,7 @@ class ConsumerRank:
         *,
         engine: str,
         rank: int,
-        parties: tuple[Party, ...],
+        parties: tuple[RemoteRank, ...],
         expected: dict[int, int],
         ordered: dict[int, int],
         loads: type[Loads],
@@ -91,7 +91,7 @@ class ConsumerRank:
             self._unshaken(load_id, error)
         else:
             self._connect(self.producer().payloads)
-            self._shaken(load_id)
+            self._on_connected(load_id)
         self._pump()
         if self.pulls[load_id].reported:
             self._check_told(self.pulls[load_id])
@@ -103,8 +103,8 @@ class ConsumerRank:
                 if transfer.state.final:
                     self.transfers.remove(transfer)
                     self.renewing.hear(transfer)
-            elif transfer.state is State.DOOMED:
-                self._each(transfer, self._doomed)
+            elif transfer.state is State.FAILING:
+                self._each(transfer, self._failing)
             elif transfer.state is State.FAILED:
                 self.transfers.remove(transfer)
                 self._each(transfer, self._lost)
@@ -158,7 +158,7 @@ class ConsumerRank:
         if gone_before:
             self.abort(load_id, STALE, gone())
         if self.knows(ticket.incarnation):
-            self._shaken(load_id)
+            self._on_connected(load_id)
         else:
             self.shaking.append(load_id)
 
@@ -173,11 +173,11 @@ class ConsumerRank:
         self.pulls[load_id].causes.append(cause)
         self._hear(partial(self.loads.abort, load_id, error))
 
-    def part(self, *, doomed: bool) -> None:
+    def part(self, *, failing: bool) -> None:
         """The producer is found dead: nothing of its loads may wait for a transfer's error."""
         error = PeerLostError("it missed its pings")
         link = self._link
-        self.fabric.sever(link, doomed=doomed)
+        self.fabric.sever(link, failing=failing)
         for load_id, pull in self.pulls.items():
             if pull.link is link and not pull.reported:
                 self.abort(load_id, error, error)
@@ -205,7 +205,7 @@ class ConsumerRank:
             self._link, self._payloads = Link(), payloads
             self._ticket_key = self.producer().ticket_key.public
 
-    def _shaken(self, load_id: LoadId) -> None:
+    def _on_connected(self, load_id: LoadId) -> None:
         pull = self.pulls[load_id]
         try:
             self.check(pull.request)
@@ -219,7 +219,7 @@ class ConsumerRank:
         pull.link, pull.parties = self._link, self.parties
         if pull.pulling and wanted:
             self.renewing.begin(load_id, pull.request)
-        self._hear(partial(self.loads.shaken, load_id, self.parties))
+        self._hear(partial(self.loads.handshake_succeeded, load_id, self.parties))
 
     def check(self, request: Decode) -> None:
         """Refuse a ticket that the producer did not make. Raises ``TicketError``."""
@@ -236,7 +236,7 @@ class ConsumerRank:
 
     def _unshaken(self, load_id: LoadId, error: KVFerryError) -> None:
         self.pulls[load_id].causes.append(error)
-        self._hear(partial(self.loads.unshaken, load_id, error))
+        self._hear(partial(self.loads.handshake_failed, load_id, error))
 
     # What the machine hears.
 
@@ -248,10 +248,10 @@ class ConsumerRank:
         for load_id in transfer.loads:
             hear(load_id, transfer)
 
-    def _doomed(self, load_id: LoadId, transfer: Transfer) -> None:
-        error = transfer.error or TransportError("doomed")
+    def _failing(self, load_id: LoadId, transfer: Transfer) -> None:
+        error = transfer.error or TransportError("failing")
         self.pulls[load_id].causes.append(error)
-        self._hear(partial(self.loads.doomed, load_id, transfer.rank, error))
+        self._hear(partial(self.loads.failing, load_id, transfer.rank, error))
 
     def _lost(self, load_id: LoadId, transfer: Transfer) -> None:
         error = transfer.error or TransportError("failed")
@@ -262,13 +262,13 @@ class ConsumerRank:
         self._hear(partial(self.loads.lost, load_id, rank, error))
 
     def _arrived(self, load_id: LoadId, transfer: Transfer) -> None:
-        if transfer.op is Op.READ:
+        if transfer.op is LoadAction.READ:
             self._hear(partial(self.loads.read, load_id, transfer.rank))
             return
         pull, word = self.pulls[load_id], transfer.words[load_id]
         self._judge(pull, transfer, word)
         checked = partial(self.loads.checked, load_id, transfer.rank, word)
-        if transfer.op is Op.FENCE:
+        if transfer.op is LoadAction.FENCE:
             self._hear(partial(self.loads.fenced, load_id, transfer.rank, word))
         elif word == pull.request.issue.ticket.hold.computing:
             checked()  # an echo could not be told from the answer to the next check
@@ -277,7 +277,7 @@ class ConsumerRank:
 
     def _judge(self, pull: Pull, transfer: Transfer, word: int) -> None:
         """What a slot word means, by the table; a hold must have had a reason to be gone."""
-        ticket, fence = pull.request.issue.ticket, transfer.op is Op.FENCE
+        ticket, fence = pull.request.issue.ticket, transfer.op is LoadAction.FENCE
         stands = word >> 1 == ticket.hold.generation
         if stands and (word & 1 or not fence or ticket.computed):
             return
@@ -301,9 +301,9 @@ class ConsumerRank:
     # What the machine asks for.
 
     def _pump(self) -> None:
-        words: dict[tuple[Link, int, Op], list[LoadId]] = defaultdict(list)
+        words: dict[tuple[Link, int, LoadAction], list[LoadId]] = defaultdict(list)
         while actions := self.loads.take_actions():
-            for action in sorted(actions, key=lambda action: action.op is Op.REPORT):
+            for action in sorted(actions, key=lambda action: action.op is LoadAction.REPORT):
                 self._perform(action, words)
         for (link, rank, op), load_ids in words.items():
             if load_ids:
@@ -314,30 +314,32 @@ class ConsumerRank:
         require(len(self.loads) == open_pulls, "loads that are not over:", open_pulls)
         self._check_failing()
 
-    def _perform(self, action: Action, words: dict[tuple[Link, int, Op], list[LoadId]]) -> None:
+    def _perform(
+        self, action: Action, words: dict[tuple[Link, int, LoadAction], list[LoadId]]
+    ) -> None:
         pull = self.pulls[action.load]
-        if action.op is Op.REPORT:
+        if action.op is LoadAction.REPORT:
             self._report(action, pull)
             return
         link = pull.link
         if link is None:
             raise Violation(f"{action.op} before the handshake")
-        if action.op is Op.READ:
+        if action.op is LoadAction.READ:
             require(not pull.reported, "a read after the report")
             self.read_pages(link, action, pull)
-        elif action.op in (Op.CHECK, Op.FENCE):
+        elif action.op in (LoadAction.CHECK, LoadAction.FENCE):
             require(not pull.reported, "a check after the report")
             self._check_order(action, pull)
-            if action.op is Op.FENCE:
+            if action.op is LoadAction.FENCE:
                 self.renewing.settle(action.load, action.rank)
             words[link, action.rank, action.op].append(action.load)
-        elif action.op is Op.CANCEL:
+        elif action.op is LoadAction.CANCEL:
             self._cancel(action, words)
         else:
             self._tell(link, action, pull)
 
     def _check_order(self, action: Action, pull: Pull) -> None:
-        if action.op is Op.CHECK:
+        if action.op is LoadAction.CHECK:
             computed = pull.request.issue.ticket.computed
             require(not computed, "a check that the ticket makes needless")
         else:
@@ -348,7 +350,7 @@ class ConsumerRank:
     def read_pages(self, link: Link, action: Action, pull: Pull) -> None:
         """Post the read of a load's pages from one rank. Nothing is bound to it."""
         require(action.rank not in pull.reads, "read twice from one rank")
-        wanted = pull.pulling and Party(rank=action.rank, reads=True) in pull.parties
+        wanted = pull.pulling and RemoteRank(rank=action.rank, reads=True) in pull.parties
         require(wanted, "read from a rank that is only to be told")
         transfer = self.make_read(link, action, pull)
         pull.reads[action.rank] = transfer
@@ -357,7 +359,7 @@ class ConsumerRank:
     def make_read(self, link: Link, action: Action, pull: Pull) -> Transfer:
         """The read of a load's pages from one rank."""
         return Transfer(
-            op=Op.READ,
+            op=LoadAction.READ,
             link=link,
             rank=action.rank,
             loads=(action.load,),
@@ -365,10 +367,12 @@ class ConsumerRank:
             take=self._take_page,
         )
 
-    def read_words(self, link: Link, rank: int, op: Op, load_ids: list[LoadId]) -> None:
+    def read_words(self, link: Link, rank: int, op: LoadAction, load_ids: list[LoadId]) -> None:
         """Post one read of several loads' slot words; "done" is bound to a fence."""
         message = None
-        if telling := [load_id for load_id in load_ids if op is Op.FENCE and self.tells(load_id)]:
+        if telling := [
+            load_id for load_id in load_ids if op is LoadAction.FENCE and self.tells(load_id)
+        ]:
             message = self.message(rank, telling, abandoned=False)
         words: dict[LoadId, int] = {}
 
@@ -425,7 +429,9 @@ class ConsumerRank:
         page, remote, _ = item
         self.pages[page][source] = self.producer().ranks[source].pages[remote]
 
-    def _cancel(self, action: Action, words: dict[tuple[Link, int, Op], list[LoadId]]) -> None:
+    def _cancel(
+        self, action: Action, words: dict[tuple[Link, int, LoadAction], list[LoadId]]
+    ) -> None:
         for (_, rank, _), load_ids in words.items():
             if rank == action.rank and action.load in load_ids:
                 load_ids.remove(action.load)
@@ -436,7 +442,7 @@ class ConsumerRank:
 
     def _tell(self, link: Link, action: Action, pull: Pull) -> None:
         require(not self.running(action.load), f"{action.op} while bytes may land")
-        abandoned = action.op is Op.ABANDON
+        abandoned = action.op is LoadAction.ABANDON
         require(bool(pull.causes) is abandoned, f"{action.op}, but what happened was", pull.causes)
         require(action.rank not in pull.told, "a rank was told twice:", action.rank)
         pull.told.add(action.rank)
@@ -499,9 +505,9 @@ class ConsumerRank:
                 got = self.pages[page].get(party.rank)
                 require(got == wanted or not party.reads, "stale bytes accepted:", got, wanted)
 
-    def sever(self, *, doomed: bool) -> None:
+    def sever(self, *, failing: bool) -> None:
         """The connection to the producer breaks."""
-        self.fabric.sever(self._link, doomed=doomed)
+        self.fabric.sever(self._link, failing=failing)
 
     def crash(self) -> None:
         """The process is gone: nothing of it goes on."""

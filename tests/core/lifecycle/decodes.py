@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.loads import Party
+from kvferry.core.lifecycle.loads import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.lifecycle.fabric import Content, Link, Transfer
 from tests.core.lifecycle.producer import PAGES, Issue, tokens_digest
@@ -89,7 +89,7 @@ class Pull:
     shared: bool
     deadline: float
     wants: list[tuple[int, int, Content]]
-    parties: tuple[Party, ...] = ()
+    parties: tuple[RemoteRank, ...] = ()
     link: Link | None = None
     causes: list[KVFerryError | str] = field(default_factory=list)
     reads: dict[int, Transfer] = field(default_factory=dict)

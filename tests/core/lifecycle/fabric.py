@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
-from kvferry.core.lifecycle.loads import LoadId, Op
+from kvferry.core.lifecycle.loads import LoadAction, LoadId
 from kvferry.core.transport import State
 
 
@@ -68,7 +68,7 @@ class Transfer:
         message: bound to it.
     """
 
-    op: Op | None
+    op: LoadAction | None
     link: Link
     rank: int
     loads: tuple[Any, ...]
@@ -112,29 +112,29 @@ class Fabric:
 
     def land(self, transfer: Transfer, pick: int) -> None:
         """One item lands, or a transfer that must end ends."""
-        doomed = transfer.state is State.DOOMED
-        if doomed and (pick % 2 or not transfer.items):
+        failing = transfer.state is State.FAILING
+        if failing and (pick % 2 or not transfer.items):
             self._finish(transfer, State.FAILED)
         elif transfer.cancelled and pick % 2:
             self.fail(transfer, TransferCancelledError("cancelled"))
         else:
             transfer.take(transfer.items.pop(pick % len(transfer.items)), transfer.rank)
-            if not transfer.items and not doomed:
+            if not transfer.items and not failing:
                 self._finish(transfer, State.DONE)
 
-    def fail(self, transfer: Transfer, error: TransportError, *, doomed: bool = False) -> None:
-        """It fails; ``doomed``: not yet quiet."""
+    def fail(self, transfer: Transfer, error: TransportError, *, failing: bool = False) -> None:
+        """It fails; ``failing``: not yet quiet."""
         transfer.error = transfer.error or error
-        if doomed:
-            transfer.state = State.DOOMED
+        if failing:
+            transfer.state = State.FAILING
         else:
             self._finish(transfer, State.FAILED)
 
-    def sever(self, link: Link, *, doomed: bool = False) -> None:
+    def sever(self, link: Link, *, failing: bool = False) -> None:
         """A connection breaks, and what is under way on it fails."""
         link.broken = True
         for transfer in [t for t in self.transfers if t.link is link]:
-            self.fail(transfer, PeerLostError("the producer is gone"), doomed=doomed)
+            self.fail(transfer, PeerLostError("the producer is gone"), failing=failing)
 
     def drop(self, transfer: Transfer) -> None:
         """Its process is gone, and so is the transfer."""

@@ -226,11 +226,13 @@ class Protocol(RuleBasedStateMachine):
             _one(list(engine.requests.values()), index, engine.abort)
         self.drift(picks)
 
-    @rule(index=st.integers(0, 7), doomed=st.booleans(), picks=PICKS)
-    def harm(self, index: int, doomed: bool, picks: bytes) -> None:
+    @rule(index=st.integers(0, 7), failing=st.booleans(), picks=PICKS)
+    def harm(self, index: int, failing: bool, picks: bytes) -> None:
         error = TransportError("a cable was pulled")
         fabric = self.world.fabric
-        _one(fabric.transfers, index, lambda transfer: fabric.fail(transfer, error, doomed=doomed))
+        _one(
+            fabric.transfers, index, lambda transfer: fabric.fail(transfer, error, failing=failing)
+        )
         self.drift(picks)
 
     @rule(
@@ -238,7 +240,7 @@ class Protocol(RuleBasedStateMachine):
             ["restart P", "restart P", "restart A", "restart B", "part", "stray", "echo"]
         ),
         how=st.sampled_from(
-            ["nothing breaks", "nothing breaks", "links break", "links are doomed"]
+            ["nothing breaks", "nothing breaks", "links break", "links are failing"]
         ),
         messages=st.booleans(),
         index=st.integers(0, 2),
@@ -247,15 +249,15 @@ class Protocol(RuleBasedStateMachine):
     def disturb(self, what: str, how: str, messages: bool, index: int, picks: bytes) -> None:
         world = self.world
         if what == "restart P":
-            severs, doomed = how != "nothing breaks", how == "links are doomed"
+            severs, failing = how != "nothing breaks", how == "links are failing"
             world.restart_producer(
-                severs=severs, doomed=doomed, messages=messages, gracefully=index == 0
+                severs=severs, failing=failing, messages=messages, gracefully=index == 0
             )
             if index == 1:
                 world.fresh(drafter=False, ordered=False)
         elif what == "part":
             for rank in (r for e in world.consumers for r in e.ranks[index % 2 :]):
-                rank.part(doomed=how == "links are doomed")
+                rank.part(failing=how == "links are failing")
         elif what == "stray":
             for how in ("incarnation", "generation", "slot"):
                 world.stray(index, how)

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.keeper import HoldKeeper
-from kvferry.core.lifecycle.ledger import HoldLedger
-from kvferry.core.lifecycle.loads import Loads, Party
+from kvferry.core.lifecycle.loads import Loads, RemoteRank
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure
 from kvferry.core.lifecycle.renewals import Renewals
-from kvferry.core.lifecycle.users import HoldUsers
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from kvferry.core.lifecycle.worker_holds import WorkerHolds
+from kvferry.core.messages import Release, encode
 from kvferry.core.transport import State
-from kvferry.core.wire import Release, encode
 from tests.core.lifecycle.checks import check_end, check_ledger, check_rest
 from tests.core.lifecycle.consumer import Consumer, Uncounted
 from tests.core.lifecycle.consumer_rank import ConsumerRank
@@ -41,7 +41,7 @@ IDS = [RequestId(f"request-{i}") for i in range(4)]
 _BIT = 1 << 40
 """Makes another number of an incarnation or a generation."""
 
-Plan = tuple[tuple[Party, ...], ...]
+Plan = tuple[tuple[RemoteRank, ...], ...]
 """Per consumer rank, the producer ranks that concern it."""
 
 Move = Callable[[], None]
@@ -51,7 +51,7 @@ def _plan(*ranks: str) -> Plan:
     """Per consumer rank, producer ranks: read from, or after a "+" only told."""
     return tuple(
         tuple(
-            Party(rank=int(digit), reads=reads)
+            RemoteRank(rank=int(digit), reads=reads)
             for part, reads in zip((*text.split("+"), ""), (True, False), strict=False)
             for digit in part
         )
@@ -75,8 +75,8 @@ class Parts:
     it, only consequences count.
     """
 
-    ledger: type[HoldLedger] = HoldLedger
-    keeper: type[HoldKeeper] = HoldKeeper
+    ledger: type[SchedulerHolds] = SchedulerHolds
+    keeper: type[WorkerHolds] = WorkerHolds
     loads: type[Loads] = Loads
     producer_rank: type[ProducerRank] = ProducerRank
     renewals: type[Renewals] = Renewals
@@ -402,7 +402,7 @@ class World:
     # What goes wrong.
 
     def restart_producer(
-        self, *, severs: bool, doomed: bool, messages: bool, gracefully: bool
+        self, *, severs: bool, failing: bool, messages: bool, gracefully: bool
     ) -> None:
         """The prefill engine is started again, at the same addresses.
 
@@ -413,7 +413,7 @@ class World:
             self.producer.shut_down()
         for engine in self.consumers:
             for rank in engine.ranks if severs else ():
-                rank.sever(doomed=doomed)
+                rank.sever(failing=failing)
         if not messages:
             self.fabric.messages.clear()
         self.producer = self._new_producer()

@@ -23,13 +23,13 @@ from kvferry.core.lifecycle.holds import (
     RequestId,
     random_incarnation,
 )
-from kvferry.core.lifecycle.keeper import HoldKeeper
-from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure, Silence
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.memory import Region
+from kvferry.core.messages import Coordinates, Heartbeat, RankPayload, Renewal, decode_notes
 from kvferry.core.security import TicketKey
-from kvferry.core.wire import Coordinates, Heartbeat, RankPayload, Renewal, decode_notes
 from tests.core.lifecycle.book import Book, Cause
 from tests.core.lifecycle.fabric import Content, Message, require
 from tests.core.proving import proved
@@ -120,7 +120,7 @@ class Step:
         ages: what the book of each rank says of its holds then.
     """
 
-    orders: Orders
+    orders: HoldOrders
     work: list[Work]
     asks: bool = False
     silent: dict[int, list[Silence]] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class ProducerRank:
         rank: int,
         slots: int,
         incarnation: Incarnation,
-        keeper: type[HoldKeeper],
+        keeper: type[WorkerHolds],
         now: Callable[[], float],
         strict: bool,
     ) -> None:
@@ -216,7 +216,7 @@ class ProducerRank:
             for hold, age in self.book.ages(self._now()).items():
                 require(self.keeper.age(hold, self._now()) == age, "an age is to be", age)
 
-    def _apply(self, orders: Orders) -> None:
+    def _apply(self, orders: HoldOrders) -> None:
         now = self._now()
         self.keeper.apply(orders, now)
         for hold in orders.drops:
@@ -244,8 +244,8 @@ class Producer:
         ranks: int,
         slots: int,
         max_held: int | None,
-        ledger: type[HoldLedger],
-        keeper: type[HoldKeeper],
+        ledger: type[SchedulerHolds],
+        keeper: type[WorkerHolds],
         rank: type[ProducerRank],
         pressure: type[BlockPressure],
         strict: bool,

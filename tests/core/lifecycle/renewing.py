@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from kvferry.core.errors import PeerLostError
 from kvferry.core.lifecycle.loads import LoadId, gone
 from kvferry.core.lifecycle.reclamation import HEARTBEAT_SECONDS
-from kvferry.core.lifecycle.renewals import Ask, RenewalId, Renewals
+from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
+from kvferry.core.messages import Heartbeat, Renewal, decode_notes, encode
 from kvferry.core.transport import State
-from kvferry.core.wire import Heartbeat, Renewal, decode_notes, encode
 from tests.core.lifecycle.decodes import STALE, Decode
 from tests.core.lifecycle.fabric import Link, Message, Transfer, require
 from tests.core.lifecycle.producer import LEASE
@@ -142,8 +142,8 @@ class Renewing:
             self._by_id.pop(wait.renewal, None)
         wait.renewal = wait.link = None
 
-    def _ask(self, due: list[Ask]) -> None:
-        batches: dict[tuple[Link, int], list[Ask]] = defaultdict(list)
+    def _ask(self, due: list[RenewalRequest]) -> None:
+        batches: dict[tuple[Link, int], list[RenewalRequest]] = defaultdict(list)
         for ask in due:
             link = self._by_id[ask.renewal].link
             if link is not None:
@@ -166,11 +166,11 @@ class Renewing:
                 for party in rank.parties
             ]
 
-    def _post(self, link: Link, rank: int, asks: list[Ask]) -> None:
-        words: dict[Ask, int] = {}
+    def _post(self, link: Link, rank: int, asks: list[RenewalRequest]) -> None:
+        words: dict[RenewalRequest, int] = {}
         slots = {ask: self._by_id[ask.renewal].request.issue.ticket.hold.slot for ask in asks}
 
-        def take(ask: Ask, source: int) -> None:
+        def take(ask: RenewalRequest, source: int) -> None:
             words[ask] = self._rank.producer().ranks[source].words[slots[ask]]
 
         transfer = Transfer(
@@ -191,7 +191,7 @@ class Renewing:
         else:
             self._rank.transfers.append(transfer)
 
-    def _message(self, rank: int, asks: list[Ask]) -> Message:
+    def _message(self, rank: int, asks: list[RenewalRequest]) -> Message:
         requests = [self._by_id[ask.renewal].request for ask in asks]
         tickets = [request.issue.ticket for request in requests]
         notes = [
@@ -208,7 +208,7 @@ class Renewing:
         payload = encode(notes)
         return Message(sender=self._rank.engine, rank=rank, payload=payload, origins=origins)
 
-    def _answered(self, ask: Ask, transfer: Transfer) -> None:
+    def _answered(self, ask: RenewalRequest, transfer: Transfer) -> None:
         wait = self._by_id.get(ask.renewal)
         word = transfer.words[ask]
         stands = wait is not None and wait.request.issue.ticket.hold.stands(word)

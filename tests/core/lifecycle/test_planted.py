@@ -17,15 +17,15 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle import loads as loads_module
+from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
-from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
-from kvferry.core.lifecycle.ledger import HoldLedger, Orders
 from kvferry.core.lifecycle.loads import Action, LoadId, Loads
 from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
-from kvferry.core.lifecycle.renewals import Ask, RenewalId, Renewals
+from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.lifecycle.users import HoldUsers
-from kvferry.core.wire import Heartbeat, Release, Renewal
+from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
+from kvferry.core.messages import Heartbeat, Release, Renewal
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.decodes import Decode, Pull
 from tests.core.lifecycle.fabric import Link, Transfer, Violation
@@ -56,7 +56,7 @@ class DoneBoundToTheDataRead(ConsumerRank):
         return transfer
 
 
-class ReadyAtTakeOn(HoldKeeper):
+class ReadyAtTakeOn(WorkerHolds):
     def take_on(self, request: RequestId, hold: Hold) -> None:
         super().take_on(request, hold)
         self._words[hold.slot] = hold.ready
@@ -76,17 +76,17 @@ class NoCheckAtAll(Loads):
         return super().begin(*args, computed=True, **kwargs)
 
 
-class CountedGenerations(HoldLedger):
+class CountedGenerations(SchedulerHolds):
     def __init__(self, slots: int, **limit: Any) -> None:
         super().__init__(slots, itertools.count(1).__next__, **limit)
 
 
-class WordClearedAfterwards(HoldKeeper):
+class WordClearedAfterwards(WorkerHolds):
     """The request is reported sent, and its word cleared with the next orders."""
 
     _late: tuple[Hold, ...] = ()
 
-    def apply(self, orders: Orders, now: float) -> None:
+    def apply(self, orders: HoldOrders, now: float) -> None:
         late, self._late = self._late, ()
         for hold in late:
             self._words[hold.slot] = NOTHING
@@ -111,10 +111,10 @@ class ReplicaNotTold(Loads):
 # And others: on the producer.
 
 
-class RanksNotDistinct(HoldKeeper):
+class RanksNotDistinct(WorkerHolds):
     """Messages are counted, whoever sends them."""
 
-    def release(self, message: Release) -> Verdict:
+    def release(self, message: Release) -> NoteOutcome:
         held = self._held.get(message.slot)
         if held is not None and message.rank in held.readers.get(message.engine, ()):
             held.readers[message.engine].add(1000 + len(held.readers[message.engine]))
@@ -123,25 +123,25 @@ class RanksNotDistinct(HoldKeeper):
         return super().release(message)
 
 
-class AnyGenerationReleases(HoldKeeper):
-    def release(self, message: Release) -> Verdict:
+class AnyGenerationReleases(WorkerHolds):
+    def release(self, message: Release) -> NoteOutcome:
         held = self._held.get(message.slot)
         generation = message.generation if held is None else held.hold.generation
         return super().release(_changed(message, generation=generation))
 
 
-class AnyIncarnationReleases(HoldKeeper):
-    def release(self, message: Release) -> Verdict:
+class AnyIncarnationReleases(WorkerHolds):
+    def release(self, message: Release) -> NoteOutcome:
         return super().release(_changed(message, incarnation=self._incarnation))
 
 
-class EnginesCountedTogether(HoldKeeper):
-    def release(self, message: Release) -> Verdict:
+class EnginesCountedTogether(WorkerHolds):
+    def release(self, message: Release) -> NoteOutcome:
         rank = message.rank if message.engine == "A" else 100 + message.rank
         return super().release(_changed(message, engine="any", rank=rank))
 
 
-class ExpiryForgets(HoldKeeper):
+class ExpiryForgets(WorkerHolds):
     """What expired is reported, and again when the late "done" comes."""
 
     def expire(self, now: float) -> list[RequestId]:
@@ -153,7 +153,7 @@ class ExpiryForgets(HoldKeeper):
         return requests
 
 
-class ReadyWithTheOrder(HoldKeeper):
+class ReadyWithTheOrder(WorkerHolds):
     """``ready`` does not wait for the device."""
 
     def order(self, hold: Hold, lease: float, now: float) -> None:
@@ -162,26 +162,26 @@ class ReadyWithTheOrder(HoldKeeper):
             self._words[hold.slot] = hold.ready
 
 
-class DropsLate(HoldKeeper):
+class DropsLate(WorkerHolds):
     """Drops come after the next step's take-ons, and clear whatever the slot has."""
 
     _late: tuple[Hold, ...] = ()
 
-    def apply(self, orders: Orders, now: float) -> None:
+    def apply(self, orders: HoldOrders, now: float) -> None:
         late, self._late = self._late, orders.drops
-        rest = Orders(take_ons=orders.take_ons, ready=orders.ready, ends=orders.ends)
+        rest = HoldOrders(take_ons=orders.take_ons, ready=orders.ready, ends=orders.ends)
         super().apply(rest, now)
         for hold in late:
             self._held.pop(hold.slot, None)
             self._words[hold.slot] = NOTHING
 
 
-class ResetForgotten(HoldKeeper):
+class ResetForgotten(WorkerHolds):
     def end(self, hold: Hold) -> None:
         pass
 
 
-class SlotFreeAtTheTicket(HoldLedger):
+class SlotFreeAtTheTicket(SchedulerHolds):
     def ticket(
         self, request: RequestId, lease: float, pages: frozenset[int] = frozenset()
     ) -> Hold | None:
@@ -195,14 +195,14 @@ class SlotFreeAtTheTicket(HoldLedger):
         self._free.pop()
 
 
-class NewHoldAfterPreemption(HoldLedger):
+class NewHoldAfterPreemption(SchedulerHolds):
     def take_on(self, request: RequestId) -> Hold | None:
         if request in self._entries and not self._entries[request].ticketed:
             del self._entries[request]
         return super().take_on(request)
 
 
-class HeldWithoutLimit(HoldLedger):
+class HeldWithoutLimit(SchedulerHolds):
     def _make_room(self) -> None:
         pass
 
@@ -225,7 +225,7 @@ class FenceIgnored(Loads):
 
 
 class ReportedBeforeQuiet(Loads):
-    def doomed(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
+    def failing(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
         self.lost(load_id, rank, error)
 
 
@@ -240,11 +240,13 @@ class AbortedAtOnce(Loads):
 class ReadsAfterTheReport(Loads):
     """A handshake that comes late begins what has been given up."""
 
-    def shaken(self, load_id: LoadId, parties: tuple[loads_module.Party, ...]) -> None:
+    def handshake_succeeded(
+        self, load_id: LoadId, parties: tuple[loads_module.RemoteRank, ...]
+    ) -> None:
         load = self._loads.get(load_id)
         if load is not None:
             load.reported, load.failure = False, None
-        super().shaken(load_id, parties)
+        super().handshake_succeeded(load_id, parties)
 
 
 class OneFenceForAll(Loads):
@@ -274,14 +276,14 @@ class DeadlineIgnored(Loads):
 
 
 class RenewalsNotSent(Renewals):
-    def take_due(self, now: float) -> tuple[list[Ask], list[Ask]]:
+    def take_due(self, now: float) -> tuple[list[RenewalRequest], list[RenewalRequest]]:
         return [], []
 
 
 class RenewedOnce(Renewals):
     """An answer is awaited for ever."""
 
-    def answered(self, ask: Ask, *, stands: bool) -> bool:
+    def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
         gone = super().answered(ask, stands=stands)
         if ask.renewal in self._renewed:
             self._renewed[ask.renewal].asked.add(ask.rank)
@@ -295,9 +297,9 @@ class RenewedWhileFencing(Renewals):
         pass
 
 
-class RenewalsNotHeard(HoldKeeper):
-    def renew(self, message: Renewal, now: float) -> Verdict:
-        return Verdict.RENEWED
+class RenewalsNotHeard(WorkerHolds):
+    def renew(self, message: Renewal, now: float) -> NoteOutcome:
+        return NoteOutcome.RENEWED
 
 
 class OldestRankCounts(BlockPressure):
@@ -313,17 +315,17 @@ class NobodyIsAsked(BlockPressure):
         return False
 
 
-class HeartbeatsNotHeard(HoldKeeper):
-    def heartbeat(self, message: Heartbeat, now: float) -> Verdict:
-        return Verdict.RENEWED
+class HeartbeatsNotHeard(WorkerHolds):
+    def heartbeat(self, message: Heartbeat, now: float) -> NoteOutcome:
+        return NoteOutcome.RENEWED
 
 
-class EndedWordClearedAfterwards(HoldKeeper):
+class EndedWordClearedAfterwards(WorkerHolds):
     """A hold that is ordered to end is reported sent, and its word cleared with the next orders."""
 
     _late: tuple[Hold, ...] = ()
 
-    def apply(self, orders: Orders, now: float) -> None:
+    def apply(self, orders: HoldOrders, now: float) -> None:
         late, self._late = self._late, ()
         for hold in late:
             self._words[hold.slot] = NOTHING
@@ -453,7 +455,7 @@ PLANTED: dict[str, Parts] = {
     "held without limit": Parts(ledger=HeldWithoutLimit),
     "pages given back when one rank has sent": Parts(producer=SentByOneRank),
     "the fence ignored": Parts(loads=FenceIgnored),
-    "reported while doomed": Parts(loads=ReportedBeforeQuiet),
+    "reported while failing": Parts(loads=ReportedBeforeQuiet),
     "an abort does not wait": Parts(loads=AbortedAtOnce),
     "read after the report": Parts(loads=ReadsAfterTheReport),
     "one fence for all ranks": Parts(loads=OneFenceForAll),

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.core.lifecycle import keeper as keepers
+from kvferry.core.lifecycle import worker_holds as keepers
 from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
-from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
-from kvferry.core.lifecycle.ledger import HoldLedger
 from kvferry.core.lifecycle.reclamation import (
     ASK_SECONDS,
     GONE_SECONDS,
@@ -15,7 +13,9 @@ from kvferry.core.lifecycle.reclamation import (
     Silence,
     silent_everywhere,
 )
-from kvferry.core.wire import Heartbeat, Release, Renewal
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
+from kvferry.core.messages import Heartbeat, Release, Renewal
 
 INCARNATION = Incarnation(99)
 LEASE = 30.0
@@ -26,13 +26,13 @@ class Bench:
     """A keeper of eight holds, ready at 100.0."""
 
     def __init__(self) -> None:
-        self.keeper = HoldKeeper([0] * len(HOLDS), INCARNATION)
+        self.keeper = WorkerHolds([0] * len(HOLDS), INCARNATION)
         for hold in HOLDS:
             self.keeper.take_on(RequestId(f"r{hold.slot}"), hold)
             self.keeper.order(hold, LEASE, 100.0)
             self.keeper.ready(hold, 100.0)
 
-    def claim(self, hold: Hold, now: float, engine: str = "d", life: int = 5) -> Verdict:
+    def claim(self, hold: Hold, now: float, engine: str = "d", life: int = 5) -> NoteOutcome:
         renewal = Renewal(
             incarnation=INCARNATION,
             slot=hold.slot,
@@ -44,11 +44,11 @@ class Bench:
 
     def beat(
         self, now: float, engine: str = "d", life: int = 5, incarnation: int = INCARNATION
-    ) -> Verdict:
+    ) -> NoteOutcome:
         beat = Heartbeat(incarnation=incarnation, engine=engine, life=life)
         return self.keeper.heartbeat(beat, now)
 
-    def done(self, hold: Hold, engine: str = "d") -> Verdict:
+    def done(self, hold: Hold, engine: str = "d") -> NoteOutcome:
         release = Release(
             incarnation=INCARNATION,
             slot=hold.slot,
@@ -64,7 +64,7 @@ class Bench:
 
 
 def test_an_unclaimed_hold_ages_from_when_it_was_ready() -> None:
-    keeper = HoldKeeper([0, 0], INCARNATION)
+    keeper = WorkerHolds([0, 0], INCARNATION)
     keeper.take_on(RequestId("a"), HOLDS[0])
     assert keeper.age(HOLDS[0], 100.0) is None
     keeper.order(HOLDS[0], LEASE, 100.0)
@@ -79,7 +79,7 @@ def test_a_heartbeat_counts_for_all_that_its_engine_claims_and_for_nothing_else(
     bench.claim(HOLDS[0], 101.0)
     bench.claim(HOLDS[1], 101.0)
     bench.claim(HOLDS[2], 101.0, engine="other")
-    assert bench.beat(110.0) is Verdict.RENEWED
+    assert bench.beat(110.0) is NoteOutcome.RENEWED
     assert bench.ages(110.0, *HOLDS[:4]) == [0.0, 0.0, 9.0, 10.0]
 
 
@@ -106,7 +106,7 @@ def test_a_heartbeat_of_another_changes_nothing(changes: dict[str, int | str]) -
     """A consumer engine that was started again claims nothing of what it claimed before."""
     bench = Bench()
     bench.claim(HOLDS[0], 101.0)
-    assert bench.beat(110.0, **changes) is Verdict.UNKNOWN  # type: ignore[arg-type]
+    assert bench.beat(110.0, **changes) is NoteOutcome.UNKNOWN  # type: ignore[arg-type]
     assert bench.ages(110.0, HOLDS[0]) == [9.0]
 
 
@@ -119,10 +119,10 @@ def test_an_older_consumer_counts_as_alive_for_a_third_of_a_lease() -> None:
 
 def test_an_older_consumer_may_renew_before_the_hold_is_ordered() -> None:
     """As most do: a ticket is often quicker than the next step's orders."""
-    keeper = HoldKeeper([0], INCARNATION)
+    keeper = WorkerHolds([0], INCARNATION)
     keeper.take_on(RequestId("a"), HOLDS[0])
     renewal = Renewal(incarnation=INCARNATION, slot=0, generation=HOLDS[0].generation)
-    assert keeper.renew(renewal, 100.0) is Verdict.RENEWED
+    assert keeper.renew(renewal, 100.0) is NoteOutcome.RENEWED
     keeper.order(HOLDS[0], LEASE, 100.5)
     keeper.ready(HOLDS[0], 100.5)
     assert keeper.age(HOLDS[0], 110.0) == 0.0
@@ -135,9 +135,9 @@ def test_engines_are_forgotten_with_their_last_claim() -> None:
     bench.claim(HOLDS[0], 101.0)
     bench.claim(HOLDS[1], 101.0)
     bench.done(HOLDS[0], engine="other")
-    assert bench.beat(102.0) is Verdict.RENEWED
+    assert bench.beat(102.0) is NoteOutcome.RENEWED
     bench.keeper.end(HOLDS[1])
-    assert bench.beat(103.0) is Verdict.UNKNOWN
+    assert bench.beat(103.0) is NoteOutcome.UNKNOWN
     assert (len(bench.keeper._claims), len(bench.keeper._heard)) == (0, 0)
 
 
@@ -147,7 +147,7 @@ def test_claims_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "MAX_READERS", 2)
     bench = Bench()
     for number in range(6):
-        assert bench.claim(HOLDS[0], 101.0, engine=f"d{number}") is Verdict.RENEWED
+        assert bench.claim(HOLDS[0], 101.0, engine=f"d{number}") is NoteOutcome.RENEWED
     assert len(bench.keeper._claims) == 2
     for number in range(6):
         bench.claim(HOLDS[1 + number], 101.0, engine=f"e{number}")
@@ -204,7 +204,7 @@ class Ledger:
     """A ledger of eight tickets of two pages each."""
 
     def __init__(self) -> None:
-        self.ledger = HoldLedger(8)
+        self.ledger = SchedulerHolds(8)
         self.holds: dict[RequestId, Hold] = {}
         for number in range(8):
             request = RequestId(f"r{number}")

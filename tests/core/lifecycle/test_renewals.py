@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
-from kvferry.core.lifecycle.keeper import HoldKeeper, Verdict
-from kvferry.core.lifecycle.loads import Party
-from kvferry.core.lifecycle.renewals import Ask, RenewalId, Renewals
-from kvferry.core.wire import Renewal
+from kvferry.core.lifecycle.loads import RemoteRank
+from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
+from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
+from kvferry.core.messages import Renewal
 
 LEASE = 30.0
-READS = (Party(rank=0, reads=True), Party(rank=2, reads=True))
-TOLD = Party(rank=1, reads=False)
+READS = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=True))
+TOLD = RemoteRank(rank=1, reads=False)
 
 
-def ranks(asks: list[Ask]) -> list[int]:
+def ranks(asks: list[RenewalRequest]) -> list[int]:
     return [ask.rank for ask in asks]
 
 
@@ -34,7 +34,7 @@ class Bench:
         return ranks(due)
 
     def answer(self, rank: int, *, stands: bool = True) -> bool:
-        return self.renewals.answered(Ask(renewal=self.id, rank=rank), stands=stands)
+        return self.renewals.answered(RenewalRequest(renewal=self.id, rank=rank), stands=stands)
 
 
 def test_every_rank_is_asked_at_a_third_of_the_lease() -> None:
@@ -77,7 +77,7 @@ def test_what_is_not_answered_is_given_up_and_asked_again() -> None:
     due, overdue = bench.renewals.take_due(10.0)
     assert (ranks(due), ranks(overdue)) == ([0, 1], [2])
     bench.answer(0), bench.answer(1)
-    bench.renewals.unanswered(Ask(renewal=bench.id, rank=2))
+    bench.renewals.unanswered(RenewalRequest(renewal=bench.id, rank=2))
     assert bench.due(20.0) == [0, 1, 2]
 
 
@@ -87,7 +87,7 @@ def test_what_has_ended_is_not_renewed_and_its_answers_mean_nothing() -> None:
     bench.renewals.end(bench.id)
     assert len(bench.renewals) == 0
     assert not bench.answer(0, stands=False)
-    bench.renewals.unanswered(Ask(renewal=bench.id, rank=0))
+    bench.renewals.unanswered(RenewalRequest(renewal=bench.id, rank=0))
     bench.renewals.settle(bench.id, 0)
     bench.renewals.end(RenewalId(99))
     assert bench.due(100.0) == []
@@ -100,13 +100,13 @@ class Keeper:
     """A keeper with one hold that is ordered, and maybe ready."""
 
     def __init__(self, *, ready: bool = True) -> None:
-        self.keeper = HoldKeeper([NOTHING, NOTHING], INCARNATION)
+        self.keeper = WorkerHolds([NOTHING, NOTHING], INCARNATION)
         self.keeper.take_on(A, HOLD)
         self.keeper.order(HOLD, LEASE, 100.0)
         if ready:
             self.keeper.ready(HOLD, 100.0)
 
-    def renew(self, now: float, **changes: int) -> Verdict:
+    def renew(self, now: float, **changes: int) -> NoteOutcome:
         fields: dict[str, Any] = {
             "incarnation": INCARNATION,
             "slot": HOLD.slot,
@@ -118,10 +118,10 @@ class Keeper:
 def test_a_renewal_starts_the_lease_anew() -> None:
     bench = Keeper()
     for now in (120.0, 145.0, 170.0):
-        assert bench.renew(now) is Verdict.RENEWED
+        assert bench.renew(now) is NoteOutcome.RENEWED
         assert bench.keeper.expire(now + 29.9) == []
     assert bench.keeper.expire(200.0) == [A]
-    assert bench.renew(201.0) is Verdict.UNKNOWN
+    assert bench.renew(201.0) is NoteOutcome.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_a_renewal_starts_the_lease_anew() -> None:
 )
 def test_a_renewal_of_another_hold_changes_nothing(changes: dict[str, int]) -> None:
     bench = Keeper()
-    assert bench.renew(120.0, **changes) is Verdict.UNKNOWN
+    assert bench.renew(120.0, **changes) is NoteOutcome.UNKNOWN
     assert bench.keeper.expire(130.0) == [A]
 
 
 def test_pages_that_never_become_ready_are_not_kept_for_ever() -> None:
     """A device that has failed, say: nobody may wait for it longer than a lease."""
     bench = Keeper(ready=False)
-    assert bench.renew(120.0) is Verdict.RENEWED
+    assert bench.renew(120.0) is NoteOutcome.RENEWED
     assert bench.keeper.expire(129.9) == []
     assert bench.keeper.expire(130.0) == [A]
     assert HOLD not in bench.keeper

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.copies import Copies, Segment
 from kvferry.core.memory import Region
 from kvferry.core.transport import State, Status, TransferId
+from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.loopback import LoopbackTransport
 
 

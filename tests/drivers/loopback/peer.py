@@ -7,8 +7,8 @@ import os
 
 from kvferry.core.memory import Region
 from kvferry.testing.memory import Bytes, pattern
+from kvferry.testing.peer_process import PeerServer
 from kvferry.testing.peers import Process
-from kvferry.testing.server import Server
 
 __all__ = ["Bytes", "Peer", "Served", "pattern"]
 
@@ -32,7 +32,7 @@ class Peer(Process):
         return Region(address=self.region.address + offset, nbytes=nbytes)
 
 
-class Served(Server):
+class Served(PeerServer):
     """The child's end."""
 
     def unmap(self, offset: int, nbytes: int) -> int:

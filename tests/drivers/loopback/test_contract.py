@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvferry.testing import (
-    AsideTests,
-    FlightTests,
-    MachineTests,
+    ConcurrentConnectTests,
+    InFlightTests,
     NotificationTests,
+    StateMachineTests,
     TransferTests,
     TransportContract,
 )
@@ -19,7 +19,9 @@ class TestLoopback(TransportContract):
     lasting_bytes = LASTING
 
 
-class TestOnThreads(TransferTests, NotificationTests, FlightTests, AsideTests, MachineTests):
+class TestOnThreads(
+    TransferTests, NotificationTests, InFlightTests, ConcurrentConnectTests, StateMachineTests
+):
     factory = "kvferry.drivers.loopback:LoopbackTransport"
     options = {"inline_bytes": 0, "chunk_bytes": 4096, "threads": 3}  # noqa: RUF012
     lasting_bytes = LASTING

@@ -14,7 +14,7 @@ from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.drivers.loopback.mail import MAX_NOTIFICATION, Hello, _may_send
+from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, ChannelHello, _may_send
 from tests.drivers.loopback.conftest import MakeTransport, Neighbour
 from tests.drivers.loopback.helpers import batch, done, run
 from tests.drivers.loopback.peer import Peer
@@ -122,7 +122,7 @@ def knock(transport: LoopbackTransport) -> socket.socket:
 
 def hello_to(transport: LoopbackTransport, sender: str) -> bytes:
     fields = msgspec.msgpack.decode(transport.address())
-    return msgspec.msgpack.encode(Hello(to=fields["instance"], sender=sender))
+    return msgspec.msgpack.encode(ChannelHello(to=fields["instance"], sender=sender))
 
 
 def test_strangers_and_garbage_are_dropped_and_the_next_is_heard(
@@ -134,7 +134,7 @@ def test_strangers_and_garbage_are_dropped_and_the_next_is_heard(
         b"\xc1" * 1000,
         bytes(MAX_NOTIFICATION + 1),
         good[:-1],
-        msgspec.msgpack.encode(Hello(to=bytes(16), sender="who does not know the address")),
+        msgspec.msgpack.encode(ChannelHello(to=bytes(16), sender="who does not know the address")),
         hello_to(transport, ""),
         hello_to(transport, "x" * 1000),
         good.replace(b"somebody", b"\xff\xfesome-"),  # no UTF-8
@@ -182,7 +182,7 @@ def test_who_may_not_send_is_not_heard(
         return False
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.drivers.loopback.mail._may_send", nobody)
+        patched.setattr("kvferry.drivers.loopback.notifications._may_send", nobody)
         with knock(transport) as stranger:
             assert stranger.recv(1) == b"", "the connection must be closed"
     assert len(asked) == 1
@@ -194,7 +194,7 @@ def test_who_may_not_send_is_not_heard(
 def test_silent_strangers_make_room_for_peers(
     transport: LoopbackTransport, make: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.drivers.loopback.mail._MAX_SENDERS", 8)
+    monkeypatch.setattr("kvferry.drivers.loopback.notifications._MAX_SENDERS", 8)
     sender = make()
     peer = sender.connect(transport.address())
     sender.notify(peer, b"first")
@@ -213,7 +213,7 @@ def test_silent_strangers_make_room_for_peers(
 def test_a_full_inbox_pushes_back_and_loses_nothing(
     transport: LoopbackTransport, make: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.drivers.loopback.mail._MAX_INBOX", 10_000)
+    monkeypatch.setattr("kvferry.drivers.loopback.notifications._MAX_INBOX", 10_000)
     sender = make()
     peer = sender.connect(transport.address())
     for index in range(3000):

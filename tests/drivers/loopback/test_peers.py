@@ -23,7 +23,8 @@ from kvferry.core.errors import (
 )
 from kvferry.core.memory import Region
 from kvferry.core.transport import State
-from kvferry.drivers.loopback import LoopbackTransport, process
+from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback import procfs as process
 from tests.drivers.loopback.conftest import MakeTransport, Neighbour
 from tests.drivers.loopback.helpers import batch, done, endless, run, wait
 from tests.drivers.loopback.peer import Bytes, Peer
@@ -173,8 +174,8 @@ def test_a_kernel_that_forbids_it_is_named_with_the_setting(
     def refuse(*_: object, **__: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("kvferry.drivers.loopback.process.vm_copy", refuse)
-    monkeypatch.setattr("kvferry.drivers.loopback.process._ptrace_scope", lambda: scope)
+    monkeypatch.setattr("kvferry.drivers.loopback.procfs.vm_copy", refuse)
+    monkeypatch.setattr("kvferry.drivers.loopback.procfs._ptrace_scope", lambda: scope)
     with pytest.raises(ConnectError, match=said):
         transport.connect(shared_peer.address())
 
@@ -185,8 +186,8 @@ def test_another_user_is_named(
     def refuse(*_: object, **__: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("kvferry.drivers.loopback.process.vm_copy", refuse)
-    monkeypatch.setattr("kvferry.drivers.loopback.process._uid", lambda _: 12345)
+    monkeypatch.setattr("kvferry.drivers.loopback.procfs.vm_copy", refuse)
+    monkeypatch.setattr("kvferry.drivers.loopback.procfs._uid", lambda _: 12345)
     with pytest.raises(ConnectError, match="it runs as uid 12345 and this process as uid"):
         transport.connect(shared_peer.address())
 
@@ -299,7 +300,7 @@ def test_a_peer_that_was_disconnected_costs_nothing(
 FORK = """
 import os, sys
 import numpy as np
-from kvferry.core.copies import copies_between
+from kvferry.core.transport.copies import copies_between
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.memory import region_of
 from kvferry.drivers.loopback import LoopbackTransport

@@ -172,7 +172,7 @@ def test_a_bug_in_a_thread_is_a_failed_transfer(
     peer = transport.connect(shared_peer.address())
     copies = batch(region_of(target), shared_peer.region, [0], [0], [MIB])
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.drivers.loopback.reach.vm_copy", lambda *_, **__: 1 / 0)
+        patched.setattr("kvferry.drivers.loopback.peer_memory.vm_copy", lambda *_, **__: 1 / 0)
         status = run(transport, transport.read(peer, copies))
     assert status.state is State.FAILED
     assert isinstance(status.error, TransportError)

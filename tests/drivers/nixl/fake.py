@@ -6,7 +6,7 @@ import itertools
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
-from kvferry.drivers.nixl.agent import Agent, Handle, Part, Registration, Telemetry
+from kvferry.drivers.nixl.agent import Agent, Handle, Registration, Telemetry, TransferChunk
 
 
 class FakeAgent(Agent):
@@ -63,7 +63,7 @@ class FakeAgent(Agent):
     def close(self, *, quiet: bool) -> None:
         self.closed = True
 
-    def prepare(self, part: Part, name: str = "peer") -> Handle:
+    def prepare(self, part: TransferChunk, name: str = "peer") -> Handle:
         if self.gone is not None:
             raise self.gone
         made = Handle(agent=self, native=part, name=name)

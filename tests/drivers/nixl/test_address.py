@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvferry.core.errors import ConnectError
 from kvferry.core.memory import Region
 from kvferry.drivers.nixl import address as wire
-from kvferry.drivers.nixl.spans import Spans
+from kvferry.drivers.nixl.registrations import Registrations
 from tests.drivers.nixl.fake import FakeAgent
 
 WHOLE = Region(address=4096, nbytes=1 << 20)
@@ -18,7 +18,7 @@ PART = Region(address=8192, nbytes=16)
 
 
 def encoded() -> bytes:
-    spans = Spans(FakeAgent())
+    spans = Registrations(FakeAgent())
     spans.add(WHOLE, ())
     spans.add(PART, ())
     return wire.encode(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.testing import EndingTests, TransportContract
-from kvferry.testing.contract.lab import Lab
+from kvferry.testing import ClosingTests, TransportContract
+from kvferry.testing.contract.workbench import Workbench
 
 pytestmark = pytest.mark.nixl
 
@@ -22,11 +22,11 @@ class TestNixl(TransportContract):
         reason="each thread that UCX has beside its progress thread keeps a socket of a peer that "
         "is gone, until a large transfer wakes it or the transport is closed",
     )
-    def test_close_gives_threads_and_descriptors_back(self, lab: Lab) -> None:
+    def test_close_gives_threads_and_descriptors_back(self, lab: Workbench) -> None:
         super().test_close_gives_threads_and_descriptors_back(lab)
 
 
-class TestWithoutThreads(EndingTests):
+class TestWithoutThreads(ClosingTests):
     """Where UCX has none but its progress thread, everything is given back."""
 
     factory = FACTORY

@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.core.copies import copies_between
 from kvferry.core.errors import ConnectError
 from kvferry.core.memory import region_of
 from kvferry.core.transport import PeerId, State
+from kvferry.core.transport.copies import copies_between
 from kvferry.drivers.nixl import NixlTransport
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl.agent import Agent
-from kvferry.drivers.nixl.parked import Parked
-from kvferry.drivers.nixl.peer import Peer
+from kvferry.drivers.nixl.idle_peers import IdlePeers
+from kvferry.drivers.nixl.peer import NixlPeer
 from tests.drivers.hostile import counted
 from tests.drivers.nixl.test_transport import Make, make
 from tests.drivers.ucx.helpers import ended, until
@@ -117,15 +117,15 @@ def test_two_addresses_of_one_peer_that_come_at_once_lead_to_one_connection(
     one, honest = make(), make()
     address, found = honest.address(), list[PeerId]()
     second = threading.Thread(target=lambda: found.append(one.connect(changed(address))))
-    meet = Parked.meet
+    meet = IdlePeers.meet
 
-    def beside(parked: Parked, peer: Peer, agent: Agent) -> None:
+    def beside(parked: IdlePeers, peer: NixlPeer, agent: Agent) -> None:
         if second.ident is None:
             second.start()
             second.join(0.5)  # it has to wait for this one
         meet(parked, peer, agent)
 
-    monkeypatch.setattr(Parked, "meet", beside)
+    monkeypatch.setattr(IdlePeers, "meet", beside)
     first = one.connect(address)
     second.join()
     assert found == [first]

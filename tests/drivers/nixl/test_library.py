@@ -59,7 +59,7 @@ def test_a_progress_thread_that_sleeps_is_asked_for_and_nothing_else_is_changed(
         nixlAgent=lambda name, config: made.append((name, config.pthrDelay)), other="as it is"
     )
     api = SimpleNamespace(nixlBind=native)
-    found = library.Library(
+    found = library.NixlLibrary(
         package="nixl", version="0", api=api, errors=(), lost=OSError, unknown=KeyError
     )
     with found.patient(3):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvferry.drivers.nixl.options import Options, defaults, has_cuda, threads, without_threads
+from kvferry.drivers.nixl.options import NixlOptions, defaults, has_cuda, threads, without_threads
 
 
 def test_where_the_cpu_moves_the_bytes_threads_share_few_rows(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_other_backends_start_as_nixl_has_them(tmp_path: Path) -> None:
 
 
 def test_without_threads_all_else_is_the_same() -> None:
-    options = Options(backend_options={"num_threads": 2, "num_workers": 3}, telemetry=True)
+    options = NixlOptions(backend_options={"num_threads": 2, "num_workers": 3}, telemetry=True)
     bare = without_threads(options)
     assert bare.backend_options == {"num_threads": 0, "num_workers": 3}
     assert (bare.backend, bare.telemetry) == (options.backend, True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core.errors import ConnectError, TransportError
-from kvferry.drivers.nixl.peer import Peer
+from kvferry.drivers.nixl.peer import NixlPeer
 from tests.drivers.nixl.fake import FakeAgent
 
 
-def peer(name: str, metadata: bytes) -> Peer:
-    return Peer(name=name, itself=False, metadata=metadata, keys=frozenset({1}))
+def peer(name: str, metadata: bytes) -> NixlPeer:
+    return NixlPeer(name=name, itself=False, metadata=metadata, keys=frozenset({1}))
 
 
 def test_metadata_under_another_name_does_not_have_its_agent_forgotten() -> None:

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvferry.core import registry
-from kvferry.core.copies import Copies, Segment, copies_between
-from kvferry.core.endpoint.fencing import fitting
+from kvferry.core.endpoint.slot_reads import fitting
 from kvferry.core.errors import DriverError, TransportUsageError
 from kvferry.core.memory import Region, region_of
-from kvferry.core.transport import Quiescence, State, TransferId
-from kvferry.core.wire import Release, encode
+from kvferry.core.messages import Release, encode
+from kvferry.core.transport import Quiescence, State, TransferId, registry
+from kvferry.core.transport.copies import Copies, Segment, copies_between
 from kvferry.drivers.nixl import NixlTransport
-from kvferry.testing.contract.killing import killed_soon
+from kvferry.testing.contract.killed_peers import killed_soon
 from kvferry.testing.peers import Process
 
 pytestmark = pytest.mark.nixl
@@ -237,7 +236,7 @@ def _bereave(transport: NixlTransport, local: Region) -> None:
         copies = _blocks(local, same, far, same + np.uint64(far.address), 1 << 20)
         with killed_soon(process):
             transfer = transport.read(dead, copies)
-        assert _known(transport, transfer) is State.DOOMED
+        assert _known(transport, transfer) is State.FAILING
         transport.disconnect(dead)
     assert transport.poll([transfer])[0].state is State.FAILED
 
@@ -303,8 +302,8 @@ def test_what_is_bound_to_a_transfer_comes_from_the_same_sender_after_a_peer_die
 
 ENDING = """
 import gc
-from kvferry.testing.contract.lab import Lab, MIB, settings_of
-from kvferry.testing.contract.killing import killed_soon
+from kvferry.testing.contract.workbench import Lab, MIB, settings_of
+from kvferry.testing.contract.killed_peers import killed_soon
 from kvferry.testing.peers import Process
 from tests.drivers.nixl.test_contract import TestNixl
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.core.copies import Copies, copies_between
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import State, TransferId, Transport
+from kvferry.core.transport.copies import Copies, copies_between
 from kvferry.testing.peers import Process
 
 MIB = 1 << 20

@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 from kvferry.core.errors import ConnectError
 from kvferry.core.memory import Region
 from kvferry.drivers.ucx import address as wire
-from kvferry.drivers.ucx import messages, place
-from kvferry.drivers.ucx.address import Address, Place, RegisteredRegion
+from kvferry.drivers.ucx import messages
+from kvferry.drivers.ucx import process_identity as place
+from kvferry.drivers.ucx.address import ProcessIdentity, UcxAddress, UcxRegion
 
-ADDRESS = Address(
+ADDRESS = UcxAddress(
     name="one",
     instance=bytes(16),
     place=place.here(),
     ucx="1.22.0",
     worker=b"UCX's own",
     withdrawn=3,
-    regions=[RegisteredRegion(4096, 1 << 20, "cpu", 0, 7, b"a key")],
+    regions=[UcxRegion(4096, 1 << 20, "cpu", 0, 7, b"a key")],
 )
 
 
@@ -71,8 +72,8 @@ def test_a_process_that_lives_has_not_ended() -> None:
 
 def test_of_another_host_nothing_is_known() -> None:
     here = place.here()
-    assert not place.has_ended(Place("another", here.namespace, here.pid, 0))
-    assert not place.has_ended(Place(here.boot, here.namespace + 1, here.pid, 0))
+    assert not place.has_ended(ProcessIdentity("another", here.namespace, here.pid, 0))
+    assert not place.has_ended(ProcessIdentity(here.boot, here.namespace + 1, here.pid, 0))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import DriverError
-from kvferry.drivers.ucx import library, opening
+from kvferry.drivers.ucx import dlopen as opening
+from kvferry.drivers.ucx import library
 from kvferry.drivers.ucx.library import find
 from tests.drivers.ucx import fakes
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import pytest
 
-from kvferry.core import registry
-from kvferry.core.copies import copies_between
 from kvferry.core.errors import ConnectError, DriverError, TransportError
 from kvferry.core.memory import Region, region_of
-from kvferry.core.transport import Quiescence, State
+from kvferry.core.transport import Quiescence, State, registry
+from kvferry.core.transport.copies import copies_between
 from kvferry.drivers.ucx import UcxTransport
-from kvferry.drivers.ucx.beside import cores
+from kvferry.drivers.ucx.copy_thread import cores
 from kvferry.testing.peers import Process
 from tests.drivers.ucx.helpers import MIB, again_and_again, at_last, ended, moves, stop, until
 
@@ -194,7 +193,7 @@ def test_a_stopped_reader_does_not_keep_memory_and_harms_nobody_later(
         del array
         memory.close()
         process.go_on()
-        assert until(lambda: process.ask("state") in ("doomed", "failed"))
+        assert until(lambda: process.ask("state") in ("failing", "failed"))
         assert process.connect(owner.address()) == peer
 
         def reads() -> bool:
@@ -239,14 +238,14 @@ def test_a_transfer_in_which_nothing_moves_fails_by_the_deadline(make: Make) -> 
         peer = one.connect(process.address())
         stop(process)
         transfer = one.read(peer, again_and_again(region_of(buffer), process.region, 1))
-        assert until(ended(one, transfer, State.DOOMED))
+        assert until(ended(one, transfer, State.FAILING))
         assert "deadline_seconds" in str(one.poll([transfer])[0].error)
         one.disconnect(peer)
         assert one.poll([transfer])[0].state is State.FAILED
 
 
 @pytest.mark.parametrize("options", [TCP, NARROW])
-def test_a_write_to_a_stopped_peer_stays_doomed_until_the_peer_answers(
+def test_a_write_to_a_stopped_peer_stays_failing_until_the_peer_answers(
     make: Make, options: dict[str, object]
 ) -> None:
     one, buffer = make(**options | {"connect_seconds": 1.0}), np.ones(MIB, np.uint8)
@@ -258,7 +257,7 @@ def test_a_write_to_a_stopped_peer_stays_doomed_until_the_peer_answers(
         transfer = one.write(peer, again_and_again(region_of(buffer), process.region))
         with pytest.raises(TransportError, match="disconnect again, later"):
             one.disconnect(peer)
-        assert one.poll([transfer])[0].state is State.DOOMED
+        assert one.poll([transfer])[0].state is State.FAILING
         process.go_on()
         at_last(lambda: one.disconnect(peer))
         assert one.poll([transfer])[0].state is State.FAILED

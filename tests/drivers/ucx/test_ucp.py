@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import DriverError, PeerLostError
-from kvferry.drivers.ucx import structs, ucp
+from kvferry.drivers.ucx import ucp
+from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.ucp import Ucp, status_of
 from tests.drivers.ucx import fakes
 

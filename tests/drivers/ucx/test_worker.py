@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 
 from kvferry.drivers.ucx.posting import PlainPoster
-from kvferry.drivers.ucx.structs import Code
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp
+from kvferry.drivers.ucx.ucp_structs import Code
 from kvferry.drivers.ucx.worker import Worker
 
 ENDPOINT = Endpoint(7)

@@ -69,7 +69,7 @@ def order_of_a_step(engine: Any, model: str) -> list[str]:
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
     from kvferry.integrations.vllm import connector as module
-    from kvferry.integrations.vllm.metadata import Step
+    from kvferry.integrations.vllm.metadata import StepMetadata
 
     happened: list[str] = []
 
@@ -83,7 +83,7 @@ def order_of_a_step(engine: Any, model: str) -> list[str]:
     with patch.object(module, "start_worker", lambda *_: worker):
         connector.register_kv_caches({})
     output = MagicMock(
-        kv_connector_metadata=Step(), has_sync_kv_loads=False, finished_req_ids=set()
+        kv_connector_metadata=StepMetadata(), has_sync_kv_loads=False, finished_req_ids=set()
     )
     with (
         patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector),
@@ -141,7 +141,7 @@ def steps_while_unwell(engine: Any, model: str) -> dict[str, bool]:
 
 def waits_in_a_step(engine: Any) -> dict[str, bool]:
     """Whether a worker half waits in a step, by what its endpoint says and what the step runs."""
-    from kvferry.integrations.vllm.metadata import Step
+    from kvferry.integrations.vllm.metadata import StepMetadata
     from kvferry.integrations.vllm.worker import FerryWorker
     from tests.core.messages import payload
 
@@ -149,7 +149,7 @@ def waits_in_a_step(engine: Any) -> dict[str, bool]:
         endpoint = MagicMock(payload=payload(), problems=problems, pending=pending)
         worker = FerryWorker(endpoint, lambda: None)
         worker.take_report()
-        worker.apply(Step(idle=idle))
+        worker.apply(StepMetadata(idle=idle))
         worker.results()
         return bool(endpoint.wait.called)
 
@@ -165,7 +165,7 @@ def reports_of_ranks(engine: Any) -> dict[str, Any]:
     """What two ranks tell the scheduler half, added up, by what the step asked and what changed."""
     from kvferry.core.lifecycle.holds import Hold, RequestId
     from kvferry.core.lifecycle.reclamation import Silence
-    from kvferry.integrations.vllm.metadata import Step
+    from kvferry.integrations.vllm.metadata import StepMetadata
     from kvferry.integrations.vllm.worker import FerryWorker
     from tests.core.messages import payload
 
@@ -178,7 +178,7 @@ def reports_of_ranks(engine: Any) -> dict[str, Any]:
 
     def added(*, asks: bool) -> Any:
         for worker in workers:
-            worker.apply(Step(asks_silent=asks))
+            worker.apply(StepMetadata(asks_silent=asks))
         first, second = (worker.take_report() for worker in workers)
         return first.aggregate(second) if first and second else first or second
 
@@ -193,13 +193,13 @@ def added_figures(engine: Any) -> dict[str, float]:
     """Two ranks' figures and the scheduler's, added and sent to the process that logs."""
     from msgspec import msgpack
 
-    from kvferry.core.stats import LATE, PEERS_DOWN, REFUSED, Figures, LoadRecord
+    from kvferry.core.metrics import LATE, PEERS_DOWN, REFUSED, LoadRecord, Metrics
     from kvferry.integrations.vllm import KVFerryConnector
-    from kvferry.integrations.vllm.figures import LOADS, TOKENS
-    from kvferry.integrations.vllm.stats import FerryStats
+    from kvferry.integrations.vllm.metrics import FerryStats
+    from kvferry.integrations.vllm.ticket_metrics import LOADS, TOKENS
 
     def rank(index: int, *seconds: float) -> FerryStats:
-        figures = Figures(driver="loopback", rank=str(index))
+        figures = Metrics(driver="loopback", rank=str(index))
         for each in seconds:
             record = LoadRecord(
                 request="r", engine="e", reads=True, tokens=9, copies=1, nbytes=2000, seconds=each
@@ -208,7 +208,7 @@ def added_figures(engine: Any) -> dict[str, float]:
         figures.set(PEERS_DOWN, 2)
         return FerryStats(data=figures.take() or {})
 
-    scheduler = Figures(driver="loopback")
+    scheduler = Metrics(driver="loopback")
     for figure, value in ((LOADS, 2), (TOKENS, 18), (LATE, 0)):
         scheduler.add(figure, value)
     scheduler.add(REFUSED, reason="prompt")

@@ -20,8 +20,8 @@ import numpy as np
 from tests.integrations.vllm import ranks
 
 if TYPE_CHECKING:
-    from kvferry.core.copies import Copies
     from kvferry.core.transport import PeerId, Status, TransferId
+    from kvferry.core.transport.copies import Copies
 
 ROUNDS = 10_000
 """How often a read copies its pages: a second or so of 40,000 copies, as a long prompt's."""
@@ -156,7 +156,7 @@ class _Death(logging.Handler):
 
 
 def _repeated(copies: Copies) -> Copies:
-    from kvferry.core.copies import Copies, Segment
+    from kvferry.core.transport.copies import Copies, Segment
 
     segments = [
         Segment(

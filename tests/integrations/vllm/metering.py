@@ -11,12 +11,12 @@ def counted(seed: int = 0) -> dict[str, Any]:
     from msgspec import msgpack
 
     from kvferry.core.errors import StaleError
-    from kvferry.core.stats import PEERS_DOWN, PEERS_UP, REFUSED, Figures, LoadRecord, Stage
-    from kvferry.integrations.vllm.figures import HELD, LOADS, TOKENS
-    from kvferry.integrations.vllm.stats import FerryStats
+    from kvferry.core.metrics import PEERS_DOWN, PEERS_UP, REFUSED, LoadRecord, Metrics, Stage
+    from kvferry.integrations.vllm.metrics import FerryStats
+    from kvferry.integrations.vllm.ticket_metrics import HELD, LOADS, TOKENS
 
     def rank(index: int) -> FerryStats:
-        figures = Figures(driver="nixl", rank=str(index))
+        figures = Metrics(driver="nixl", rank=str(index))
         good = LoadRecord(
             request="r",
             engine=f"prefill-{seed}",
@@ -45,7 +45,7 @@ def counted(seed: int = 0) -> dict[str, Any]:
         figures.set(PEERS_DOWN, index)
         return FerryStats(data=figures.take() or {})
 
-    scheduler = Figures(driver="nixl")
+    scheduler = Metrics(driver="nixl")
     scheduler.add(LOADS, 1)
     scheduler.add(TOKENS, 9)
     scheduler.add(REFUSED, reason="prompt")

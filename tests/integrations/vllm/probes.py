@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvferry.core.copies import Copies
     from kvferry.core.transport import PeerId, TransferId
+    from kvferry.core.transport.copies import Copies
     from kvferry.drivers.loopback import LoopbackTransport
 
 GATE_SECONDS = 0.002

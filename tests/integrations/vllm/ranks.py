@@ -14,9 +14,9 @@ from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.steps import eventually
 
 if TYPE_CHECKING:
-    from kvferry.core.copies import Copies
     from kvferry.core.endpoint import Endpoint
     from kvferry.core.transport import PeerId, TransferId
+    from kvferry.core.transport.copies import Copies
     from kvferry.drivers.loopback import LoopbackTransport
 
 

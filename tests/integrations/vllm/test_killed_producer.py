@@ -40,13 +40,13 @@ class World:
     Attributes:
         driver: its name.
         healthy: a producer that lives on.
-        doomed: producers that do not, by who reads from them when they die, or ``idle``.
+        failing: producers that do not, by who reads from them when they die, or ``idle``.
         decode: consumers, by their ``kv_load_failure_policy``.
     """
 
     driver: str
     healthy: Engine
-    doomed: dict[str, Engine]
+    failing: dict[str, Engine]
     decode: dict[str, Engine]
 
 
@@ -60,12 +60,12 @@ def world(
         found = World(
             driver=request.param,
             healthy=engines.launch("healthy", "kv_producer", extra),
-            doomed={
-                "fail": engines.launch("doomed", "kv_producer", extra),
+            failing={
+                "fail": engines.launch("failing", "kv_producer", extra),
                 "recompute": engines.launch(
-                    "doomed-tp2", "kv_producer", extra, tensor_parallel_size=2
+                    "failing-tp2", "kv_producer", extra, tensor_parallel_size=2
                 ),
-                "idle": engines.launch("doomed-idle", "kv_producer", extra),
+                "idle": engines.launch("failing-idle", "kv_producer", extra),
             },
             decode={
                 policy: engines.launch(
@@ -84,16 +84,16 @@ def test_in_the_middle_of_a_read(reference: Engine, world: World, policy: str) -
     where = "vllm" if world.driver == "loopback" else f"vllm over {world.driver}"
     fault = "killed" if policy == "fail" else "killed, and decode recomputes"
     cell = Cell(side="producer", fault=fault, stage="reading", driver=where)
-    healthy, doomed, decode = world.healthy, world.doomed[policy], world.decode[policy]
+    healthy, failing, decode = world.healthy, world.failing[policy], world.decode[policy]
     lost, kept, late = prompt(300, seed=1), prompt(90, seed=1), prompt(61, seed=1)
     assert hand_over(healthy, decode, prompt(60))[0] == texts(reference, prompt(60))
     eventually(lambda: not any(healthy.run(holds)))
     rest = at_rest(healthy, decode)
     before = decode.run(probes.metrics)
-    tickets = doomed.prefill(lost, late)
-    decode.run(killing.kill_in_the_middle, doomed.run(killing.victim))
+    tickets = failing.prefill(lost, late)
+    decode.run(killing.kill_in_the_middle, failing.run(killing.victim))
     answers = decode.generate(lost, kept, params=[tickets[0], *healthy.prefill(kept)])
-    doomed.kill()
+    failing.kill()
     course = decode.run(killing.course)
     logger.info(
         "%s, %s: known after %.3f s, over after %.3f s: %s",
@@ -122,13 +122,13 @@ def test_in_the_middle_of_a_read(reference: Engine, world: World, policy: str) -
 
 def test_between_two_reads(reference: Engine, world: World) -> None:
     """What came to decode before the death fails, and so does what comes later."""
-    healthy, doomed, decode = world.healthy, world.doomed["idle"], world.decode["fail"]
-    assert hand_over(doomed, decode, prompt(60))[0] == texts(reference, prompt(60))
+    healthy, failing, decode = world.healthy, world.failing["idle"], world.decode["fail"]
+    assert hand_over(failing, decode, prompt(60))[0] == texts(reference, prompt(60))
     eventually(lambda: not any(healthy.run(holds)))
     rest = at_rest(healthy, decode)
-    tickets = doomed.prefill(prompt(61), prompt(62))
+    tickets = failing.prefill(prompt(61), prompt(62))
     cell = Cell(side="producer", fault="killed", stage="before the read", driver="vllm")
-    doomed.kill()
+    failing.kill()
     for length, ticket in zip((61, 62), tickets, strict=True):
         [completion] = decode.generate(prompt(length), params=ticket)
         assert completion.finish_reason == "error"

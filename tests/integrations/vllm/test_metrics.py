@@ -6,7 +6,7 @@ import pytest
 
 from examples.tiny_llama import prompt
 from kvferry.core.handshake import health
-from kvferry.core.stats import MAX_PEERS, Stage
+from kvferry.core.metrics import MAX_PEERS, Stage
 from tests.integrations.vllm import metering, probes
 from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.steps import eventually, hand_over, texts

@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.core.error_causes import Cause
 from kvferry.core.errors import TicketReason
-from kvferry.core.failures import Cause
-from kvferry.core.stats import MAX_OBSERVED, MAX_PEERS, OTHER, UNREACHED, Figures, Kind, Stage
-from kvferry.integrations.vllm.figures import FIGURES, NoTicket
+from kvferry.core.metrics import (
+    MAX_OBSERVED,
+    MAX_PEERS,
+    OTHER,
+    UNREACHED,
+    MetricKind,
+    Metrics,
+    Stage,
+)
+from kvferry.integrations.vllm.ticket_metrics import FIGURES, NoTicket
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 
@@ -31,7 +39,7 @@ METRICS, STAGES, CAUSES, REASONS, NOT_MADE = tables()
 def test_every_metric_is_there_as_the_code_has_it() -> None:
     wanted = [
         [
-            f"`vllm:kvferry_{figure.name}{'_total' if figure.kind is Kind.COUNTER else ''}`",
+            f"`vllm:kvferry_{figure.name}{'_total' if figure.kind is MetricKind.COUNTER else ''}`",
             figure.kind.value,
             ", ".join(figure.labels),
             figure.text,
@@ -59,7 +67,7 @@ def test_numbers_and_names_are_those_of_the_code() -> None:
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     [example] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    counting = Figures(driver="loopback", rank="0")
+    counting = Metrics(driver="loopback", rank="0")
     counting.count_stage(Stage.HANDSHAKE, 0.5, "prefill")
     counting.take_figures = counting.take  # type: ignore[attr-defined]
     exec(example, {"endpoints": [counting]})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_llama import prompt
-from kvferry.integrations.vllm import ticket as tickets
+from kvferry.integrations.vllm import ticket_params as tickets
 from tests.integrations.vllm import probes, ranks
 from tests.integrations.vllm.conftest import StartEngine
 from tests.integrations.vllm.engines import PREFILL, Engine

@@ -12,17 +12,17 @@ import pytest
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.reclamation import ASK_SECONDS, Silence
 from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.metrics import Metrics
 from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
 from kvferry.core.security.proof import check
-from kvferry.core.stats import Figures
-from kvferry.integrations.vllm.admission import Admission
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.producer import Producer
-from kvferry.integrations.vllm.serving import Serving
-from kvferry.integrations.vllm.ticket import Sizes, read
+from kvferry.integrations.vllm.security import SecuritySettings
+from kvferry.integrations.vllm.side_channel import EngineSideChannel
+from kvferry.integrations.vllm.ticket_params import ParallelSizes, read
 
-SERVING = Serving(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
+SERVING = EngineSideChannel(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
 PREFILL = {"do_remote_decode": True}
 SECRETS = TicketSecrets.of(["the secret of both engines"])
 PEER, STRANGER = bytes([1]) * 32, bytes([2]) * 32
@@ -71,18 +71,18 @@ def producer(
     groups: Sequence[CacheGroup] = full(),
     secrets: TicketSecrets | None = None,
     max_held: int | None = None,
-    figures: Figures | None = None,
+    figures: Metrics | None = None,
     ticket_key: TicketKey | None = TICKET_KEY,
     **settings: Any,
 ) -> Producer:
     return Producer(
         groups,
-        figures=figures or Figures(driver="loopback"),
+        figures=figures or Metrics(driver="loopback"),
         slots=64,
         lease=30.0,
         backoff=tail,
         computed=True,
-        sizes=Sizes(tp=2, pp=3),
+        sizes=ParallelSizes(tp=2, pp=3),
         secrets=secrets,
         max_held=max_held,
         ticket_key=ticket_key,
@@ -92,7 +92,7 @@ def producer(
 
 def consumer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Consumer:
     common: dict[str, Any] = {"engine": "decode", "may_load": True, "verify_prompt": True}
-    common["figures"] = Figures(driver="loopback")
+    common["figures"] = Metrics(driver="loopback")
     return Consumer(groups, **({"backoff": 0} | common | settings))
 
 
@@ -118,7 +118,7 @@ def listed(*ids: int, cached: int = 0) -> list[Any]:
 
 
 def ticket(
-    tokens: int = 40, secrets: TicketSecrets | None = None, serving: Serving = SERVING
+    tokens: int = 40, secrets: TicketSecrets | None = None, serving: EngineSideChannel = SERVING
 ) -> dict[str, Any]:
     made = producer(secrets=secrets)
     each = request(tokens, PREFILL)
@@ -180,7 +180,7 @@ class TestProducer:
         self, group: CacheGroup, tail: int, tokens: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Its whole prompt is computed, and what decode needs is before its last tokens."""
-        figures = Figures(driver="loopback")
+        figures = Metrics(driver="loopback")
         made = producer(tail=tail, groups=[group], figures=figures)
         each = request(tokens, dict(PREFILL))
         each.skip_reading_prefix_cache = True
@@ -236,7 +236,7 @@ class TestProducer:
         assert made.finished(each, [[4, 5, 6]], SERVING)
 
     def test_clients_cannot_pin_the_whole_cache(self, caplog: pytest.LogCaptureFixture) -> None:
-        figures = Figures(driver="loopback")
+        figures = Metrics(driver="loopback")
         made = producer(max_held=4, figures=figures)
         for name, ids in (("old", [1, 2, 3]), ("new", [4, 5, 6])):
             each = request(40, PREFILL, name=name)
@@ -283,7 +283,7 @@ class TestProducer:
 
     def test_consumer_holds_nothing_for_others(self, caplog: pytest.LogCaptureFixture) -> None:
         """Nobody could ever ask for its pages; each such request counts, and one line says so."""
-        figures = Figures(driver="loopback")
+        figures = Metrics(driver="loopback")
         made = producer(tail=1, figures=figures, hands_over=False)
         for name in ("a", "b"):
             each = request(40, PREFILL, name=name)
@@ -297,7 +297,7 @@ class TestProducer:
         assert 'set "kv_producer" or "kv_both"' in caplog.text
 
     def test_consumer_names_one_reason_for_a_prompt_that_is_scored(self) -> None:
-        figures = Figures(driver="loopback")
+        figures = Metrics(driver="loopback")
         group = CacheGroup(index=0, tokens=16, window=32)
         made = producer(tail=1, groups=[group], figures=figures, hands_over=False)
         each = request(40, PREFILL)
@@ -313,7 +313,7 @@ class Passes:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.figures = Figures(driver="loopback")
+        self.figures = Metrics(driver="loopback")
         self.producer = producer(figures=self.figures, clock=lambda: self.now)
         self.producer.published(2)
         for number in range(8):
@@ -454,7 +454,7 @@ class TestConsumer:
 
     def test_loads_are_counted_once(self) -> None:
         """However many ranks take part, and whatever else was received."""
-        figures = Figures(driver="loopback")
+        figures = Metrics(driver="loopback")
         made = consumer(figures=figures)
         for name in ("good", "bad"):
             each = request(40, ticket())
@@ -495,7 +495,7 @@ class TestConsumer:
         assert made.drain().aborted == ("r",)
 
     def test_refused_ticket_goes_the_way_of_a_good_one(self) -> None:
-        figures = Figures(driver="loopback")
+        figures = Metrics(driver="loopback")
         made = consumer(figures=figures)
         each = request(40, ticket() | {"kvferry": {}})
         made.on_new_request(each)
@@ -532,7 +532,7 @@ class TestConsumer:
         assert f"request r: ticket refused: {reason}" in caplog.text
 
     def test_signed_ticket(self) -> None:
-        made = consumer(admission=Admission(secrets=SECRETS))
+        made = consumer(admission=SecuritySettings(secrets=SECRETS))
         made.on_new_request(request(40, ticket(secrets=SECRETS)))
         assert len(made.drain().prepare) == 1
 
@@ -548,7 +548,7 @@ class TestConsumer:
         self, params: dict[str, Any], ours: TicketSecrets | None, reason: str
     ) -> None:
         """It is refused like any other: nothing is raised, and nothing is asked for or read."""
-        made = consumer(admission=Admission(secrets=ours))
+        made = consumer(admission=SecuritySettings(secrets=ours))
         each = request(40, params)
         made.on_new_request(each)
         assert made.matched(each, 16) == 24
@@ -567,7 +567,7 @@ class TestConsumer:
         check(read(params).proof, key.public)
 
     def test_genuine_ticket_for_another_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
-        made = consumer(admission=Admission(secrets=SECRETS))
+        made = consumer(admission=SecuritySettings(secrets=SECRETS))
         each = request(40, ticket(secrets=SECRETS))
         each.prompt_token_ids = [*range(1, 41)]
         made.on_new_request(each)
@@ -585,13 +585,13 @@ class TestConsumer:
     def test_engine_that_would_not_be_asked(
         self, theirs: bytes, ours: Access, reason: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        made = consumer(admission=Admission(access=ours))
+        made = consumer(admission=SecuritySettings(access=ours))
         made.on_new_request(request(40, ticket(serving=replace(SERVING, key=theirs))))
         assert f"ticket refused: engine 'prefill': {reason}" in caplog.text
         assert made.drain().prepare == ()
 
     def test_engine_whose_key_is_listed(self) -> None:
-        made = consumer(admission=Admission(access=KEYED))
+        made = consumer(admission=SecuritySettings(access=KEYED))
         made.on_new_request(request(40, ticket(serving=replace(SERVING, key=PEER))))
         [prepared] = made.drain().prepare
         assert prepared.key == PEER

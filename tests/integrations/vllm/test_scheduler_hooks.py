@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core import wire
+from kvferry.core import messages as wire
 from kvferry.core.errors import HandshakeError
 from kvferry.core.handshake import fetch, health, ping
 from kvferry.core.lifecycle.holds import RequestId
@@ -17,7 +17,7 @@ from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.memory import Region
 from kvferry.core.security.proof import FINGERPRINT_BYTES, check
 from kvferry.integrations.vllm.groups import CacheGroup
-from kvferry.integrations.vllm.ticket import read
+from kvferry.integrations.vllm.ticket_params import read
 from tests.core.messages import encoded, payload
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.test_scheduler_half import PREFILL, blocks, request, ticket

@@ -9,11 +9,11 @@ from unittest.mock import MagicMock, call
 
 import pytest
 
-from kvferry.core import wire
+from kvferry.core import messages as wire
 from kvferry.core.endpoint import Load
 from kvferry.core.lifecycle.holds import Hold, RequestId
-from kvferry.core.lifecycle.ledger import Orders
 from kvferry.core.lifecycle.reclamation import Silence
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.messages import payload
 from tests.integrations.vllm import without_vllm
@@ -55,7 +55,7 @@ def load(name: str) -> Load:
     return Load(request=RequestId(name), ticket=ticket(), ranges=(None,), local=())
 
 
-READY = Orders(ready=((HOLD, 30.0),))
+READY = HoldOrders(ready=((HOLD, 30.0),))
 
 
 def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) -> None:
@@ -104,13 +104,13 @@ def test_an_empty_step_asks_the_endpoint_for_nothing(half: Any, endpoint: MagicM
 @pytest.mark.parametrize(
     ("orders", "loads", "marks"),
     [
-        (Orders(drops=(HOLD,)), (), False),
+        (HoldOrders(drops=(HOLD,)), (), False),
         (READY, (), True),
-        (Orders(), ("a",), True),
+        (HoldOrders(), ("a",), True),
     ],
 )
 def test_the_device_is_marked_only_for_what_waits_for_it(
-    half: Any, endpoint: MagicMock, orders: Orders, loads: tuple[str, ...], marks: bool
+    half: Any, endpoint: MagicMock, orders: HoldOrders, loads: tuple[str, ...], marks: bool
 ) -> None:
     passed = MagicMock()
     step = half.Step(orders=orders, loads=tuple(load(name) for name in loads))

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.descriptors import Spans, SpanSegment
 from kvferry.core.memory import region_of
-from kvferry.core.zeroing import zero_cpu
+from kvferry.core.planner.build_copies import Spans, SpanSegment
+from kvferry.core.planner.zeroing import zero_cpu
 from kvferry.integrations.vllm.zeroing import device_zero, zero_of
 
 if TYPE_CHECKING:

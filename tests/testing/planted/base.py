@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
@@ -17,6 +16,7 @@ from kvferry.core.transport import (
     TransferId,
     Transport,
 )
+from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.loopback import LoopbackTransport
 
 T = TypeVar("T", bound=Transport)

@@ -12,7 +12,7 @@ from kvferry.core.transport import (
     PeerId,
 )
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.drivers.loopback.board import Board
+from kvferry.drivers.loopback.registry import RegionRegistry
 from tests.testing.planted.base import (
     caught_by,
 )
@@ -74,7 +74,7 @@ class StaysReadable(LoopbackTransport):
     """``close`` leaves its memory registered."""
 
     def close(self) -> None:
-        self._board = Board()
+        self._board = RegionRegistry()
         super().close()
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.core.copies import Copies
 from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
@@ -15,8 +14,9 @@ from kvferry.core.transport import (
     Status,
     TransferId,
 )
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.testing.factories import Doomed
+from tests.testing.factories import Failing
 from tests.testing.planted.base import (
     Watched,
     caught_by,
@@ -122,16 +122,16 @@ class SaysThatItFailed(Watched):
 
 
 @caught_by("test_killed_before_a_transfer")
-class DeregistersUnderTheDoomed(Doomed):
-    """What is doomed is taken to be over when memory is deregistered."""
+class DeregistersUnderTheFailing(Failing):
+    """What is failing is taken to be over when memory is deregistered."""
 
     def deregister(self, region: Region) -> None:
         LoopbackTransport.deregister(self, region)
 
 
 @caught_by("test_killed_before_a_transfer")
-class ForgetsTheDoomed(Doomed):
-    """What is doomed is taken to be over when it is forgotten."""
+class ForgetsTheFailing(Failing):
+    """What is failing is taken to be over when it is forgotten."""
 
     def forget(self, transfer: TransferId) -> None:
         LoopbackTransport.forget(self, transfer)

@@ -16,7 +16,6 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.core.copies import Copies
 from kvferry.core.errors import (
     PeerLostError,
     TransferCancelledError,
@@ -31,9 +30,10 @@ from kvferry.core.transport import (
     Status,
     TransferId,
 )
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.drivers.loopback.process import vm_copy
-from kvferry.drivers.loopback.reach import OtherProcess
+from kvferry.drivers.loopback.peer_memory import OtherProcess
+from kvferry.drivers.loopback.procfs import vm_copy
 from tests.testing.planted.base import Watched, caught_by, cut
 
 _LATE_SECONDS = 0.1
@@ -294,7 +294,7 @@ class LandsWhatAPeerHadSentBeforeItClosed(LateAfterFailure):
 
 
 @caught_by("test_quiet_after_a_cancel")
-class LandsAfterItWasDoomed(Late):
+class LandsAfterItWasFailing(Late):
     """It promises to be quiet after ``disconnect``, says so, and is not."""
 
     @property
@@ -302,12 +302,12 @@ class LandsAfterItWasDoomed(Late):
         return replace(super().capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
-        doomed = transfer in self._batches and isinstance(status.error, TransferCancelledError)
-        return replace(status, state=State.DOOMED) if doomed else status
+        failing = transfer in self._batches and isinstance(status.error, TransferCancelledError)
+        return replace(status, state=State.FAILING) if failing else status
 
     def forget(self, transfer: TransferId) -> None:
-        if self.poll([transfer])[0].state is State.DOOMED:
-            raise TransportUsageError("doomed")
+        if self.poll([transfer])[0].state is State.FAILING:
+            raise TransportUsageError("failing")
         super().forget(transfer)
 
     def disconnect(self, peer: PeerId) -> None:

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvferry.core.copies import Copies, Segment
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
     PeerId,
     TransferId,
 )
+from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.testing.planted.base import (
     Altered,

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvferry.core.copies import Copies
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.transport import (
     PeerId,
     Status,
     TransferId,
 )
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.testing.planted.base import (
     Altered,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.core.copies import Copies
 from kvferry.core.transport import (
     Capabilities,
     Notification,
@@ -15,6 +14,7 @@ from kvferry.core.transport import (
     Status,
     TransferId,
 )
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.testing.planted.base import (
     Altered,

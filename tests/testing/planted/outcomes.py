@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.core.copies import Copies
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.transport import (
     Notification,
@@ -17,6 +16,7 @@ from kvferry.core.transport import (
     Status,
     TransferId,
 )
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.testing.planted.base import (
     PENDING,

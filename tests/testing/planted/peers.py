@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from kvferry.core.copies import Copies
 from kvferry.core.errors import ConnectError, TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
@@ -14,6 +13,7 @@ from kvferry.core.transport import (
     TransferId,
     Transport,
 )
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback import address as wire
 from tests.testing.planted.base import (

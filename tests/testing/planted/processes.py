@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvferry.core.copies import Copies
 from kvferry.core.errors import TransportError
 from kvferry.core.transport import (
     Capabilities,
@@ -18,8 +17,9 @@ from kvferry.core.transport import (
     Status,
     TransferId,
 )
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.drivers.loopback.reach import OtherProcess
+from kvferry.drivers.loopback.peer_memory import OtherProcess
 from tests.testing.planted.base import (
     DONE,
     PENDING,
@@ -107,15 +107,15 @@ class LearnsOfOneDeathAtATime(Watched):
 
 
 @caught_by("test_killed_during_a_transfer")
-class IsDoomedForEver(Watched):
+class IsFailingForEver(Watched):
     """It promises to become quiet by itself, and never says that it is."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
-        return replace(status, state=State.DOOMED) if status.error is not None else status
+        return replace(status, state=State.FAILING) if status.error is not None else status
 
 
 @caught_by("test_killed_during_a_transfer")
-class IsDoomedAfterDisconnect(IsDoomedForEver):
+class IsFailingAfterDisconnect(IsFailingForEver):
     """It promises to be quiet after ``disconnect``, and does not say so either."""
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvferry.core.errors import TransportError
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.drivers.loopback.reach import OtherProcess
+from kvferry.drivers.loopback.peer_memory import OtherProcess
 from tests.testing.planted.base import Watched, caught_by
 from tests.testing.planted.landing import Late
 
@@ -63,7 +63,7 @@ class CancelsWithoutItsPeer(LandsWhenItGoesOn):
         self.land_later(transfer)
 
 
-@caught_by("test_a_stopped_peer_is_disconnected_and_then_quiet_or_doomed")
+@caught_by("test_a_stopped_peer_is_disconnected_and_then_quiet_or_failing")
 class IsTiredOfWaiting(LandsWhenItGoesOn):
     """``disconnect`` says that its deadline has passed, and its transfers are FAILED."""
 
@@ -89,7 +89,7 @@ class ClosesWithoutItsPeers(LandsWhenItGoesOn):
 
 @caught_by("test_a_stopped_peer_keeps_what_was_cancelled_in_use")
 class DeregistersWhatWasCancelled(Watched):
-    """What is doomed until its peer goes on may be deregistered all the same."""
+    """What is failing until its peer goes on may be deregistered all the same."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -100,10 +100,10 @@ class DeregistersWhatWasCancelled(Watched):
         self._cancelled.add(transfer)
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
-        doomed = transfer in self._cancelled and process_of(self, self._jobs[transfer][0])
-        if not doomed or status.error is None:
+        failing = transfer in self._cancelled and process_of(self, self._jobs[transfer][0])
+        if not failing or status.error is None:
             return status
-        return Status(state=State.DOOMED, error=status.error)
+        return Status(state=State.FAILING, error=status.error)
 
 
 @caught_by("test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvferry.integrations.vllm.caches.pages import LayerFacts, Place, share
+from kvferry.integrations.vllm.caches.pages import LayerFacts, TensorPlace, share
 
 Scales = tuple[tuple[float, ...], tuple[float, ...]]
 """Of K and of V: one number, or one per KV head that this rank holds."""
@@ -22,7 +22,7 @@ Gather = Callable[[dict[str, Scales]], Sequence[Mapping[str, Scales]]]
 def encoded(
     facts: Mapping[str, LayerFacts],
     layers: Mapping[str, object],
-    place: Place,
+    place: TensorPlace,
     gather: Gather | None = None,
 ) -> dict[str, LayerFacts]:
     """The facts, and what there is to say about each layer's elements.
@@ -76,7 +76,7 @@ def _numbers(scale: object) -> tuple[float, ...]:
 
 
 def _text(
-    known: str, layer: str, heads: int, place: Place, ranks: Sequence[Mapping[str, Scales]]
+    known: str, layer: str, heads: int, place: TensorPlace, ranks: Sequence[Mapping[str, Scales]]
 ) -> str:
     both = []
     for which, name in enumerate("kv"):

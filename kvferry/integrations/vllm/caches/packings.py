@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field, GroupKind
-from kvferry.integrations.vllm.caches import insides
+from kvferry.integrations.vllm.caches import attention_pages as insides
 from kvferry.integrations.vllm.caches.pages import Page
 
 

@@ -16,7 +16,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TensorPlace:
     """Where a rank stands among those that share out the caches of its layers.
 
     Attributes:
@@ -32,7 +32,7 @@ class Place:
     interleave: int = 1
 
 
-ALONE = Place()
+ALONE = TensorPlace()
 """The only rank of its engine."""
 
 
@@ -91,7 +91,7 @@ class Page:
     layer: str
     facts: LayerFacts
     spec: KVCacheSpec
-    place: Place
+    place: TensorPlace
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]
     dtype: str
@@ -173,7 +173,7 @@ class Page:
         )
 
 
-def share(total: int, place: Place) -> tuple[int, int]:
+def share(total: int, place: TensorPlace) -> tuple[int, int]:
     """The part of ``total`` things that a tensor-parallel rank holds.
 
     Fewer things than ranks are held by several ranks each, neighbours holding the same.

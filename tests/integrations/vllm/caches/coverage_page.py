@@ -10,10 +10,10 @@ import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvferry.integrations.vllm.caches.insides import unknown
+from kvferry.integrations.vllm.caches.attention_pages import unknown
+from kvferry.integrations.vllm.caches.cache_kinds import SPECS
 from kvferry.integrations.vllm.caches.packings import PACKINGS
-from kvferry.integrations.vllm.caches.specs import SPECS
-from kvferry.integrations.vllm.caches.states import STATES
+from kvferry.integrations.vllm.caches.state_pages import STATES
 from tests.integrations.vllm.caches import census
 
 PAGE = Path(__file__).parents[4] / "docs" / "coverage.md"
@@ -41,7 +41,7 @@ were asked on CPUs only.
 KINDS = """\
 ## Kinds of cache
 
-vLLM's `KVCacheSpec` classes: `kvferry/integrations/vllm/caches/specs.py`.
+vLLM's `KVCacheSpec` classes: `kvferry/integrations/vllm/caches/cache_kinds.py`.
 """
 
 BACKENDS = """\
@@ -57,8 +57,8 @@ per head of it.
 RECURRENT = """\
 ## States
 
-`kvferry/integrations/vllm/caches/states.py`. What cannot be taken apart moves as a whole between
-engines that split it alike.
+`kvferry/integrations/vllm/caches/state_pages.py`. What cannot be taken apart moves as a whole
+between engines that split it alike.
 """
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from kvferry.core.layout import Layout
-from kvferry.integrations.vllm.caches.describe import describe
-from kvferry.integrations.vllm.caches.facts import layer_facts
-from kvferry.integrations.vllm.caches.pages import LayerFacts, Place
+from kvferry.integrations.vllm.caches.cache_layout import describe
+from kvferry.integrations.vllm.caches.layer_facts import layer_facts
+from kvferry.integrations.vllm.caches.pages import LayerFacts, TensorPlace
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +187,7 @@ class Rank:
         import torch
 
         self.model, self.setup = model, setup
-        self.place = Place(tp=rank, tp_size=setup.ranks)
+        self.place = TensorPlace(tp=rank, tp_size=setup.ranks)
         with _vllm(setup, rank) as config:
             self.layer = KINDS[model.kind](model, config)
             if hasattr(self.layer, "num_spec"):

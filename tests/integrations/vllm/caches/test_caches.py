@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import GroupKind, axis
-from kvferry.integrations.vllm.caches.describe import describe
-from kvferry.integrations.vllm.caches.pages import LayerFacts, Place, share
+from kvferry.integrations.vllm.caches.cache_layout import describe
+from kvferry.integrations.vllm.caches.pages import LayerFacts, TensorPlace, share
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.caches.views import Rank, group
 from tests.integrations.vllm.engines import Engine
@@ -65,7 +65,7 @@ def _spec(**changes: Any) -> Any:
 
 def test_layers_of_one_buffer() -> None:
     names = ["model.layers.0.attn", "model.layers.1.attn"]
-    place = Place(tp=1, tp_size=2)
+    place = TensorPlace(tp=1, tp_size=2)
     rank = Rank([group(names, _spec())], backends="CPU_ATTN/vec", heads=4, place=place, blocks=9)
     layout = rank.layout
     assert len(layout.regions) == 1
@@ -130,4 +130,4 @@ def test_missing_layer_is_named() -> None:
     ],
 )
 def test_heads_of_ranks(total: int, ranks: int, expected: list[tuple[int, int]]) -> None:
-    assert [share(total, Place(tp=tp, tp_size=ranks)) for tp in range(ranks)] == expected
+    assert [share(total, TensorPlace(tp=tp, tp_size=ranks)) for tp in range(ranks)] == expected

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvferry.core.layout import GroupKind
+from kvferry.integrations.vllm.caches.cache_kinds import SPECS, Handling, refusals
 from kvferry.integrations.vllm.caches.packings import PACKINGS
-from kvferry.integrations.vllm.caches.specs import SPECS, Handling, refusals
-from kvferry.integrations.vllm.caches.states import STATES
+from kvferry.integrations.vllm.caches.state_pages import STATES
 from tests.integrations.vllm.caches import census, coverage_page
 from tests.integrations.vllm.caches.views import Rank, group
 

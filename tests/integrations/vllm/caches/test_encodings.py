@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvferry.integrations.vllm.caches.encodings import Scales, cache_format, encoded
-from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, Place
+from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, TensorPlace
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -22,7 +22,9 @@ def layer(dtype: str, key: object = 1.0, value: object = 1.0) -> SimpleNamespace
     )
 
 
-def said(module: object, *, heads: int = 4, place: Place = ALONE, others: object = None) -> str:
+def said(
+    module: object, *, heads: int = 4, place: TensorPlace = ALONE, others: object = None
+) -> str:
     """The encoding of one layer; ``others`` are the scales of all tensor-parallel ranks."""
     facts = {"layer": LayerFacts(backend="B", heads=heads)}
 
@@ -98,13 +100,13 @@ def test_ranks_that_split_heads_in_any_way_say_the_same(
         (tuple(torch.tensor(share, dtype=torch.float32).tolist()), (1.0,)) for share in shares
     ]
     for rank, share in enumerate(shares):
-        place = Place(tp=rank, tp_size=size)
+        place = TensorPlace(tp=rank, tp_size=size)
         assert said(layer("fp8", list(share), 1.0), place=place, others=others) == alone
 
 
 def test_one_scale_of_a_layer_is_one_scale_on_any_number_of_ranks() -> None:
     others = [((0.5,), (0.25,))] * 2
     for rank in (0, 1):
-        place = Place(tp=rank, tp_size=2)
+        place = TensorPlace(tp=rank, tp_size=2)
         text = said(layer("fp8", 0.5, 0.25), place=place, others=others)
         assert text == "fp8_e4m3, scales k 0.5, v 0.25"

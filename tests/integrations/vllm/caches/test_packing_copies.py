@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvferry.core.copies import Copies
-from kvferry.core.descriptors import Pages, ReadRequest, copies
-from kvferry.core.topology import plan
+from kvferry.core.planner.build_copies import Pages, ReadRequest, copies
+from kvferry.core.planner.plan import plan
+from kvferry.core.transport.copies import Copies
 from tests.integrations.vllm.caches import views
 from tests.integrations.vllm.caches.layers import ORDERS, TWO, full, mla, planes
 from tests.integrations.vllm.caches.views import Rank, group, read

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.layout import Axis, Field, Layout
-from kvferry.integrations.vllm.caches.describe import describe
-from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, Place
+from kvferry.integrations.vllm.caches.cache_layout import describe
+from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, TensorPlace
 
 Places = npt.NDArray[np.int64]
 """(pages, token entries, shard indices, bytes of an entry), each a byte's offset in its region."""
@@ -174,7 +174,7 @@ class Rank:
         blocks: int = 3,
         kernels: list[int] | None = None,
         heads: int | None = None,
-        place: Place = ALONE,
+        place: TensorPlace = ALONE,
         shared: Mapping[str, str] | None = None,
     ) -> None:
         import torch

@@ -12,7 +12,7 @@ from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.topology import plan
+from kvferry.core.planner.plan import plan
 from kvferry.integrations.vllm.groups import CacheGroup
 from tests.integrations.vllm.geometry.engine_of_ranks import Engine
 from tests.integrations.vllm.geometry.model import Bytes, Layer, Part

@@ -20,18 +20,18 @@ from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
-from kvferry.core.lifecycle.ledger import HoldLedger
-from kvferry.core.wire import encode
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from kvferry.core.messages import encode
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.integrations.vllm.caches.describe import describe
-from kvferry.integrations.vllm.caches.pages import Place
+from kvferry.integrations.vllm.caches.cache_layout import describe
+from kvferry.integrations.vllm.caches.pages import TensorPlace
 from kvferry.integrations.vllm.groups import CacheGroup, cache_groups
-from kvferry.integrations.vllm.places import Seat, seat_of
+from kvferry.integrations.vllm.rank_position import RankPosition, seat_of
 from tests.integrations.vllm.geometry.model import Bytes, Layer, Part, Setting, stage
 from tests.integrations.vllm.geometry.rank import Extent, Rank
 
 if TYPE_CHECKING:
-    from kvferry.integrations.vllm.replica import ReplicaWorker
+    from kvferry.integrations.vllm.unread_rank import UnreadRankWorker
     from kvferry.integrations.vllm.worker import FerryWorker
 
 POISON = 255
@@ -73,7 +73,7 @@ class Shape:
     shares: tuple[tuple[str, str], ...] = ()
     blocks: int = 48
 
-    def setting(self, place: Place) -> Setting:
+    def setting(self, place: TensorPlace) -> Setting:
         """For a rank's specs."""
         return Setting(
             place=place,
@@ -106,7 +106,7 @@ class Engine:
     ranks: list[Rank]
     incarnation: Incarnation
     server: HandshakeServer
-    ledger: HoldLedger
+    ledger: SchedulerHolds
     busy: set[int] = field(default_factory=set)
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -159,7 +159,7 @@ def engine(
             ranks=ranks,
             incarnation=incarnation,
             server=server,
-            ledger=HoldLedger(shape.blocks),
+            ledger=SchedulerHolds(shape.blocks),
         )
         made.hear(ranks=tuple(encoded))
         yield made
@@ -181,7 +181,7 @@ def runs(layers: Sequence[Layer], shape: Shape) -> bool:
     return shape.order != "LHBNC" or len(configs[0].kv_cache_groups) == 1
 
 
-def _seats(shape: Shape) -> Iterator[Seat]:
+def _seats(shape: Shape) -> Iterator[RankPosition]:
     """Every process's, in vLLM's order of ranks; its groups as in ``initialize_model_parallel``."""
     from vllm.distributed import parallel_state
 
@@ -205,7 +205,7 @@ def _seats(shape: Shape) -> Iterator[Seat]:
             yield seat_of(config)
 
 
-def _configs(layers: Sequence[Layer], shape: Shape, seats: Sequence[Seat]) -> list[Any]:
+def _configs(layers: Sequence[Layer], shape: Shape, seats: Sequence[RankPosition]) -> list[Any]:
     """What vLLM's engine core makes of the specs of all ranks."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
@@ -262,13 +262,13 @@ def _rank(
     name: str,
     layers: Sequence[Layer],
     shape: Shape,
-    seat: Seat,
+    seat: RankPosition,
     config: Any,
     incarnation: Incarnation,
     agreement: str,
     stack: contextlib.ExitStack,
 ) -> Rank:
-    from kvferry.integrations.vllm.replica import ReplicaWorker
+    from kvferry.integrations.vllm.unread_rank import UnreadRankWorker
     from kvferry.integrations.vllm.worker import FerryWorker
 
     caches = _allocate(config, shape)
@@ -276,7 +276,7 @@ def _rank(
     facts = {layer.name: layer.facts(setting) for layer in layers}
     memory = _memory(caches)
     memory[:] = POISON
-    worker: FerryWorker | ReplicaWorker = ReplicaWorker()
+    worker: FerryWorker | UnreadRankWorker = UnreadRankWorker()
     endpoint = None
     if not seat.replica:
         endpoint = stack.enter_context(

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.integrations.vllm.caches.pages import LayerFacts, Place
+from kvferry.integrations.vllm.caches.pages import LayerFacts, TensorPlace
 from tests.integrations.vllm.caches import views
 
 Bytes = npt.NDArray[np.uint8]
@@ -62,7 +62,7 @@ class Setting:
         backend: of attention layers that do not insist on one.
     """
 
-    place: Place
+    place: TensorPlace
     block: int
     state_block: int
     mode: str
@@ -186,7 +186,7 @@ class Attention(Layer):
     def _backend(self, setting: Setting) -> str:
         return self.backend or setting.backend
 
-    def _here(self, place: Place) -> range:
+    def _here(self, place: TensorPlace) -> range:
         """As ``get_num_kv_heads`` and the weight loaders of ``QKVParallelLinear`` have it."""
         if place.tp_size >= self.heads:
             head = place.tp // (place.tp_size // self.heads)
@@ -325,7 +325,7 @@ class Recurrent(Layer):
             yield np.add.outer(start, within)
             offset += count
 
-    def _channels(self, place: Place) -> Iterator[tuple[str, range]]:
+    def _channels(self, place: TensorPlace) -> Iterator[tuple[str, range]]:
         """The convolution's channels on a rank, as the weight loaders of vLLM's mixers deal them
         out (B and C of one group go to every rank)."""
         inner, shared = self.heads * self.head, self.groups * self.size
@@ -336,7 +336,7 @@ class Recurrent(Layer):
             yield from (("x", _even(inner, place)), ("B", some), ("C", some))
 
 
-def _even(total: int, place: Place) -> range:
+def _even(total: int, place: TensorPlace) -> range:
     here = total // place.tp_size
     return range(place.tp * here, (place.tp + 1) * here)
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvferry.core.endpoint import Endpoint
-from kvferry.integrations.vllm.places import Seat
+from kvferry.integrations.vllm.rank_position import RankPosition
 from tests.integrations.vllm.geometry.model import Bytes, Part, Steps
 
 if TYPE_CHECKING:
-    from kvferry.integrations.vllm.replica import ReplicaWorker
+    from kvferry.integrations.vllm.unread_rank import UnreadRankWorker
     from kvferry.integrations.vllm.worker import FerryWorker
 
 SECONDS = 60.0
@@ -58,10 +58,10 @@ class Rank:
         received, failed: every report of a request received, and of one that failed.
     """
 
-    seat: Seat
+    seat: RankPosition
     memory: Bytes
     extents: tuple[Extent, ...]
-    worker: FerryWorker | ReplicaWorker
+    worker: FerryWorker | UnreadRankWorker
     endpoint: Endpoint | None
     sent: list[str] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
@@ -69,9 +69,9 @@ class Rank:
 
     def hear(self, **said: Any) -> None:
         """What the scheduler half says in a step; see ``metadata.Step``."""
-        from kvferry.integrations.vllm.metadata import Step
+        from kvferry.integrations.vllm.metadata import StepMetadata
 
-        self.worker.apply(Step(**said))
+        self.worker.apply(StepMetadata(**said))
 
     def poll(self) -> None:
         """Take what is over."""

@@ -1,0 +1,86 @@
+"""Loads whose pages the device has yet to let go of."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.core.endpoint.load import Load
+from kvferry.core.errors import DeadlineError, EndpointClosedError, KVFerryError
+from kvferry.core.lifecycle.holds import RequestId
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waits:
+    load: Load
+    passed: Callable[[], bool]
+    until: float
+
+
+class DeviceSync:
+    """Loads that begin when the device has passed the work that was enqueued before them.
+
+    What the engine enqueued for their pages, zeroing them say, would otherwise overwrite what was
+    read. Loads begin in the order in which they came, as the device works.
+
+    Args:
+        begin: starts a load; with an error it is one that has failed already, and touches no page.
+        clock: seconds, monotonic, and ``patience``: how many of them the device has.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[Load, KVFerryError | None], None],
+        *,
+        clock: Callable[[], float],
+        patience: float,
+    ) -> None:
+        self._begin = begin
+        self._clock = clock
+        self._patience = patience
+        self._waiting: deque[_Waits] = deque()
+
+    def __len__(self) -> int:
+        """Loads that have not begun."""
+        return len(self._waiting)
+
+    def add(self, load: Load, passed: Callable[[], bool]) -> None:
+        """Begin a load as soon as ``passed`` says so."""
+        until = self._clock() + self._patience
+        self._waiting.append(_Waits(load=load, passed=passed, until=until))
+
+    def progress(self) -> bool:
+        """Begin what may begin, or must be given up; whether there was anything."""
+        begun = False
+        while self._waiting:
+            over, error = self._asked(self._waiting[0])
+            if not over:
+                break
+            begun = True
+            self._begin(self._waiting.popleft().load, error)
+        return begun
+
+    def give_up(self, request: RequestId | None = None) -> None:
+        """Let one request's load fail, or all of them, and touch no page."""
+        gone = [one for one in self._waiting if request in (None, one.load.request)]
+        for one in gone:
+            self._waiting.remove(one)
+            self._begin(one.load, EndpointClosedError("given up by this engine"))
+
+    def _asked(self, one: _Waits) -> tuple[bool, KVFerryError | None]:
+        """Whether it waits no more, and why it has failed, if it has."""
+        try:
+            if one.passed():
+                return True, None
+        except Exception as exc:  # a device library's own, of any type
+            logger.exception("cannot tell whether the work for %s has passed", one.load.request)
+            return True, EndpointClosedError(f"the device does not say when it is done: {exc}")
+        if self._clock() < one.until:
+            return False, None
+        return True, DeadlineError(
+            f"the device was not done with the pages of this load after {self._patience:g} s"
+        )

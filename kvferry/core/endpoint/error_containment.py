@@ -1,0 +1,100 @@
+"""Unexpected exceptions: what they concern fails, and the endpoint's thread goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvferry.core.error_causes import on_one_line
+from kvferry.core.errors import KVFerryError, TransportError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+REPEATED = 3
+"""An activity that failed so many times in a row is a problem of the endpoint's health."""
+
+
+def as_ours(exc: Exception) -> KVFerryError:
+    """Any exception as one of ours, so that it fails what it concerns and nothing else."""
+    if isinstance(exc, KVFerryError):
+        return exc
+    error = TransportError(f"unexpected {type(exc).__name__}: {exc}")
+    error.__cause__ = exc
+    return error
+
+
+class ErrorContainment:
+    """Log and count the unexpected exceptions of one endpoint's thread.
+
+    The code that catches one knows what it concerns (a load, a peer, a message), and fails that.
+    Activities are named in a few fixed words, as a subject: "the driver's poll".
+
+    Used by the endpoint's thread only, but for ``problems``.
+    """
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, type[Exception]]] = set()
+        self._streaks: dict[str, tuple[int, Exception]] = {}
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Activities that have failed repeatedly and not succeeded since. From any thread.
+
+        The same words while it lasts, so that an engine's health changes only when they begin.
+        """
+        return tuple(
+            f"{activity} failed, again and again, first with {type(error).__name__}: "
+            f"{on_one_line(str(error))}; restart the engine if that lasts"
+            for activity, (count, error) in list(self._streaks.items())
+            if count >= REPEATED
+        )
+
+    def caught(self, activity: str, error: Exception, *, serves_all: bool = False) -> KVFerryError:
+        """Log an exception, with its traceback if it is the first of its kind.
+
+        Args:
+            activity: what failed.
+            error: the exception.
+            serves_all: whether more than one load, peer or message depends on the activity. Only
+                then it is counted for ``problems``: no peer may choose this engine's health.
+
+        Returns:
+            The exception as one of ours.
+        """
+        if serves_all:
+            count, first = self._streaks.get(activity, (0, error))
+            self._streaks[activity] = count + 1, first
+        kind = activity, type(error)
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.error(
+                "%s failed unexpectedly; only what it concerns fails, and the next such exception "
+                "is not logged again (please report it, with this log)",
+                activity,
+                exc_info=error,
+            )
+        return as_ours(error)
+
+    def succeeded(self, activity: str) -> None:
+        """End the row of failures of an activity."""
+        self._streaks.pop(activity, None)
+
+    def run(
+        self, activity: str, call: Callable[[], T], otherwise: T, *, serves_all: bool = False
+    ) -> T:
+        """Make a call; for the arguments see ``caught``.
+
+        Returns:
+            What it returned, or ``otherwise`` if it raised.
+        """
+        try:
+            result = call()
+        except Exception as exc:  # noqa: BLE001  whatever it is: the thread serves others too
+            self.caught(activity, exc, serves_all=serves_all)
+            return otherwise
+        if serves_all:
+            self.succeeded(activity)
+        return result

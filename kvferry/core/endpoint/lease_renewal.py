@@ -1,0 +1,189 @@
+"""Renews the holds that a rank waits for: performs what ``Renewals`` says is due.
+
+A renewal is a read of the slot word with the renewal bound to it: the word is the answer ("gone",
+or that the hold stands for the producer's lease from now on), and costs the producer nothing.
+It claims the hold for this engine, which says with a heartbeat every second that it lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.core.endpoint.peers import Peer
+from kvferry.core.endpoint.slot_reads import SlotRead, SlotReads
+from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Transfers
+from kvferry.core.errors import KVFerryError, TransferCancelledError
+from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.loads import gone
+from kvferry.core.lifecycle.reclamation import HEARTBEAT_SECONDS
+from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
+from kvferry.core.messages import Heartbeat, Renewal, encode
+from kvferry.core.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    peer: Peer
+    hold: Hold
+    ended: Callable[[KVFerryError], None]
+
+
+class LeaseRenewal:
+    """All renewals of one rank. Used by the endpoint's thread only.
+
+    Args:
+        engine, life: this engine and its incarnation, which claim what is renewed.
+        notify: sends bytes to a peer. What it raises is ignored: a heartbeat that does not arrive
+            is the lease's matter.
+        words: reads the slot words.
+        transfers: to give up reads that are not answered.
+        clock: seconds, monotonic.
+        lost: called with peer and rank when a read of a peer's word has failed, or will.
+        failing: called when it is known to fail and not yet quiet; a second later where it was
+            cancelled, if it has not ended by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: str,
+        life: int,
+        notify: Callable[[PeerId, bytes], None],
+        words: SlotReads,
+        transfers: Transfers,
+        clock: Callable[[], float],
+        lost: Callable[[Peer, int, KVFerryError], None],
+        failing: Callable[[Peer, int, KVFerryError], None],
+    ) -> None:
+        self._engine = engine
+        self._life = life
+        self._notify = notify
+        self._next_heartbeat = -math.inf
+        self._words = words
+        self._transfers = transfers
+        self._clock = clock
+        self._lost = lost
+        self._failing = failing
+        self._renewals = Renewals()
+        self._targets: dict[RenewalId, _Target] = {}
+        self._peers = Counter[Peer]()
+        """Producers to how much is renewed there; thousands may wait for one."""
+        self._cancelled: dict[RenewalRequest, tuple[Peer, float, KVFerryError]] = {}
+
+    def __len__(self) -> int:
+        return len(self._renewals)
+
+    def begin(
+        self,
+        peer: Peer,
+        hold: Hold,
+        *,
+        now: float,
+        at_once: bool,
+        ended: Callable[[KVFerryError], None],
+    ) -> RenewalId | None:
+        """Renew a hold from now on; ``None`` where the producer knows no renewals.
+
+        Args:
+            peer: the producer.
+            hold: of the ticket.
+            now: seconds, on the clock of ``progress``.
+            at_once: whether the first renewal is due now.
+            ended: called, at most once, when the hold is gone.
+        """
+        if peer.lease is None:
+            return None
+        renewal = self._renewals.begin(peer.parties, lease=peer.lease, now=now, at_once=at_once)
+        self._targets[renewal] = _Target(peer=peer, hold=hold, ended=ended)
+        if not self._peers:  # most loads are over before, and cost no heartbeat
+            self._next_heartbeat = now + HEARTBEAT_SECONDS
+        self._peers[peer] += 1
+        return renewal
+
+    def end(self, renewal: RenewalId | None) -> None:
+        """It is waited for no more."""
+        if renewal is not None:
+            self._renewals.end(renewal)
+            target = self._targets.pop(renewal, None)
+            if target is not None:
+                self._forget(target.peer)
+
+    def settle(self, renewal: RenewalId | None, rank: int) -> None:
+        """The fence of this rank is posted."""
+        if renewal is not None:
+            self._renewals.settle(renewal, rank)
+
+    def progress(self, now: float) -> None:
+        """Renew what is due, and end what was cancelled and goes on."""
+        for ask, (peer, until, error) in list(self._cancelled.items()):
+            if until <= now:
+                del self._cancelled[ask]
+                self._failing(peer, ask.rank, error)
+        due, overdue = self._renewals.take_due(now)
+        for ask in overdue:
+            self._transfers.cancel(ask)
+        for ask in due:
+            self._words.add(self._read(ask, self._targets[ask.renewal]))
+        if self._peers and now >= self._next_heartbeat:
+            self._next_heartbeat = now + HEARTBEAT_SECONDS
+            for peer in list(self._peers):
+                self._say_alive(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        """One thing less is renewed there."""
+        self._peers[peer] -= 1
+        if not self._peers[peer]:
+            del self._peers[peer]
+
+    def _say_alive(self, peer: Peer) -> None:
+        """One message to each rank, for all that is claimed there."""
+        note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
+        payload = encode([note])
+        for peer_id in peer.heartbeats.values():
+            try:
+                self._notify(peer_id, payload)
+            except Exception:  # whatever a driver raises
+                logger.debug("no heartbeat to engine %s", peer.key.engine, exc_info=True)
+
+    def _read(self, ask: RenewalRequest, target: _Target) -> SlotRead:
+        peer, hold = target.peer, target.hold
+
+        def landed(word: int, seconds: float) -> None:
+            del seconds
+            if self._renewals.answered(ask, stands=hold.stands(word)):
+                self.end(ask.renewal)
+                target.ended(gone())
+
+        def failing(error: KVFerryError) -> None:
+            if isinstance(error, TransferCancelledError):
+                self._cancelled[ask] = peer, self._clock() + CANCEL_SECONDS, error
+            else:
+                self._failing(peer, ask.rank, error)
+
+        def lost(error: KVFerryError) -> None:
+            self._cancelled.pop(ask, None)
+            self._renewals.unanswered(ask)
+            self._lost(peer, ask.rank, error)
+
+        return SlotRead(
+            tag=ask,
+            peer=peer,
+            rank=ask.rank,
+            slot=hold.slot,
+            note=Renewal(
+                incarnation=peer.incarnation,
+                slot=hold.slot,
+                generation=hold.generation,
+                engine=self._engine,
+                life=self._life,
+            ),
+            landed=landed,
+            lost=lost,
+            failing=failing,
+        )

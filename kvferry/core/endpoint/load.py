@@ -1,0 +1,143 @@
+"""A load, and what an endpoint knows of it that the ``Loads`` machine need not know."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.core.endpoint.peers import Peer
+from kvferry.core.endpoint.transfers import Outcome
+from kvferry.core.errors import EndpointClosedError, KVFerryError
+from kvferry.core.layout import HOLE
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.renewals import RenewalId
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.metrics import LoadRecord, Stage
+from kvferry.core.planner.build_copies import Pages, ReadRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A request's pages to be pulled.
+
+    Attributes:
+        request: what this engine calls the request.
+        ticket: from the producer.
+        ranges: per local group, the tokens ``[first, last)`` to pull, or ``None`` for none of the
+            group; ``(0, T)`` for a state.
+        local: per local group, the pages that are this load's to fill, with their positions. They
+            belong to the load until it is reported.
+        report: whether the outcome is reported; a load that pulls nothing (the prompt was cached
+            here) only tells the producer.
+        shared: whether other requests of this engine use the ticket's hold. The producer is then
+            told neither "done" nor "abandon", and another load must follow that tells it; one
+            that neither reads nor reports only ends the wait that ``prepare`` began.
+    """
+
+    request: RequestId
+    ticket: Ticket
+    ranges: tuple[tuple[int, int] | None, ...]
+    local: tuple[Pages, ...]
+    report: bool = True
+    shared: bool = False
+
+    @property
+    def reads(self) -> bool:
+        """Whether there is anything to pull."""
+        return any(wanted is not None for wanted in self.ranges)
+
+
+STAGES = {
+    "handshake": Stage.HANDSHAKE,
+    "checking": Stage.CHECK,
+    "recheck": Stage.CHECK,
+    "reading": Stage.TRANSFER,
+    "fencing": Stage.FENCE,
+}
+"""By what ``Loads.stage`` calls them."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoadState:
+    """What the endpoint knows of a load that the machine need not know."""
+
+    load: Load
+    begun: float
+    peer: Peer | None = None
+    renewal: RenewalId | None = None
+    handshake_succeeded: float = 0.0
+    copies: int = 0
+    nbytes: int = 0
+    failed_at: Stage | None = None
+    """Where it failed, if that was before it began."""
+    wait_seconds: float = 0.0
+    check_seconds: float = 0.0
+    post_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    fence_seconds: float = 0.0
+    _request: ReadRequest | None = field(default=None, init=False)
+
+    @property
+    def request(self) -> ReadRequest:
+        """What to read. Made when it is first asked for, from a ticket that was checked by then."""
+        if self._request is None:
+            ticket = self.load.ticket
+            remote = tuple(
+                Pages(ids=np.array(ids, dtype=np.int64), first_index=first)
+                for ids, first in zip(ticket.pages, ticket.first_index, strict=True)
+            )
+            load = self.load
+            self._request = ReadRequest(ranges=load.ranges, local=load.local, remote=remote)
+        return self._request
+
+    @property
+    def known_peer(self) -> Peer:
+        """The producer of a load whose handshake is over."""
+        if self.peer is None:
+            raise EndpointClosedError("a load has no peer: its handshake is not over")
+        return self.peer
+
+    @property
+    def pages(self) -> int:
+        """How many pages are the load's to fill."""
+        return sum(int(np.count_nonzero(pages.ids != HOLE)) for pages in self.load.local)
+
+    def add(self, outcome: Outcome) -> None:
+        """A read of the load's pages has ended."""
+        self.copies += outcome.copies
+        self.nbytes += outcome.nbytes
+        if outcome.begun:
+            self.check_seconds = max(self.check_seconds, outcome.begun - self.handshake_succeeded)
+            self.post_seconds = max(self.post_seconds, outcome.post_seconds)
+            moved = outcome.seconds - outcome.post_seconds
+            self.transfer_seconds = max(self.transfer_seconds, moved)
+
+    def record(self, error: KVFerryError | None, stage: str) -> LoadRecord:
+        """Figures, now that the load is over.
+
+        Args:
+            error: why it failed.
+            stage: where, as ``Loads`` says it.
+        """
+        now = time.perf_counter()
+        return LoadRecord(
+            request=self.load.request,
+            engine=self.load.ticket.engine,
+            reached=self.peer is not None,
+            path=(self.peer.path or "") if self.peer is not None else "",
+            error=error,
+            stage=None if error is None else self.failed_at or STAGES.get(stage, Stage.HANDSHAKE),
+            reads=self.load.reads,
+            tokens=max((last - first for first, last in filter(None, self.load.ranges)), default=0),
+            copies=self.copies,
+            nbytes=self.nbytes,
+            seconds=now - self.begun,
+            wait_seconds=self.wait_seconds,
+            handshake_seconds=max(self.handshake_succeeded - self.begun, 0.0),
+            check_seconds=self.check_seconds,
+            post_seconds=self.post_seconds,
+            transfer_seconds=self.transfer_seconds,
+            fence_seconds=self.fence_seconds,
+        )

@@ -1,0 +1,73 @@
+"""What an endpoint logs: of every failure one line, with the request, the peer, the stage, the
+cause, and what to do."""
+
+from __future__ import annotations
+
+import logging
+
+from kvferry.core.endpoint.load import Load
+from kvferry.core.endpoint.peers import Peer
+from kvferry.core.error_causes import Cause, cause_of, explained, on_one_line
+from kvferry.core.errors import KVFerryError
+from kvferry.core.handshake.sockets import place
+from kvferry.core.metrics import LoadRecord
+
+logger = logging.getLogger(__name__)
+
+
+def loaded(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+    """A load is over; ``error`` is why it failed."""
+    if error is not None:
+        _not_loaded(load, error, record)
+    elif not load.reads:
+        logger.debug("request %s: nothing to pull from engine %s", load.request, record.engine)
+    else:
+        logger.info(
+            "request %s: pulled %d tokens, %d bytes in %d copies from engine %s in %.1f ms",
+            load.request,
+            record.tokens,
+            record.nbytes,
+            record.copies,
+            record.engine,
+            record.seconds * 1e3,
+        )
+
+
+def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
+    cause = cause_of(error)
+    logger.log(
+        logging.INFO if cause is Cause.GIVEN_UP else logging.WARNING,
+        "request %s: %s engine %s at %s (stage %s, cause %s): %s",
+        on_one_line(load.request),
+        "not loaded from" if load.reads else "nothing to pull, and not told so:",
+        on_one_line(record.engine),
+        on_one_line(place(load.ticket.host, load.ticket.port)),
+        record.stage,
+        cause,
+        explained(error),
+    )
+
+
+def given_up(peer: Peer, error: KVFerryError) -> None:
+    """A producer is given up, with its loads, each of which has a line of its own."""
+    logger.warning(
+        "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
+        on_one_line(peer.key.engine),
+        on_one_line(place(peer.key.host, peer.key.port)),
+        peer.loads,
+        cause_of(error),
+        explained(error),
+    )
+
+
+def untold(peer: Peer, rank: int, count: int, error: KVFerryError) -> None:
+    """A rank of a producer could not be told that ``count`` requests are over."""
+    logger.warning(
+        "%d requests: rank %d of engine %s was not told that they are over (stage release, cause "
+        "%s): %s; their leases end them, so nothing is to be done",
+        count,
+        rank,
+        on_one_line(peer.key.engine),
+        cause_of(error),
+        on_one_line(str(error)),
+    )

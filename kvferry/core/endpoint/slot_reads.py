@@ -1,0 +1,186 @@
+"""Reads of peers' slot words: checks before the data, fences after it, renewals meanwhile.
+
+Words of several requests on one rank are read in one batch, and what is to be said of all of them
+("done", or that they are waited for) is bound to that read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TypeVar
+
+from kvferry.core.endpoint.error_containment import ErrorContainment
+from kvferry.core.endpoint.peers import Peer
+from kvferry.core.endpoint.slot_table import ScratchWords
+from kvferry.core.endpoint.transfers import Outcome, Read, Transfers
+from kvferry.core.errors import KVFerryError
+from kvferry.core.lifecycle.holds import WORD_BYTES
+from kvferry.core.memory import Region
+from kvferry.core.messages import Note, encode
+from kvferry.core.transport.copies import Copies, copies_between
+
+T = TypeVar("T")
+
+MAX_BATCH = 64
+"""Slot words that are read in one batch, and messages in one notification."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotRead:
+    """One slot word to be read.
+
+    Attributes:
+        tag: whose; see ``SlotReads.remove`` and ``Transfers.cancel``.
+        peer, rank, slot: where the word is.
+        is_header: whether the word is one of the fingerprint's, which ``slot`` counts then.
+        note: bound to the read: "done" to a fence, a renewal to itself, nothing to a check.
+        landed: called with the word and the seconds that the read took.
+        lost: called instead if the read failed.
+        failing: called before that if the failure is known earlier.
+    """
+
+    tag: Hashable
+    peer: Peer
+    rank: int
+    slot: int
+    note: Note | None
+    landed: Callable[[int, float], None]
+    lost: Callable[[KVFerryError], None]
+    failing: Callable[[KVFerryError], None]
+    is_header: bool = False
+
+    @property
+    def region(self) -> Region:
+        """The memory of the producer rank that the word is in."""
+        payload = self.peer.payloads[self.rank]
+        return payload.fingerprint or payload.slots if self.is_header else payload.slots
+
+
+class SlotReads:
+    """Word reads that wait to be posted together. Used by the endpoint's thread only.
+
+    Args:
+        scratch: where the words land.
+        containment: told of what a read's callback raises; only that read is lost then.
+    """
+
+    def __init__(self, scratch: ScratchWords, containment: ErrorContainment) -> None:
+        self._scratch = scratch
+        self._containment = containment
+        self._waiting: list[SlotRead] = []
+
+    def __len__(self) -> int:
+        """Reads that wait to be posted."""
+        return len(self._waiting)
+
+    def add(self, read: SlotRead) -> None:
+        """To be posted with the next ``post``."""
+        self._waiting.append(read)
+
+    def remove(self, tag: Hashable) -> bool:
+        """Whether such a read was waiting; it is not made then."""
+        kept = [read for read in self._waiting if read.tag != tag]
+        found = len(kept) < len(self._waiting)
+        self._waiting = kept
+        return found
+
+    def post(self, transfers: Transfers, max_notification: int) -> None:
+        """Post what waits; what there is no scratch memory for waits on."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        alike: dict[tuple[Peer, int, type, bool], list[SlotRead]] = defaultdict(list)
+        for read in waiting:
+            alike[read.peer, read.rank, type(read.note), read.is_header].append(read)
+        for reads in alike.values():
+            try:
+                parts = self._parts(reads, max_notification)
+            except Exception as exc:  # noqa: BLE001  what cannot be said to one rank fails there
+                error = self._containment.caught("making a notification", exc)
+                for read in reads:
+                    self._lose(read, error)
+            else:
+                for part in parts:
+                    self._post_part(part, transfers)
+
+    def _parts(self, reads: list[SlotRead], max_notification: int) -> list[list[SlotRead]]:
+        """Reads that are posted together: alike, and as many as one notification speaks of."""
+        notes = [read.note for read in reads if read.note is not None]
+        if not notes:
+            return list(_batches(reads, MAX_BATCH))
+        sizes = [len(part) for part in fitting(notes, max_notification)]
+        iterator = iter(reads)
+        return [list(islice(iterator, size)) for size in sizes]
+
+    def _post_part(self, part: list[SlotRead], transfers: Transfers) -> None:
+        first = part[0]
+        if first.rank not in first.peer.ids:
+            for read in part:
+                self._lose(read, first.peer.gone())
+        elif len(part) > self._scratch.free:
+            self._waiting.extend(part)
+        else:
+            transfers.add(self._job(part))
+
+    def _lose(self, read: SlotRead, error: KVFerryError) -> None:
+        self._containment.run("a slot word that was not read", lambda: read.lost(error), None)
+
+    def _land(self, read: SlotRead, value: int, seconds: float) -> None:
+        try:
+            read.landed(value, seconds)
+        except Exception as exc:  # noqa: BLE001  the others of the batch must hear of theirs
+            self._lose(read, self._containment.caught("a slot word that was read", exc))
+
+    def _job(self, batch: Sequence[SlotRead]) -> Read:
+        first = batch[0]
+        words = [self._scratch.take() for _ in batch]
+        notes = [read.note for read in batch if read.note is not None]
+
+        def build() -> Copies:
+            table = first.region
+            pairs = [
+                (self._scratch.address(word), table.address + read.slot * WORD_BYTES, WORD_BYTES)
+                for word, read in zip(words, batch, strict=True)
+            ]
+            return copies_between(pairs, local=self._scratch.region, remote=table)
+
+        def finished(outcome: Outcome) -> None:
+            for word, read in zip(words, batch, strict=True):
+                value = self._scratch.give_back(word)
+                if outcome.error is None:
+                    self._land(read, value, outcome.seconds)
+                else:
+                    self._lose(read, outcome.error)
+
+        def failing(error: KVFerryError) -> None:
+            for read in batch:
+                self._containment.run(
+                    "a slot word's read that is failing", partial(read.failing, error), None
+                )
+
+        return Read(
+            peer=first.peer.ids[first.rank],
+            build=build,
+            finished=finished,
+            failing=failing,
+            notify=encode(notes) if notes else None,
+            ahead=True,
+            tags={read.tag for read in batch},
+        )
+
+
+def fitting(notes: Sequence[Note], max_notification: int) -> Iterator[list[Note]]:
+    """The messages in lists of which each fits into one notification of this driver."""
+    if notes:
+        one = max(len(encode([note])) for note in notes)
+        yield from _batches(notes, max(1, min(MAX_BATCH, (max_notification - 8) // one)))
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while part := list(islice(iterator, size)):
+        yield part

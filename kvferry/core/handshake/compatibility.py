@@ -1,0 +1,221 @@
+"""Facts about engines, and what follows from them: pure functions of what ranks publish."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvferry.core.errors import HandshakeError, IncompatibleError, WireError
+from kvferry.core.lifecycle.holds import Incarnation
+from kvferry.core.messages import (
+    MAX_RANKS,
+    SPOKEN,
+    RankPayload,
+    Versions,
+    decode_payload,
+    decode_versions,
+)
+from kvferry.core.work_budget import WorkBudget
+
+UPGRADE = "upgrade the older of the two engines"
+MAX_ENGINE_FIELDS = 1 << 14
+"""Of all ranks together: 64 ranks of 80 layers have 10,240. To let go of them all takes some 10 ms,
+in which nothing else runs."""
+BYTES_PER_STEP = 8
+"""Of reading a payload; what it says costs more."""
+FACT_STEPS = 20
+"""Of a key of an agreement, which is compared twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine says of itself in the handshake; checked by ``engine_info``.
+
+    Attributes:
+        engine: its id.
+        incarnation: of this start of it.
+        ranks: one payload per rank, in rank order.
+        ticket_key: the public key that proves the engine's tickets; empty where its build proves
+            none.
+    """
+
+    engine: str
+    incarnation: Incarnation
+    ranks: tuple[RankPayload, ...]
+    ticket_key: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgements:
+    """Which differences say nothing for certain, so that a person may know better.
+
+    Attributes:
+        keys: of agreements. All other differences would corrupt, and are always refused.
+        overridden: somebody does know better: these differences are told, and not refused.
+    """
+
+    keys: frozenset[str] = frozenset()
+    overridden: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compatibility:
+    """What two ranks that may exchange pages agreed on.
+
+    Attributes:
+        version: of the protocol, to speak with each other.
+        overridden: the differences that were judged to mean nothing, each with both values.
+    """
+
+    version: int
+    overridden: tuple[str, ...] = ()
+
+
+def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInfo:
+    """Put together what the ranks of one engine published.
+
+    Args:
+        payloads: every rank's encoded ``RankPayload``, in rank order; untrusted.
+        ticket_key: of ``Payloads``; untrusted.
+
+    Raises:
+        IncompatibleError: a rank speaks no protocol version of this build.
+        HandshakeError: a payload cannot be decoded, or the payloads are not those of all ranks of
+            one start of one engine, or they are too much work, or a rank does not say where the
+            fingerprint of the key is; names the ranks and the values.
+    """
+    if not 1 <= len(payloads) <= MAX_RANKS:
+        raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
+    effort = WorkBudget(HandshakeError, "reading what the engine publishes")
+    ranks, fields = [], 0
+    for rank, data in enumerate(payloads):
+        ranks.append(_decode(rank, data, effort))
+        fields += len(ranks[-1].layout.fields)
+        if fields > MAX_ENGINE_FIELDS:
+            raise HandshakeError(
+                f"ranks 0 to {rank} have {fields} fields; {MAX_ENGINE_FIELDS} are allowed for all "
+                "ranks of an engine: describe memory with fewer fields, or use fewer ranks"
+            )
+    for problem in _problems(ranks):
+        raise HandshakeError(f"{problem}; every rank of an engine must be started alike")
+    for payload in ranks if ticket_key else ():
+        if payload.fingerprint is None:
+            raise HandshakeError(
+                f"the engine publishes a key of tickets, and rank {payload.rank} does not say "
+                "where its fingerprint is; every rank of an engine must run the same kvferry"
+            )
+    first = ranks[0]
+    return EngineInfo(
+        engine=first.engine,
+        incarnation=Incarnation(first.incarnation),
+        ranks=tuple(ranks),
+        ticket_key=ticket_key,
+    )
+
+
+def agree(
+    mine: RankPayload,
+    theirs: RankPayload,
+    judgements: Judgements = Judgements(),
+) -> Compatibility:
+    """What a rank agrees on with a rank of another engine, which it wants to read from.
+
+    Compared are the protocol versions, the driver, and every agreement key that *both* know. A key
+    that only one side knows says nothing: otherwise an engine that names one fact more than its
+    predecessor could not be rolled out beside it.
+
+    Raises:
+        IncompatibleError: they must not exchange pages; names every difference with both values.
+    """
+    version = mine.common(theirs)
+    clashes = [(name, _side_by_side(name, *values)) for name, *values in _clashes(mine, theirs)]
+    judged = [text for name, text in clashes if name in judgements.keys]
+    facts = [text for name, text in clashes if name not in judgements.keys]
+    if mine.driver != theirs.driver:
+        facts.insert(0, _side_by_side("driver", mine.driver, theirs.driver))
+    if version is None:
+        facts.insert(0, _side_by_side("protocol versions", mine.spoken, theirs.spoken))
+    if version is None or facts or (judged and not judgements.overridden):
+        refused = facts if judgements.overridden else facts + judged
+        raise IncompatibleError(
+            f"engine {mine.engine!r} (rank {mine.rank}) must not read from engine "
+            f"{theirs.engine!r} (rank {theirs.rank}). They differ in {'; '.join(refused)}. "
+            f"Start both alike{_further_remedy(version, only_judged=not facts)}"
+        )
+    return Compatibility(version=version, overridden=tuple(judged))
+
+
+def _further_remedy(version: int | None, *, only_judged: bool) -> str:
+    if version is None:
+        return f", and {UPGRADE}"
+    if only_judged:
+        return (
+            ", or, if you know that their pages mean the same, set enforce_handshake_compat to "
+            "false on the engine that reads"
+        )
+    return ""
+
+
+def unspoken(theirs: Versions) -> str:
+    """Says that a peer and this build have no protocol version in common."""
+    return f"it speaks protocol versions {theirs.spoken}, this build {SPOKEN.spoken}: {UPGRADE}"
+
+
+def _decode(rank: int, data: bytes, effort: WorkBudget) -> RankPayload:
+    """Versions first: the payload of another version may look like anything."""
+    effort.spend(len(data) // BYTES_PER_STEP, f"the payload of rank {rank}")
+    try:
+        versions = decode_versions(data)
+        if versions.common(SPOKEN) is None:
+            raise IncompatibleError(f"payload of rank {rank}: {unspoken(versions)}")
+        payload = decode_payload(data)
+    except WireError as exc:
+        raise HandshakeError(f"payload of rank {rank}: {exc}") from exc
+    steps = payload.layout.steps + FACT_STEPS * len(payload.agreement)
+    effort.spend(steps, f"the payload of rank {rank}")
+    return payload
+
+
+def _problems(ranks: Sequence[RankPayload]) -> Iterator[str]:
+    first = ranks[0]
+    seen: dict[object, int] = {}
+    addresses: dict[bytes, int] = {}
+    for index, payload in enumerate(ranks):
+        if payload.rank != index:
+            yield f"payload {index} of {len(ranks)} is that of rank {payload.rank}"
+        for name in ("engine", "incarnation", "driver"):
+            value, other = getattr(first, name), getattr(payload, name)
+            if value != other:
+                yield f"rank 0 says {name} {value!r}, rank {index} {other!r}"
+        groups = len(first.layout.groups), len(payload.layout.groups)
+        if groups[0] != groups[1]:
+            yield f"rank 0 has {groups[0]} groups, rank {index} {groups[1]}"
+        for name, value, other in _clashes(first, payload):
+            yield f"rank 0 says {name} {_short(value)}, rank {index} {_short(other)}"
+        twin = seen.setdefault(payload.coordinates, index)
+        if twin != index:
+            yield f"ranks {twin} and {index} both stand at {payload.coordinates}"
+        twin = addresses.setdefault(payload.address, index)
+        if twin != index:  # one connection for both: closed twice, and read the one's for the other
+            yield f"ranks {twin} and {index} publish one transport address"
+
+
+def _clashes(mine: RankPayload, theirs: RankPayload) -> Iterator[tuple[str, str, str]]:
+    for name in sorted(mine.agreement.keys() & theirs.agreement.keys()):
+        value, other = mine.agreement[name], theirs.agreement[name]
+        if value != other:
+            yield name, value, other
+
+
+def _side_by_side(name: str, mine: str, theirs: str) -> str:
+    return f"{name}: {_short(mine)} here, {_short(theirs)} there"
+
+
+_bounded = reprlib.Repr()
+_bounded.maxstring = 200
+
+
+def _short(value: str) -> str:
+    """A peer's words may be long; an error is read by people."""
+    return _bounded.repr(value)

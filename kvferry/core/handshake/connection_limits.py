@@ -1,0 +1,241 @@
+"""Bounds on the connections of a side channel, which libzmq has none for.
+
+A message of many frames is delivered when its last frame is there. Until then libzmq keeps what
+came, and it bounds a frame and the number of messages, but not the number of frames: a peer that
+never ends its message fills the memory, at twenty times the bytes that it sends (frames of one byte
+or none). So what a connection may send without ending a message is bounded here, by asking the
+kernel how much it sent: a question of kvferry fits into one frame.
+
+Peers keep connections for days, so one is looked at only from when bytes arrive until it has fallen
+quiet: a side channel to which nobody talks costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from kvferry.core.handshake.sockets import Context, Socket
+
+MAX_CONNECTIONS = 1024
+"""Fewer where the process may open few files: with a second descriptor each, they take half of
+those at most."""
+MAX_BYTES = 1 << 17
+"""What one connection may send since its last question before it is closed."""
+MAX_ALL_BYTES = 1 << 23
+"""What all connections may have sent so; those that sent most are closed first."""
+LOOK_MS = 50
+"""How often those by which bytes arrive are looked at."""
+
+PLACE = "inproc://kvferry-watch"
+ARRIVAL = select.EPOLLIN | select.EPOLLONESHOT
+"""The next byte; then nothing more, until it is asked for again."""
+EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+RESET = struct.pack("=ii", 1, 0)
+"""Lingers for no time: closing it throws away what is on its way, and tells the peer."""
+BYTES_RECEIVED = 128
+"""Where ``struct tcp_info`` of Linux has ``tcpi_bytes_received``."""
+
+
+class ConnectionLimits:
+    """The connections of one side channel. Used by the server's thread only.
+
+    Args:
+        context: the side channel's.
+        channel: its socket, before it is bound.
+        tell: is told of peers that cannot be talked with, and of those that are cut off.
+    """
+
+    def __init__(self, context: Context, channel: Socket, tell: Callable[[str], None]) -> None:
+        self._channel = channel
+        self._tell = tell
+        self._open: dict[int, _Connection] = {}
+        self._busy: dict[int, _Connection] = {}
+        self._numbers: dict[int, int] = {}
+        """Our own descriptor of each open connection to libzmq's."""
+        self._arrivals = select.epoll()
+        self._next_look = 0.0
+        channel.monitor(PLACE, EVENTS)
+        self.socket: Socket = context.socket(zmq.PAIR)
+        self.socket.linger = 0
+        # Without a limit: a full queue would hold libzmq's own thread up.
+        self.socket.rcvhwm = 0
+        self.socket.connect(PLACE)
+
+    @property
+    def sources(self) -> tuple[Socket, int]:
+        """What has something to say when it can be read: a socket, and a descriptor."""
+        return self.socket, self._arrivals.fileno()
+
+    @property
+    def pause(self) -> int | None:
+        """For how many milliseconds nothing need be looked at; ``None`` if nobody says anything."""
+        return LOOK_MS if self._busy else None
+
+    def hear(self) -> None:
+        """Take what libzmq says about connections, and the kernel about bytes."""
+        while self.socket.poll(0):
+            event, value = struct.unpack("=hi", self.socket.recv_multipart()[0])
+            if event == zmq.EVENT_ACCEPTED:
+                self._accepted(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._forget(value)
+            else:
+                self._explain(value)
+        for second, _ in self._arrivals.poll(0):
+            fd = self._numbers[second]
+            self._busy[fd] = self._open[fd]
+
+    def heard(self, fd: int) -> None:
+        """A whole message came by this connection, and libzmq keeps it no longer."""
+        if fd in self._open:
+            self._open[fd].settle()
+
+    def look(self) -> None:
+        """Close connections that sent too much; not more often than there is need to."""
+        now = time.monotonic()
+        if not self._busy or now < self._next_look:
+            return
+        self._next_look = now + LOOK_MS / 1e3
+        for fd, connection in list(self._busy.items()):
+            if not connection.grown():
+                del self._busy[fd]
+                self._arrivals.modify(connection.socket.fileno(), ARRIVAL)
+        sent = {fd: each.received - each.settled for fd, each in self._open.items()}
+        total = sum(sent.values())
+        for fd in sorted(sent, key=sent.__getitem__, reverse=True):
+            if sent[fd] <= MAX_BYTES and total <= MAX_ALL_BYTES:
+                return
+            total -= sent[fd]
+            self._cut(fd, "it sent more than a question takes, and did not end it")
+
+    def close(self) -> None:
+        """Let go of all connections, without ending them."""
+        for fd in list(self._open):
+            self._forget(fd)
+        self._arrivals.close()
+        self.socket.close(0)
+
+    def _accepted(self, fd: int) -> None:
+        """Keep a second descriptor: libzmq may close its own, and the number be another file's."""
+        self._forget(fd)
+        connection = _second(fd)
+        if connection is None:
+            return
+        if _port(connection) != _listening(self._channel):
+            connection.close()
+            return
+        self._open[fd] = self._busy[fd] = _Connection(socket=connection)  # it may have sent already
+        self._numbers[connection.fileno()] = fd
+        self._arrivals.register(connection.fileno(), ARRIVAL)
+        if len(self._open) > _most():
+            # Of those that asked for nothing yet, the oldest: a peer asks at once, and where there
+            # are keys a stranger never can.
+            idle = next((one for one, each in self._open.items() if not each.settled), fd)
+            self._cut(idle, f"it asked for nothing yet, and there are {_most()} others")
+            self._forget(idle)
+
+    def _forget(self, fd: int) -> None:
+        self._busy.pop(fd, None)
+        if fd in self._open:
+            connection = self._open.pop(fd).socket
+            # Closing it would not end this: libzmq's descriptor is of the same connection.
+            self._arrivals.unregister(connection.fileno())
+            del self._numbers[connection.fileno()]
+            connection.close()
+
+    def _cut(self, fd: int, why: str) -> None:
+        connection = self._open[fd].socket
+        self._tell(f"the connection from {_peer(connection)} is closed: {why}")
+        try:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it is closed already
+            return
+
+    def _explain(self, error: int) -> None:
+        if error == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            self._tell(
+                "a peer was refused: of it and this engine only one has keys; set curve_secret_key "
+                "and curve_peers on both, or on neither"
+            )
+        elif error == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            self._tell(
+                "a peer was refused: it expects another key here; give it the public key of this "
+                "engine's curve_secret_key"
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Connection:
+    """One that is open; how much it had sent when last looked at, and when a message was whole."""
+
+    socket: socket.socket
+    received: int = 0
+    settled: int = 0
+
+    def grown(self) -> bool:
+        """Look; whether it sent anything since the last time."""
+        before, self.received = self.received, _received(self.socket)
+        return self.received != before
+
+    def settle(self) -> None:
+        self.settled = self.received = _received(self.socket)
+
+
+def _most() -> int:
+    """How many connections there may be."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
+
+
+def _second(fd: int) -> socket.socket | None:
+    """Another descriptor of a socket; ``None`` if there is no socket any more."""
+    try:
+        copied = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copied)
+    except OSError:
+        os.close(copied)
+        return None
+
+
+def _port(connection: socket.socket) -> int:
+    """The own port of a TCP connection; 0 of anything else."""
+    inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+    if not inet or connection.type != socket.SOCK_STREAM:
+        return 0
+    port: int = connection.getsockname()[1]
+    return port
+
+
+def _listening(channel: Socket) -> int:
+    return int(channel.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
+def _received(connection: socket.socket) -> int:
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
+    except OSError:
+        return 0
+    if len(info) < BYTES_RECEIVED + 8:
+        return 0
+    count: int = struct.unpack_from("=Q", info, BYTES_RECEIVED)[0]
+    return count
+
+
+def _peer(connection: socket.socket) -> str:
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return "a peer that has left"

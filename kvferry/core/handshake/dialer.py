@@ -1,0 +1,228 @@
+"""To one side channel: how it is reached, and what is wrong if no answer comes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from kvferry.core.errors import AdmissionError, HandshakeError, WireError
+from kvferry.core.handshake.sockets import Context, Socket, encrypt, make_socket
+from kvferry.core.messages import MAX_SHORT_REPLY_BYTES, Reply, decode_reply
+from kvferry.core.security import Access
+
+STRANGER = "what listens there is no side channel of kvferry, or the engine has just ended"
+ENDINGS: dict[int, str] = {
+    zmq.EVENT_CLOSED: "the connection could not be made again: the engine has just ended",
+    zmq.EVENT_DISCONNECTED: f"the connection was closed without an answer: {STRANGER}",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: STRANGER,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: STRANGER,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refuses this engine",
+}
+"""What ZMQ's monitor says when no answer can come any more, for people."""
+UNCLEAR = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+
+LOOK_SECONDS = 1.0
+"""How long finding out more about a failure may take."""
+HALF_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
+"""ZMTP's signature and version: enough for the other side to tell its mechanism."""
+GREETING_BYTES = 64
+MECHANISM = slice(12, 32)
+"""Where a greeting names it."""
+
+
+class HungUpError(HandshakeError):
+    """A connection was closed before an answer came, or because the answer was too long."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Dialer:
+    """Where a side channel is, and how it is to be asked.
+
+    Attributes:
+        host, port: where it is.
+        timeout: seconds to reach it, and for each answer.
+        context: to make the socket in; ``None`` for the one that is shared.
+        access: this engine's keys, and whom it may ask.
+        key: the public key that the side channel should have; empty for none.
+        longest: bytes of the longest answer that is taken; a longer one ends the connection.
+        numeric: the addresses that ``host`` stands for, once they are known.
+        found: the one of them at which somebody listens, likewise.
+    """
+
+    host: str
+    port: int
+    timeout: float
+    context: Context | None
+    access: Access
+    key: bytes
+    longest: int = MAX_SHORT_REPLY_BYTES
+    numeric: list[str] = field(default_factory=list)
+    found: str = field(default="", init=False)
+
+    def channel(self, numeric: str) -> Socket:
+        """An unconnected socket for a numeric address, with this engine's keys.
+
+        It keeps one frame, the last that came, so that whoever listens there cannot fill the memory
+        with a message of many: libzmq bounds a frame, but not their number. Requests and answers
+        are of one frame.
+        """
+        made = make_socket(
+            self.context or _shared_context(),
+            zmq.DEALER,
+            numeric,
+            MAXMSGSIZE=self.longest,
+            CONFLATE=1,
+            RECONNECT_IVL=-1,
+        )
+        if self.access.own is not None:
+            encrypt(made, self.access.own)
+            made.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(self.key))
+        return made
+
+    def listening(self, deadline: float) -> str:
+        """The numeric address of the host at which somebody accepts connections.
+
+        ZMQ would try for ever and not say why it fails, and it takes the first of several addresses
+        that a name stands for (``localhost`` is ``::1`` for it, whatever listens there). It is
+        given the address that was checked here, so that a name cannot mean another one by then.
+        """
+        reasons: dict[str, None] = {}
+        for numeric in self._allowed():
+            left = deadline - time.monotonic()
+            try:
+                with socket.create_connection((numeric, self.port), max(left, 1e-3)):
+                    self.found = numeric
+                    return numeric
+            except OSError as exc:
+                reasons[why_unreachable(exc, self.timeout)] = None
+        raise HandshakeError(" and ".join(reasons))
+
+    def _allowed(self) -> list[str]:
+        allowed = [numeric for numeric in self.numeric if self.access.allows(numeric)]
+        if not allowed:
+            raise AdmissionError(
+                f"it was not connected to, since {' and '.join(self.numeric)} is in none of the "
+                f"networks of allowed_peers ({self.access.networks}): list one that has it there, "
+                "if an engine of yours is at that address, or set allowed_peers to 'anywhere'"
+            )
+        return allowed
+
+    def why_ended(self, event: int, value: int) -> HandshakeError:
+        """What an event of ZMQ's monitor, one of ``ENDINGS``, says, for people."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return AdmissionError(self._why_refused())
+        if event in UNCLEAR:
+            # Whichever of the two noticed first, the other only sees the connection end.
+            mechanism = _mechanism(self.found, self.port, min(self.timeout, LOOK_SECONDS))
+            mismatch = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+            reason = self._why_unlike(mechanism, mismatch)
+            if reason:
+                return AdmissionError(reason)
+        error = HungUpError if event == zmq.EVENT_DISCONNECTED else HandshakeError
+        return error(ENDINGS.get(event, STRANGER))
+
+    def _why_refused(self) -> str:
+        own = self.access.own
+        if own is None:
+            return (
+                "it refuses this host: add the address by which this host reaches it to "
+                "allowed_peers there"
+            )
+        whose = "the key of --curve-secret-key" if self.access.is_command else "this engine's key"
+        return (
+            f"it refuses {whose}, {own.public.hex()}, or this host's address: add them "
+            "to curve_peers and allowed_peers there; its log says which"
+        )
+
+    def _why_unlike(self, mechanism: bytes, mismatch: bool) -> str:
+        keyed = self.access.own is not None
+        if mechanism == b"CURVE" and not keyed:
+            return f"its side channel is encrypted: {self._with_keys}"
+        if mechanism == b"NULL" and keyed:
+            return (
+                "its side channel is open: set curve_secret_key and curve_peers on that engine"
+                f"{self._or_without_keys}"
+            )
+        if mechanism == b"CURVE" and not mismatch:
+            return (
+                "whoever listens there does not have the secret key of the public key "
+                f"{self.key.hex()}, by which it is known {self._known_by}"
+            )
+        return ""
+
+    @property
+    def _with_keys(self) -> str:
+        if self.access.is_command:
+            return "ask with --curve-secret-key and --curve-peer"
+        return "set curve_secret_key and curve_peers here"
+
+    @property
+    def _or_without_keys(self) -> str:
+        if self.access.is_command:
+            return ", or ask without --curve-secret-key and --curve-peer"
+        return ""
+
+    @property
+    def _known_by(self) -> str:
+        return "to --curve-peer" if self.access.is_command else "here"
+
+
+def answer(channel: Socket) -> Reply:
+    """What came in answer. Raises ``WireError``."""
+    frame: Any = channel.recv(zmq.DONTWAIT, copy=False)
+    if frame.more:
+        raise WireError("not a reply of this protocol: it has several frames")
+    with _decoding:
+        return decode_reply(frame.buffer)
+
+
+def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
+    """How a ZMQ socket wants to be talked with, by its greeting; empty if it is none."""
+    heard, deadline = b"", time.monotonic() + timeout
+    try:
+        with socket.create_connection((numeric, port), timeout) as asking:
+            asking.sendall(HALF_GREETING)
+            while len(heard) < GREETING_BYTES and (data := asking.recv(GREETING_BYTES)):
+                heard += data
+                asking.settimeout(max(deadline - time.monotonic(), 1e-3))
+    except OSError:
+        return b""
+    return heard[MECHANISM].rstrip(b"\0") if heard[:1] == HALF_GREETING[:1] else b""
+
+
+def why_unreachable(exc: OSError, timeout: float) -> str:
+    """Why no connection could be made, for people."""
+    if isinstance(exc, ConnectionRefusedError):
+        return (
+            "nobody listens there: the engine has ended, or it listens at another address "
+            "(side_channel_host and side_channel_port on that engine)"
+        )
+    if isinstance(exc, TimeoutError):
+        return f"no connection within {timeout:g} s: its host is down, or a firewall is between"
+    return f"cannot be reached ({exc.strerror or exc}): is side_channel_host right there?"
+
+
+_decoding = threading.Lock()
+"""Many answers that come at once are decoded one by one. Each holds the interpreter's lock for some
+milliseconds, and whoever else wants that lock would else have to wait for all of them."""
+_context: tuple[int, Context] | None = None
+_context_lock = threading.Lock()
+
+
+def _shared_context() -> Context:
+    """One for the process, made when first needed; a forked child needs one of its own."""
+    global _context
+    with _context_lock:
+        if _context is None or _context[0] != os.getpid():
+            made: Context = zmq.Context()
+            # Each producer that is watched has one; libzmq allows 1023 unless told otherwise.
+            made.set(zmq.MAX_SOCKETS, made.get(zmq.SOCKET_LIMIT))
+            _context = (os.getpid(), made)
+        return _context[1]

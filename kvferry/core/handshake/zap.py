@@ -1,0 +1,92 @@
+"""Whom a side channel admits: ZMQ asks before it takes a peer's first message (ZAP, RFC 27)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import zmq
+
+from kvferry.core.handshake.sockets import Context, Socket, encrypt
+from kvferry.core.security import Access
+
+logger = logging.getLogger(__name__)
+
+ADDRESS = "inproc://zeromq.zap.01"
+"""Where libzmq asks, within the context that the side channel is in."""
+VERSION = b"1.0"
+DOMAIN = b"kvferry"
+ADMITTED, REFUSED = b"200", b"400"
+"""With 400 libzmq tells the peer that it is refused, but not why."""
+MAX_TOLD = 256
+TELL_SECONDS = 3600.0
+"""So much is logged in such a time at most."""
+
+
+class ZapHandler:
+    """Answers libzmq's questions about one side channel. Used by the server's thread only.
+
+    Args:
+        context: the side channel's own; nothing else may be in it, since one gate answers for all.
+        access: who is admitted.
+    """
+
+    def __init__(self, context: Context, access: Access) -> None:
+        self._access = access
+        self._told: set[str] = set()
+        self._forgets = 0.0
+        self.socket: Socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(ADDRESS)
+
+    def guard(self, channel: Socket) -> None:
+        """Have a socket ask here, and encrypt it if there are keys; before it is bound."""
+        channel.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        if self._access.own is not None:
+            encrypt(channel, self._access.own)
+            channel.setsockopt(zmq.CURVE_SERVER, 1)
+
+    def answer(self) -> None:
+        """Answer one question."""
+        frames = self.socket.recv_multipart(zmq.DONTWAIT)
+        request = frames[1] if len(frames) > 1 else b""
+        reason = self._reason_against(frames)
+        if reason:
+            self.tell(f"a peer was refused: {reason}")
+        verdict = REFUSED if reason else ADMITTED
+        self.socket.send_multipart([VERSION, request, verdict, b"", b"", b""], zmq.DONTWAIT)
+
+    def tell(self, text: str) -> None:
+        """Log what was not logged of late, and not without end: strangers choose what it is."""
+        now = time.monotonic()
+        if now >= self._forgets:
+            self._forgets = now + TELL_SECONDS
+            self._told.clear()
+        if text not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(text)
+            logger.warning("side channel: %s", text)
+
+    def _reason_against(self, frames: Sequence[bytes]) -> str:
+        if len(frames) < 6 or frames[0] != VERSION:
+            return "ZMQ asked in a way that is not known here"
+        address, mechanism, credentials = (
+            frames[3].decode("ascii", "replace"),
+            frames[5],
+            frames[6:],
+        )
+        if not self._access.allows(address):
+            return (
+                f"its address, {address}, is in none of the networks of allowed_peers "
+                f"({self._access.networks}): list one that has it, if an engine of yours is there"
+            )
+        if self._access.own is None:
+            return ""
+        if mechanism != b"CURVE" or len(credentials) != 1:
+            return f"{address} did not show a key"
+        if credentials[0] not in self._access.peers:
+            return (
+                f"{address} has the key {credentials[0].hex()}, which is not in curve_peers; add "
+                "it, if it is one of yours"
+            )
+        return ""

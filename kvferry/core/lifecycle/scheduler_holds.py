@@ -1,0 +1,236 @@
+"""The producer's scheduler half: which holds stand for which requests.
+
+It shares no memory with the workers: they hear of it through ``HoldOrders``, one batch per engine
+step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvferry.core.lifecycle.holds import Hold, RequestId, random_generation
+from kvferry.core.lifecycle.reclamation import Silence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldOrders:
+    """What the scheduler half tells every worker in one step, to be applied in this order.
+
+    Attributes:
+        drops: computing holds that are over; no ticket was made for them.
+        take_ons: requests that are computed for another engine from this step on.
+        ready: holds whose pages may be read once all work before this step has passed, with the
+            lease in seconds.
+        ends: ticketed holds to give up now (a reset, too much is held, or their consumer is gone);
+            they are still reported as sent.
+    """
+
+    drops: tuple[Hold, ...] = ()
+    take_ons: tuple[tuple[RequestId, Hold], ...] = ()
+    ready: tuple[tuple[Hold, float], ...] = ()
+    ends: tuple[Hold, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.drops or self.take_ons or self.ready or self.ends)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    hold: Hold
+    ticketed: bool = False
+    pages: frozenset[int] = frozenset()
+    """That count against the limit: none before there is a ticket, or after it was given up."""
+
+
+class SchedulerHolds:
+    """Picks holds and says what the workers must know.
+
+    Args:
+        slots: how many slots each worker's table has; as many as the engine has blocks.
+        draw: gives random generations.
+        max_pages: how many pages may be held behind tickets; ``None`` for any number. Who asks for
+            tickets is a client, and must not keep the engine from its pages.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        draw: Callable[[], int] = random_generation,
+        *,
+        max_pages: int | None = None,
+    ) -> None:
+        self._max_pages = max_pages
+        self._pages = Counter[int]()
+        """Page to how many tickets hold it: requests with one prefix share pages."""
+        self._evicted: list[RequestId] = []
+        self._oldest: dict[RequestId, None] = {}
+        """Those with a ticket that hold pages, in that order."""
+        self._free = deque(range(slots))
+        self._draw = draw
+        self._entries: dict[RequestId, _Entry] = {}
+        self._drops: list[Hold] = []
+        self._take_ons: list[tuple[RequestId, Hold]] = []
+        self._ready: list[tuple[Hold, float]] = []
+        self._ends: list[Hold] = []
+        self._ending: set[RequestId] = set()
+        """Ordered to end, and not yet sent."""
+
+    @property
+    def held(self) -> int:
+        """How many requests have a hold, computing or ticketed."""
+        return len(self._entries)
+
+    @property
+    def held_pages(self) -> int:
+        """How many pages tickets hold, each counted once."""
+        return len(self._pages)
+
+    @property
+    def ticketed(self) -> int:
+        """How many requests have a ticket that was not given up."""
+        return len(self._oldest)
+
+    @property
+    def ending(self) -> bool:
+        """Whether pages of holds that were ordered to end are still to come back."""
+        return bool(self._ending)
+
+    def take_on(self, request: RequestId) -> Hold | None:
+        """A hold for a request that another engine will decode; the same one after preemption.
+
+        ``None`` if there can be none: no slot is free, or an earlier request of this id is still
+        held. The request is then served like any other, without a ticket.
+        """
+        entry = self._entries.get(request)
+        if entry is not None:
+            return None if entry.ticketed else entry.hold
+        if not self._free:
+            return None
+        hold = Hold(slot=self._free.popleft(), generation=self._draw())
+        self._entries[request] = _Entry(hold=hold)
+        self._take_ons.append((request, hold))
+        return hold
+
+    def ticket(
+        self, request: RequestId, lease: float, pages: frozenset[int] = frozenset()
+    ) -> Hold | None:
+        """The request is computed and a ticket is made: its pages stay until ``sent``.
+
+        Where too many pages are held then, the oldest tickets are given up.
+
+        Args:
+            request: which.
+            lease: seconds.
+            pages: those that it has.
+
+        Returns:
+            ``None`` if the request was never taken on, has its ticket already, or has more pages
+            than may be held at all.
+        """
+        entry = self._entries.get(request)
+        if entry is None or entry.ticketed or not self.fits(len(pages)):
+            return None
+        entry.ticketed, entry.pages = True, pages
+        self._ready.append((entry.hold, lease))
+        self._pages.update(pages)
+        self._oldest[request] = None
+        self._make_room()
+        return entry.hold
+
+    def fits(self, pages: int) -> bool:
+        """Whether a request with so many pages can have a ticket."""
+        return self._max_pages is None or pages <= self._max_pages
+
+    def take_evicted(self) -> list[RequestId]:
+        """Whose tickets were given up since the last call, to hold no more than allowed."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def drop(self, request: RequestId) -> bool:
+        """The request ends before a ticket exists; whether there was such a hold."""
+        entry = self._entries.get(request)
+        if entry is None or entry.ticketed:
+            return False
+        del self._entries[request]
+        if (request, entry.hold) in self._take_ons:  # the workers never heard of it
+            self._take_ons.remove((request, entry.hold))
+            self._free.append(entry.hold.slot)
+        else:
+            self._drops.append(entry.hold)
+        return True
+
+    def sent(self, request: RequestId) -> None:
+        """Every worker has reported the request sent: its slot is free again."""
+        entry = self._entries.get(request)
+        if entry is not None and entry.ticketed:
+            del self._entries[request]
+            self._free.append(entry.hold.slot)
+            self._let_go(entry)
+            self._oldest.pop(request, None)
+            self._ending.discard(request)
+
+    def reset(self) -> None:
+        """Give up every ticketed hold: its ticket becomes stale, its pages come back."""
+        ticketed = {r: entry for r, entry in self._entries.items() if entry.ticketed}
+        self._ends.extend(sorted({entry.hold for entry in ticketed.values()} - set(self._ends)))
+        self._ending.update(ticketed)
+        self._oldest.clear()
+        for entry in ticketed.values():
+            self._let_go(entry)
+
+    def give_up(self, silent: Iterable[Silence], pages: int) -> list[Silence]:
+        """Give up the first of these holds until so many pages come back.
+
+        Args:
+            silent: the best to give up first; what is over, or was given up already, is left out.
+            pages: how many are wanted.
+
+        Returns:
+            Those that were given up.
+        """
+        goal, given = len(self._pages) - pages, []
+        for each in silent:
+            if len(self._pages) <= goal:
+                break
+            entry = self._entries.get(each.request)
+            if entry is not None and entry.hold == each.hold and each.request in self._oldest:
+                self._give_up(each.request)
+                given.append(each)
+        return given
+
+    def drain(self) -> HoldOrders:
+        """What happened since the last call. The slots of drops are free from now on."""
+        orders = HoldOrders(
+            drops=tuple(self._drops),
+            take_ons=tuple(self._take_ons),
+            ready=tuple(self._ready),
+            ends=tuple(self._ends),
+        )
+        self._free.extend(hold.slot for hold in self._drops)
+        for pending in (self._drops, self._take_ons, self._ready, self._ends):
+            pending.clear()
+        return orders
+
+    def _make_room(self) -> None:
+        """The oldest goes first; the newest fits alone, so it stays."""
+        while self._max_pages is not None and len(self._pages) > self._max_pages:
+            oldest = next(iter(self._oldest))
+            self._give_up(oldest)
+            self._evicted.append(oldest)
+
+    def _give_up(self, request: RequestId) -> None:
+        """A request with a ticket; its pages count no more, though they are still to come back."""
+        del self._oldest[request]
+        entry = self._entries[request]
+        self._let_go(entry)
+        self._ends.append(entry.hold)
+        self._ending.add(request)
+
+    def _let_go(self, entry: _Entry) -> None:
+        self._pages.subtract(entry.pages)
+        for page in entry.pages:
+            if not self._pages[page]:
+                del self._pages[page]
+        entry.pages = frozenset()

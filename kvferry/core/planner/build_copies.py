@@ -1,0 +1,398 @@
+"""From a plan and the pages of a request to copies.
+
+Per copy nothing runs but array operations: the strips of a batch and the places of the sub-blocks
+are added as an outer sum into arrays that are used again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from kvferry.core.errors import PageError
+from kvferry.core.layout import HOLE, Layout
+from kvferry.core.memory import I64Array, Region, U64Array
+from kvferry.core.planner.coalesce import CoalescedRuns, concatenated, touching
+from kvferry.core.planner.plan import Match, Plan, Source
+from kvferry.core.planner.strides import offsets
+from kvferry.core.planner.strips import Strides, StripBatch
+from kvferry.core.planner.token_blocks import LAST_TOKEN, BlockMap, sub_blocks
+from kvferry.core.transport.copies import Copies, Segment
+
+MAX_COPIES = 1 << 24
+"""The most copies of one read; their arrays take 24 bytes each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pages:
+    """The pages that one group of one engine holds for a request.
+
+    A remote list may begin after the first block index and have holes, as long as it holds every
+    page that is wanted. A local list names the pages that are the load's to fill, every byte of
+    every field in them: what is not read is zeroed.
+
+    Attributes:
+        ids: (n,) int64, page ids; ``layout.HOLE`` is a hole. Not copied.
+        first_index: entry *i* is block index ``first_index + i`` of the request.
+
+    Raises:
+        PageError: the ids are not a one-dimensional int64 array, or the index is negative.
+    """
+
+    ids: I64Array
+    first_index: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ids, np.ndarray):
+            raise PageError(f"page ids are a {type(self.ids).__name__}: pass an int64 array")
+        if self.ids.ndim != 1 or self.ids.dtype != np.int64:
+            raise PageError(
+                f"page ids of shape {self.ids.shape} and type {self.ids.dtype}: pass a "
+                "one-dimensional int64 array"
+            )
+        if not 0 <= self.first_index < LAST_TOKEN:
+            raise PageError(
+                f"first block index {self.first_index}: it must lie in 0 to {LAST_TOKEN - 1}"
+            )
+
+    def entries(self, start: int, stop: int) -> slice:
+        """Which entries have the block indices ``[start, stop)``; those that are there."""
+        return slice(max(start - self.first_index, 0), max(stop - self.first_index, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReadRequest:
+    """What to pull for one request.
+
+    Attributes:
+        ranges: per local group, the global tokens ``[first, last)`` to pull, which may start and
+            end anywhere in a page; ``None`` where nothing is pulled and no page is the load's.
+            ``(0, T)`` for a state group, whose page has block index 0.
+        local: per local group, its pages: wholly the load's to fill, from their first token to
+            their last, unless the group's range is ``None``. Nothing else may use them meanwhile.
+        remote: per remote group (numbered as the remote engine numbers them), its pages.
+    """
+
+    ranges: tuple[tuple[int, int] | None, ...]
+    local: tuple[Pages, ...]
+    remote: tuple[Pages, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanSegment:
+    """Spans ``[start, stop)``, all within one local region."""
+
+    start: int
+    stop: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spans:
+    """Ranges of local memory; the arrays belong to the caller.
+
+    Attributes:
+        address: (n,) uint64, first byte of each, ascending within a segment.
+        nbytes: (n,) uint64, length of each.
+        segments: which regions they lie in, in order and without gaps.
+    """
+
+    address: U64Array
+    nbytes: U64Array
+    segments: tuple[SpanSegment, ...]
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+
+class Workspace:
+    """Arrays that ``copies`` fills again and again; what it returned is valid until its next use.
+
+    Fresh arrays cost more than what is computed in them. Not for two threads at once.
+    """
+
+    __slots__ = ("_table",)
+
+    def __init__(self, copies: int = 0) -> None:
+        """Room for that many copies; it grows when more are needed."""
+        self._table = np.empty((3, copies), dtype=np.int64)
+
+    def take(self, count: int) -> tuple[I64Array, I64Array, I64Array]:
+        """Three arrays of this length, with whatever was in them."""
+        if self._table.shape[1] < count:
+            self._table = np.empty((3, 1 << (count - 1).bit_length()), dtype=np.int64)
+        local, remote, nbytes = self._table[:, :count]
+        return local, remote, nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Places:
+    """Where the sub-blocks of a part of a request lie on one side: page id, index within it."""
+
+    ids: I64Array
+    within: I64Array
+
+    def moved(self, steps: Strides) -> I64Array:
+        """How far each is from page 0, sub-block 0."""
+        moved = self.ids * steps.page
+        return moved + offsets(steps.within, self.within) if steps.within else moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Part:
+    """A batch and where it goes: every strip at every one of (s,) places."""
+
+    batch: StripBatch
+    local: I64Array
+    remote: I64Array
+    nbytes: I64Array | int
+
+    @property
+    def copies(self) -> int:
+        return len(self.batch.local) * len(self.local)
+
+
+def copies(source: Source, request: ReadRequest, workspace: Workspace | None = None) -> Copies:
+    """The copies that pull one request's pages from one source.
+
+    A range's ends are rounded outwards to what both sides hold in one piece, so that a partial
+    first or last page is still one copy. Neighbours on both sides are one copy, also across pages.
+
+    Args:
+        source: one of the plan's ``sources``.
+        request: what to pull. Its remote pages are untrusted.
+        workspace: where the arrays come from; the result is valid until its next use.
+
+    Raises:
+        PageError: a range or a page list does not fit; names side, group, position, id and limit.
+            Or the copies are more than ``MAX_COPIES``.
+    """
+    _check_local(source.local_layout, request)
+    _check_length("remote page lists", request.remote, source.remote_layout)
+    parts = [part for match in source.matches for part in _parts(match, request)]
+    count = sum(part.copies for part in parts)
+    if count > MAX_COPIES:
+        raise PageError(
+            f"one request would take {count} copies from remote rank {source.remote}; {MAX_COPIES} "
+            "are allowed: give both engines layouts that have more in one piece"
+        )
+    arrays = (workspace or Workspace()).take(count)
+    start = 0
+    for part in parts:
+        _fill(part, [array[start : start + part.copies] for array in arrays])
+        start += part.copies
+    local, remote, nbytes = (array.view(np.uint64) for array in arrays)
+    return Copies(local=local, remote=remote, nbytes=nbytes, segments=tuple(_segments(parts)))
+
+
+def _check_local(layout: Layout, request: ReadRequest) -> None:
+    _check_length("ranges", request.ranges, layout)
+    _check_length("local page lists", request.local, layout)
+
+
+def _check_length(what: str, given: Sequence[object], layout: Layout) -> None:
+    if len(given) != len(layout.groups):
+        raise PageError(f"{len(given)} {what} for {len(layout.groups)} groups")
+
+
+def _parts(match: Match, request: ReadRequest) -> Iterator[_Part]:
+    wanted = request.ranges[match.local_group]
+    if wanted is None:
+        return
+    start, stop = match.pairing.span(*wanted)
+    _check_room(match, stop, request.local[match.local_group])
+    known: dict[int, tuple[_Places, _Places]] = {}
+    for batch in match.batches:
+        grain = batch.motion.grain
+        if grain not in known:
+            known[grain] = _placed(match, request, start, stop, grain)
+        if len(known[grain][0].ids):
+            yield _part(batch, *known[grain])
+
+
+def _check_room(match: Match, stop: int, pages: Pages) -> None:
+    """Before anything is enumerated: exact only up to a page, what is left is found later."""
+    group = match.pairing.local
+    indices = pages.first_index + len(pages.ids)
+    if stop > (indices + 1) * max(group.block_tokens, 1) * group.context.size:
+        raise PageError(
+            f"local group {match.local_group}: tokens up to {stop} are wanted, and its pages of "
+            f"{group.block_tokens} tokens end at block index {indices}"
+        )
+
+
+def _placed(
+    match: Match, request: ReadRequest, low: int, high: int, grain: int
+) -> tuple[_Places, _Places]:
+    """Where the sub-blocks of ``[low, high)`` that both sides hold lie on each."""
+    near, far = match.pairing.lenses(grain)
+    index = sub_blocks(low, high, grain, near, far)
+    local, remote = request.local[match.local_group], request.remote[match.remote_group]
+    return (
+        _places(f"local group {match.local_group}", local, match.local_pages, near, index),
+        _places(f"remote group {match.remote_group}", remote, match.remote_pages, far, index),
+    )
+
+
+def _places(name: str, pages: Pages, limit: int, lens: BlockMap, index: I64Array) -> _Places:
+    """Look up ascending sub-blocks in a page list, and trust none of it."""
+    position, within = lens.places(index)
+    entry = position - pages.first_index
+    if not len(entry):
+        return _Places(ids=entry, within=within)
+    if entry[0] < 0 or entry[-1] >= len(pages.ids):
+        missing = position[0] if entry[0] < 0 else position[-1]
+        raise PageError(
+            f"{name}: block index {missing} is wanted, and its page list has the block indices "
+            f"[{pages.first_index}, {pages.first_index + len(pages.ids)})"
+        )
+    ids = pages.ids[entry]
+    if ids.min() <= HOLE or ids.max() >= limit:
+        bad = int(np.flatnonzero((ids <= HOLE) | (ids >= limit))[0])
+        raise PageError(
+            f"{name}: block index {position[bad]} is wanted, and its page id there is {ids[bad]}"
+            + (", a hole" if ids[bad] == HOLE else f"; ids lie in 1 to {limit - 1}")
+        )
+    return _Places(ids=ids, within=within)
+
+
+def _part(batch: StripBatch, local: _Places, remote: _Places) -> _Part:
+    """Join neighbouring places where a strip of one ends where that of the next starts."""
+    near, far = local.moved(batch.motion.local), remote.moved(batch.motion.remote)
+    apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
+    if apart.all():
+        return _Part(batch=batch, local=near, remote=far, nbytes=batch.nbytes)
+    first = np.flatnonzero(np.concatenate(([True], apart)))
+    nbytes = np.diff(first, append=len(near)) * batch.nbytes
+    return _Part(batch=batch, local=near[first], remote=far[first], nbytes=nbytes)
+
+
+def _fill(part: _Part, arrays: Sequence[I64Array]) -> None:
+    shape = len(part.batch.local), len(part.local)
+    local, remote, nbytes = (array.reshape(shape) for array in arrays)
+    np.add(part.batch.local[:, None], part.local, out=local)
+    np.add(part.batch.remote[:, None], part.remote, out=remote)
+    nbytes[:] = part.nbytes
+
+
+def _segments(parts: Sequence[_Part]) -> Iterator[Segment]:
+    start = 0
+    for part in parts:
+        strips = 0
+        for stop, local, remote in part.batch.cuts:
+            copies = (stop - strips) * len(part.local)
+            yield Segment(start=start, stop=start + copies, local=local, remote=remote)
+            start, strips = start + copies, stop
+
+
+def unwritten(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
+    """What the reads of a request leave unwritten in the pages that they load.
+
+    Kernels compute over tokens before and after those that are wanted, so a page that was given to
+    us to load must not keep what was in it before. These are the bytes of fields, in the listed
+    local pages of every group whose range is not ``None``, that no read surely writes: what lies
+    before the range's first sub-block and after its last, and all of the fields that nobody reads.
+    Zero them before the reads start: where a group is read from groups with different blocks, some
+    are read after all.
+
+    Args:
+        layout: the layout of this rank.
+        plan: the plan of this rank, all of whose sources are read for the request.
+        request: what is pulled.
+
+    Raises:
+        PageError: a range or a local page list does not fit.
+        PlanError: what is to be zeroed lies in too many pieces.
+    """
+    regions: dict[Region, int] = {}
+    runs = [
+        _spread(batch, ids, regions)
+        for group, written in _written(layout, plan, request).items()
+        for batch, ids in _blanks(layout, plan, group, written, request.local[group])
+        if len(ids)
+    ]
+    if not runs:
+        empty = np.empty(0, dtype=np.uint64)
+        return Spans(address=empty, nbytes=empty, segments=())
+    joined = touching(concatenated(runs))
+    stops = [*(np.flatnonzero(np.diff(joined.pair)) + 1).tolist(), len(joined)]
+    numbered = list(regions)
+    return Spans(
+        address=joined.local.view(np.uint64),
+        nbytes=joined.nbytes.view(np.uint64),
+        segments=tuple(
+            SpanSegment(start=start, stop=stop, region=numbered[joined.pair[start]])
+            for start, stop in pairwise([0, *stops])
+        ),
+    )
+
+
+def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tuple[int, int]]:
+    """Per local group that is loaded, the range of its own tokens that is surely read."""
+    _check_local(layout, request)
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for source in plan.sources:
+        _check_length("remote page lists", request.remote, source.remote_layout)
+        for match in source.matches:
+            wanted = request.ranges[match.local_group]
+            if wanted is not None:
+                start, stop = map(match.pairing.local_tokens, match.pairing.span(*wanted))
+                spans.setdefault(match.local_group, []).append((start, stop))
+    return {
+        group: _common(plan.own[group].entry, spans.get(group, [(0, 0)]))
+        for group, wanted in enumerate(request.ranges)
+        if wanted is not None
+    }
+
+
+def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
+    """What all spans have in common, in whole entries; (0, 0) if that is nothing."""
+    start = -(-max(start for start, _ in spans) // entry) * entry
+    stop = min(stop for _, stop in spans) // entry * entry
+    return (start, stop) if start < stop else (0, 0)
+
+
+def _blanks(
+    layout: Layout, plan: Plan, group: int, written: tuple[int, int], pages: Pages
+) -> Iterator[tuple[StripBatch, I64Array]]:
+    """Strips of local pages, and the pages that they are to be applied to."""
+    block = max(layout.groups[group].block_tokens, 1)
+    (first, head), (last, tail) = (divmod(token, block) for token in written)
+    inside = pages.entries(first, last + bool(tail))
+    for ids, window, read in (
+        (pages.ids[: inside.start], None, None),
+        (pages.ids[inside.stop :], None, None),
+        (pages.ids[inside], None, False),
+        (pages.ids[pages.entries(first, first + bool(head))], (0, head), True),
+        (pages.ids[pages.entries(last, last + bool(tail))], (tail, block), True),
+    ):
+        strips = plan.blanks(layout, group, window, read=read) if len(ids) else ()
+        if strips:
+            present = _present(group, ids, plan.own[group].pages)
+            yield from ((batch, present) for batch in strips)
+
+
+def _present(group: int, ids: I64Array, limit: int) -> I64Array:
+    """Those that are no holes."""
+    if ids.min() < 0 or ids.max() >= limit:
+        bad = ids[(ids < 0) | (ids >= limit)][0]
+        raise PageError(f"local group {group}: page id {bad} does not lie in 0 to {limit - 1}")
+    present: I64Array = ids[ids != HOLE]
+    return present
+
+
+def _spread(batch: StripBatch, ids: I64Array, regions: dict[Region, int]) -> CoalescedRuns:
+    """The strips of a batch in each of these pages; ``regions`` is numbered further."""
+    moved = ids * batch.motion.local.page
+    pairs = [regions.setdefault(region, len(regions)) for _, region, _ in batch.cuts]
+    strips = np.diff([0, *(stop for stop, _, _ in batch.cuts)])
+    local = np.add.outer(batch.local, moved).ravel()
+    return CoalescedRuns(
+        pair=np.repeat(np.repeat(pairs, strips), len(ids)),
+        local=local,
+        remote=local,
+        nbytes=np.full(len(local), batch.nbytes),
+    )

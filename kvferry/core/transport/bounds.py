@@ -1,0 +1,120 @@
+"""Whether a batch of copies is well formed and stays within its regions: what every driver checks.
+
+Addresses are compared per segment, because looking up a region for every copy would cost more than
+computing the copies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvferry.core.errors import TransportUsageError
+from kvferry.core.memory import ADDRESS_LIMIT, Region, U64Array
+from kvferry.core.transport.copies import Copies, Segment
+
+_U64 = np.dtype(np.uint64)
+
+
+def checked_length(copies: Copies) -> int:
+    """The number of copies n, after a look at the form of the batch.
+
+    Raises:
+        TransportUsageError: an array is not uint64 of shape (n,), or the segments do not cover the
+            copies in order and without gaps.
+    """
+    n = len(copies.nbytes)
+    if not _well_formed(copies, n):
+        raise _malformed(copies, n)
+    position = 0
+    for segment in copies.segments:
+        if segment.start != position or segment.stop < position:
+            raise _uncovered(copies, n)
+        position = segment.stop
+    if position != n:
+        raise _uncovered(copies, n)
+    if n and _largest(copies.nbytes) * n >= ADDRESS_LIMIT:
+        raise TransportUsageError(f"the copies have more than {ADDRESS_LIMIT} bytes together")
+    return n
+
+
+def _well_formed(copies: Copies, n: int) -> bool:
+    local, remote, nbytes = copies.local, copies.remote, copies.nbytes
+    typed = local.dtype == remote.dtype == nbytes.dtype == _U64
+    return typed and local.shape == remote.shape == nbytes.shape == (n,)
+
+
+def _malformed(copies: Copies, n: int) -> TransportUsageError:
+    arrays = {"local": copies.local, "remote": copies.remote, "nbytes": copies.nbytes}
+    wrong = [
+        f"copies.{name} has type {array.dtype} and shape {array.shape}"
+        for name, array in arrays.items()
+        if (array.dtype, array.shape) != (_U64, (n,))
+    ]
+    return TransportUsageError(
+        f"{' and '.join(wrong)}; it must be uint64 of shape ({n},), as long as copies.nbytes"
+    )
+
+
+def _uncovered(copies: Copies, n: int) -> TransportUsageError:
+    return TransportUsageError(
+        f"the segments do not cover the {n} copies in order and without gaps: "
+        f"{[(segment.start, segment.stop) for segment in copies.segments][:8]}"
+    )
+
+
+def _largest(values: U64Array) -> int:
+    """As ``values.max()``, which has a longer way to go: for a small batch, that is most of it."""
+    return int(values[values.argmax()])
+
+
+def _smallest(values: U64Array) -> int:
+    return int(values[values.argmin()])
+
+
+def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
+    """Refuse a copy that leaves its segment's region on one side.
+
+    Args:
+        copies: at least one, of a form that ``checked_length`` has accepted.
+        side: ``local`` or ``remote``.
+        ends: (n,) uint64, to write into.
+
+    Raises:
+        TransportUsageError: a copy is not within its region; names it, and both.
+    """
+    address: U64Array = getattr(copies, side)
+    segments = [segment for segment in copies.segments if segment.stop > segment.start]
+    if len(segments) == 1 and _easily_within(getattr(segments[0], side), address, copies.nbytes):
+        return
+    first = [segment.start for segment in segments]
+    np.add(address, copies.nbytes, out=ends)
+    low, high = np.minimum.reduceat(address, first), np.maximum.reduceat(ends, first)
+    regions: list[Region] = [getattr(segment, side) for segment in segments]
+    base = np.array([region.address for region in regions], np.uint64)
+    stop = np.array([region.end for region in regions], np.uint64)
+    # An address so high that its end wrapped around is not seen in ``high``.
+    if ((low < base) | (high > stop)).any() or _largest(address) >= ADDRESS_LIMIT:
+        raise _outside(side, segments, regions, address, copies.nbytes)
+
+
+def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
+    """Whether even the longest copy would be within the region wherever one begins."""
+    if _smallest(address) < region.address:
+        return False
+    return _largest(address) + _largest(nbytes) <= region.end
+
+
+def _outside(
+    side: str, segments: list[Segment], regions: list[Region], address: U64Array, nbytes: U64Array
+) -> TransportUsageError:
+    for segment, region in zip(segments, regions, strict=True):
+        offset = address[segment.start : segment.stop] - np.uint64(region.address)
+        size, length = np.uint64(region.nbytes), nbytes[segment.start : segment.stop]
+        bad = np.flatnonzero((offset > size) | (length > size - offset))
+        if len(bad):
+            index = segment.start + int(bad[0])
+            return TransportUsageError(
+                f"copy {index} leaves its {side} region: {int(nbytes[index])} bytes at "
+                f"{int(address[index]):#x}, in {region} which ends at {region.end:#x}"
+            )
+    return TransportUsageError(f"a copy leaves its {side} region")

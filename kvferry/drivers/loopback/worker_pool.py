@@ -1,0 +1,210 @@
+"""Transfers under way: what one is, and the threads that move the large ones chunk by chunk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from kvferry.core.errors import TransportError
+from kvferry.core.memory import Region
+from kvferry.core.transport import State, Status, TransferId
+from kvferry.drivers.loopback.chunked_copy import CopyRuns
+from kvferry.drivers.loopback.peer_memory import PeerMemory
+from kvferry.drivers.loopback.registry import Claims
+
+_SMALLEST_CHUNK = 4 << 20
+"""Where a chunk would be smaller, an equal share for each thread is not worth the hand-overs."""
+
+_PENDING = Status(state=State.PENDING)
+_DONE = Status(state=State.DONE)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoopbackTransfer:
+    """One transfer.
+
+    It ends in one of two ways. All bytes were moved: it is *concluding* (cancelling comes too
+    late), the peer is checked a last time, the notification is sent, and it is DONE. Or ``stop``
+    is set, by an error, ``cancel``, ``disconnect`` or ``close``: no further chunk starts, and when
+    none is running it is FAILED.
+
+    Attributes:
+        runs: what to move; lent by the transport's pool until the job is final.
+        position: bytes ``[0, position)`` have been given out as chunks.
+        running: chunks that threads are moving now.
+        send: sends the bound notification.
+    """
+
+    id: TransferId
+    reach: PeerMemory
+    write: bool
+    runs: CopyRuns
+    claims: Claims
+    local: frozenset[Region]
+    send: Callable[[], None] | None
+    release: Callable[[CopyRuns], None]
+    status: Status = _PENDING
+    position: int = 0
+    running: int = 0
+    concluding: bool = False
+    stop: TransportError | None = None
+    limit: int
+
+    @property
+    def final(self) -> bool:
+        """Whether its buffers are quiet."""
+        return self.status.state.final
+
+    @property
+    def given_out(self) -> bool:
+        """Whether no chunk is left to start."""
+        return self.stop is not None or self.position == self.runs.total
+
+    def next_span(self) -> tuple[int, int]:
+        """Give out the next chunk, as a range of bytes."""
+        start = self.position
+        self.position = self.runs.next_stop(start, self.limit)
+        self.running += 1
+        return start, self.position
+
+    def move(self, span: tuple[int, int]) -> None:
+        """Move a chunk that was given out.
+
+        Raises:
+            TransportError: as ``PeerMemory.move``.
+        """
+        self.reach.move(self.runs.chunk(*span), self.claims, write=self.write)
+
+    def conclude(self) -> None:
+        """What comes after the last byte: a last check of the peer, then the notification.
+
+        Raises:
+            TransportError: either went wrong.
+        """
+        self.reach.check(self.claims)
+        if self.send is not None:
+            self.send()
+
+    def end(self, status: Status) -> None:
+        """Become final."""
+        self.status = status
+        self.release(self.runs)
+
+
+class WorkerPool:
+    """The threads; started with the first job that needs them."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._name = name
+        self._wanted = threads
+        self._threads: list[threading.Thread] = []
+        self._queue: deque[LoopbackTransfer] = deque()
+        self._closing = False
+        # Guards every job's fields, the queue and the flag; notified when any of them changes.
+        self._changed = threading.Condition()
+
+    def run_here(self, job: LoopbackTransfer) -> None:
+        """Run a small job to its end on the calling thread."""
+        try:
+            while not job.given_out:
+                job.move(job.next_span())
+            job.conclude()
+        except TransportError as exc:
+            job.end(_failed(exc))
+        else:
+            job.end(_DONE)
+
+    def submit(self, job: LoopbackTransfer) -> None:
+        """Run a job on the threads, after those submitted before."""
+        even_share = job.runs.total // (2 * self._wanted)
+        job.limit = min(job.limit, max(_SMALLEST_CHUNK, even_share))
+        while len(self._threads) < self._wanted:
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        with self._changed:
+            self._queue.append(job)
+            self._changed.notify_all()
+
+    def stop(self, job: LoopbackTransfer, error: TransportError) -> None:
+        """Let a job fail: at once if it is not running, otherwise when its chunks have ended."""
+        with self._changed:
+            if job.final or job.concluding or job.stop is not None:
+                return
+            self._fail(job, error)
+
+    def wait_quiet(self, jobs: Iterable[LoopbackTransfer], deadline: float) -> bool:
+        """Wait until jobs are final or ``time.monotonic()`` passes the deadline; which it was."""
+        jobs = list(jobs)
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: all(job.final for job in jobs), max(0.0, deadline - time.monotonic())
+            )
+
+    def close(self, deadline: float) -> None:
+        """End the threads; one that the kernel still holds at the deadline is left behind."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while (given := self._next()) is not None:
+            job, span = given
+            error = _attempt(partial(job.move, span))
+            if self._returned(job, error):
+                error = _attempt(job.conclude)
+                with self._changed:
+                    job.end(_DONE if error is None else _failed(error))
+                    self._changed.notify_all()
+
+    def _next(self) -> tuple[LoopbackTransfer, tuple[int, int]] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            if self._closing:
+                return None
+            job = self._queue[0]
+            span = job.next_span()
+            if job.given_out:
+                self._queue.popleft()
+            return job, span
+
+    def _returned(self, job: LoopbackTransfer, error: TransportError | None) -> bool:
+        """Take a chunk back; whether the job is now to be concluded by the caller."""
+        with self._changed:
+            job.running -= 1
+            if error is not None or job.stop is not None:
+                self._fail(job, job.stop or error)
+                return False
+            job.concluding = job.running == 0 and job.given_out
+            return job.concluding
+
+    def _fail(self, job: LoopbackTransfer, error: TransportError | None) -> None:
+        job.stop = error
+        if job in self._queue:
+            self._queue.remove(job)
+        if job.running:
+            job.status = Status(state=State.FAILING, error=error)
+        else:
+            job.end(_failed(error))
+            self._changed.notify_all()
+
+
+def _attempt(step: Callable[[], None]) -> TransportError | None:
+    try:
+        step()
+    except TransportError as exc:
+        return exc
+    # A thread that dies would leave its transfers PENDING for ever, and their pages pinned.
+    except Exception as exc:  # noqa: BLE001
+        return TransportError(f"the loopback driver failed, which is a bug of it: {exc!r}")
+    return None
+
+
+def _failed(error: TransportError | None) -> Status:
+    return Status(state=State.FAILED, error=error)

@@ -1,0 +1,135 @@
+"""Check an agent's metadata before NIXL reads it, and read from it whose it is.
+
+The format is that of ai-dynamo/nixl, ``src/utils/serdes/serdes.cpp``, ``getLocalMD`` of
+``src/core/nixl_agent.cpp``, ``serializeSections`` of ``src/infra/nixl_memory_section.cpp`` and
+``nixlDescList`` of ``src/infra/nixl_descriptors.cpp``, the same from 1.0 to 1.5: a tag, the length
+of the value, the value, and a bar, again and again. What its UCX backend puts in, UCX packed.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+UCX = "UCX"
+MAX_CONNECTIONS = 64
+MAX_SECTIONS = 64
+_START = b"nixlSerDes|"
+_BAR = b"|"
+_SIZE = struct.Struct("<Q")
+_DESCRIPTOR_BYTES = 24
+"""Address, length and device; the backend's key follows."""
+_SEGMENTS = range(7)
+"""More than ``nixl_mem_t`` has values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentMetadata:
+    """What an agent's metadata says.
+
+    Attributes:
+        agent: its name.
+        connections: by the names of its backends, how each is reached. They stay as they are.
+    """
+
+    agent: str
+    connections: dict[str, bytes]
+
+
+def parsed(data: bytes, *, ucx: bool = True) -> AgentMetadata:
+    """Read metadata.
+
+    Args:
+        data: of any agent.
+        ucx: whether what UCX packed is checked too.
+
+    Raises:
+        FormatError: NIXL did not write this.
+    """
+    reader = _Reader(data)
+    reader.expect(_START)
+    agent = reader.text(b"Agent")
+    connections = {}
+    for _ in range(reader.count(b"Conns", 1, MAX_CONNECTIONS)):
+        backend, connection = reader.text(b"t"), reader.value(b"c")
+        if ucx and backend == UCX:
+            check_worker_address(connection)
+        if not connection or backend in connections:
+            raise FormatError(f"backend {backend!r} has no connection, or two")
+        connections[backend] = connection
+    if reader.value(b"") != b"MemSection":
+        raise FormatError("it has no section of memory")
+    for _ in range(reader.count(b"nixlSecElms", 0, MAX_SECTIONS)):
+        _section(reader, check_key if ucx else None)
+    reader.end()
+    return AgentMetadata(agent=agent, connections=connections)
+
+
+def _section(reader: _Reader, check: Callable[[bytes], None] | None) -> None:
+    backend = reader.text(b"bknd")
+    if reader.value(b"nixlDList") != b"nixlSDList":
+        raise FormatError("a section has no list of descriptors")
+    segment = reader.value(b"t")
+    if len(segment) != 4 or int.from_bytes(segment, "little") not in _SEGMENTS:
+        raise FormatError("a section is of no kind of memory")
+    # Each of them has a length at least.
+    for _ in range(reader.count(b"n", 1, reader.left // (_SIZE.size + _DESCRIPTOR_BYTES))):
+        descriptor = reader.value(b"")
+        if len(descriptor) < _DESCRIPTOR_BYTES:
+            raise FormatError(f"a descriptor has {len(descriptor)} bytes")
+        if check is not None and backend == UCX:
+            check(descriptor[_DESCRIPTOR_BYTES:])
+
+
+@dataclass(slots=True)
+class _Reader:
+    data: bytes
+    at: int = 0
+
+    @property
+    def left(self) -> int:
+        return len(self.data) - self.at
+
+    def expect(self, wanted: bytes) -> None:
+        if not self.data.startswith(wanted, self.at):
+            raise FormatError(f"byte {self.at} does not begin with {wanted!r}")
+        self.at += len(wanted)
+
+    def value(self, tag: bytes) -> bytes:
+        self.expect(tag)
+        if self.left < _SIZE.size:
+            raise FormatError(f"it ends at byte {len(self.data)}, within a length")
+        (nbytes,) = _SIZE.unpack_from(self.data, self.at)
+        self.at += _SIZE.size
+        if nbytes >= self.left:
+            raise FormatError(f"it ends at byte {len(self.data)}, within a value of {nbytes}")
+        found = self.data[self.at : self.at + nbytes]
+        self.at += nbytes
+        self.expect(_BAR)
+        return found
+
+    def text(self, tag: bytes) -> str:
+        try:
+            found = self.value(tag).decode()
+        except UnicodeDecodeError as exc:
+            raise FormatError(f"the value of {tag!r} is no text") from exc
+        if not found:
+            raise FormatError(f"the value of {tag!r} is empty")
+        return found
+
+    def count(self, tag: bytes, least: int, most: int) -> int:
+        found = self.value(tag)
+        number = int.from_bytes(found, "little")
+        if len(found) != _SIZE.size or not least <= number <= most:
+            raise FormatError(f"the value of {tag!r} is {number}; {least} to {most} can be")
+        return number
+
+    def end(self) -> None:
+        if self.left:
+            raise FormatError(f"{self.left} bytes follow its end")

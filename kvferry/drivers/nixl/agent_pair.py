@@ -1,0 +1,163 @@
+"""A transport's agents: the one that peers know, and one that posts in its stead after a failure.
+
+Once a transfer has failed, an agent whose backend has threads of its own must post nothing more
+(docs/adr/0018). So a second agent, which has none, posts what begins later. It is made when it is
+first needed, has the same memory, and knows the same peers; no peer knows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+from dataclasses import dataclass, field
+
+from kvferry.core.errors import ConnectError, DriverError, PeerLostError, TransportError
+from kvferry.core.memory import Region
+from kvferry.drivers.nixl.agent import Agent, Handle, Registration, TransferChunk, bare
+from kvferry.drivers.nixl.library import NixlLibrary
+from kvferry.drivers.nixl.options import NixlOptions, without_threads
+from kvferry.drivers.nixl.peer import NixlPeer
+
+_FAILED_BEFORE = "a transfer has failed before"
+
+_FILES = 64
+"""Three times as many file descriptors as an agent without threads takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Shared:
+    """Memory, as each agent has registered it."""
+
+    region: Region
+    held: dict[Agent, Registration] = field(default_factory=dict)
+
+
+class AgentPair:
+    """The agents of one transport, of which there are at most two.
+
+    Attributes:
+        first: has the transport's name. Peers reach its memory, and it carries all notifications;
+            it also posts, until one of its transfers has failed.
+
+    Raises:
+        DriverError: as ``Agent`` does.
+    """
+
+    def __init__(self, library: NixlLibrary, name: str, options: NixlOptions) -> None:
+        self.first = Agent(library, name, options)
+        self._second: Agent | None = None
+        self._library = library
+        self._options = without_threads(options)
+        self._memory: dict[Registration, _Shared] = {}
+        # Whoever connects or disconnects may do so beside the other calls.
+        self._lock = threading.Lock()
+
+    def prepare(self, peer: NixlPeer, part: TransferChunk) -> Handle:
+        """Make a transfer with a peer, by the agent that posts from now on.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            TransportError: NIXL refuses.
+        """
+        if peer.lost:
+            raise PeerLostError(f"the connection to {peer.name} is broken: connect again")
+        agent = self._posting()
+        try:
+            peer.tell(agent)
+        except ConnectError as exc:
+            raise PeerLostError(str(exc)) from exc
+        return agent.prepare(part, agent.name if peer.itself else peer.name)
+
+    def register(self, region: Region) -> Registration:
+        """Make memory reachable."""
+        with self._lock:
+            shared = _Shared(region=region)
+            made = Registration(shared)
+            self._memory[made] = shared
+            try:
+                for agent in self._all:
+                    shared.held[agent] = agent.register(region)
+            except TransportError:
+                self._deregister(made)
+                raise
+            return made
+
+    def deregister(self, registration: Registration) -> None:
+        """Make memory unreachable."""
+        with self._lock:
+            self._deregister(registration)
+
+    def rest(self, deadline: float) -> bool:
+        """Wait until NIXL's threads have left whatever copy they were in; whether that was in time.
+
+        Args:
+            deadline: by ``time.monotonic``.
+        """
+        return all(agent.rest(deadline) for agent in self._all)
+
+    def close(self, *, quiet: bool) -> None:
+        """End them; memory has been deregistered, and handles have been released.
+
+        Args:
+            quiet: whether all transfers have ended.
+        """
+        for agent in self._all:
+            agent.close(quiet=quiet)
+
+    @property
+    def _all(self) -> list[Agent]:
+        return [agent for agent in (self.first, self._second) if agent is not None]
+
+    def _posting(self) -> Agent:
+        if not self.first.spent:
+            return self.first
+        with self._lock:
+            if self._second is None:
+                self._second = self._made()
+            return self._second
+
+    def _made(self) -> Agent:
+        _check_files()
+        try:
+            made = Agent(self._library, f"{self.first.name}-2", self._options)
+        except DriverError as exc:
+            raise TransportError(f"{_FAILED_BEFORE}, and since then: {exc}") from exc
+        except self._library.errors as exc:
+            raise TransportError(f"{_FAILED_BEFORE}, and since then: {exc}") from bare(exc)
+        try:
+            for shared in self._memory.values():
+                shared.held[made] = made.register(shared.region)
+        except TransportError:
+            self._unmade(made)
+            raise
+        return made
+
+    def _unmade(self, made: Agent) -> None:
+        for shared in self._memory.values():
+            if made in shared.held:
+                with contextlib.suppress(TransportError):
+                    made.deregister(shared.held.pop(made))
+        made.close(quiet=True)
+
+    def _deregister(self, registration: Registration) -> None:
+        failed: list[TransportError] = []
+        for agent, one in self._memory.pop(registration).held.items():
+            try:
+                agent.deregister(one)
+            except TransportError as exc:
+                failed.append(exc)
+        if failed:
+            raise failed[0]
+
+
+def _check_files() -> None:
+    """UCX aborts the process if it gets some of the file descriptors that it wants, and not all."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = most - len(os.listdir("/proc/self/fd"))
+    if free < _FILES:
+        raise TransportError(
+            f"{_FAILED_BEFORE}, and to post another takes up to {_FILES} file descriptors, of "
+            f"which {free} of {most} are free: raise the limit (ulimit -n), or restart the engine"
+        )

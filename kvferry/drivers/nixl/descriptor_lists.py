@@ -1,0 +1,104 @@
+"""From a batch of copies to the arrays that NIXL takes: one pair for each pair of memory kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvferry.core.transport.bounds import check_bounds, checked_length
+from kvferry.core.transport.copies import Copies, Segment
+from kvferry.drivers.nixl.agent import Rows
+
+Kinds = tuple[str, str]
+"""The memory kinds of the local and of the remote side."""
+
+_Devices = tuple[int, int]
+"""Of the local and of the remote side."""
+
+_SMALLEST = 4096
+
+
+class DescriptorLists:
+    """Arrays that are filled again for batch after batch: NIXL copies them, and fresh memory is
+    slow to touch."""
+
+    def __init__(self) -> None:
+        self._reserve(_SMALLEST)
+
+    def parts(self, copies: Copies, most: int | None = None) -> Iterator[tuple[Kinds, Rows, Rows]]:
+        """The local and the remote rows of each part, valid until the next call.
+
+        Copies of no bytes are left out, so there may be no part at all.
+
+        Args:
+            copies: the batch.
+            most: how many rows a part may have; ``None``: any number.
+
+        Raises:
+            TransportUsageError: the arrays or the segments do not fit together, or a copy leaves
+                its regions. Nothing has been given out by then.
+        """
+        n = checked_length(copies)
+        if n == 0:
+            return iter(())
+        if n > len(self._ends):
+            self._reserve(1 << (n - 1).bit_length())
+        check_bounds(copies, "local", self._ends[:n])
+        check_bounds(copies, "remote", self._ends[:n])
+        parts = self._grouped(copies, *self._filled(copies, n))
+        return parts if most is None else _cut(parts, most)
+
+    def _reserve(self, capacity: int) -> None:
+        self._ends = np.empty(capacity, np.uint64)
+        self._local, self._remote = np.empty((2, capacity, 3), np.uint64)
+        self._devices: _Devices = (-1, -1)
+
+    def _filled(self, copies: Copies, n: int) -> tuple[Rows, Rows]:
+        local, remote = self._local[:n], self._remote[:n]
+        local[:, 0], remote[:, 0] = copies.local, copies.remote
+        local[:, 1] = remote[:, 1] = copies.nbytes
+        devices = {(segment.local.device, segment.remote.device) for segment in copies.segments}
+        if devices != {self._devices}:
+            self._fill_devices(copies, devices)
+        return local, remote
+
+    def _fill_devices(self, copies: Copies, devices: set[_Devices]) -> None:
+        """Where all copies have the same devices, for the next batches as well."""
+        if len(devices) == 1:
+            (self._devices,) = devices
+            self._local[:, 2], self._remote[:, 2] = self._devices
+            return
+        self._devices = (-1, -1)
+        for segment in copies.segments:
+            self._local[segment.start : segment.stop, 2] = segment.local.device
+            self._remote[segment.start : segment.stop, 2] = segment.remote.device
+
+    def _grouped(
+        self, copies: Copies, local: Rows, remote: Rows
+    ) -> Iterator[tuple[Kinds, Rows, Rows]]:
+        empty = not copies.nbytes[copies.nbytes.argmin()]
+        groups: dict[Kinds, list[Segment]] = {}
+        for segment in copies.segments:
+            groups.setdefault((segment.local.kind, segment.remote.kind), []).append(segment)
+        for kinds, segments in groups.items():
+            here, there = local, remote
+            if len(groups) > 1:
+                here, there = (_picked(rows, segments) for rows in (local, remote))
+            if empty:
+                full = here[:, 1] != 0
+                here, there = here[full], there[full]
+            if len(here):
+                yield kinds, here, there
+
+
+def _picked(rows: Rows, segments: list[Segment]) -> Rows:
+    return np.concatenate([rows[segment.start : segment.stop] for segment in segments])
+
+
+def _cut(
+    parts: Iterator[tuple[Kinds, Rows, Rows]], most: int
+) -> Iterator[tuple[Kinds, Rows, Rows]]:
+    for kinds, local, remote in parts:
+        for start in range(0, len(local), most):
+            yield kinds, local[start : start + most], remote[start : start + most]

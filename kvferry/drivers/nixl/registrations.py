@@ -1,0 +1,142 @@
+"""What is registered with NIXL: spans, which never overlap, for regions, which may.
+
+NIXL looks an address up among its registrations by bisection, and finds nothing where one lies
+within another. So a region that lies within a registered span is one more user of it, and spans
+that a new region overlaps become one with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry.core.errors import TransportError
+from kvferry.core.memory import Region
+from kvferry.drivers.nixl.agent import Registration
+
+
+class Registrar(Protocol):
+    """What registers: ``Agents``."""
+
+    def register(self, region: Region) -> Registration:
+        """Make memory reachable, or raise ``TransportError``."""
+
+    def deregister(self, registration: Registration) -> None:
+        """Make memory unreachable."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RegisteredSpan:
+    """One registration.
+
+    Attributes:
+        whole: its range.
+        key: never used for another one, so that peers see when memory was registered anew.
+        users: the regions for which it is registered.
+    """
+
+    whole: Region
+    key: int
+    registration: Registration
+    users: set[Region] = field(default_factory=set)
+
+
+class Registrations:
+    """The spans of one transport."""
+
+    def __init__(self, registrar: Registrar) -> None:
+        self._registrar = registrar
+        self._spans: dict[Region, RegisteredSpan] = {}
+        self._keys = itertools.count(1)
+
+    def __iter__(self) -> Iterator[RegisteredSpan]:
+        return iter(dict.fromkeys(self._spans.values()))
+
+    def __contains__(self, region: Region) -> bool:
+        return region in self._spans
+
+    @property
+    def regions(self) -> Collection[Region]:
+        """All that is registered."""
+        return self._spans.keys()
+
+    def add(self, region: Region, used: Collection[Region]) -> None:
+        """Register a region that is not registered yet.
+
+        Args:
+            region: what to register.
+            used: the regions of unfinished transfers of this side.
+
+        Raises:
+            TransportError: NIXL refuses, or a span would have to grow that is in use.
+        """
+        touched = [span for span in self if _overlap(span.whole, region)]
+        within = next((span for span in touched if span.whole.contains(region)), None)
+        if within is None:
+            within = self._grown(region, touched, used) if touched else self._made(region)
+        within.users.add(region)
+        self._spans[region] = within
+
+    def remove(self, region: Region) -> None:
+        """Deregister a region, and its span if nothing else uses it."""
+        span = self._spans.pop(region)
+        span.users.discard(region)
+        if not span.users:
+            self._registrar.deregister(span.registration)
+
+    def clear(self) -> list[TransportError]:
+        """Deregister everything; what went wrong."""
+        failed = []
+        for span in self:
+            try:
+                self._registrar.deregister(span.registration)
+            except TransportError as exc:
+                failed.append(exc)
+        self._spans.clear()
+        return failed
+
+    def _made(self, whole: Region) -> RegisteredSpan:
+        return RegisteredSpan(
+            whole=whole, key=next(self._keys), registration=self._registrar.register(whole)
+        )
+
+    def _grown(
+        self, region: Region, touched: list[RegisteredSpan], used: Collection[Region]
+    ) -> RegisteredSpan:
+        busy = [user for span in touched for user in span.users if user in used]
+        if busy:
+            raise TransportError(
+                f"{region} overlaps {busy[0]}, which a transfer uses: register the larger region "
+                "first, or poll until that transfer is final"
+            )
+        for span in touched:
+            self._registrar.deregister(span.registration)
+        try:
+            grown = self._made(_hull([region, *(span.whole for span in touched)]))
+        except TransportError:
+            for span in touched:
+                span.registration = self._registrar.register(span.whole)
+                span.key = next(self._keys)
+            raise
+        for span in touched:
+            grown.users |= span.users
+        self._spans.update(dict.fromkeys(grown.users, grown))
+        return grown
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    same = (one.kind, one.device) == (other.kind, other.device)
+    return same and one.address < other.end and other.address < one.end
+
+
+def _hull(regions: list[Region]) -> Region:
+    """The range from the first to the last byte; overlapping regions leave no hole in it."""
+    first = min(region.address for region in regions)
+    return Region(
+        address=first,
+        nbytes=max(region.end for region in regions) - first,
+        kind=regions[0].kind,
+        device=regions[0].device,
+    )

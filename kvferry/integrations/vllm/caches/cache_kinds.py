@@ -1,0 +1,110 @@
+"""Which of vLLM's kinds of cache are handed over, and which are refused: one table, ``SPECS``."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+
+class Handling(enum.StrEnum):
+    """What is done with a kind of cache."""
+
+    PAGED = "paged"
+    """A page holds a run of tokens."""
+    STATE = "state"
+    """A page holds the state after some tokens."""
+    MEMBERS = "members"
+    """Each layer has a kind of its own."""
+    REFUSED = "refused"
+    """An engine that has it does not start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSupport:
+    """What is done with a kind of cache, and why; for people."""
+
+    handling: Handling
+    why: str
+
+
+def _paged(why: str) -> CacheSupport:
+    return CacheSupport(handling=Handling.PAGED, why=why)
+
+
+def _refused(why: str) -> CacheSupport:
+    return CacheSupport(handling=Handling.REFUSED, why=why)
+
+
+SPECS: Mapping[str, CacheSupport] = {
+    "FullAttentionSpec": _paged("every token has its place"),
+    "MLAAttentionSpec": _paged("every token, or every few, has its place; the same on every rank"),
+    "RSWASpec": _paged("a prompt's tokens are never given up, only generated ones are"),
+    "SlidingWindowSpec": _paged("the tokens before the window are holes"),
+    "SlidingWindowMLASpec": _paged("the tokens before the window are holes"),
+    "ChunkedLocalAttentionSpec": _paged("the tokens before the chunk are holes"),
+    "MambaSpec": CacheSupport(handling=Handling.STATE, why="one page per request"),
+    "UniformTypeKVCacheSpecs": CacheSupport(
+        handling=Handling.MEMBERS, why="each layer has its own"
+    ),
+    "AttentionSpec": _refused("no layer has it: others are derived from it"),
+    "CircularBufferSpec": _refused(
+        "a ring of a request's last tokens, which the next ones overwrite in place: it is right "
+        "for one token only, and that was not proven"
+    ),
+    "CrossAttentionSpec": _refused("of an encoder's tokens, which are not the prompt's"),
+    "EncoderOnlyAttentionSpec": _refused("has no cache"),
+    "HiddenStateCacheSpec": _refused("hidden states have a connector of their own in vLLM"),
+    "HiSparseHotSpec": _refused("a replica that vLLM fills itself; it does not offer it"),
+    "HiSparseResidentSpec": _refused("a replica that vLLM fills itself; it does not offer it"),
+    "SinkFullAttentionSpec": _refused(
+        "each engine keeps pages of its own for the sink; that the rest can move was not proven"
+    ),
+}
+"""By the name of the class. A class that is not here is refused, whatever it is derived from."""
+
+
+def refusals(config: KVCacheConfig) -> Iterator[str]:
+    """Why an engine with these caches cannot hand them over; nothing if it can.
+
+    Groups that vLLM itself does not offer for transfer are no reason.
+    """
+    for group in config.transfer_groups:
+        reason = _refusal(group)
+        if reason:
+            yield f"the caches of {_some(group.layer_names)} ({reason})"
+
+
+def _refusal(group: KVCacheGroupSpec) -> str:
+    from vllm.v1.kv_cache_interface import iter_layer_specs
+
+    if group.host_resident:
+        return "they lie in the host's memory, where vLLM numbers blocks on its own"
+    reasons = {_of_spec(spec) for spec in iter_layer_specs(group.kv_cache_spec)}
+    return "; ".join(sorted(reasons - {""}))
+
+
+def _of_spec(spec: KVCacheSpec) -> str:
+    name = type(spec).__name__
+    verdict = SPECS.get(name)
+    if verdict is None:
+        return f"{name}: not known here"
+    if verdict.handling is Handling.REFUSED:
+        return f"{name}: {verdict.why}"
+    states = getattr(spec, "tokens_per_state", 1)
+    if verdict.handling is Handling.PAGED and (states < 1 or states != int(states)):
+        return f"{name} of {1 / states} entries per token: an entry must be of whole tokens"
+    if getattr(spec, "bounded_replay", False):
+        return (
+            f"{name} with bounded replay: vLLM computes the window again, and that was not proven"
+        )
+    return ""
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 2} more layers" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + rest

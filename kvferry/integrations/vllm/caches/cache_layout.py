@@ -1,0 +1,148 @@
+"""vLLM's cache tensors and specs, as a layout.
+
+The shape of a cache tensor does not say what its bytes mean: that is knowledge about the kernels
+which read them, and it stands in two tables, ``packings.PACKINGS`` and ``states.STATES``. What is
+in neither is opaque: it moves whole between equals, and is refused otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvferry.core.errors import LayoutError
+from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout
+from kvferry.core.memory import Region, region_of
+from kvferry.integrations.vllm.caches.packings import pack
+from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, Page, TensorPlace, spec_of
+from kvferry.integrations.vllm.caches.state_pages import STATES, whole
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+
+def describe(
+    caches: Mapping[str, torch.Tensor],
+    config: KVCacheConfig,
+    *,
+    facts: Mapping[str, LayerFacts],
+    place: TensorPlace = ALONE,
+) -> Layout:
+    """The layout of one rank.
+
+    Args:
+        caches: what vLLM registers, layer name to tensor (kernel blocks, head slots, entries,
+            elements); the tensors keep their memory.
+        config: which layers form which group; groups that are not transferred are left out, and
+            one may have no layer on this rank.
+        facts: what else is known, by layer.
+        place: which rank this is.
+
+    Raises:
+        LayoutError: a tensor is missing, or is not what its spec and its kernels should have.
+    """
+    rank = _Rank(caches=caches, blocks=config.num_blocks, facts=facts, place=place, regions=[])
+    described = [rank.group(index, group) for index, group in enumerate(config.transfer_groups)]
+    return Layout(
+        regions=tuple(rank.regions),
+        groups=tuple(group for group, _ in described),
+        fields=tuple(field for _, fields in described for field in fields),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """What all groups of a rank have in common; ``regions`` are numbered as they appear."""
+
+    caches: Mapping[str, torch.Tensor]
+    blocks: int
+    facts: Mapping[str, LayerFacts]
+    place: TensorPlace
+    regions: list[Region]
+
+    def group(self, index: int, group: KVCacheGroupSpec) -> tuple[Group, tuple[Field, ...]]:
+        pages = [
+            self._page(layer, tensor, spec_of(layer, group), index)
+            for layer, tensor in _distinct(self.caches, group)
+        ]
+        if is_state(group.kv_cache_spec):
+            fields = [f for page in pages for f in STATES.get(page.facts.backend, whole)(page)]
+            return Group(kind=GroupKind.STATE, block_tokens=0), tuple(fields)
+        kind, packed = pack(pages)
+        tokens = group.kv_cache_spec.block_size
+        return Group(kind=kind, block_tokens=tokens, context=self._context(group)), packed
+
+    def _context(self, group: KVCacheGroupSpec) -> ContextParallel:
+        """A cache that is not sharded holds all tokens on every context rank."""
+        if not group.kv_cache_spec.dcp_sharded:
+            return ContextParallel()
+        place = self.place
+        return ContextParallel(size=place.dcp_size, rank=place.dcp, interleave=place.interleave)
+
+    def _page(self, layer: str, tensor: torch.Tensor, spec: KVCacheSpec, group: int) -> Page:
+        region = region_of(tensor)
+        kernels = _kernels(layer, tensor, spec, self.blocks)
+        item = tensor.element_size()
+        stride, *strides = (step * item for step in tensor.stride())
+        if region not in self.regions:
+            self.regions.append(region)
+        return Page(
+            layer=layer,
+            facts=self.facts[layer],
+            spec=spec,
+            place=self.place,
+            shape=tuple(tensor.shape[1:]),
+            strides=tuple(strides),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            itemsize=item,
+            pages=self.blocks,
+            page_stride=stride * kernels,
+            kernels=kernels,
+            kernel_stride=stride,
+            group=group,
+            region=self.regions.index(region),
+            offset=tensor.data_ptr() - region.address,
+        )
+
+
+def is_state(spec: KVCacheSpec) -> bool:
+    """Whether a page of this group is the state after some tokens, not a run of tokens."""
+    from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
+
+    return any(isinstance(one, MambaSpec) for one in iter_layer_specs(spec))
+
+
+def _distinct(
+    caches: Mapping[str, torch.Tensor], group: KVCacheGroupSpec
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A group's layers; of those that share one cache (cross-layer sharing) only the first."""
+    seen: set[int] = set()
+    for layer in group.layer_names:
+        if layer not in caches:
+            raise LayoutError(f"vLLM registered no cache for layer {layer!r}")
+        if (place := caches[layer].data_ptr()) not in seen:
+            seen.add(place)
+            yield layer, caches[layer]
+
+
+def _kernels(layer: str, tensor: torch.Tensor, spec: KVCacheSpec, blocks: int) -> int:
+    """Into how many blocks the kernels cut one of the scheduler's.
+
+    Raises:
+        LayoutError: the tensor's shape is not that of its spec.
+    """
+    shape = tuple(tensor.shape)
+    kernels, rest = divmod(shape[0], blocks)
+    if len(shape) != 4 or rest or not kernels or shape[1] != spec.num_heads:
+        raise LayoutError(
+            f"layer {layer!r}: a cache of shape {shape} is not ({blocks} or a multiple of it, "
+            f"{spec.num_heads} heads, entries, elements)"
+        )
+    if kernels * shape[2] != spec.num_states:
+        raise LayoutError(
+            f"layer {layer!r}: {kernels} kernel blocks of {shape[2]} entries in a block of "
+            f"{spec.num_states}"
+        )
+    return int(kernels)

@@ -1,0 +1,42 @@
+"""The driver that the configuration names, if it can reach the caches' memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvferry.core.transport import registry
+from kvferry.integrations.vllm.config import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvferry.core.transport import Transport
+    from kvferry.integrations.vllm.config import Config
+
+
+def make_transport(config: Config, memory: Iterable[str]) -> Transport:
+    """The transport of the configured driver; the caller closes it.
+
+    Args:
+        config: names the driver.
+        memory: the kinds of memory that the caches lie in.
+
+    Raises:
+        ConfigError: the driver cannot reach one of the kinds; names installed drivers that can.
+        DriverError: the driver cannot be used at all.
+    """
+    transport = registry.create(config.driver, config.driver_options)
+    missing = sorted(set(memory) - transport.capabilities.memory)
+    if not missing:
+        return transport
+    transport.close()
+    able = [
+        report.info.name
+        for report in map(registry.describe, registry.installed())
+        if report.capabilities is not None and report.capabilities.memory.issuperset(missing)
+    ]
+    raise ConfigError(
+        f"driver {config.driver!r} cannot reach {', '.join(missing)} memory, where this engine's "
+        f"cache is. Set driver to one that can; of the installed ones: "
+        f"{', '.join(able) or 'none; kvferry drivers lists them, and why one does not work'}"
+    )

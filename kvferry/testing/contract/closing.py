@@ -1,0 +1,176 @@
+"""The end of a transport: close, use after close, and what a forked child may do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.core.errors import ConnectError, TransportUnsupportedError, TransportUsageError
+from kvferry.core.transport import PeerId, State
+from kvferry.testing.contract.copy_batches import batch
+from kvferry.testing.contract.local_peer import LocalPeer
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, OPS, Workbench, refused
+from kvferry.testing.peer_process import calls
+from kvferry.testing.peers import Process, TransportPeer
+
+_FIRST, _MORE = 2, 6
+
+
+class ClosingTests(ContractSettings):
+    """Close, and after."""
+
+    def test_close_twice(self, lab: Workbench) -> None:
+        transport = lab.make()
+        transport.close()
+        transport.close()
+
+    def test_close_right_after_it_was_made_and_with_everything(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
+        transport = lab.make()
+        buffer = lab.buffer(MIB, transport)
+        transport.connect(remote.address())
+        peer = transport.connect(remote.address())
+        copies = batch(buffer.region, remote.region, [0], [0], [MIB])
+        lab.finish(getattr(transport, lab.an_op)(peer, copies), transport)
+        transport.close()
+        transport.close()
+        lab.works(remote)
+
+    def test_after_close_every_method_but_close_refuses(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
+        transport = lab.make()
+        region = lab.buffer(MIB, transport).region
+        peer = transport.connect(remote.address())
+        copies = batch(region, remote.region, [0], [0], [MIB])
+        transfer = getattr(transport, lab.an_op)(peer, copies)
+        assert lab.until(lambda: transport.poll([transfer])[0].state.final)
+        transport.close()
+        for call in calls(transport, region, peer, copies).values():
+            refused(call)
+        refused(transport.poll, [transfer])
+        refused(transport.cancel, transfer)
+        refused(transport.forget, transfer)
+        for op in set(OPS) - set(lab.ops):
+            with pytest.raises((TransportUnsupportedError, TransportUsageError)):
+                getattr(transport, op)(peer, copies)
+        transport.close()
+
+    def test_after_close_the_properties_go_on_answering(self, lab: Workbench) -> None:
+        """The library, which is for people, may say less."""
+        transport = lab.make()
+        before = (transport.name, transport.capabilities)
+        transport.close()
+        assert (transport.name, transport.capabilities) == before
+        assert isinstance(transport.library, str)
+
+    def test_close_gives_threads_and_descriptors_back(self, lab: Workbench) -> None:
+        """A library may keep some for good; what grows with every transport is never enough."""
+        counts: list[int] = []
+        for index in range(_FIRST + _MORE):
+            transport = lab.make()
+            transport.register(lab.mine.region)
+            transport.connect(lab.transport.address())
+            lab.transport.disconnect(lab.transport.connect(transport.address()))
+            transport.close()
+            if index == _FIRST - 1:
+                lab.until(lambda: False, 0.1)
+                counts = _held()
+        back = lab.until(lambda: all(_held()[kind] < counts[kind] + _MORE for kind in (0, 1)), 5.0)
+        assert back, f"from {counts} descriptors and threads to {_held()}, {_MORE} transports later"
+
+    def test_closing_one_leaves_others_alone(self, lab: Workbench, remote: TransportPeer) -> None:
+        other = lab.make()
+        other.connect(remote.address())
+        other.connect(lab.transport.address())
+        lab.transport.connect(other.address())
+        other.close()
+        lab.works(remote)
+
+    def test_a_transport_that_was_closed_is_not_connected_to(self, lab: Workbench) -> None:
+        """At once, or by the first transfer."""
+        neighbour = LocalPeer(lab, lab.make())
+        address, region = neighbour.address(), neighbour.region
+        neighbour.transport.close()
+        try:
+            peer = lab.transport.connect(address)
+        except ConnectError:
+            return
+        copies = batch(lab.mine.region, region, [0], [0], [MIB])
+        transfer = lab.start(lab.an_op, peer, copies)
+        assert lab.settled(transfer, peer).state is State.FAILED
+
+    def test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed(
+        self, lab: Workbench, op: str
+    ) -> None:
+        """Also for a peer that has been connected for long."""
+        neighbour = LocalPeer(lab, lab.make())
+        peer = lab.transport.connect(neighbour.address())
+        copies = lab.whole(neighbour)
+        if lab.refuses(op, peer, copies):
+            return
+        lab.finish(lab.start(op, peer, copies))
+        neighbour.transport.close()
+        content, before = lab.fresh(), lab.mine.get()
+        neighbour.put(content)
+        status = lab.settled(lab.start(op, peer, copies), peer)
+        assert status.state is State.FAILED, "it has reached memory of a closed transport"
+        target, wanted = (lab.mine, before) if op == "read" else (neighbour, content)
+        np.testing.assert_array_equal(target.get(), wanted)
+
+    def test_what_arrived_before_the_peer_closed_stays_done(self, lab: Workbench) -> None:
+        neighbour = LocalPeer(lab, lab.make())
+        peer = lab.transport.connect(neighbour.address())
+        content = neighbour.get()
+        if lab.an_op != "read":
+            lab.mine.put(content)
+        transfer = lab.start(lab.an_op, peer, lab.whole(neighbour))
+        assert lab.known(transfer).state is State.DONE
+        neighbour.transport.close()
+        assert lab.state(transfer) is State.DONE
+        np.testing.assert_array_equal(lab.mine.get(), content)
+        lab.transport.disconnect(peer)
+
+    def test_its_memory_can_be_registered_again_elsewhere(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
+        one, other = lab.make(), lab.make()
+        buffer = lab.buffer(MIB, one)
+        one.close()
+        other.register(buffer.region)
+        peer = other.connect(remote.address())
+        copies = batch(buffer.region, remote.region, [0], [0], [MIB])
+        lab.finish(getattr(other, lab.an_op)(peer, copies), other)
+        np.testing.assert_array_equal(buffer.get(), remote.get())
+
+    def test_a_forked_child_is_refused_and_harms_nothing(
+        self, lab: Workbench, process: Process
+    ) -> None:
+        """A fork has the memory of a transport, but neither its threads nor its devices."""
+        peer = process.connect(lab.transport.address())
+        copies = batch(process.region, lab.mine.region, [0], [0], [MIB])
+        back = lab.transport.connect(process.address())
+        self._moves_and_notifies(lab, process, peer, back)
+        assert process.fork(peer, copies) == []
+        self._moves_and_notifies(lab, process, peer, back)
+        lab.works(process)
+
+    @staticmethod
+    def _moves_and_notifies(lab: Workbench, process: Process, there: PeerId, back: PeerId) -> None:
+        process.begin(lab.an_op, there, batch(process.region, lab.mine.region, [0], [0], [MIB]))
+        assert lab.until(process.answered)
+        assert process.ended().state is State.DONE
+        if lab.notifies:
+            process.notify(there, [lab.payload(1)])
+            assert [one.payload for one in lab.receive(lab.transport, 1)] == [lab.payload(1)]
+            lab.transport.notify(back, lab.payload(2))
+            assert [one.payload for one in process.notifications(1)] == [lab.payload(2)]
+
+
+def _held() -> list[int]:
+    """How many descriptors and threads this process has."""
+    return [len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task")]

@@ -1,0 +1,131 @@
+"""Connecting and disconnecting beside other calls, where the driver says that they may be."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.core.errors import TransportError
+from kvferry.core.transport import State, TransferId
+from kvferry.testing.contract.copy_batches import batch
+from kvferry.testing.contract.local_peer import LocalPeer
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import Workbench
+from kvferry.testing.peers import Process
+
+_ATTEMPTS = 3
+_ROUNDS = 20
+_KEPT = 4
+"""Transfers that have ended and are not forgotten yet."""
+_BYTES = 4096
+_LONG_SECONDS = 1.0
+"""What a call takes that others would notice if it held them up."""
+
+
+@dataclass(slots=True, eq=False)
+class OtherThread:
+    """A call on a thread of its own: when it began and ended, and what went wrong."""
+
+    call: Callable[[], None]
+    wrong: list[BaseException] = field(default_factory=list)
+    began: float = 0.0
+    ended: float = 0.0
+    _thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.began = time.monotonic()
+        try:
+            self.call()
+        # The test's own thread says what it was.
+        except BaseException as exc:  # noqa: BLE001
+            self.wrong.append(exc)
+        self.ended = time.monotonic()
+
+    @property
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+
+class ConcurrentConnectTests(ContractSettings):
+    """Two threads at once: one connects and disconnects, the other does everything else."""
+
+    def test_peers_come_and_go_beside_transfers(
+        self, lab: Workbench, shared_process: Process
+    ) -> None:
+        if not lab.capabilities.concurrent_connect:
+            return
+        peer = lab.transport.connect(shared_process.address())
+
+        def comes_and_goes(address: bytes) -> None:
+            for _ in range(_ROUNDS):
+                lab.transport.disconnect(lab.transport.connect(address))
+
+        addresses = [LocalPeer(lab, lab.make()).address() for _ in range(2)]
+        copies = batch(lab.mine.region, shared_process.region, [0], [0], [_BYTES])
+        others = [OtherThread(lambda at=at: comes_and_goes(at)) for at in addresses]  # type: ignore[misc]
+        kept: deque[TransferId] = deque()
+        while any(other.runs for other in others):
+            kept.append(lab.start(lab.an_op, peer, copies))
+            assert lab.known(kept[-1]).state is State.DONE
+            if len(kept) > _KEPT:
+                lab.transport.forget(kept.popleft())
+            if lab.notifies:
+                lab.transport.notify(peer, lab.payload(1))
+            lab.transport.notifications()
+        assert not [error for other in others for error in other.wrong]
+        lab.works(shared_process)
+
+    def test_a_stopped_peer_that_is_disconnected_holds_nobody_up(
+        self, lab: Workbench, process: Process, op: str
+    ) -> None:
+        """However long it takes, what others are read from and told goes on meanwhile."""
+        if not lab.capabilities.concurrent_connect or op not in lab.ops:
+            return
+        if (lab.capabilities.max_outstanding or 2) < 2:
+            return
+        there = LocalPeer(lab, lab.make())
+        other = lab.transport.connect(there.address())
+        spare = lab.buffer(_BYTES, lab.transport)
+        copies = batch(spare.region, there.region, [0], [0], [_BYTES])
+        held_up = []
+        for _ in range(_ATTEMPTS):  # a busy machine may hold everybody up, but not each time
+            longest, took = self._beside_its_disconnect(
+                lab, process, op, lambda: lab.finish(lab.start(lab.an_op, other, copies))
+            )
+            if took < _LONG_SECONDS or longest < 0.75 * took:
+                return
+            held_up.append(f"{longest:.1f} of {took:.1f} s")
+        raise AssertionError(f"a transfer with another peer was held up for {held_up}")
+
+    @staticmethod
+    def _beside_its_disconnect(
+        lab: Workbench, process: Process, op: str, others: Callable[[], None]
+    ) -> tuple[float, float]:
+        """How long one transfer of others took at most while a stopped peer was disconnected, and
+        how long that took."""
+        peer = lab.transport.connect(process.address())
+        lab.start(op, peer, lab.lasting(process))
+        process.stop()
+        try:
+            leaving = OtherThread(lambda: lab.transport.disconnect(peer))
+            moments = []
+            while leaving.runs:
+                others()
+                moments.append(time.monotonic())
+        finally:
+            process.go_on()
+        assert all(isinstance(error, TransportError) for error in leaving.wrong), leaving.wrong
+        if leaving.wrong:
+            lab.transport.disconnect(peer)
+        inside = [one for one in moments if leaving.began < one < leaving.ended]
+        longest = float(np.diff([leaving.began, *inside, leaving.ended]).max())
+        return longest, leaving.ended - leaving.began

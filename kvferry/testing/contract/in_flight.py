@@ -1,0 +1,300 @@
+"""Transfers in flight: cancelled, disconnected, closed, and beside other calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from kvferry.core.errors import PeerLostError, TransferCancelledError
+from kvferry.core.transport import PeerId, Quiescence, State
+from kvferry.testing.contract.copy_batches import batch
+from kvferry.testing.contract.local_peer import LocalPeer
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, Workbench, refused
+from kvferry.testing.peers import Process, TransportPeer
+
+_ATTEMPTS = 3
+_A_WHILE = 0.25
+
+
+class InFlightTests(ContractSettings):
+    """What begins with a transfer that takes seconds; see ``lasting_bytes``."""
+
+    def test_cancel_ends_a_transfer_early(
+        self, lab: Workbench, remote: TransportPeer, op: str
+    ) -> None:
+        """A driver that cannot takes the call, and the transfer goes on to its end."""
+        peer = lab.transport.connect(remote.address())
+        if not lab.capabilities.cancel:
+            self._cancel_does_nothing(lab, remote, peer, op)
+            return
+        copies = lab.lasting(remote)
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies, lab.bound())
+        if lab.state(transfer).final:
+            return
+        lab.transport.cancel(transfer)
+        status = lab.settled(transfer, peer)
+        assert status.state is State.FAILED
+        # A driver that needs a disconnect for it may say that instead.
+        needed = lab.capabilities.quiescence is Quiescence.AFTER_DISCONNECT
+        known = isinstance(status.error, TransferCancelledError)
+        assert known or (needed and isinstance(status.error, PeerLostError)), repr(status.error)
+        lab.transport.cancel(transfer)
+        assert lab.poll([transfer]) == [status]
+        assert remote.notifications(1, 0.05) == []
+        lab.works(remote)
+
+    def _cancel_does_nothing(
+        self, lab: Workbench, remote: TransportPeer, peer: PeerId, op: str
+    ) -> None:
+        copies = batch(lab.mine.region, remote.region, [0] * 64, [0] * 64, [MIB] * 64)
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies)
+        lab.transport.cancel(transfer)
+        assert lab.settled(transfer, peer).state is State.DONE
+        np.testing.assert_array_equal(lab.mine.get(), remote.get())
+
+    def test_cancel_does_not_wait_for_the_end(
+        self, lab: Workbench, shared_process: Process
+    ) -> None:
+        """Nor does a notification, for what is under way."""
+        peer = lab.transport.connect(shared_process.address())
+        took = []
+        for _ in range(_ATTEMPTS):
+            transfer = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+            before = time.monotonic()
+            lab.transport.cancel(transfer)
+            if lab.notifies:
+                lab.transport.notify(peer, lab.payload(1))
+            took.append(time.monotonic() - before)
+            lab.settled(transfer, peer)
+            peer = lab.transport.connect(shared_process.address())
+            if min(took) < _A_WHILE:  # a busy machine may hold one call up, but not all
+                return
+        raise AssertionError(f"cancel takes {took} s")
+
+    def test_cancel_after_the_end_changes_nothing(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
+        peer = lab.transport.connect(remote.address())
+        transfer = lab.start(lab.an_op, peer, lab.whole(remote))
+        assert lab.known(transfer).state is State.DONE
+        lab.transport.cancel(transfer)
+        assert lab.state(transfer) is State.DONE
+
+    def test_cancel_leaves_other_transfers_alone(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
+        if (lab.capabilities.max_outstanding or 2) < 2:
+            return
+        peer = lab.transport.connect(remote.address())
+        lasting = lab.start(lab.an_op, peer, lab.lasting(remote))
+        spare = lab.buffer(4096, lab.transport)
+        small = batch(spare.region, remote.region, [0], [8192], [4096])
+        other = lab.start(lab.an_op, peer, small)
+        lab.transport.cancel(lasting)
+        lab.finish(other)
+        np.testing.assert_array_equal(spare.get(), remote.get()[8192:12_288])
+        lab.settled(lasting, peer)
+
+    def test_disconnect_fails_what_is_in_flight(
+        self, lab: Workbench, remote: TransportPeer, op: str
+    ) -> None:
+        peer = lab.transport.connect(remote.address())
+        copies = lab.lasting(remote)
+        if lab.refuses(op, peer, copies):
+            return
+        two = (lab.capabilities.max_outstanding or 2) >= 2
+        transfers = [lab.start(op, peer, copies, lab.bound()) for _ in range(1 + two)]
+        running = [lab.state(transfer) is State.PENDING for transfer in transfers]
+        lab.transport.disconnect(peer)
+        for was_running, status in zip(running, lab.poll(transfers), strict=True):
+            assert status.state.final
+            if was_running and status.state is State.FAILED:
+                assert isinstance(status.error, PeerLostError), repr(status.error)
+        if any(running):
+            # Who cannot end a transfer early may let it run to its end first.
+            last = lab.poll(transfers)[-1]
+            assert last.state is State.FAILED or not lab.capabilities.cancel, last
+            done = [one for one in lab.poll(transfers) if one.state is State.DONE]
+            told = remote.notifications(len(done) + 1, 0.05) if lab.notifies else done
+            assert len(told) <= len(done), "notifications of transfers that failed"
+        refused(lab.start, op, peer, copies)
+        refused(lab.transport.disconnect, peer)
+        for transfer in transfers:
+            lab.transport.forget(transfer)
+        lab.works(remote)
+
+    def test_close_with_work_in_flight(
+        self, lab: Workbench, remote: TransportPeer, op: str
+    ) -> None:
+        """It ends the work; what was in flight says nothing to the peer."""
+        transport = lab.make()
+        mine = lab.buffer(MIB, transport)
+        peer = transport.connect(remote.address())
+        if op not in lab.ops:
+            return  # the refusal is tested above, with the transport under test
+        transfer = getattr(transport, op)(peer, lab.lasting(remote, mine.region), lab.bound())
+        ended = transport.poll([transfer])[0].state.final
+        transport.close()
+        # Who cannot end a transfer early may have let it run to its end.
+        if lab.notifies and lab.capabilities.cancel and not ended:
+            assert remote.notifications(1, 0.05) == []
+        transport.close()
+        refused(transport.poll, [transfer])
+        lab.works(remote)
+
+    def test_a_peer_that_closes_ends_the_transfer(self, lab: Workbench, process: Process) -> None:
+        """Known soon, or done: what closing a transport does to its readers is never a hang."""
+        peer = lab.transport.connect(process.address())
+        transfer = lab.start(lab.an_op, peer, lab.lasting(process))
+        process.close()
+        lab.known(transfer)
+        lab.settled(transfer, peer)
+
+    def test_a_neighbour_may_close_while_it_is_read(self, lab: Workbench) -> None:
+        neighbour = LocalPeer(lab, lab.make())
+        peer = lab.transport.connect(neighbour.address())
+        transfer = lab.start(lab.an_op, peer, lab.lasting(neighbour))
+        neighbour.transport.close()
+        lab.known(transfer)
+        lab.settled(transfer, peer)
+        lab.works(LocalPeer(lab, lab.make()))
+
+    def test_poll_does_not_block(self, lab: Workbench, shared_process: Process) -> None:
+        peer = lab.transport.connect(shared_process.address())
+        transfer = lab.start(lab.an_op, peer, lab.lasting(shared_process))
+        took = []
+        for _ in range(20):
+            before = time.monotonic()
+            lab.poll([transfer])
+            took.append(time.monotonic() - before)
+        # A transfer takes seconds, and a busy machine may hold one call up, but not all.
+        assert sorted(took)[10] < 0.05, took
+        lab.transport.cancel(transfer)
+
+    def test_calls_may_come_from_different_threads(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
+        """One at a time."""
+        wrong: list[BaseException] = []
+        peers: list[PeerId] = []
+
+        def elsewhere() -> None:
+            try:
+                peer = lab.transport.connect(remote.address())
+                lab.finish(lab.start(lab.an_op, peer, lab.whole(remote)))
+                peers.append(peer)
+            # The test's own thread says what it was.
+            except BaseException as exc:  # noqa: BLE001
+                wrong.append(exc)
+
+        for _ in range(3):
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        assert not wrong, wrong
+        assert len(set(peers)) == 1
+        lab.works(remote)
+        lab.transport.disconnect(peers[0])
+
+    def test_transfers_go_on_without_calls(
+        self, lab: Workbench, remote: TransportPeer, op: str
+    ) -> None:
+        """Where the capabilities say so: nobody polls here, and all bytes arrive."""
+        if not lab.capabilities.background_progress:
+            return  # then every other test polls
+        mine, content = lab.mine.get(), remote.get()
+        peer = lab.transport.connect(remote.address())
+        if lab.refuses(op, peer, lab.whole(remote)):
+            return
+        transfer = lab.start(op, peer, lab.whole(remote))
+        target, wanted = (lab.mine, content) if op == "read" else (remote, mine)
+        assert lab.until(lambda: bool((target.get() == wanted).all())), "nothing moves by itself"
+        lab.finish(transfer)
+
+    def test_other_calls_change_nothing_for_a_transfer(
+        self, lab: Workbench, remote: TransportPeer
+    ) -> None:
+        """Connecting again, registering, other peers and notifications, while it runs."""
+        peer = lab.transport.connect(remote.address())
+        lasting = lab.start(lab.an_op, peer, lab.lasting(remote))
+        spare = lab.buffer(MIB, lab.transport)
+        other = LocalPeer(lab, lab.make())
+        third = lab.transport.connect(other.address())
+        assert lab.transport.connect(remote.address()) == peer
+        if lab.notifies:
+            lab.transport.notify(peer, lab.payload(1))
+            lab.transport.notify(third, lab.payload(2))
+        copies = batch(spare.region, other.region, [0], [0], [MIB])
+        waiting = None
+        if (lab.capabilities.max_outstanding or 2) >= 2:
+            waiting = lab.start(lab.an_op, third, copies)
+        if lab.notifies:
+            assert [one.payload for one in remote.notifications(1)] == [lab.payload(1)]
+        assert lab.state(lasting) in (State.PENDING, State.DONE)
+        lab.transport.cancel(lasting)
+        if waiting is not None:
+            lab.finish(waiting)
+        lab.settled(lasting, peer)
+
+    def test_long_calls_release_the_interpreter(
+        self, lab: Workbench, shared_process: Process
+    ) -> None:
+        """An engine runs on in other threads while ``read`` or ``disconnect`` take their time."""
+        kept: list[str] = []
+        for _ in range(_ATTEMPTS):  # a busy machine may hold everybody up, but not each time
+            kept = self._calls_that_keep_the_lock(lab, shared_process)
+            if not kept:
+                return
+        raise AssertionError(f"no other thread runs during {kept}")
+
+    def _calls_that_keep_the_lock(self, lab: Workbench, remote: TransportPeer) -> list[str]:
+        beats = [time.monotonic()]
+        stop = threading.Event()
+
+        def beat() -> None:
+            while not stop.wait(0.001):
+                beats.append(time.monotonic())
+
+        thread = threading.Thread(target=beat)
+        thread.start()
+        try:
+            took = self._calls_that_may_block(lab, remote)
+        finally:
+            stop.set()
+            thread.join()
+        return [name for name, call in took.items() if _longest_gap(beats, *call) > _A_WHILE]
+
+    @staticmethod
+    def _calls_that_may_block(
+        lab: Workbench, remote: TransportPeer
+    ) -> dict[str, tuple[float, float]]:
+        took = {}
+        before = time.monotonic()
+        peer = lab.transport.connect(remote.address())
+        took["connect"] = (before, time.monotonic())
+        for op in lab.ops:
+            before = time.monotonic()
+            transfer = lab.start(op, peer, lab.lasting(remote))
+            took[op] = (before, time.monotonic())
+            lab.transport.cancel(transfer)
+            lab.settled(transfer, peer)
+            peer = lab.transport.connect(remote.address())
+        lab.start(lab.an_op, peer, lab.lasting(remote))
+        before = time.monotonic()
+        lab.transport.disconnect(peer)
+        took["disconnect"] = (before, time.monotonic())
+        return took
+
+
+def _longest_gap(beats: list[float], began: float, ended: float) -> float:
+    """For how long nobody else ran during a call; 0 if that was not most of it."""
+    inside = [began, *(one for one in beats if began < one < ended), ended]
+    longest = float(np.diff(inside).max())
+    return longest if longest > 0.75 * (ended - began) else 0.0

@@ -1,0 +1,187 @@
+"""Memory after a final state: whoever waited for it has given it to something else."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from kvferry.core.errors import TransportError
+from kvferry.core.transport import State, TransferId
+from kvferry.core.transport.copies import Copies
+from kvferry.testing.contract.copy_batches import batch
+from kvferry.testing.contract.killed_peers import killed_soon
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, MemoryWatch, Workbench
+from kvferry.testing.memory import Buffer
+from kvferry.testing.peers import Process, TransportPeer
+
+HALF = MIB // 2
+_UNDER_WAY_SECONDS = 0.5
+_NOTICED_SECONDS = 3.0
+
+
+class QuiescenceTests(ContractSettings):
+    """After every way a transfer can end, both sides are overwritten, watched and compared.
+
+    They are watched for ``quiet_seconds``, with a peer in every place at once, and polled on.
+    """
+
+    def test_quiet_after_done(
+        self, lab: Workbench, everywhere: list[TransportPeer], op: str
+    ) -> None:
+        """What the source holds next does not arrive, and what the target holds next stays."""
+        watch = MemoryWatch(lab)
+        for remote in everywhere:
+            mine = _mine(lab)
+            peer = lab.transport.connect(remote.address())
+            copies = _again(mine, remote, 64)
+            if lab.refuses(op, peer, copies):
+                return
+            source, target = (remote, mine) if op == "read" else (mine, remote)
+            content = source.get().copy()
+            lab.finish(lab.start(op, peer, copies))
+            watch.overwrite(source)
+            # One half is left as it arrived: nothing of the new source may get there.
+            content[:HALF] = lab.fresh(HALF)
+            target.put(content[:HALF])
+            watch.expect(target, content)
+        watch.see()
+
+    def test_quiet_after_a_cancel(
+        self, lab: Workbench, everywhere: list[TransportPeer], op: str
+    ) -> None:
+        """At once, and again when some of the bytes have arrived."""
+        for under_way in (False, True)[: 1 + lab.capabilities.cancel]:
+            watch = MemoryWatch(lab)
+            for remote in everywhere:
+                mine = _mine(lab)
+                peer = lab.transport.connect(remote.address())
+                copies = lab.lasting(remote, mine.region)
+                if lab.refuses(op, peer, copies):
+                    return
+                transfer = lab.start(op, peer, copies)
+                if under_way:
+                    _await_some(lab, transfer, mine if op == "read" else remote)
+                lab.transport.cancel(transfer)
+                lab.settled(transfer, peer)
+                watch.overwrite(mine, remote)
+            watch.see()
+
+    def test_quiet_after_disconnect(
+        self, lab: Workbench, everywhere: list[TransportPeer], op: str
+    ) -> None:
+        watch = MemoryWatch(lab)
+        for remote in everywhere:
+            mine = _mine(lab)
+            peer = lab.transport.connect(remote.address())
+            copies = lab.lasting(remote, mine.region)
+            if lab.refuses(op, peer, copies):
+                return
+            transfer = lab.start(op, peer, copies)
+            lab.transport.disconnect(peer)
+            assert lab.state(transfer).final, "disconnect has returned"
+            watch.overwrite(mine, remote)
+        watch.see()
+
+    def test_quiet_after_close(
+        self, lab: Workbench, everywhere: list[TransportPeer], op: str
+    ) -> None:
+        watch = MemoryWatch(lab)
+        if op not in lab.ops:
+            return  # it is refused, which is tested with the transport under test
+        for remote in everywhere:
+            transport = lab.make()
+            mine = lab.buffer(MIB, transport)
+            peer = transport.connect(remote.address())
+            getattr(transport, op)(peer, lab.lasting(remote, mine.region))
+            transport.close()
+            watch.overwrite(mine, remote)
+        watch.see()
+
+    def test_quiet_after_a_failure(self, lab: Workbench, process: Process, op: str) -> None:
+        """The peer deregisters its memory meanwhile, which some drivers notice."""
+        mine = _mine(lab)
+        peer = lab.transport.connect(process.address())
+        copies = lab.lasting(process, mine.region)
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies, lab.bound())
+        process.deregister(process.region)
+        if not lab.until(lambda: lab.state(transfer) is not State.PENDING, _NOTICED_SECONDS):
+            lab.transport.cancel(transfer)
+        status = lab.settled(transfer, peer)
+        if status.state is State.FAILED and lab.notifies:
+            assert process.notifications(1, 0.05) == [], "of a transfer that failed"
+        lab.quiet(mine, process)
+
+    def test_quiet_after_the_peer_has_closed(
+        self, lab: Workbench, process: Process, op: str
+    ) -> None:
+        mine = _mine(lab)
+        peer = lab.transport.connect(process.address())
+        copies = lab.lasting(process, mine.region)
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies)
+        process.close()
+        lab.settled(transfer, peer)
+        lab.quiet(mine, process)
+
+    def test_quiet_after_the_peer_was_killed(
+        self, lab: Workbench, process: Process, op: str
+    ) -> None:
+        mine = _mine(lab)
+        peer = lab.transport.connect(process.address())
+        copies = lab.lasting(process, mine.region)
+        if lab.refuses(op, peer, copies):
+            return
+        with killed_soon(process):
+            transfer = lab.start(op, peer, copies)
+        lab.settled(transfer, peer)
+        lab.quiet(mine)
+
+    def test_quiet_after_a_stopped_peer_was_disconnected(
+        self, lab: Workbench, process: Process, op: str
+    ) -> None:
+        """It goes on afterwards, and what it still has to say of the transfer comes too late."""
+        mine = _mine(lab)
+        peer = lab.transport.connect(process.address())
+        copies = lab.lasting(process, mine.region)
+        if lab.refuses(op, peer, copies):
+            return
+        transfer = lab.start(op, peer, copies)
+        process.stop()
+        # An error says that the deadline has passed.
+        with contextlib.suppress(TransportError):
+            lab.transport.disconnect(peer)
+        final = lab.state(transfer).final
+        if final:
+            mine.put(np.zeros(MIB, np.uint8))
+        process.go_on()
+        if final:
+            watch = MemoryWatch(lab)
+            watch.expect(mine, np.zeros(MIB, np.uint8))
+            watch.overwrite(process)
+            watch.see()
+
+
+def _mine(lab: Workbench) -> Buffer:
+    """A buffer of this test's own, with a pattern."""
+    buffer = lab.buffer(MIB, lab.transport)
+    buffer.put(lab.fresh())
+    return buffer
+
+
+def _again(mine: Buffer, remote: TransportPeer, times: int) -> Copies:
+    starts = np.zeros(times, np.uint64)
+    return batch(mine.region, remote.region, starts, starts, starts + np.uint64(MIB))
+
+
+def _await_some(lab: Workbench, transfer: TransferId, target: Buffer | TransportPeer) -> None:
+    """Wait a little until a transfer has moved something."""
+    before = target.get()
+    lab.until(
+        lambda: lab.state(transfer).final or not np.array_equal(target.get(), before),
+        _UNDER_WAY_SECONDS,
+    )

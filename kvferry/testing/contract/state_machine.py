@@ -1,0 +1,397 @@
+"""A driver beside a model of it: any order of calls, and what each has to come to.
+
+Two transports of this process, each with a few regions of slots. Transfers move whole slots, at
+odd places inside them, several at once; the model knows what every slot must hold once nothing
+that is under way touches it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvferry.core.transport import PeerId, State, TransferId, Transport
+from kvferry.core.transport.copies import Copies
+from kvferry.testing.contract.copy_batches import batch, joined
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import Workbench, refused, settings_of
+from kvferry.testing.memory import Buffer, Bytes, pattern
+
+REGIONS, SLOTS, SLOT = 3, 16, 4096
+_STEPS = 40
+FREE, BOUND = 0, 1
+
+Slot = tuple[int, int]
+"""A region's index, and a slot's in it."""
+
+slots = st.tuples(st.integers(0, REGIONS - 1), st.integers(0, SLOTS - 1))
+pairs = st.lists(
+    st.tuples(slots, slots),
+    max_size=6,
+    unique_by=(lambda pair: pair[0], lambda pair: pair[1]),
+)
+
+
+class StateMachineTests(ContractSettings):
+    """Hypothesis chooses the calls; a failure is printed as the shortest program that shows it."""
+
+    examples = 12
+    """How many programs are tried."""
+
+    def test_any_order_of_calls_does_what_the_model_does(self) -> None:
+        made = settings_of(self)
+
+        class Machine(DriverMachine):
+            def __init__(self) -> None:
+                super().__init__(Workbench(made))
+
+        run_state_machine_as_test(
+            Machine,
+            settings=settings(
+                max_examples=self.examples,
+                stateful_step_count=_STEPS,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                database=None,
+            ),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ModelledTransport:
+    """One transport, its buffers, what they must hold, and which are registered."""
+
+    transport: Transport
+    buffers: list[Buffer]
+    model: list[Bytes]
+    registered: set[int] = field(default_factory=set)
+
+    def put(self, slot: Slot, content: Bytes) -> None:
+        """Write a slot, in memory and in the model."""
+        region, index = slot
+        self.model[region][index * SLOT : (index + 1) * SLOT] = content
+        self.buffers[region].put(content, index * SLOT)
+
+
+@dataclass(slots=True, eq=False)
+class ModelledTransfer:
+    """A transfer that the model has not ended yet."""
+
+    op: str
+    pairs: list[tuple[Slot, Slot]]
+    shift: int
+    nbytes: int
+    notify: bytes | None
+    cancelled: bool = False
+
+    def touches(self, local: set[Slot], remote: set[Slot]) -> bool:
+        """Whether it uses one of these slots."""
+        return any(one in local or other in remote for one, other in self.pairs)
+
+
+class DriverMachine(RuleBasedStateMachine):
+    """The rules: calls that may be made at any time, and what must come of them."""
+
+    def __init__(self, lab: Workbench) -> None:
+        super().__init__()
+        self.lab = lab
+        self.seeds = itertools.count(1)
+        self.here = self._side(lab.transport)
+        self.there = self._side(lab.make())
+        self.peer: PeerId | None = None
+        self.gone: list[PeerId] = []
+        self.known: set[int] = set()
+        self.moving: dict[TransferId, ModelledTransfer] = {}
+        self.ended: dict[TransferId, State] = {}
+        self.forgotten: list[TransferId] = []
+        # Free notifications in order, bound ones, and those that may or may not arrive.
+        self.free: list[bytes] = []
+        self.bound: list[bytes] = []
+        self.perhaps: set[bytes] = set()
+        self.received: list[bytes] = []
+
+    def _side(self, transport: Transport) -> ModelledTransport:
+        buffers = [self.lab.buffer(SLOTS * SLOT) for _ in range(REGIONS)]
+        side = ModelledTransport(transport, buffers, [buffer.get() for buffer in buffers])
+        for region in range(REGIONS):
+            for index in range(SLOTS):
+                side.put((region, index), pattern(SLOT, next(self.seeds)))
+            transport.register(buffers[region].region)
+            side.registered.add(region)
+        return side
+
+    def teardown(self) -> None:
+        """Let everything end, compare everything, close."""
+        try:
+            self._end_all()
+            self._all_arrived()
+            self.idle_slots_hold_what_they_should()
+        finally:
+            self.lab.__exit__(None, None, None)
+
+    # Memory.
+
+    @rule(region=st.integers(0, REGIONS - 1))
+    def register_here(self, region: int) -> None:
+        self.here.transport.register(self.here.buffers[region].region)
+        self.here.registered.add(region)
+
+    @rule(region=st.integers(0, REGIONS - 1))
+    def deregister_here(self, region: int) -> None:
+        memory = self.here.buffers[region].region
+        if region not in self.here.registered:
+            refused(self.here.transport.deregister, memory)
+            return
+        self._end_those({(region, slot) for slot in range(SLOTS)}, set())
+        self.here.transport.deregister(memory)
+        self.here.registered.discard(region)
+
+    @rule(region=st.integers(0, REGIONS - 1))
+    def register_there(self, region: int) -> None:
+        self.there.transport.register(self.there.buffers[region].region)
+        # A region that came back is another one: what was known of it is no longer said to hold.
+        if region not in self.there.registered:
+            self.known.discard(region)
+        self.there.registered.add(region)
+
+    @rule(region=st.integers(0, REGIONS - 1))
+    def deregister_there(self, region: int) -> None:
+        memory = self.there.buffers[region].region
+        if region not in self.there.registered:
+            refused(self.there.transport.deregister, memory)
+            return
+        self._end_those(set(), {(region, slot) for slot in range(SLOTS)})
+        self.there.transport.deregister(memory)
+        self.there.registered.discard(region)
+        if self.peer is not None:
+            self.connect()
+
+    @rule(slot=slots, here=st.booleans())
+    def write_memory(self, slot: Slot, here: bool) -> None:
+        """The caller's own bytes, where nothing is under way."""
+        self._end_those({slot} if here else set(), set() if here else {slot})
+        (self.here if here else self.there).put(slot, pattern(SLOT, next(self.seeds)))
+
+    # Connections.
+
+    @rule()
+    def connect(self) -> None:
+        peer = self.here.transport.connect(self.there.transport.address())
+        assert self.peer in (None, peer), "connecting again is the same peer"
+        assert peer not in self.gone, "the id of a peer was used again"
+        self.peer = peer
+        self.known = set(self.there.registered)
+
+    @precondition(lambda self: self.peer is not None)
+    @rule()
+    def disconnect(self) -> None:
+        assert self.peer is not None
+        self._all_arrived()
+        self.here.transport.disconnect(self.peer)
+        self.gone.append(self.peer)
+        self.peer = None
+        for transfer in list(self.moving):
+            (status,) = self.lab.poll([transfer])
+            assert status.state.final, "disconnect returned before it was quiet"
+            moving = self.moving[transfer]
+            if moving.notify is not None:
+                self.perhaps.add(moving.notify)
+            moving.notify, moving.cancelled = None, True
+            self._ended(transfer, status.state)
+
+    @precondition(lambda self: self.gone)
+    @rule()
+    def use_a_peer_that_is_gone(self) -> None:
+        refused(self.here.transport.disconnect, self.gone[-1])
+        if self.lab.notifies:
+            refused(self.here.transport.notify, self.gone[-1], self._payload(FREE))
+
+    # Transfers.
+
+    @precondition(lambda self: self.peer is not None)
+    @rule(
+        op=st.sampled_from(["read", "write"]),
+        pairs=pairs,
+        shift=st.integers(0, 64),
+        nbytes=st.sampled_from([0, 1, 100, SLOT - 64]),
+        notify=st.booleans(),
+    )
+    def start(
+        self, op: str, pairs: list[tuple[Slot, Slot]], shift: int, nbytes: int, notify: bool
+    ) -> None:
+        assert self.peer is not None
+        copies = self._copies(pairs, shift, nbytes)
+        if self.lab.refuses(op, self.peer, copies):
+            return
+        if self._is_a_mistake(pairs):
+            refused(self.lab.start, op, self.peer, copies)
+            return
+        # Targets are nobody else's, and sources are nobody's target.
+        self._end_those({one for one, _ in pairs}, {other for _, other in pairs})
+        if len(self.moving) >= (self.lab.capabilities.max_outstanding or 64):
+            self._end_all()
+        payload = self._payload(BOUND) if notify and self.lab.notifies else None
+        transfer = self.lab.start(op, self.peer, copies, payload)
+        assert transfer not in self.moving | self.ended, "the id of a transfer was used again"
+        self.moving[transfer] = ModelledTransfer(op, pairs, shift, nbytes, payload)
+
+    def _is_a_mistake(self, pairs: list[tuple[Slot, Slot]]) -> bool:
+        here, there = {one for (one, _), _ in pairs}, {other for _, (other, _) in pairs}
+        return not (here <= self.here.registered and there <= self.known)
+
+    def _copies(self, pairs: list[tuple[Slot, Slot]], shift: int, nbytes: int) -> Copies:
+        """Each pair a segment of its own."""
+        cuts = [
+            batch(
+                self.here.buffers[one].region,
+                self.there.buffers[other].region,
+                [near * SLOT + shift],
+                [far * SLOT + 64 - shift],
+                [nbytes],
+            )
+            for (one, near), (other, far) in pairs
+        ]
+        none = batch(self.here.buffers[0].region, self.there.buffers[0].region, [], [], [])
+        return joined(cuts) if cuts else replace(none, segments=())
+
+    @precondition(lambda self: self.moving)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        transfer = data.draw(st.sampled_from(sorted(self.moving)))
+        self.here.transport.cancel(transfer)
+        self.moving[transfer].cancelled = True
+
+    @precondition(lambda self: self.moving)
+    @rule(data=st.data())
+    def wait_for_one(self, data: st.DataObject) -> None:
+        self._end(data.draw(st.sampled_from(sorted(self.moving))))
+
+    @rule()
+    def poll_all(self) -> None:
+        transfers = [*self.moving, *self.ended]
+        statuses = self.lab.poll(transfers)
+        for transfer, status in zip(transfers, statuses, strict=True):
+            if transfer in self.ended:
+                assert status.state is self.ended[transfer], "a final state has changed"
+            elif status.state.final:
+                self._ended(transfer, status.state)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        transfer = data.draw(st.sampled_from(sorted(self.ended)))
+        self.here.transport.forget(transfer)
+        del self.ended[transfer]
+        self.forgotten.append(transfer)
+        refused(self.here.transport.poll, [transfer])
+        refused(self.here.transport.forget, transfer)
+
+    # Notifications.
+
+    @precondition(lambda self: self.peer is not None and self.lab.notifies)
+    @rule()
+    def notify(self) -> None:
+        assert self.peer is not None
+        self.free.append(self._payload(FREE))
+        self.here.transport.notify(self.peer, self.free[-1])
+
+    def _payload(self, sort: int) -> bytes:
+        """Another each time; its last bit tells the two sorts apart."""
+        return self.lab.payload(2 * next(self.seeds) + sort)
+
+    @rule()
+    def receive(self) -> None:
+        assert self.here.transport.notifications() == [], "nobody sends to this side"
+        for note in self.there.transport.notifications():
+            assert note.sender == self.here.transport.name
+            self.received.append(note.payload)
+
+    # What must hold.
+
+    @invariant()
+    def what_arrived_was_sent(self) -> None:
+        sent = Counter([*self.free, *self.bound, *self.perhaps])
+        sent.update(one.notify for one in self.moving.values() if one.notify is not None)
+        assert not Counter(self.received) - sent, "more arrived than was sent"
+        free = [one for one in self.received if one[-1] % 2 == FREE]
+        assert free == self.free[: len(free)], "free notifications lost their order"
+
+    @rule()
+    def idle_slots_hold_what_they_should(self) -> None:
+        busy: tuple[set[Slot], set[Slot]] = (set(), set())
+        for moving in self.moving.values():
+            for pair in moving.pairs:
+                for slots_of_side, slot in zip(busy, pair, strict=True):
+                    slots_of_side.add(slot)
+        for side, used in zip((self.here, self.there), busy, strict=True):
+            for region in range(REGIONS):
+                found = side.buffers[region].get().reshape(SLOTS, SLOT)
+                idle = [slot for slot in range(SLOTS) if (region, slot) not in used]
+                wanted = side.model[region].reshape(SLOTS, SLOT)
+                np.testing.assert_array_equal(found[idle], wanted[idle])
+
+    # How transfers end.
+
+    def _end_all(self) -> None:
+        for transfer in list(self.moving):
+            if transfer in self.moving:
+                self._end(transfer)
+
+    def _end_those(self, local: set[Slot], remote: set[Slot]) -> None:
+        for transfer, moving in list(self.moving.items()):
+            if moving.touches(local, remote) and transfer in self.moving:
+                self._end(transfer)
+
+    def _end(self, transfer: TransferId) -> None:
+        status = self.lab.known(transfer)
+        if not status.state.final:
+            self.lab.until(lambda: self.lab.state(transfer).final, 1.0)
+            (status,) = self.lab.poll([transfer])
+        if status.state.final:
+            self._ended(transfer, status.state)
+        else:
+            self.disconnect()
+
+    def _ended(self, transfer: TransferId, state: State) -> None:
+        moving = self.moving.pop(transfer)
+        self.ended[transfer] = state
+        if state is State.DONE:
+            self._apply(moving)
+            return
+        assert moving.cancelled, "it failed without a reason"
+        # Some bytes may have arrived. Write others: none may arrive any more.
+        for one, other in moving.pairs:
+            side, slot = (self.here, one) if moving.op == "read" else (self.there, other)
+            side.put(slot, pattern(SLOT, next(self.seeds)))
+
+    def _apply(self, moving: ModelledTransfer) -> None:
+        if moving.notify is not None:
+            self.bound.append(moving.notify)
+        for (one, near), (other, far) in moving.pairs:
+            mine = self.here.model[one][near * SLOT + moving.shift :][: moving.nbytes]
+            theirs = self.there.model[other][far * SLOT + 64 - moving.shift :][: moving.nbytes]
+            if moving.op == "read":
+                mine[:] = theirs
+            else:
+                theirs[:] = mine
+
+    def _all_arrived(self) -> None:
+        """Wait for what was sent: a free notification, and that of a transfer that is DONE."""
+
+        def there() -> bool:
+            self.receive()
+            return not Counter([*self.free, *self.bound]) - Counter(self.received)
+
+        assert self.lab.until(there), "a notification has not arrived"

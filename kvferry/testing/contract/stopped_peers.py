@@ -1,0 +1,176 @@
+"""A peer that is stopped: what has reached its sockets lands when it goes on, not before.
+
+Its buffer is memory that the test maps too, and overwrites while the peer is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvferry.core.errors import TransportError, TransportUsageError
+from kvferry.core.memory import CPU, Region
+from kvferry.core.transport import PeerId, State, TransferId, Transport
+from kvferry.testing.contract.settings import ContractSettings
+from kvferry.testing.contract.workbench import MIB, MemoryWatch, Workbench, settings_of
+from kvferry.testing.memory import Buffer, SharedBuffer
+from kvferry.testing.peers import Process
+
+_UNDER_WAY_SECONDS = 0.5
+_PILES_UP_SECONDS = 0.1
+_SOON_SECONDS = 1.0
+_MOST_BYTES = 64 << 20
+_MOST_MESSAGES = 5000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppablePeer:
+    """A peer's process, and its buffer as this process sees it."""
+
+    process: Process
+    memory: Buffer
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Caught:
+    """A transfer whose peer has been stopped half way."""
+
+    lab: Workbench
+    there: StoppablePeer
+    op: str
+    transport: Transport
+    mine: Buffer = field(init=False)
+    peer: PeerId = field(init=False)
+    transfer: TransferId = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mine = self.lab.buffer(MIB, self.transport, CPU)
+        self.mine.put(self.lab.fresh())
+        process = self.there.process
+        self.peer = self.transport.connect(process.address())
+        copies = self.lab.lasting(process, self.mine.region)
+        self.transfer = getattr(self.transport, self.op)(self.peer, copies)
+        target = self.mine if self.op == "read" else self.there.memory
+        before = target.get()
+        self.lab.until(
+            lambda: self.final or not np.array_equal(target.get(), before), _UNDER_WAY_SECONDS
+        )
+        process.stop()
+        # What is sent now is taken by the peer's kernel, and not by the peer.
+        self.lab.until(lambda: self.final, _PILES_UP_SECONDS)
+
+    @property
+    def final(self) -> bool:
+        return self.lab.state(self.transfer, self.transport).final
+
+    def keeps(self, region: Region) -> None:
+        """See that memory cannot be deregistered before the transfer is final."""
+        if self.final:
+            return
+        with contextlib.suppress(TransportUsageError):
+            self.transport.deregister(region)
+            assert self.final, "memory that an unfinished transfer uses was deregistered"
+
+    def quiet(self) -> None:
+        """Overwrite both sides, let the peer go on, and see that all of it stays."""
+        watch = MemoryWatch(self.lab)
+        watch.overwrite(self.mine, self.there.memory)
+        self.there.process.go_on()
+        watch.see()
+
+
+class StoppedPeerTests(ContractSettings):
+    """Whatever ends a transfer whose peer is stopped, and what was sent to such a peer."""
+
+    @pytest.fixture
+    def stoppable(self, lab: Workbench) -> Iterator[StoppablePeer]:
+        """A peer whose memory this process maps, too."""
+        if CPU not in lab.capabilities.memory:
+            pytest.skip("of a stopped process, only CPU memory can be looked at")
+        made = settings_of(self)
+        memory = SharedBuffer.made(MIB)
+        with Process(made.factory, made.options, f"shared:{memory.path}", MIB) as process:
+            process.meanwhile = lab.turn
+            process.patience = lab.settings.patience
+            yield StoppablePeer(process=process, memory=memory)
+
+    def test_a_stopped_peer_keeps_what_was_cancelled_in_use(
+        self, lab: Workbench, stoppable: StoppablePeer, op: str
+    ) -> None:
+        """Its memory is not deregistered before the transfer is final, and then it is quiet."""
+        if not lab.capabilities.cancel or op not in lab.ops:
+            return  # what is refused is tested elsewhere
+        caught = Caught(lab=lab, there=stoppable, op=op, transport=lab.transport)
+        lab.transport.cancel(caught.transfer)
+        caught.keeps(caught.mine.region)
+        if not lab.until(lambda: caught.final, _SOON_SECONDS):
+            caught.keeps(caught.mine.region)
+            stoppable.process.go_on()
+            lab.settled(caught.transfer, caught.peer)
+        caught.quiet()
+
+    def test_a_stopped_peer_is_disconnected_and_then_quiet_or_failing(
+        self, lab: Workbench, stoppable: StoppablePeer, op: str
+    ) -> None:
+        """That the deadline has passed is an error, and makes nothing quiet."""
+        if op not in lab.ops:
+            return
+        caught = Caught(lab=lab, there=stoppable, op=op, transport=lab.transport)
+        try:
+            lab.transport.disconnect(caught.peer)
+        except TransportError:
+            caught.keeps(caught.mine.region)
+        else:
+            assert caught.final, "disconnect has returned"
+        if caught.final:
+            caught.quiet()
+        else:
+            assert lab.state(caught.transfer) is State.FAILING
+            stoppable.process.go_on()
+
+    def test_close_beside_a_stopped_peer_is_quiet_or_an_error(
+        self, lab: Workbench, stoppable: StoppablePeer, op: str
+    ) -> None:
+        if op not in lab.ops:
+            return
+        transport = lab.make()
+        caught = Caught(lab=lab, there=stoppable, op=op, transport=transport)
+        try:
+            transport.close()
+        except TransportError:
+            stoppable.process.go_on()  # what it says is that bytes may still land
+        else:
+            caught.quiet()
+
+    def test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order(
+        self, lab: Workbench, process: Process
+    ) -> None:
+        """Long and short ones in turn, until the driver says that it takes no more, or enough."""
+        if not lab.notifies:
+            return
+        peer = lab.transport.connect(process.address())
+        process.stop()
+        taken: list[bytes] = []
+        with contextlib.suppress(TransportError):
+            for payload in _long_and_short(lab):
+                lab.transport.notify(peer, payload)
+                taken.append(payload)
+        process.go_on()
+        found = [one.payload for one in process.notifications(len(taken))]
+        lost = len(taken) - len(found)
+        assert not lost, f"{lost} notifications that were taken are lost"
+        wrong = [index for index, one in enumerate(taken) if found[index] != one]
+        assert not wrong, f"out of order from number {wrong[0]} on"
+        lab.works(process)
+
+
+def _long_and_short(lab: Workbench) -> Iterator[bytes]:
+    limit = lab.capabilities.max_notification
+    count = min(_MOST_MESSAGES, 2 * _MOST_BYTES // limit)
+    for number in range(count):
+        payload = lab.payload(number)
+        yield payload if number % 2 else payload.ljust(limit, b"x")

@@ -1,0 +1,233 @@
+"""Bounds on all replies that are in a process at once, and on each."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+
+from kvferry.core import messages as wire
+from kvferry.core.errors import HandshakeError, WireError
+from kvferry.core.handshake import HandshakeServer, engine_info, fetch
+from kvferry.core.handshake.client import fetching
+from kvferry.core.handshake.dialer import Dialer
+from kvferry.core.handshake.reply_limits import MAX_LONG_REPLIES, MAX_UNUSED_BYTES, ReplyLimits
+from kvferry.core.messages import RankPayload
+from kvferry.core.security import OPEN
+from tests.core.messages import encoded, payload
+
+LONG = 60.0
+FLEETING = 77
+LONG_RANKS = [payload(rank, address=bytes([rank]) * 400_000) for rank in range(3)]
+
+
+def soon() -> float:
+    return time.monotonic() + LONG
+
+
+def test_one_reply_is_read_at_a_time() -> None:
+    reading, inside = ReplyLimits(), []
+
+    def read() -> None:
+        with reading.turn(soon()):
+            inside.append(1)
+            assert len(inside) == 1
+            inside.pop()
+
+    threads = [threading.Thread(target=read) for _ in range(20)]
+    with reading.turn(soon()):
+        for thread in threads:
+            thread.start()
+        with pytest.raises(HandshakeError, match="replies of other engines were being read"):
+            reading.turn(time.monotonic()).__enter__()
+        inside.append(1)
+        inside.pop()
+    for thread in threads:
+        thread.join()
+
+
+def test_nothing_is_read_while_much_waits_to_be_used() -> None:
+    reading = ReplyLimits()
+    with reading.turn(soon()):
+        reading.made(MAX_UNUSED_BYTES)
+    with reading.turn(soon()):
+        reading.made(1)
+    with pytest.raises(HandshakeError), reading.turn(time.monotonic()):
+        pass
+    reading.used(1)
+    with reading.turn(soon()):
+        assert reading.unused == MAX_UNUSED_BYTES
+
+
+def test_a_turn_that_failed_is_over() -> None:
+    reading = ReplyLimits()
+    with pytest.raises(ZeroDivisionError), reading.turn(soon()):
+        raise ZeroDivisionError
+    with reading.turn(time.monotonic()):
+        pass
+
+
+def test_few_long_replies_are_received_at_once() -> None:
+    reading = ReplyLimits()
+    with (
+        ExitStack() as stack,
+        HandshakeServer(encoded(*LONG_RANKS), engine="prefill", incarnation=7) as server,
+    ):
+        call = Dialer(
+            host=server.host, port=server.port, timeout=LONG, context=None, access=OPEN, key=b""
+        )
+        with fetching(call, "prefill", reading) as fetched:
+            assert len(fetched.info.ranks) == len(LONG_RANKS)
+            assert fetched.numeric == "127.0.0.1"
+        for _ in range(MAX_LONG_REPLIES):
+            stack.enter_context(reading.room(soon()))
+        short = Dialer(
+            host=server.host, port=server.port, timeout=1.0, context=None, access=OPEN, key=b""
+        )
+        with pytest.raises(HandshakeError, match="its reply is long"):
+            fetching(short, "prefill", reading).__enter__()
+
+
+@pytest.mark.parametrize("ranks", [1, len(LONG_RANKS)])
+def test_what_was_made_of_a_reply_goes_at_once(ranks: int) -> None:
+    """The garbage collector would stop all threads to let go of many of them."""
+    published = [
+        payload(r, address=bytes([r]) * 400_000, incarnation=FLEETING) for r in range(ranks)
+    ]
+    with HandshakeServer(encoded(*published), engine="prefill", incarnation=FLEETING) as server:
+        del published
+        gc.disable()
+        try:
+            info = fetch(server.host, server.port, "prefill", timeout=LONG)
+            assert len(info.ranks) == ranks
+            del info
+            left = [each for each in gc.get_objects() if isinstance(each, RankPayload)]
+            assert not [each for each in left if each.incarnation == FLEETING]
+        finally:
+            gc.enable()
+
+
+def test_a_short_reply_needs_no_room() -> None:
+    reading = ReplyLimits()
+    with (
+        ExitStack() as stack,
+        HandshakeServer(encoded(payload()), engine="prefill", incarnation=7) as server,
+    ):
+        for _ in range(MAX_LONG_REPLIES):
+            stack.enter_context(reading.room(soon()))
+        call = Dialer(
+            host=server.host, port=server.port, timeout=LONG, context=None, access=OPEN, key=b""
+        )
+        with fetching(call, "prefill", reading) as fetched:
+            assert fetched.sizes == (len(encoded(payload())[0]),)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([payload(address=bytes(wire.MAX_PAYLOAD_BYTES - 100))], "the payload of rank 0 takes"),
+        (
+            [
+                payload(rank, address=bytes([rank]) * (wire.MAX_PAYLOAD_BYTES - 2000))
+                for rank in range(17)
+            ],
+            "all ranks' payloads take",
+        ),
+    ],
+)
+def test_an_engine_that_publishes_too_much_is_told_at_its_start(
+    ranks: list[wire.RankPayload], words: str
+) -> None:
+    with pytest.raises(HandshakeError, match=f"{words} .* allowed.*fewer fields and regions"):
+        HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7)
+
+
+def test_no_payload_is_longer_than_is_decoded_in_one_go() -> None:
+    data = encoded(payload(address=bytes(wire.MAX_PAYLOAD_BYTES - 100)))[0]
+    for decode in (wire.decode_payload, wire.decode_versions):
+        with pytest.raises(WireError, match=f"{wire.MAX_PAYLOAD_BYTES} are allowed"):
+            decode(data)
+    with pytest.raises(HandshakeError, match="payload of rank 0"):
+        engine_info([data])
+
+
+def test_a_reply_that_is_longer_than_any_may_be_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with HandshakeServer(encoded(*LONG_RANKS), engine="prefill", incarnation=7) as server:
+        monkeypatch.setattr("kvferry.core.handshake.client.MAX_REPLY_BYTES", 1_000_000)
+        with pytest.raises(HandshakeError, match="or its answer has more than 1000000 bytes"):
+            fetch(server.host, server.port, "prefill", timeout=LONG)
+
+
+# A long reply.
+
+
+def long_reply() -> bytes:
+    return wire.encode(wire.Payloads(ranks=encoded(*LONG_RANKS)))
+
+
+def test_a_long_reply_is_cut_into_its_payloads() -> None:
+    reply = wire.decode_reply(long_reply())
+    assert isinstance(reply, wire.Payloads)
+    assert reply.ranks == encoded(*LONG_RANKS)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 60])
+def test_payloads_of_any_length_and_number(count: int) -> None:
+    ranks = [bytes([rank]) * size for rank, size in enumerate([0, 255, 256, 65_536] * count)]
+    ranks[0] = bytes(wire.MAX_PAYLOAD_BYTES)
+    reply = wire.decode_reply(wire.encode(wire.Payloads(ranks=ranks[: 4 * count])))
+    assert isinstance(reply, wire.Payloads)
+    assert reply.ranks == ranks
+
+
+@pytest.mark.parametrize("count", [1, 13, 20])
+def test_what_a_newer_version_adds_to_a_long_reply_is_skipped(count: int) -> None:
+    tree = msgspec.msgpack.decode(long_reply()) | {"ticket_key": b"k" * 32}
+    more = {f"more-{number}": [1, {"a": b"b"}] for number in range(count)}
+    reply = wire.decode_reply(msgspec.msgpack.encode(tree | more))
+    assert isinstance(reply, wire.Payloads)
+    assert reply.ranks == encoded(*LONG_RANKS)
+    assert reply.ticket_key == b"k" * 32
+
+
+def test_a_long_reply_without_a_key_names_none() -> None:
+    tree = msgspec.msgpack.decode(long_reply())
+    del tree["ticket_key"]
+    reply = wire.decode_reply(msgspec.msgpack.encode(tree))
+    assert isinstance(reply, wire.Payloads)
+    assert (reply.ranks, reply.ticket_key) == (encoded(*LONG_RANKS), b"")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (bytes(1_000_000), "does not begin with the payloads"),
+        (long_reply()[:-1], "truncated"),
+        (long_reply()[:500_000], "takes .* are left"),
+        (long_reply() + bytes(wire.MAX_SHORT_REPLY_BYTES + 1), "after all payloads are too many"),
+        (bytes(wire.MAX_REPLY_BYTES + 1), f"{wire.MAX_REPLY_BYTES} are allowed"),
+        (b"\x81" + long_reply()[1:], "too early"),
+        (b"\x82" + wire.LONG_START + b"\x90" + bytes(1_000_000), "payloads of 0 ranks"),
+        (b"\x82" + wire.LONG_START + b"\xdd" + b"\xff" * 1_000_000, "payloads of 4294967295"),
+        (b"\x82" + wire.LONG_START + b"\x91\xa1" + bytes(1_000_000), "no list of payloads"),
+        (b"\x82" + wire.LONG_START + b"\x91\xc6" + b"\xff" * 1_000_000, "takes 4294967295"),
+    ],
+)
+def test_a_long_reply_that_is_none(data: bytes, words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        wire.decode_reply(data)
+
+
+def test_all_ranks_have_a_bounded_number_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = encoded(*(payload(rank) for rank in range(3)))
+    monkeypatch.setattr(sys.modules["kvferry.core.handshake.compatibility"], "MAX_ENGINE_FIELDS", 2)
+    assert len(engine_info(ranks[:2]).ranks) == 2
+    with pytest.raises(HandshakeError, match="ranks 0 to 2 have 3 fields; 2 are allowed"):
+        engine_info(ranks)

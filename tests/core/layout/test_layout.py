@@ -1,0 +1,308 @@
+"""What a layout may be, and that what it may not be is refused by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import LayoutError
+from kvferry.core.layout import ContextParallel, Dim, Field, Group, GroupKind, Layout, axis, length
+from kvferry.core.memory import Region, region_of
+from tests.core.layouts import DIM, PAGES, heads, layout, paged
+from tests.core.oracle import World, field_offsets
+from tests.core.worlds import worlds
+
+
+def test_an_axis_multiplies_its_digits() -> None:
+    assert length(axis((3, 100), (4, 10))) == 12
+    assert length(()) == 1
+
+
+def test_a_field_knows_its_bytes() -> None:
+    f = replace(heads(), inner=(axis((2, 1024)),))
+    assert f.entry_bytes == 2 * DIM
+    assert f.extent == 1024 + 4 * 16 * DIM
+
+
+def test_a_group_has_as_many_pages_as_its_smallest_field() -> None:
+    two = layout(heads("k"), heads("v", region=1, pages=7), groups=[paged(), paged()])
+    assert two.pages(0) == 7
+    assert two.pages(1) == 0
+
+
+BAD_PLACES = {
+    "a key has 1 to 512 characters": {"key": ""},
+    "this one 513": {"key": "k" * 513},
+    "offset -1 must lie in 0 to": {"offset": -1},
+    "and region -1 of 1 groups and 1 regions": {"region": -1},
+    "and region 1 of 1 groups and 1 regions": {"region": 1},
+    f"ends at byte {8 + PAGES * 4 * 16 * DIM + (1 << 20)} of region 0": {"offset": 8 + (1 << 20)},
+}
+"""What may differ between fields that are alike otherwise."""
+
+BAD_FIELDS = {
+    "unknown element type 'int4'": {"dtype": "int4"},
+    "is not a positive multiple of a float32": {"dtype": "float32", "unit": 6},
+    "page_stride 0 must lie in 1 to": {"page_stride": 0},
+    "pages 0": {"pages": 0},
+    "shard range [4, 4) is empty": {"shard_range": (4, 4)},
+    "shard axis of 4 entries for the range [0, 8)": {"shard_range": (0, 8)},
+    "9 digits": {"inner": (axis(*[(1, 1)] * 7),)},
+    "9 inner axes": {"inner": ((),) * 9},
+    "a digit of 0 steps of 64 bytes": {"shard": axis((0, 64))},
+    "a digit of 4 steps of -8 bytes": {"shard": axis((4, -8))},
+    "up to 256 characters": {"encoding": "x" * 257},
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "change"), (BAD_PLACES | BAD_FIELDS).items(), ids=list(BAD_PLACES | BAD_FIELDS)
+)
+def test_refuses_a_field_that_cannot_be(message: str, change: dict[str, object]) -> None:
+    good = layout(heads())
+    bad = replace(good.fields[0], **change)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError) as refusal:
+        replace(good, fields=(bad,))
+    assert message in str(refusal.value)
+    assert str(refusal.value).startswith("field ")
+
+
+BAD_IN_A_LAYOUT = {
+    "is in group 1 and region 0 of 1 groups and 1 regions": {"group": 1},
+    "is in group 0 and region 1 of": {"region": 1},
+    "a packing is named by opaque groups": {"packing": "tiles"},
+    "16 token entries of 2 tokens in a block of 16": {"tokens_per_state": 2},
+    "8 token entries of 1 tokens in a block of 16": {"tokens": axis((8, DIM))},
+    f"ends at byte {101 * 4 * 16 * DIM} of region 0": {"pages": PAGES + 1},
+    "put two elements of one group on one byte": {"page_stride": 16},
+}
+
+
+@pytest.mark.parametrize(("message", "change"), BAD_IN_A_LAYOUT.items(), ids=list(BAD_IN_A_LAYOUT))
+def test_refuses_a_field_that_does_not_fit(message: str, change: dict[str, object]) -> None:
+    good = layout(heads())
+    bad = replace(good.fields[0], **change)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError) as refusal:
+        replace(good, fields=(bad,))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("place", [0, 77, 159])
+@pytest.mark.parametrize(
+    ("message", "change"),
+    (BAD_PLACES | BAD_FIELDS | BAD_IN_A_LAYOUT).items(),
+    ids=list(BAD_PLACES | BAD_FIELDS | BAD_IN_A_LAYOUT),
+)
+def test_one_bad_field_among_many_alike_is_refused_by_name(
+    message: str, change: dict[str, object], place: int
+) -> None:
+    size = PAGES * 4 * 16 * DIM
+    many = [heads(f"layer.{i}", offset=i * size) for i in range(160)]
+    good = layout(*many)
+    assert len(good.kinds) == 1
+    bad = replace(many[place], **({"key": f"bad-{place}"} | change))  # type: ignore[arg-type]
+    with pytest.raises(LayoutError) as refusal:
+        replace(good, fields=(*many[:place], bad, *many[place + 1 :]))
+    assert repr(bad.key[:512]) in str(refusal.value)
+
+
+def test_refuses_more_kinds_of_fields_than_a_model_has() -> None:
+    """Also those that hash alike, as -1 and -2 do: a peer decides what it publishes."""
+    some = [replace(heads(f"layer.{i}"), shard_range=(-1 - i % 2, i // 2)) for i in range(513)]
+    with pytest.raises(LayoutError, match=r"field 'layer\.512' is of another kind"):
+        layout(*some)
+
+
+def test_refuses_a_key_that_stands_twice() -> None:
+    with pytest.raises(LayoutError, match="field 'k' stands twice"):
+        layout(heads("k"), heads("k", region=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "context"),
+    [
+        (GroupKind.STATE, 16, ContextParallel()),
+        (GroupKind.STATE, 0, ContextParallel(size=2)),
+        (GroupKind.PAGED, 0, ContextParallel()),
+        (GroupKind.PAGED, 16, ContextParallel(size=2, interleave=3)),
+    ],
+)
+def test_refuses_a_group_that_cannot_be(
+    kind: GroupKind, block: int, context: ContextParallel
+) -> None:
+    with pytest.raises(LayoutError):
+        Group(kind=kind, block_tokens=block, context=context)
+
+
+@pytest.mark.parametrize("wrong", [{"size": 0}, {"size": 2, "rank": 2}, {"interleave": 0}])
+def test_refuses_a_context_that_cannot_be(wrong: dict[str, int]) -> None:
+    with pytest.raises(LayoutError):
+        ContextParallel(**wrong)
+
+
+def test_refuses_entries_that_two_ranks_would_share() -> None:
+    compressed = replace(heads(), tokens=axis((4, DIM)), tokens_per_state=4)
+    with pytest.raises(LayoutError, match="which would lie on two ranks"):
+        layout(compressed, groups=[paged(16, ContextParallel(size=2, interleave=2))])
+    layout(compressed, groups=[paged(16, ContextParallel(size=2, interleave=4))])
+
+
+def test_refuses_axes_where_there_is_nothing_to_index() -> None:
+    whole = Field(
+        key="k",
+        group=0,
+        region=0,
+        offset=0,
+        page_stride=64,
+        pages=4,
+        dtype="int8",
+        unit=64,
+        packing="tiles",
+    )
+    opaque = Group(kind=GroupKind.OPAQUE, block_tokens=16)
+    state = Group(kind=GroupKind.STATE, block_tokens=0)
+    layout(whole, groups=[opaque])
+    with pytest.raises(LayoutError, match="an opaque page has no axes"):
+        layout(replace(whole, unit=32, tokens=axis((2, 32))), groups=[opaque])
+    with pytest.raises(LayoutError, match="a state has no token axis"):
+        layout(heads(), groups=[state])
+
+
+def test_groups_may_share_bytes_and_fields_of_one_group_may_not() -> None:
+    k, v = heads("k"), heads("v", group=1)
+    layout(k, v, groups=[paged(), paged()])
+    with pytest.raises(LayoutError, match="fields 'k' and 'v'"):
+        layout(k, replace(v, group=0))
+
+
+def test_regions_that_share_bytes_hide_nothing() -> None:
+    """The same memory, named twice, or the end of one region inside another."""
+    one, size = layout(heads("k")), PAGES * 4 * 16 * DIM
+    other = replace(heads("v"), region=1)
+    flipped = replace(other, region=0), replace(one.fields[0], region=1)
+    for start in (0, 8, size - 1):
+        twin = Region(address=one.regions[0].address + start, nbytes=size)
+        with pytest.raises(LayoutError, match="fields 'k' and 'v' put two elements"):
+            replace(one, regions=(one.regions[0], twin), fields=(one.fields[0], other))
+        with pytest.raises(LayoutError, match="put two elements"):
+            replace(one, regions=(twin, one.regions[0]), fields=flipped)
+
+
+def test_regions_may_share_bytes_that_no_two_fields_of_a_group_share() -> None:
+    one, size = layout(heads("k")), PAGES * 4 * 16 * DIM
+    both = Region(address=one.regions[0].address, nbytes=2 * size)
+    other = replace(heads("v"), region=1, offset=size)
+    replace(one, regions=(one.regions[0], both), fields=(one.fields[0], other))
+    again = replace(heads("v"), region=1, group=1)
+    groups = (paged(), paged())
+    replace(one, regions=(one.regions[0], both), fields=(one.fields[0], again), groups=groups)
+    elsewhere = replace(one.regions[0], kind="cuda")
+    second = replace(heads("v"), region=1)
+    replace(one, regions=(one.regions[0], elsewhere), fields=(one.fields[0], second))
+
+
+def test_the_highest_addresses_do_not_overflow() -> None:
+    size = PAGES * 4 * 16 * DIM
+    high = Region(address=(1 << 63) - size, nbytes=size)
+    low = Region(address=1, nbytes=(1 << 63) - 1)
+    fields = (heads("k"), replace(heads("v"), region=1))
+    replace(layout(), regions=(high, low), fields=fields, groups=(paged(),))
+    last = replace(fields[1], offset=0, pages=1)
+    with pytest.raises(LayoutError, match="put two elements"):
+        replace(layout(), regions=(high, high), fields=(fields[0], last), groups=(paged(),))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offset": 1 << 40, "page_stride": 1 << 40, "pages": 1 << 40},
+        {"page_stride": 1 << 40, "pages": 1 << 24},
+    ],
+)
+def test_what_would_leave_64_bits_leaves_its_region_first(change: dict[str, object]) -> None:
+    everything = Region(address=1, nbytes=(1 << 63) - 1)
+    field = replace(heads(), **change)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="ends at byte"):
+        Layout(regions=(everything,), groups=(paged(),), fields=(field,))
+
+
+def test_fields_may_interleave() -> None:
+    k = heads("k", packed=2)
+    layout(k, replace(k, key="v", offset=DIM))
+    with pytest.raises(LayoutError, match="fields 'k' and 'v'"):
+        layout(k, replace(k, key="v", offset=DIM - 1))
+
+
+@pytest.mark.parametrize("bounds", [(0, 8), (8, 0), ((1 << 63) - 4, 8)])
+def test_refuses_a_region_outside_the_address_space(bounds: tuple[int, int]) -> None:
+    with pytest.raises(LayoutError, match="must be positive and end below"):
+        Region(address=bounds[0], nbytes=bounds[1])
+
+
+def test_a_region_contains_what_lies_in_it() -> None:
+    region = Region(address=100, nbytes=10)
+    assert region.contains(Region(address=102, nbytes=8))
+    assert not region.contains(Region(address=102, nbytes=9))
+    assert not region.contains(Region(address=102, nbytes=8, kind="cuda"))
+
+
+def test_an_array_gives_its_region() -> None:
+    array = np.zeros((4, 6), dtype=np.float32)
+    assert region_of(array) == Region(address=array.ctypes.data, nbytes=96)
+    with pytest.raises(LayoutError, match="is not contiguous"):
+        region_of(array[:, ::2])
+    with pytest.raises(LayoutError, match="cannot take the memory of a list"):
+        region_of([1, 2])
+
+
+@given(worlds())
+def test_engines_of_any_shape_are_accepted(world: World) -> None:
+    for one in (*world.local, *world.remote):
+        assert Layout(regions=one.regions, groups=one.groups, fields=one.fields) == one
+
+
+DIGITS = st.builds(Dim, count=st.integers(1, 3), stride=st.integers(1, 40))
+
+
+@st.composite
+def wild_fields(draw: st.DrawFn, key: str) -> Field:
+    """A field with strides that need not make sense."""
+    shard = tuple(draw(st.lists(DIGITS, max_size=2)))
+    return Field(
+        key=key,
+        group=0,
+        region=0,
+        offset=draw(st.integers(0, 60)),
+        page_stride=draw(st.integers(1, 120)),
+        pages=draw(st.integers(1, 3)),
+        dtype="int8",
+        unit=draw(st.integers(1, 4)),
+        shard=shard,
+        shard_range=(0, length(shard)),
+    )
+
+
+@given(wild_fields("a"), wild_fields("b"))
+def test_what_is_accepted_has_no_byte_twice(a: Field, b: Field) -> None:
+    state = Group(kind=GroupKind.STATE, block_tokens=0)
+    region = Region(address=1, nbytes=1 << 20)
+    taken = [
+        int(offset) + f.offset + page * f.page_stride
+        for f in (a, b)
+        for page in range(f.pages)
+        for offset in field_offsets(f).ravel()
+    ]
+    try:
+        Layout(regions=(region,), groups=(state,), fields=(a, b))
+    except LayoutError:
+        return
+    assert (
+        len(set(taken))
+        == len(taken)
+        == sum(f.pages * math.prod(field_offsets(f).shape) for f in (a, b))
+    )

@@ -1,0 +1,161 @@
+"""Who uses a hold, and what says "done" about it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.lifecycle.hold_users import HoldUsers
+from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.ticket import Ticket
+
+A, B, C, D = (RequestId(name) for name in "abcd")
+
+
+def ticket(
+    generation: int = 7,
+    host: str = "10.0.0.1",
+    engine: str = "prefill",
+    incarnation: int = 5,
+) -> Ticket:
+    return Ticket(
+        engine=engine,
+        incarnation=incarnation,
+        request="p",
+        host=host,
+        port=5600,
+        hold=Hold(slot=3, generation=generation),
+        pages=((1,),),
+        first_index=(0,),
+        tokens=4,
+        digest=bytes(16),
+        computed=True,
+    )
+
+
+def test_the_only_user_says_done_itself() -> None:
+    users = HoldUsers()
+    users.add(A, ticket())
+    assert users.order(A) is False
+    users.over(A, loaded=True)
+    assert users.take_unused() == []
+    assert len(users) == 0
+
+
+def test_known_users_share_and_done_is_ordered_after_the_last() -> None:
+    users = HoldUsers()
+    users.add(A, ticket())
+    users.add(B, ticket())
+    assert [users.order(A), users.order(B)] == [True, True]
+    users.over(B, loaded=True)
+    assert not users.pending
+    users.over(A, loaded=True)
+    assert users.pending
+    assert users.take_unused() == [ticket()]
+    assert not users.pending
+    assert len(users) == 0
+
+
+def test_the_last_says_done_itself_if_the_others_are_over() -> None:
+    users = HoldUsers()
+    users.add(A, ticket())
+    users.add(B, ticket())
+    assert users.order(A) is True
+    users.over(A, loaded=True)
+    assert users.order(B) is False
+    users.over(B, loaded=True)
+    assert users.take_unused() == []
+
+
+def test_who_comes_while_the_only_one_loads_leaves_done_to_it() -> None:
+    users = HoldUsers()
+    users.add(A, ticket())
+    assert users.order(A) is False
+    users.add(B, ticket())
+    assert users.order(B) is True
+    users.over(A, loaded=True)
+    users.over(B, loaded=False)
+    assert users.take_unused() == []
+    assert len(users) == 0
+
+
+def test_who_has_siblings_on_the_way_never_says_done() -> None:
+    users = HoldUsers()
+    users.add(A, ticket())
+    assert users.order(A, siblings=True) is True
+    users.over(A, loaded=True)
+    assert users.take_unused() == [ticket()]
+
+
+def test_done_that_is_not_yet_ordered_waits_for_who_comes() -> None:
+    users = HoldUsers()
+    users.add(A, ticket())
+    users.order(A, siblings=True)
+    users.over(A, loaded=True)
+    users.add(B, ticket())
+    assert not users.pending
+    assert users.order(B, siblings=True) is True
+    users.over(B, loaded=True)
+    assert users.take_unused() == [ticket()]
+
+
+def test_holds_are_told_apart() -> None:
+    """By slot and generation, and by the life of the engine that has them."""
+    users = HoldUsers()
+    tickets = (ticket(), ticket(8), ticket(incarnation=6), ticket(engine="another"))
+    for request, one in zip((A, B, C, D), tickets, strict=True):
+        users.add(request, one)
+    assert [users.order(request) for request in (A, B, C, D)] == [False] * 4
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_done_is_ordered_with_a_ticket_that_was_proven(first: bool) -> None:
+    """Two tickets name one hold, and one of them another address: a client wrote that."""
+    users, good, bad = HoldUsers(), ticket(), ticket(host="10.6.6.6")
+    pair = [(A, good, True), (B, bad, False)]
+    for request, one, _ in pair if first else pair[::-1]:
+        users.add(request, one)
+    for request, _, _ in pair:
+        users.order(request)
+    for request, _, loaded in pair:
+        users.over(request, loaded=loaded)
+    assert users.take_unused() == [good]
+
+
+def test_what_is_not_counted_is_over_already() -> None:
+    users = HoldUsers()
+    users.over(A, loaded=True)
+    assert users.take_unused() == []
+
+
+EVENTS = st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "order", "over", "drain"]))
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_done_is_said_once_and_to_the_loss_of_nobody_known(events: list[tuple[str, str]]) -> None:
+    """By a load that is the only one known when it is ordered, or by an order when all are over."""
+    users = HoldUsers()
+    is_ordered: dict[RequestId, bool] = {}
+    used = said = False
+    for name, event in events:
+        request = RequestId(name)
+        if event == "add" and request not in is_ordered:
+            users.add(request, ticket())
+            is_ordered[request], used = False, True
+        elif event == "order" and is_ordered.get(request) is False:
+            is_ordered[request] = True
+            alone = not users.order(request)
+            assert alone is (len(is_ordered) == 1)
+            said = said or alone
+        elif event == "over" and is_ordered.get(request):
+            users.over(request, loaded=True)
+            del is_ordered[request]
+            if said and not is_ordered:
+                used = said = False
+        elif event == "drain":
+            is_due = used and not said and not is_ordered
+            assert users.pending is is_due
+            assert len(users.take_unused()) == is_due
+            used = used and not is_due
+    assert len(users) == used

@@ -1,0 +1,428 @@
+"""Copies and what they leave out: against the oracle, and in plain cases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.errors import PageError
+from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
+from kvferry.core.planner.build_copies import (
+    Pages,
+    ReadRequest,
+    Spans,
+    Workspace,
+    copies,
+    unwritten,
+)
+from kvferry.core.planner.plan import plan
+from kvferry.core.transport.copies import Copies
+from tests.core.layouts import DIM, heads, layout, model, paged, stacked
+from tests.core.oracle import World, check_rank, pages
+from tests.core.worlds import worlds
+
+PAGE = 4 * 16 * DIM
+"""Bytes of K, or of V, of one layer in a page of ``tests.core.layouts``."""
+
+
+@settings(max_examples=30)
+@given(st.lists(worlds(), min_size=2, max_size=3))
+def test_a_workspace_serves_one_request_after_the_other(several: list[World]) -> None:
+    workspace = Workspace()
+    for world in several:
+        check_rank(world, 0, workspace)
+
+
+def request(
+    wanted: tuple[int, int] | None, local: Pages | Sequence[int], remote: Pages | Sequence[int]
+) -> ReadRequest:
+    """A request of engines with one group."""
+    near, far = (p if isinstance(p, Pages) else pages(p) for p in (local, remote))
+    return ReadRequest(ranges=(wanted,), local=(near,), remote=(far,))
+
+
+def pull(local: Layout, remote: Layout, asked: ReadRequest) -> Copies:
+    """The copies of a request between two engines of one rank each."""
+    found = plan([local], [remote], 0)
+    return copies(found.sources[0], asked)
+
+
+def left(local: Layout, remote: Layout, asked: ReadRequest) -> Spans:
+    """What that leaves unwritten."""
+    return unwritten(local, plan([local], [remote], 0), asked)
+
+
+def spans(found: Spans, one: Layout) -> list[tuple[int, int]]:
+    """(offset in its region, length) of each."""
+    return [
+        (int(found.address[i]) - segment.region.address, int(found.nbytes[i]))
+        for segment in found.segments
+        for i in range(segment.start, segment.stop)
+        if segment.region in one.regions
+    ]
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_equal_layouts_move_one_copy_per_layer_and_page(order: str) -> None:
+    here, there = model(5, order=order), model(5, order=order)
+    found = pull(here, there, request((0, 40), [9, 2, 5], [4, 1, 8]))
+    assert len(found) == 5 * 3
+    assert set(found.nbytes.tolist()) == {2 * PAGE}
+    assert [(s.start, s.stop) for s in found.segments] == [(3 * i, 3 * i + 3) for i in range(5)]
+    assert found.local[:3].tolist() == [here.regions[0].address + p * 2 * PAGE for p in (9, 2, 5)]
+    assert found.remote[:3].tolist() == [there.regions[0].address + p * 2 * PAGE for p in (4, 1, 8)]
+
+
+def test_a_page_that_holds_all_layers_is_one_copy() -> None:
+    found = pull(stacked(5), stacked(5), request((0, 33), [9, 2, 5], [4, 1, 8]))
+    assert found.nbytes.tolist() == [10 * PAGE] * 3
+    assert len(found.segments) == 1
+
+
+def test_neighbouring_pages_are_one_copy() -> None:
+    found = pull(stacked(5), stacked(5), request((0, 80), [2, 3, 4, 6, 7], [5, 6, 7, 8, 9]))
+    assert found.nbytes.tolist() == [30 * PAGE, 20 * PAGE]
+
+
+def test_neighbours_on_one_side_only_stay_apart() -> None:
+    assert len(pull(stacked(1), stacked(1), request((0, 32), [2, 3], [6, 5]))) == 2
+
+
+def test_blocks_of_other_sizes_move_in_the_smaller_one() -> None:
+    small = layout(heads(order="NHD", block=16), groups=[paged(16)])
+    large = layout(heads(order="NHD", block=32), groups=[paged(32)])
+    assert len(pull(large, small, request((0, 64), [1, 2], [4, 6, 1, 9]))) == 4
+    assert len(pull(small, large, request((0, 64), [4, 6, 1, 9], [1, 2]))) == 4
+    assert len(pull(large, small, request((0, 64), [1, 2], [4, 5, 6, 7]))) == 1
+
+
+def test_a_share_of_a_context_moves_whole_pages_between_equal_layouts() -> None:
+    two = [layout(heads(), groups=[paged(16, ContextParallel(size=2, rank=r))]) for r in (0, 1)]
+    asked = request((0, 90), [3, 7, 5], [2, 8, 4])
+    for rank in (0, 1):
+        found = plan(two, two, rank)
+        assert [source.remote for source in found.sources] == [rank]
+        assert copies(found.sources[0], asked).nbytes.tolist() == [PAGE] * 3
+
+
+@pytest.mark.parametrize("wanted", [(0, 33), (15, 48), (1, 34)])
+def test_a_first_and_a_last_page_that_are_wanted_in_part_are_one_copy_each(
+    wanted: tuple[int, int],
+) -> None:
+    one = layout(heads())
+    assert pull(one, one, request(wanted, [3, 7, 5], [2, 8, 4])).nbytes.tolist() == [PAGE] * 3
+    whole = pull(stacked(4), stacked(4), request(wanted, [3, 7, 5], [2, 8, 4]))
+    assert whole.nbytes.tolist() == [8 * PAGE] * 3
+
+
+def test_a_range_starts_with_the_sub_block_that_has_its_first_token() -> None:
+    small = layout(heads(order="NHD", block=16), groups=[paged(16)])
+    large = layout(heads(order="NHD", block=32), groups=[paged(32)])
+    found = pull(large, small, request((20, 64), pages([1, 2]), pages([6, 9, 8], 1)))
+    assert found.nbytes.tolist() == [PAGE] * 3
+    assert sorted(found.remote - (1 << 32)) == [6 * PAGE, 8 * PAGE, 9 * PAGE]
+    assert spans(left(large, small, request((20, 64), [1, 2], [0, 6, 9, 8])), large) == [
+        (2 * PAGE, PAGE)
+    ]
+
+
+@pytest.mark.parametrize("wanted", [(0, 24), (5, 17), (13, 14)])
+@pytest.mark.parametrize("name", ["tokens", "shard"])
+def test_tiles_without_common_digits_move_right(name: str, wanted: tuple[int, int]) -> None:
+    def tiled(coarse: int, fine: int) -> Layout:
+        digits = axis((coarse, DIM), (fine, coarse * DIM))
+        if name == "tokens":
+            long = heads(order="NHD", block=12, shard=(0, 1), pages=30)
+            return layout(replace(long, tokens=digits), groups=[paged(12)])
+        wide = heads(order="NHD", block=1, shard=(0, 12), pages=30)
+        return layout(replace(wide, shard=digits), groups=[paged(1)])
+
+    listed = list(range(1, 3)) if name == "tokens" else list(range(1, 25))
+    asked = request(wanted, listed, listed[::-1])
+    check_rank(World(local=(tiled(3, 4),), remote=(tiled(4, 3),), request=asked), 0)
+
+
+def test_nothing_is_pulled_where_nothing_is_wanted() -> None:
+    one = stacked(2)
+    for asked in (request(None, [1], [2]), request((0, 0), [1], [2])):
+        found = pull(one, one, asked)
+        assert len(found) == found.total == 0
+        assert found.segments == ()
+
+
+def test_a_result_lasts_until_its_workspace_is_used_again() -> None:
+    one = stacked(2)
+    found = plan([one], [one], 0)
+    workspace = Workspace()
+    first = copies(found.sources[0], request((0, 32), [1, 5], [2, 7]), workspace)
+    kept = first.local.copy()
+    second = copies(found.sources[0], request((0, 32), [9, 5], [2, 7]), workspace)
+    assert np.shares_memory(first.local, second.local)
+    assert first.local.tolist() != kept.tolist()
+
+
+STATE = Group(kind=GroupKind.STATE, block_tokens=0)
+
+
+def state(key: str, group: int = 0) -> Field:
+    return Field(
+        key=key,
+        group=group,
+        region=0,
+        offset=0,
+        page_stride=64,
+        pages=20,
+        dtype="int8",
+        unit=16,
+        shard=axis((4, 16)),
+        shard_range=(0, 4),
+    )
+
+
+def test_a_state_is_one_page_whatever_its_tokens() -> None:
+    one = layout(state("s"), groups=[STATE])
+    for tokens in (1, 1000):
+        assert pull(one, one, request((0, tokens), [3], [7])).nbytes.tolist() == [64]
+        assert len(left(one, one, request((0, tokens), [3], [7]))) == 0
+
+
+def test_groups_pair_by_their_fields() -> None:
+    k = heads("k")
+    here = layout(k, replace(state("s", 1), offset=PAGE * 100), groups=[paged(), STATE])
+    there = layout(
+        replace(k, group=1, offset=64 * 20), state("s", 0), groups=[STATE, paged()], base=1 << 40
+    )
+    found = plan([here], [there], 0)
+    asked = ReadRequest(
+        ranges=((0, 16), (0, 16)),
+        local=(pages([3]), pages([4])),
+        remote=(pages([5]), pages([6])),
+    )
+    pulled = copies(found.sources[0], asked)
+    assert sorted(zip(pulled.local - (1 << 32), pulled.remote - (1 << 40), strict=True)) == [
+        (3 * PAGE, 64 * 20 + 6 * PAGE),
+        (PAGE * 100 + 4 * 64, 5 * 64),
+    ]
+
+
+BAD_REQUESTS: dict[str, ReadRequest] = {
+    "local group 0: block index 1 is wanted, and its page list has the block indices [0, 1)": (
+        request((0, 17), [1], [1, 2])
+    ),
+    "remote group 0: block index 1 is wanted, and its page list has the block indices [0, 1)": (
+        request((0, 17), [1, 2], [1])
+    ),
+    "remote group 0: block index 0 is wanted, and its page list has the block indices [1, 2)": (
+        request((0, 16), [1], pages([1], 1))
+    ),
+    "remote group 0: block index 1 is wanted, and its page id there is 0, a hole": (
+        request((0, 32), [1, 2], [1, 0])
+    ),
+    "local group 0: block index 0 is wanted, and its page id there is 0, a hole": (
+        request((0, 16), [0], [1])
+    ),
+    "remote group 0: block index 0 is wanted, and its page id there is 100; ids lie in 1 to 99": (
+        request((0, 16), [1], [100])
+    ),
+    "remote group 0: block index 0 is wanted, and its page id there is -1; ids lie in 1 to 99": (
+        request((0, 16), [1], [-1])
+    ),
+    "local group 0: tokens up to 1099511627776 are wanted": request((0, (1 << 40) - 1), [1], [1]),
+    "token range [16, 0) of local group 0": request((16, 0), [1], [1]),
+    "token range [0, 1099511627776) of local group 0": request((0, 1 << 40), [1], [1]),
+    "2 ranges for 1 groups": ReadRequest(
+        ranges=((0, 1), None), local=(pages([1]),), remote=(pages([1]),)
+    ),
+    "2 local page lists for 1 groups": ReadRequest(
+        ranges=((0, 1),), local=(pages([1]), pages([1])), remote=(pages([1]),)
+    ),
+    "0 remote page lists for 1 groups": ReadRequest(
+        ranges=((0, 1),), local=(pages([1]),), remote=()
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "asked"), BAD_REQUESTS.items(), ids=list(BAD_REQUESTS))
+def test_refuses_pages_that_do_not_fit(message: str, asked: ReadRequest) -> None:
+    one = layout(heads())
+    with pytest.raises(PageError) as refusal:
+        pull(one, one, asked)
+    assert message in str(refusal.value)
+
+
+def test_pages_that_are_not_needed_may_be_holes_or_missing() -> None:
+    one = layout(heads())
+    found = pull(one, one, request((32, 48), [0, 0, 4], pages([7], 2)))
+    assert len(found) == 1
+
+
+def test_a_state_does_not_start_in_the_middle() -> None:
+    one = layout(state("s"), groups=[STATE])
+    with pytest.raises(PageError, match="a state stands for all tokens from 0 on"):
+        pull(one, one, request((1, 16), [3], [7]))
+
+
+def test_an_entry_moves_whole() -> None:
+    near = layout(
+        replace(heads(order="NHD"), tokens=axis((4, 4 * DIM)), tokens_per_state=4, page_stride=512)
+    )
+    far = layout(
+        replace(heads(order="NHD"), tokens=axis((2, 4 * DIM)), tokens_per_state=4, page_stride=256),
+        groups=[paged(8)],
+    )
+    assert pull(near, far, request((10, 11), [3], [7, 8])).total == 2 * 4 * DIM
+
+
+def test_an_opaque_page_moves_whole() -> None:
+    f = Field(
+        key="k",
+        group=0,
+        region=0,
+        offset=0,
+        page_stride=64,
+        pages=20,
+        dtype="int8",
+        unit=64,
+        packing="tiles",
+    )
+    one = layout(f, groups=[Group(kind=GroupKind.OPAQUE, block_tokens=16)])
+    assert pull(one, one, request((8, 16), [3], [7])).nbytes.tolist() == [64]
+    assert pull(one, one, request((16, 17), [3, 5], [7, 9])).nbytes.tolist() == [64]
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(2), np.zeros((1, 2), np.int64), np.zeros(2, np.int32)])
+def test_refuses_ids_that_are_no_list_of_int64(wrong: np.ndarray) -> None:
+    with pytest.raises(PageError, match="pass a one-dimensional int64 array"):
+        Pages(ids=wrong)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 40, 1 << 70])
+def test_refuses_an_index_that_no_block_has(wrong: int) -> None:
+    with pytest.raises(PageError, match=f"first block index {wrong}"):
+        pages([1], wrong)
+
+
+def test_a_last_page_that_both_sides_hold_is_written_to_its_end() -> None:
+    one = layout(heads())
+    assert len(left(one, one, request((0, 17), [3, 5], [4, 6]))) == 0
+
+
+def test_what_the_smaller_blocks_do_not_reach_is_left() -> None:
+    large = layout(heads(order="NHD", block=32), groups=[paged(32)])
+    small = layout(heads(order="NHD", block=16), groups=[paged(16)])
+    found = left(large, small, request((0, 40), [3, 5], [1, 2, 4]))
+    assert spans(found, large) == [(5 * 2 * PAGE + PAGE, PAGE)]
+
+
+def test_the_tail_of_every_head_is_left_in_hnd() -> None:
+    large = layout(heads(block=32), groups=[paged(32)])
+    small = layout(heads(block=16), groups=[paged(16)])
+    found = left(large, small, request((0, 10), [3], [1]))
+    row = 32 * DIM
+    assert spans(found, large) == [
+        (3 * 2 * PAGE + head * row + row // 2, row // 2) for head in range(4)
+    ]
+
+
+def test_pages_beyond_the_range_are_left_whole_and_neighbours_joined() -> None:
+    one = stacked(2)
+    found = left(one, one, request((0, 16), [3, 9, 0, 8, 5], [4]))
+    assert spans(found, one) == [(5 * 4 * PAGE, 4 * PAGE), (8 * 4 * PAGE, 2 * 4 * PAGE)]
+
+
+def test_pages_before_the_range_are_left_whole() -> None:
+    one = layout(heads(order="NHD"))
+    for asked in (request((20, 21), [3, 5], [0, 6]), request((16, 32), [3, 5], [0, 6])):
+        assert spans(left(one, one, asked), one) == [(3 * PAGE, PAGE)]
+    later = request((20, 21), pages([5], 1), [0, 6])
+    assert len(left(one, one, later)) == 0
+
+
+def test_pages_are_left_whole_where_no_token_is_wanted() -> None:
+    one = layout(heads(order="NHD"))
+    assert spans(left(one, one, request((20, 20), [3, 5], [4, 6])), one) == [
+        (3 * PAGE, PAGE),
+        (5 * PAGE, PAGE),
+    ]
+
+
+def test_pages_of_a_group_that_is_not_loaded_are_not_ours() -> None:
+    one = layout(heads())
+    assert len(left(one, one, request(None, [3, 5], [4, 6]))) == 0
+
+
+def test_the_head_and_the_tail_of_one_page_are_left() -> None:
+    large = layout(heads(order="NHD", block=64), groups=[paged(64)])
+    small = layout(heads(order="NHD", block=16), groups=[paged(16)])
+    found = left(large, small, request((20, 40), [3], [0, 6, 7]))
+    assert spans(found, large) == [(12 * PAGE, PAGE), (12 * PAGE + 3 * PAGE, PAGE)]
+
+
+def drafted(*, first: bool = False) -> Layout:
+    """K of a layer and of a draft layer, in one page of one group."""
+    both = [
+        heads("k", page_stride=2 * PAGE, offset=first * PAGE),
+        replace(heads("d", page_stride=2 * PAGE, offset=(not first) * PAGE), draft=True),
+    ]
+    return layout(*both)
+
+
+def test_draft_fields_that_nobody_reads_are_left_in_every_page() -> None:
+    plain = layout(heads("k"))
+    asked = request((0, 20), [3, 5, 0, 8], [4, 6])
+    assert pull(drafted(), plain, asked).nbytes.tolist() == [PAGE, PAGE]
+    assert spans(left(drafted(), plain, asked), drafted()) == [
+        (3 * 2 * PAGE + PAGE, PAGE),
+        (5 * 2 * PAGE + PAGE, PAGE),
+        (8 * 2 * PAGE, 2 * PAGE),
+    ]
+    assert len(pull(plain, drafted(), asked)) == 2
+    assert len(left(drafted(), drafted(), request((0, 20), [3, 5], [4, 6]))) == 0
+
+
+def test_a_draft_group_that_nobody_reads_is_left_whole() -> None:
+    draft = replace(heads("d", region=1), group=1, draft=True)
+    near, far = layout(heads("k"), draft, groups=[paged(), paged()]), layout(heads("k"))
+    asked = ReadRequest(
+        ranges=((0, 16), (0, 16)), local=(pages([3]), pages([4, 0, 6])), remote=(pages([5]),)
+    )
+    assert spans(left(near, far, asked), near) == [(4 * PAGE, PAGE), (6 * PAGE, PAGE)]
+    unasked = replace(asked, ranges=((0, 16), None))
+    assert len(left(near, far, unasked)) == 0
+
+
+def test_groups_whose_fields_are_on_other_ranks_cost_nothing() -> None:
+    groups = [paged(), paged(32)]
+    one, other = heads("0"), replace(heads("1", block=32), group=1)
+    stages = [layout(one, groups=groups), layout(other, groups=groups)]
+    whole = [layout(one, replace(other, region=1), groups=groups)]
+    for remote in (stages, whole):
+        found = plan(stages, remote, 0)
+        asked = ReadRequest(
+            ranges=((0, 16), (0, 20)),
+            local=(pages([3]), pages([200, 7])),
+            remote=(pages([5]), pages([6])),
+        )
+        [source] = found.sources
+        assert copies(source, asked).nbytes.tolist() == [PAGE]
+        assert len(unwritten(stages[0], found, asked)) == 0
+
+
+def test_spans_are_cut_by_region() -> None:
+    one = model(3)
+    found = left(one, one, request((0, 16), [3, 5], [4]))
+    assert [(s.start, s.stop, s.region) for s in found.segments] == [
+        (i, i + 1, region) for i, region in enumerate(one.regions)
+    ]
+    assert spans(found, one) == [(5 * 2 * PAGE, 2 * PAGE)] * 3
+
+
+def test_refuses_to_clear_a_page_that_is_not_there() -> None:
+    one = layout(heads())
+    with pytest.raises(PageError, match="local group 0: page id 100 does not lie in 0 to 99"):
+        left(one, one, request((0, 16), [3, 100], [4]))

@@ -1,0 +1,58 @@
+"""Every error of ours has a cause, and is one line that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.core import errors
+from kvferry.core.error_causes import Cause, cause_of, explained, on_one_line
+from kvferry.core.errors import (
+    ConnectError,
+    KVFerryError,
+    RefusedError,
+    StaleError,
+    TicketError,
+    TransferCancelledError,
+    TransportUsageError,
+)
+
+NOT_OF_A_LOAD = {"KVFerryError", "LayoutError", "WireError", "SecretError", "DriverError"}
+
+
+def test_every_error_that_fails_a_load_has_a_cause() -> None:
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, KVFerryError)
+    ]
+    without = {kind.__name__ for kind in kinds if cause_of(kind("x")) is Cause.OTHER}
+    assert without == NOT_OF_A_LOAD
+    assert {cause_of(kind("x")) for kind in kinds} == set(Cause)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (StaleError("x"), "stale"),
+        (RefusedError("x"), "unreachable"),
+        (ConnectError("x"), "unreachable"),
+        (TicketError("x"), "ticket"),
+        (TransferCancelledError("x"), "given_up"),
+        (TransportUsageError("x"), "transport"),
+    ],
+)
+def test_causes(error: KVFerryError, cause: str) -> None:
+    assert cause_of(error) == cause
+
+
+def test_what_others_wrote_stays_in_its_line() -> None:
+    """A ticket's engine may be called anything."""
+    evil = "prefill\n2026-01-01 ERROR \x1b[2J all is lost\u2028\x00"
+    assert on_one_line(evil) == "prefill 2026-01-01 ERROR ?[2J all is lost ?"
+    assert len(on_one_line("x" * 100_000)) == 4096
+    assert "\n" not in explained(TicketError(evil))
+
+
+def test_a_remedy_follows_where_the_error_has_none() -> None:
+    assert explained(TicketError("it is torn")).startswith("it is torn (prefill again")
+    assert explained(StaleError("gone: prefill again")) == "gone: prefill again"

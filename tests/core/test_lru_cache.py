@@ -1,0 +1,224 @@
+"""What is known already is moved, and that gives what making it anew gives."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core import messages as wire
+from kvferry.core.errors import LayoutError, WireError
+from kvferry.core.layout import Layout
+from kvferry.core.lru_cache import LRUCache
+from kvferry.core.memory import Region
+from kvferry.core.messages import Coordinates, RankPayload, decode_payload, encode
+from kvferry.core.planner.plan import Plan, plan
+from kvferry.core.planner.plan_cache import MAX_PLANS, PlanCache
+from tests.core.layouts import heads, layout, model, stacked
+
+
+def payload(of: Layout, rank: int = 0) -> bytes:
+    return encode(
+        RankPayload(
+            oldest=1,
+            newest=1,
+            engine="prefill",
+            incarnation=5,
+            rank=rank,
+            coordinates=Coordinates(tp=rank),
+            agreement={},
+            layout=of,
+            driver="d",
+            address=b"rank %d" % rank,
+            slots=Region(address=8, nbytes=8),
+        )
+    )
+
+
+def elsewhere(of: Layout, starts: list[int]) -> Layout:
+    """The same, each region in a place of its own, in any order."""
+    regions = tuple(
+        replace(each, address=(start + 1) << 40)
+        for each, start in zip(of.regions, starts, strict=True)
+    )
+    return Layout(regions=regions, groups=of.groups, fields=of.fields)
+
+
+def assert_equal(found: Plan, wanted: Plan) -> None:
+    """Plans hold arrays, which have no equality of their own."""
+    assert (found.rank, found.readers, found.tells) == (wanted.rank, wanted.readers, wanted.tells)
+    assert [each.remote for each in found.sources] == [each.remote for each in wanted.sources]
+    for mine, theirs in zip(found.sources, wanted.sources, strict=True):
+        assert mine.remote_layout == theirs.remote_layout
+        for here, there in zip(mine.matches, theirs.matches, strict=True):
+            assert (here.local_pages, here.remote_pages) == (there.local_pages, there.remote_pages)
+            assert here.overlaps == there.overlaps
+            for one, other in zip(here.batches, there.batches, strict=True):
+                assert (one.motion, one.nbytes) == (other.motion, other.nbytes)
+                assert one.cuts == other.cuts
+                np.testing.assert_array_equal(one.local, other.local)
+                np.testing.assert_array_equal(one.remote, other.remote)
+
+
+def tp(size: int, layers: int = 3) -> list[Layout]:
+    step = 4 // size
+    return [model(layers, shard=(rank * step, (rank + 1) * step)) for rank in range(size)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 4), (2, 4)]),
+    orders=st.lists(st.permutations(range(3)), min_size=2, max_size=4),
+)
+def test_a_moved_plan_is_the_plan(sizes: tuple[int, int], orders: list[list[int]]) -> None:
+    far, near = map(tp, sizes)
+    planner = PlanCache(near, len(near) - 1)
+    for number, order in enumerate(orders):
+        moved = [elsewhere(each, [8 * number + i for i in order]) for each in far]
+        met = [decode_payload(payload(each, rank)).layout for rank, each in enumerate(moved)]
+        assert_equal(planner.plan(met), plan(near, moved, len(near) - 1))
+
+
+def test_an_engine_of_another_shape_is_planned_anew() -> None:
+    planner = PlanCache(tp(1), 0)
+    for size in (1, 2, 4, 1, 2):
+        far = [decode_payload(payload(each, rank)).layout for rank, each in enumerate(tp(size))]
+        assert_equal(planner.plan(far), plan(tp(1), far, 0))
+
+
+def test_regions_that_are_equal_say_not_which_moves() -> None:
+    """Two fields in two regions that are one range of memory: nothing can be moved by them."""
+    region = Region(address=1 << 40, nbytes=1 << 20)
+    twice = Layout(
+        regions=(region, region),
+        groups=layout(heads()).groups,
+        fields=(heads("a", region=0), heads("b", region=1, offset=1 << 19)),
+    )
+    apart = replace(twice, regions=(region, replace(region, address=1 << 41)))
+    planner = PlanCache([apart], 0)
+    for far in (twice, apart):
+        assert_equal(planner.plan([far]), plan([apart], [far], 0))
+
+
+def test_fields_are_there_once_for_all_engines() -> None:
+    first, second = (
+        decode_payload(payload(elsewhere(stacked(2), [start]))).layout for start in (1, 2)
+    )
+    assert first.fields is second.fields
+    assert first.regions != second.regions
+    assert second == elsewhere(stacked(2), [2])
+
+
+@pytest.mark.parametrize("where", ["groups", "fields"])
+def test_what_is_too_long_is_not_kept(where: str) -> None:
+    """Also where the length is in what nobody reads."""
+    long = msgspec.msgpack.decode(payload(stacked(2)))
+    long["layout"][where][0]["padding"] = bytes(300_000)
+    first, second = (decode_payload(msgspec.msgpack.encode(long)).layout for _ in range(2))
+    assert first == second == stacked(2)
+    assert first.fields is not second.fields
+
+
+def test_what_does_not_fit_is_refused_also_where_it_is_known() -> None:
+    good = layout(heads("a", region=0), heads("b", region=1))
+    assert decode_payload(payload(good)).layout == good
+    first, second = good.regions
+    overlapping = (first, replace(second, address=first.address + 8))
+    bad = object.__new__(Layout)
+    for name, value in (("regions", overlapping), ("groups", good.groups), ("fields", good.fields)):
+        object.__setattr__(bad, name, value)
+    with pytest.raises(WireError, match="put two elements of one group on one byte"):
+        decode_payload(payload(bad))
+    with pytest.raises(LayoutError, match="put two elements of one group on one byte"):
+        good.moved(overlapping)
+
+
+def test_a_shorter_region_is_no_move() -> None:
+    good = model(1)
+    short = (replace(good.regions[0], nbytes=good.regions[0].nbytes - 1),)
+    with pytest.raises(LayoutError, match="ends at byte"):
+        good.moved(short)
+
+
+def test_the_last_that_were_met_are_known() -> None:
+    known: LRUCache[int] = LRUCache(2)
+    for key in "abac":
+        known.keep(key, ord(key)) if known.find(key) is None else None
+    assert [known.find(key) for key in "abc"] == [ord("a"), None, ord("c")]
+    assert len(known) == 2
+
+
+def test_what_weighs_too_much_together_is_forgotten() -> None:
+    known: LRUCache[int] = LRUCache(10, 10)
+    for key, weight in (("a", 4), ("b", 4), ("a", 6), ("c", 4)):
+        known.keep(key, weight, weight)
+    assert [known.find(key) for key in "abc"] == [6, None, 4] or len(known) == 2
+    known.keep("d", 11, 11)
+    assert len(known) == 0
+    known.keep("e", 10, 10)
+    assert known.find("e") == 10
+
+
+def test_layouts_that_are_long_together_are_not_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: LRUCache[Layout] = LRUCache(wire.MAX_KNOWN, 1)
+    monkeypatch.setattr(wire, "_layouts", known)
+    decode_payload(payload(stacked(2)))
+    assert len(known) == 0
+
+
+def test_layouts_of_many_regions_are_not_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little is said of their fields."""
+    known: LRUCache[Layout] = LRUCache(wire.MAX_KNOWN, wire.MAX_ALL_KNOWN_BYTES)
+    monkeypatch.setattr(wire, "_layouts", known)
+    few = stacked(1)
+    for number in range(1, 50):
+        spare = tuple(Region(address=8 * place, nbytes=number) for place in range(1, 4096))
+        decode_payload(payload(replace(few, regions=(*few.regions, *spare))))
+    assert 10 < len(known) < 30
+
+
+def test_plans_that_are_much_work_together_are_not_all_kept() -> None:
+    planner = PlanCache([stacked(1)], 0)
+    planner._known = LRUCache(MAX_PLANS, 1)
+    planner.plan([stacked(1)])
+    assert len(planner._known) == 0
+
+
+def test_fields_are_none_of_the_garbage_collectors_business() -> None:
+    """It holds everything up while it looks at all that it knows, and peers publish thousands."""
+    [field, *_] = decode_payload(payload(stacked(2))).layout.fields
+    assert not gc.is_tracked(field)
+    assert replace(field, key="other").key == "other"
+
+
+def test_a_planner_forgets_shapes_and_goes_on() -> None:
+    planner = PlanCache([stacked(1)], 0)
+    for number in range(MAX_PLANS + 3):
+        far = elsewhere(stacked(1), [number])
+        assert_equal(planner.plan([far]), plan([stacked(1)], [far], 0))
+
+
+def test_several_threads_may_plan() -> None:
+    planner, found = PlanCache(tp(1), 0), []
+
+    def meet(number: int) -> None:
+        far = [
+            decode_payload(payload(elsewhere(each, [4 * number + i for i in range(3)]), rank))
+            for rank, each in enumerate(tp(2))
+        ]
+        found.append((planner.plan([each.layout for each in far]), far))
+
+    threads = [threading.Thread(target=meet, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    for made, far in found:
+        assert_equal(made, plan(tp(1), [each.layout for each in far], 0))

@@ -1,0 +1,230 @@
+"""What crosses between engines: it survives the trip, and nothing else gets through."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core import messages as wire
+from kvferry.core.errors import WireError
+from tests.core import messages
+
+Decode = Callable[[bytes], object]
+KINDS: dict[str, tuple[st.SearchStrategy[object], Decode]] = {
+    "request": (messages.requests, wire.decode_request),
+    "reply": (messages.replies, wire.decode_reply),
+    "payload": (messages.payloads(), wire.decode_payload),
+    "notes": (messages.notes, wire.decode_notes),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def only_wire_error(decode: Decode, data: bytes) -> None:
+    """Anything but a ``WireError`` fails the test."""
+    try:
+        decode(data)
+    except WireError:
+        return
+
+
+@each_kind
+@given(data=st.data())
+def test_every_message_survives_the_trip(kind: str, data: st.DataObject) -> None:
+    strategy, decode = KINDS[kind]
+    message = data.draw(strategy)
+    assert decode(wire.encode(message)) == message  # type: ignore[arg-type]
+
+
+@each_kind
+@given(data=st.data())
+def test_no_truncated_message_is_taken_for_a_whole_one(kind: str, data: st.DataObject) -> None:
+    strategy, decode = KINDS[kind]
+    encoded = wire.encode(data.draw(strategy))  # type: ignore[arg-type]
+    short = encoded[: data.draw(st.integers(0, len(encoded) - 1))]
+    with pytest.raises(WireError):
+        decode(short)
+
+
+@each_kind
+@given(data=st.data())
+@settings(max_examples=300)
+def test_mutated_bytes_raise_nothing_but_wire_errors(kind: str, data: st.DataObject) -> None:
+    strategy, decode = KINDS[kind]
+    encoded = bytearray(wire.encode(data.draw(strategy)))  # type: ignore[arg-type]
+    places = st.integers(0, len(encoded) - 1)
+    for place, value in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=5)):
+        encoded[place] = value
+    only_wire_error(decode, bytes(encoded))
+
+
+@each_kind
+@given(noise=st.binary(max_size=200))
+@settings(max_examples=300)
+def test_noise_raises_nothing_but_wire_errors(kind: str, noise: bytes) -> None:
+    only_wire_error(KINDS[kind][1], noise)
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@given(data=st.data())
+@settings(max_examples=300)
+def test_a_payload_with_other_values_raises_nothing_but_wire_errors(data: st.DataObject) -> None:
+    """Well-formed msgpack of the right shape, with any value anywhere, also deep in the layout."""
+    tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
+    node = tree
+    while isinstance(node, dict | list) and node:
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        key = data.draw(st.sampled_from(keys))
+        inner = node[key]
+        if not isinstance(inner, dict | list) or not inner or data.draw(st.booleans()):
+            node[key] = data.draw(json_like)
+            break
+        node = inner
+    only_wire_error(wire.decode_payload, msgspec.msgpack.encode(tree))
+
+
+@pytest.mark.parametrize("decode", [kind[1] for kind in KINDS.values()])
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"\x91" * 4000,
+        b"\x81\xa1x" + b"\x91" * 4000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x82\xa4type\xa4ping\xa6engine\xa1\xff",
+    ],
+)
+def test_bombs_are_refused(decode: Decode, bomb: bytes) -> None:
+    with pytest.raises(WireError):
+        decode(bomb)
+
+
+def test_an_oversized_request_is_refused_unread() -> None:
+    with pytest.raises(WireError, match=f"{wire.MAX_REQUEST_BYTES} are allowed"):
+        wire.decode_request(b"\0" * (wire.MAX_REQUEST_BYTES + 1))
+
+
+def test_fields_of_a_newer_version_are_skipped() -> None:
+    tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
+    tree["compression"] = {"any": ["thing"]}
+    tree["layout"]["fields"][0]["colour"] = "red"
+    assert wire.decode_payload(msgspec.msgpack.encode(tree)) == messages.payload()
+
+
+def test_the_versions_of_a_payload_that_makes_no_sense_can_be_read() -> None:
+    alien = msgspec.msgpack.encode({"oldest": 8, "newest": 9, "layout": "a picture"})
+    assert wire.decode_versions(alien).spoken == "8 to 9"
+    with pytest.raises(WireError):
+        wire.decode_payload(alien)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"slots": {"address": 4, "nbytes": 8}}, "torn"),
+        ({"slots": {"address": 8, "nbytes": 12}}, "torn"),
+        ({"slots": {"address": 0, "nbytes": 8}}, "address"),
+        ({"oldest": 3, "newest": 2}, "3 to 2"),
+        ({"fingerprint": {"address": 8, "nbytes": 8}}, "of 8 bytes at 0x8: it has 16"),
+        ({"fingerprint": {"address": 12, "nbytes": 16}}, "at a multiple of 8"),
+        ({"lease": 0.0}, "> 0"),
+        ({"lease": float("nan")}, "> 0"),
+        ({"lease": 1e9}, "86400"),
+        ({"incarnation": 0}, ">= 1"),
+        ({"engine": ""}, "length"),
+        ({"address": b"x" * (wire.MAX_PAYLOAD_BYTES + 1)}, f"{wire.MAX_PAYLOAD_BYTES} are allowed"),
+    ],
+)
+def test_a_payload_out_of_bounds_is_refused(change: dict[str, object], words: str) -> None:
+    tree = msgspec.msgpack.decode(wire.encode(messages.payload())) | change
+    with pytest.raises(WireError, match=words):
+        wire.decode_payload(msgspec.msgpack.encode(tree))
+
+
+@pytest.mark.parametrize("size", [1, 31, 33])
+def test_a_key_of_tickets_of_another_length_is_refused(size: int) -> None:
+    tree = {"type": "payloads", "ranks": [b"x"], "ticket_key": bytes(size)}
+    with pytest.raises(WireError):
+        wire.decode_reply(msgspec.msgpack.encode(tree))
+
+
+def test_a_payload_whose_field_leaves_its_region_is_refused() -> None:
+    tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
+    tree["layout"]["fields"][0]["pages"] = 17
+    with pytest.raises(WireError, match="ends at byte 17408"):
+        wire.decode_payload(msgspec.msgpack.encode(tree))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"offset": -1}, "offset -1 must lie in 0 to"),
+        ({"offset": 1 << 30}, "ends at byte"),
+        ({"offset": 8}, "put two elements of one group on one byte"),
+        ({"region": 1}, "is in group 0 and region 1"),
+        ({"group": 1}, "is in group 1 and region 0"),
+        ({"unit": 3}, "is not a positive multiple"),
+        ({"dtype": "int4"}, "unknown element type"),
+        ({"pages": 0}, "pages 0"),
+        ({"page_stride": 0}, "page_stride 0"),
+        ({"tokens": [{"count": 16, "stride": 0}]}, "a digit of 16 steps of 0 bytes"),
+        ({"shard_range": [3, 3]}, "shard range"),
+        ({"packing": "tiles"}, "a packing is named by opaque groups"),
+        ({"key": "layer.3"}, "stands twice"),
+        ({"offset": 1 << 63}, r"\$\[77\]\.offset"),
+        ({"page_stride": -(1 << 63)}, r"\$\[77\]\.page_stride"),
+    ],
+)
+def test_one_bad_field_among_many_alike_is_refused(change: dict[str, object], words: str) -> None:
+    """Whatever the others share with it: by its key, or by its place where it is no number."""
+    tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
+    layout = tree["layout"]
+    [field] = layout["fields"]
+    size = layout["regions"][0]["nbytes"]
+    layout["regions"][0]["nbytes"] = 160 * size
+    layout["fields"] = [field | {"key": f"layer.{i}", "offset": i * size} for i in range(160)]
+    assert len(wire.decode_payload(msgspec.msgpack.encode(tree)).layout.kinds) == 1
+    layout["fields"][77] |= change
+    with pytest.raises(WireError, match=words) as refusal:
+        wire.decode_payload(msgspec.msgpack.encode(tree))
+    assert re.search(rf"'{change.get('key', 'layer.77')}'|\$\[77\]", str(refusal.value))
+
+
+def test_no_release_is_longer_than_its_bound() -> None:
+    release = wire.Release(
+        incarnation=(1 << 63) - 1,
+        slot=(1 << 32) - 1,
+        generation=(1 << 63) - 1,
+        engine="\U0001f6a2" * 256,
+        rank=(1 << 16) - 1,
+        expected=1 << 16,
+        abandoned=True,
+    )
+    assert len(wire.encode(release)) <= wire.MAX_NOTE_BYTES
+    full = [release] * wire.MAX_NOTES
+    assert wire.decode_notes(wire.encode(full)) == full
+
+
+@given(
+    mine=messages.versions.map(lambda v: wire.Versions(oldest=v[0], newest=v[1])),
+    theirs=messages.versions.map(lambda v: wire.Versions(oldest=v[0], newest=v[1])),
+)
+def test_two_sides_find_the_same_newest_common_version(
+    mine: wire.Versions, theirs: wire.Versions
+) -> None:
+    common = mine.common(theirs)
+    assert common == theirs.common(mine)
+    both = range(max(mine.oldest, theirs.oldest), min(mine.newest, theirs.newest) + 1)
+    assert common == (both[-1] if both else None)

@@ -1,0 +1,231 @@
+"""Drivers by name, with distributions made up in a temporary folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.errors import DriverError
+from kvferry.core.transport.registry import DriverInfo, create, describe, installed, load
+from kvferry.drivers.loopback import LoopbackTransport
+
+Install = Callable[..., None]
+
+GOOD = """
+from typing import ClassVar
+from kvferry.drivers.loopback import LoopbackTransport
+
+class Good(LoopbackTransport):
+    def __init__(self, colour: str = "red") -> None:
+        super().__init__()
+        self.colour = colour
+
+class Future(Good):
+    interface_version = (2, 3)
+
+class Vague(Good):
+    interface_version = "one"
+
+class Unlucky(Good):
+    def __init__(self) -> None:
+        raise OSError("no such device")
+
+class Picky(Good):
+    def __init__(self, *, device: str) -> None:
+        super().__init__()
+
+class Hollow(Good):
+    @property
+    def capabilities(self):
+        raise RuntimeError("cannot say")
+"""
+
+PARTIAL = """
+from kvferry.core.transport import Transport
+
+class Partial(Transport):
+    def close(self) -> None: ...
+
+def function() -> None: ...
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Install a distribution with one driver; and, optionally, a module."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+
+    def one(name: str, value: str, *, distribution: str = "kvferry-fake", source: str = "") -> None:
+        info = site / f"{distribution.replace('-', '_')}-1.2.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n", encoding="utf-8"
+        )
+        table = info / "entry_points.txt"
+        lines = table.read_text(encoding="utf-8") if table.exists() else "[kvferry.drivers]\n"
+        table.write_text(f"{lines}{name} = {value}\n", encoding="utf-8")
+        if source:
+            module = value.partition(":")[0]
+            (site / f"{module}.py").write_text(source, encoding="utf-8")
+            monkeypatch.delitem(sys.modules, module, raising=False)
+
+    return one
+
+
+def said_by(name: str, **options: object) -> str:
+    with pytest.raises(DriverError) as caught:
+        create(name, options)
+    return str(caught.value)
+
+
+def test_finds_loopback() -> None:
+    (info,) = [one for one in installed() if one.name == "loopback"]
+    assert info.distribution == "kvferry"
+    assert info.entry_point == "kvferry.drivers.loopback:LoopbackTransport"
+    assert load("loopback") is LoopbackTransport
+
+
+def test_creates_with_options(install: Install) -> None:
+    install("good", "fake_good:Good", source=GOOD)
+    for options, colour in (({"colour": "blue"}, "blue"), ({}, "red"), (None, "red")):
+        transport = create("good", options)
+        assert getattr(transport, "colour", None) == colour
+        transport.close()
+
+
+def test_lists_without_importing(install: Install) -> None:
+    install("broken", "fake_broken:Driver", source="raise RuntimeError('imported')")
+    assert installed() == [
+        DriverInfo(
+            name="broken",
+            distribution="kvferry-fake",
+            version="1.2",
+            entry_point="fake_broken:Driver",
+        ),
+        *[info for info in installed() if info.name != "broken"],
+    ]
+    assert "fake_broken" not in sys.modules
+
+
+def test_loads_only_the_one_that_is_named(install: Install) -> None:
+    install("broken", "fake_broken:Driver", source="raise RuntimeError('imported')")
+    install("good", "fake_good:Good", source=GOOD)
+    assert load("good").__name__ == "Good"
+    assert "fake_broken" not in sys.modules
+
+
+def test_what_is_installed_while_running_is_found_and_nothing_is_cached_on_disk(
+    install: Install, tmp_path: Path
+) -> None:
+    assert "no driver 'good'" in said_by("good")
+    install("good", "fake_good:Good", source=GOOD)
+    assert load("good").__name__ == "Good"
+    install("late", "fake_good:Future")
+    assert "2.3" in said_by("late")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_unknown_name_lists_the_known_ones(install: Install) -> None:
+    install("good", "fake_good:Good", source=GOOD)
+    said = said_by("goood")
+    for part in ("'goood'", "good, loopback, nixl", "'kvferry.drivers'", "install"):
+        assert part in said
+
+
+def test_a_driver_that_cannot_be_imported(install: Install) -> None:
+    install("needy", "fake_needy:Driver", source="import a_library_that_is_missing")
+    with pytest.raises(DriverError, match="install what it needs, or reinstall") as caught:
+        create("needy")
+    assert isinstance(caught.value.__cause__, ImportError)
+    assert "a_library_that_is_missing" in str(caught.value)
+    install("wrong", "fake_good:Nothing", source=GOOD)
+    with pytest.raises(DriverError, match="Nothing") as caught:
+        create("wrong")
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
+def test_another_major_version_names_both(install: Install) -> None:
+    install("future", "fake_good:Future", source=GOOD)
+    said = said_by("future")
+    assert "version 2.3 of the transport interface" in said
+    assert "this kvferry has 1.0" in said
+    assert "kvferry-fake" in said
+    install("vague", "fake_good:Vague")
+    assert "interface_version 'one', not two numbers" in said_by("vague")
+
+
+def test_something_that_is_no_transport(install: Install) -> None:
+    install("function", "fake_partial:function", source=PARTIAL)
+    assert "not a subclass of kvferry.core.transport.Transport" in said_by("function")
+    install("partial", "fake_partial:Partial")
+    assert "lacks address, capabilities, connect" in said_by("partial")
+
+
+def test_two_distributions_with_one_name(install: Install) -> None:
+    install("twin", "fake_twin:Driver", distribution="kvferry-one", source="raise OSError")
+    install("twin", "fake_twin:Driver", distribution="kvferry-two")
+    said = said_by("twin")
+    assert "kvferry-one 1.2 and kvferry-two 1.2" in said
+    assert "uninstall" in said
+    assert "fake_twin" not in sys.modules
+    assert [info.distribution for info in installed() if info.name == "twin"] == [
+        "kvferry-one",
+        "kvferry-two",
+    ]
+
+
+def test_options_that_are_refused(install: Install) -> None:
+    install("good", "fake_good:Good", source=GOOD)
+    assert "unexpected keyword argument 'color'; its options are: colour" in said_by(
+        "good", color="red"
+    )
+    install("picky", "fake_good:Picky")
+    assert "missing a required" in said_by("picky")
+    assert "unknown field `threds`" in said_by("loopback", threds=3)
+
+
+def test_a_driver_that_does_not_start(install: Install) -> None:
+    install("unlucky", "fake_good:Unlucky", source=GOOD)
+    with pytest.raises(DriverError, match=r"does not start: OSError: no such device") as caught:
+        create("unlucky")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_describes_what_works_and_why_the_rest_does_not(install: Install) -> None:
+    install("good", "fake_good:Good", source=GOOD)
+    install("hollow", "fake_good:Hollow")
+    install("needy", "fake_needy:Driver", source="import a_library_that_is_missing")
+    install("twin", "fake_good:Good", distribution="kvferry-one")
+    install("twin", "fake_good:Good", distribution="kvferry-two")
+    # Whether these two work depends on what else is installed; tests/drivers describes them.
+    reports = [describe(info) for info in installed() if info.name not in ("nixl", "ucx")]
+    assert [(report.info.name, report.capabilities is not None) for report in reports] == [
+        ("good", True),
+        ("hollow", False),
+        ("loopback", True),
+        ("needy", False),
+        ("twin", False),
+        ("twin", False),
+    ]
+    reasons = {report.info.name: report.reason for report in reports}
+    assert reasons["good"] is None
+    assert "cannot say" in str(reasons["hollow"])
+    assert "a_library_that_is_missing" in str(reasons["needy"])
+    assert "kvferry-two" in str(reasons["twin"])
+
+
+def test_one_distribution_found_twice_is_one_driver(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("good", "fake_good:Good", source=GOOD)
+    again = tmp_path / "again"
+    again.symlink_to(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(again))
+    assert load("good").__name__ == "Good"
+    assert [info.name for info in installed()].count("good") == 1

@@ -1,0 +1,93 @@
+"""Batches become arrays for NIXL, one pair for each pair of memory kinds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.memory import Region
+from kvferry.core.transport.copies import Copies, Segment
+from kvferry.drivers.nixl.descriptor_lists import DescriptorLists
+
+KINDS = [("cpu", 0), ("cuda", 0), ("cuda", 1)]
+
+
+def regions(base: int) -> list[Region]:
+    return [
+        Region(address=base + 10_000 * index, nbytes=5000, kind=kind, device=device)
+        for index, (kind, device) in enumerate(KINDS)
+    ]
+
+
+LOCAL, REMOTE = regions(100_000), regions(500_000)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Copies:
+    sizes = draw(st.lists(st.integers(0, 4), max_size=8))
+    edges = np.cumsum([0, *sizes])
+    segments = tuple(
+        Segment(
+            start=int(start),
+            stop=int(stop),
+            local=draw(st.sampled_from(LOCAL)),
+            remote=draw(st.sampled_from(REMOTE)),
+        )
+        for start, stop in pairwise(edges)
+    )
+    rows = [
+        (cut.local.address + draw(offset), cut.remote.address + draw(offset), draw(length))
+        for cut in segments
+        for offset, length in [(st.integers(0, 4900), st.sampled_from([0, 1, 100]))]
+        for _ in range(cut.stop - cut.start)
+    ]
+    table = np.array(rows, np.uint64).reshape(-1, 3)
+    return Copies(local=table[:, 0], remote=table[:, 1], nbytes=table[:, 2], segments=segments)
+
+
+@given(batches())
+def test_every_copy_of_some_bytes_is_in_the_part_of_its_kinds(copies: Copies) -> None:
+    expected: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+    for cut in copies.segments:
+        for i in range(cut.start, cut.stop):
+            here, there, size = (int(a[i]) for a in (copies.local, copies.remote, copies.nbytes))
+            if size:
+                part = expected.setdefault((cut.local.kind, cut.remote.kind), [])
+                part.append((here, size, cut.local.device, there, size, cut.remote.device))
+    found = {}
+    for kinds, local, remote in DescriptorLists().parts(copies):
+        assert kinds not in found
+        assert local.flags.c_contiguous
+        assert remote.flags.c_contiguous
+        found[kinds] = [tuple(map(int, row)) for row in np.hstack([local, remote])]
+    assert found == expected
+
+
+def test_a_table_grows_and_is_used_again() -> None:
+    table = DescriptorLists()
+    for n in (10_000, 3, 20_000):
+        copies = Copies(
+            local=np.full(n, LOCAL[0].address, np.uint64),
+            remote=np.arange(n, dtype=np.uint64) % 4000 + np.uint64(REMOTE[1].address),
+            nbytes=np.full(n, 7, np.uint64),
+            segments=(Segment(start=0, stop=n, local=LOCAL[0], remote=REMOTE[1]),),
+        )
+        [(kinds, local, remote)] = table.parts(copies)
+        assert kinds == ("cpu", "cuda")
+        np.testing.assert_array_equal(local[:, 0], copies.local)
+        np.testing.assert_array_equal(remote[:, 0], copies.remote)
+
+
+@given(batches(), st.integers(1, 5))
+def test_parts_of_few_rows_are_the_same_rows(copies: Copies, most: int) -> None:
+    whole: list[tuple[object, ...]] = []
+    few: list[tuple[object, ...]] = []
+    for found, limit in ((whole, None), (few, most)):
+        for kinds, local, remote in DescriptorLists().parts(copies, limit):
+            assert 0 < len(local) == len(remote) <= (limit or len(local))
+            assert local.flags.c_contiguous
+            found += [(kinds, *map(int, row)) for row in np.hstack([local, remote])]
+    assert few == whole

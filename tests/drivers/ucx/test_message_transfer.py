@@ -1,0 +1,128 @@
+"""By messages: a stranger's bytes are stored whole and where they may be, or not at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.core.memory import Region, U64Array, region_of
+from kvferry.drivers.ucx.address import KeyId
+from kvferry.drivers.ucx.message_transfer import checked, lined_up, reached_natively, rows_of, store
+from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
+from kvferry.drivers.ucx.posting import PlainPoster
+
+KEY = KeyId(7)
+Row = tuple[int, int, int]
+
+
+def move(targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
+    """As the driver does without numba."""
+    PlainPoster.move(None, targets, sources, nbytes)  # type: ignore[arg-type]
+
+
+def table(rows: list[Row]) -> U64Array:
+    keys, addresses, nbytes = np.array(rows, np.uint64).reshape(-1, 3).T
+    return rows_of(keys, addresses, nbytes)
+
+
+def stored(rows: list[Row], data: bytes, regions: dict[KeyId, Region]) -> str:
+    """What comes of a message."""
+    body = np.frombuffer(table(rows).tobytes() + data + b"?", np.uint8)
+    return store(len(rows), body.ctypes.data, len(body) - 1, regions, move)
+
+
+def test_bytes_are_gathered_and_stored_in_order() -> None:
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    region, line = region_of(target), np.zeros(7, np.uint8)
+    at = np.uint64(source.ctypes.data)
+    lengths: U64Array = np.array([3, 0, 4], np.uint64)
+    move(lined_up(line.ctypes.data, lengths), at + np.array([5, 0, 40], np.uint64), lengths)
+    rows: list[Row] = [
+        (KEY, region.address + 60, 3),
+        (KEY, region.end, 0),
+        (KEY, region.address, 4),
+    ]
+    assert stored(rows, line.tobytes(), {KEY: region}) == ""
+    expected = np.zeros(64, np.uint8)
+    expected[60:63], expected[:4] = source[5:8], source[40:44]
+    np.testing.assert_array_equal(target, expected)
+
+
+def test_what_is_asked_for_is_where_it_is_registered() -> None:
+    target = np.zeros(64, np.uint8)
+    region = region_of(target)
+    rows = table([(KEY, region.address + 8, 3), (KEY, region.address, 2)])
+    refusal, addresses, nbytes = checked(rows.tobytes(), {KEY: region})
+    assert refusal == ""
+    assert addresses.tolist() == [region.address + 8, region.address]
+    assert nbytes.tolist() == [3, 2]
+    refusal, addresses, nbytes = checked(rows.tobytes(), {})
+    assert refusal == "a region has been deregistered"
+    assert len(addresses) == len(nbytes) == 0
+
+
+@pytest.mark.parametrize("nbytes", [MAX_RELAY_BYTES, MAX_RELAY_BYTES + 1, (1 << 64) - 1])
+def test_more_at_once_than_fits_into_a_message_is_not_fetched(nbytes: int) -> None:
+    """Though a small question asks for it."""
+    target = np.zeros(MAX_RELAY_BYTES, np.uint8)
+    region = region_of(target)
+    rows: list[Row] = [(KEY, region.address, nbytes), (KEY, region.address, 1)]
+    refusal, addresses, _ = checked(table(rows).tobytes(), {KEY: region})
+    assert "at most" in refusal
+    assert not len(addresses)
+
+
+def test_nothing_at_all_is_stored() -> None:
+    assert stored([], b"", {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        ((8, 0, 4), "deregistered"),
+        ((KEY, 61, 4), "leave"),
+        ((KEY, -1, 4), "leave"),
+        ((KEY, (1 << 64) - (1 << 47), 4), "leave"),
+        ((KEY, 0, 5), "a store of 8 bytes for 9"),
+        ((KEY, 0, 3), "a store of 8 bytes for 7"),
+    ],
+)
+def test_one_bad_row_and_nothing_is_stored(second: Row, why: str) -> None:
+    target = np.zeros(64, np.uint8)
+    region = region_of(target)
+    key, offset, nbytes = second
+    rows = [(KEY, region.address, 4), (key, (region.address + offset) % (1 << 64), nbytes)]
+    assert why in stored(rows, b"12345678", {KEY: region})
+    assert not target.any()
+
+
+def test_rows_that_are_none_are_refused() -> None:
+    assert "bytes" in checked(bytes(23), {})[0]
+    assert "bytes" in checked(bytes(24 * MAX_RELAY_ROWS + 24), {})[0]
+    assert "rows" in store(2, np.zeros(47, np.uint8).ctypes.data, 47, {}, move)
+
+
+def test_device_memory_is_not_stored_to() -> None:
+    target = np.zeros(64, np.uint8)
+    region = Region(address=target.ctypes.data, nbytes=64, kind="cuda")
+    assert "leave" in stored([(KEY, region.address, 4)], b"1234", {KEY: region})
+    assert not target.any()
+
+
+@pytest.mark.parametrize(
+    ("transports", "kinds", "natively"),
+    [
+        ({"tcp"}, {"cpu"}, False),
+        ({"tcp", "cma"}, {"cpu"}, True),
+        ({"rc_mlx5", "ud_mlx5"}, {"cpu", "cuda"}, True),
+        ({"tcp", "cma"}, {"cpu", "cuda"}, False),
+        ({"tcp", "cuda_ipc"}, {"cuda"}, True),
+        ({"ud_mlx5"}, {"cpu"}, False),
+        ({"rc_mlx5"}, {"xpu"}, False),
+        ({"tcp"}, set(), True),
+    ],
+)
+def test_which_transports_need_no_help(
+    transports: set[str], kinds: set[str], natively: bool
+) -> None:
+    assert reached_natively(frozenset(transports), frozenset(kinds)) == natively

@@ -1,0 +1,199 @@
+"""The serving side, over a worker that only notes what it is asked."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from kvferry.drivers.ucx import server as module
+from kvferry.drivers.ucx.messages import Bye, Hello, Message, Note, Refused, Welcome
+from kvferry.drivers.ucx.server import Server
+from kvferry.drivers.ucx.ucp import Endpoint
+from kvferry.drivers.ucx.worker import Worker
+from tests.drivers.test_ucx_format import ONE, UNIFIED
+
+INSTANCE = b"i" * 16
+LINE, OTHER = b"1" * 16, b"2" * 16
+
+
+class Noted:
+    """A worker.
+
+    Attributes:
+        arrived: what it has heard and not handed over.
+        connected: the addresses of workers that it was told to connect to.
+        said: to whom, by the addresses, and what.
+        ended: the endpoints that were closed, likewise.
+        closing: whether one is being closed.
+    """
+
+    def __init__(self, address: bytes = ONE) -> None:
+        self.address = address
+        self.arrived: deque[Message] = deque()
+        self.connected: list[bytes] = []
+        self.said: list[tuple[bytes, Message]] = []
+        self.ended: list[bytes] = []
+        self.closing = False
+        self.numbers = itertools.count(1)
+
+    def turn(self) -> bool:
+        return False
+
+    def failures(self) -> list[tuple[int, int]]:
+        return []
+
+    def messages(self) -> Iterator[Message]:
+        while self.arrived:
+            yield self.arrived.popleft()
+
+    def connect(self, address: bytes) -> tuple[Endpoint, int]:
+        self.connected.append(address)
+        return Endpoint(len(self.connected)), next(self.numbers)
+
+    def send(self, endpoint: Endpoint, message: Message) -> None:
+        self.said.append((self.connected[endpoint - 1], message))
+
+    def end(self, endpoint: Endpoint) -> None:
+        self.ended.append(self.connected[endpoint - 1])
+
+
+def hosted(address: bytes = ONE) -> tuple[Server, Noted]:
+    worker = Noted(address)
+    return Server(lambda: cast(Worker, worker), INSTANCE), worker
+
+
+def worker_of(number: int) -> bytes:
+    """Another worker's address for each number."""
+    return ONE[:1] + number.to_bytes(8, "little") + ONE[9:]
+
+
+def hello(
+    line: bytes = LINE,
+    caller: str = "one",
+    worker: bytes = ONE,
+    host: bytes = INSTANCE,
+    lane: int = 0,
+) -> Hello:
+    return Hello(line, host, caller, worker, 0, lane)
+
+
+def hear(host: Server, worker: Noted, *messages: Message) -> None:
+    worker.arrived.extend(messages)
+    host.turn()
+
+
+def test_who_knows_the_instance_is_answered() -> None:
+    host, worker = hosted()
+    hear(host, worker, hello())
+    assert worker.said == [(ONE, Welcome(LINE, []))]
+    hear(host, worker, Note(LINE, b"hello"))
+    assert [note.sender for note in host.take()] == ["one"]
+
+
+def test_what_is_for_another_instance_is_dropped_and_its_worker_is_not_connected_to() -> None:
+    host, worker = hosted()
+    hear(host, worker, hello(host=bytes(16)), hello(host=bytes(16), worker=b"nonsense"))
+    assert worker.connected == []
+    # Nor does it end the line of whoever has that name.
+    hear(host, worker, hello(), hello(host=bytes(16), line=OTHER))
+    assert (worker.connected, worker.ended) == ([ONE], [])
+
+
+@pytest.mark.parametrize(
+    "address",
+    [b"\0", b"nonsense", ONE[:-1], b"\x2f" + ONE[1:], UNIFIED],
+    ids=["a byte", "nonsense", "cut", "another version", "another format"],
+)
+def test_what_ucx_did_not_pack_does_not_reach_it(address: bytes) -> None:
+    host, worker = hosted()
+    hear(host, worker, hello(worker=address))
+    assert worker.connected == []
+
+
+def test_where_ucx_packs_in_another_way_it_is_given_what_it_packed() -> None:
+    host, worker = hosted(UNIFIED)
+    hear(host, worker, hello(worker=UNIFIED))
+    assert worker.connected == [UNIFIED]
+
+
+def test_a_second_hello_with_a_lines_id_does_not_take_its_place() -> None:
+    host, worker = hosted()
+    hear(host, worker, hello(caller="one", worker=worker_of(1)))
+    hear(host, worker, hello(caller="two", worker=worker_of(2)))
+    hear(host, worker, hello(caller="one", worker=worker_of(3), lane=1))
+    assert (worker.connected, worker.ended) == ([worker_of(1)], [])
+    hear(host, worker, Note(LINE, b"x"))
+    assert [note.sender for note in host.take()] == ["one"]
+    # Nor where the first is not answered yet.
+    worker.closing = True
+    hear(host, worker, hello(OTHER, "three", worker_of(4)), hello(OTHER, "four", worker_of(5)))
+    worker.closing = False
+    host.turn()
+    assert worker.connected[1:] == [worker_of(4)]
+
+
+def test_a_caller_may_begin_its_own_line_again() -> None:
+    host, worker = hosted()
+    hear(host, worker, hello(worker=worker_of(1)))
+    hear(host, worker, hello(worker=worker_of(2)))
+    assert (worker.connected, worker.ended) == ([worker_of(1), worker_of(2)], [worker_of(1)])
+
+
+def test_beyond_so_many_lines_callers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LINES", 2)
+    monkeypatch.setattr(module, "MAX_REFUSED", 3)
+    host, worker = hosted()
+    for number in range(8):
+        hear(
+            host,
+            worker,
+            hello(number.to_bytes(16, "little"), str(number), worker_of(number)),
+        )
+    said = [message for _, message in worker.said]
+    assert [type(message) for message in said] == [Welcome] * 2 + [Refused] * 6
+    assert isinstance(said[-1], Refused)
+    assert "it serves 2 connections, and no more" in said[-1].reason
+    # A refusal is given time to arrive, a bounded number of them.
+    assert worker.ended == [worker_of(number) for number in (2, 3, 4)]
+    # A place that is given up is taken by the next.
+    hear(host, worker, Bye((0).to_bytes(16, "little")), hello(OTHER, "x", worker_of(9)))
+    assert worker.said[-1] == (worker_of(9), Welcome(OTHER, []))
+
+
+def test_beyond_so_many_that_wait_hellos_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 2)
+    host, worker = hosted()
+    worker.closing = True
+    for number in range(4):
+        hear(
+            host,
+            worker,
+            hello(number.to_bytes(16, "little"), str(number), worker_of(number)),
+        )
+    worker.closing = False
+    host.turn()
+    assert worker.connected == [worker_of(0), worker_of(1)]
+
+
+def test_hellos_that_come_at_once_and_need_not_wait_are_all_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 2)
+    host, worker = hosted()
+    greetings = [hello(bytes([n]) * 16, str(n), worker_of(n)) for n in range(5)]
+    hear(host, worker, *greetings)
+    assert worker.connected == [worker_of(number) for number in range(5)]
+
+
+def test_a_caller_that_begins_again_while_it_waits_has_one_line() -> None:
+    """The first would answer to nothing, and hold up every deregistration."""
+    host, worker = hosted()
+    worker.closing = True
+    hear(host, worker, hello(LINE, "one", worker_of(1)), hello(OTHER, "one", worker_of(2)))
+    worker.closing = False
+    host.turn()
+    assert worker.said == [(worker_of(2), Welcome(OTHER, []))]

@@ -1,0 +1,394 @@
+"""The ticket as `kv_transfer_params`. Needs no vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import TicketError, TicketReason
+from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.security import TicketKey, TicketSecrets
+from kvferry.core.security.proof import check
+from kvferry.integrations.vllm import ticket_params as ticket
+from kvferry.integrations.vllm.ticket_params import KEY, ParallelSizes, TicketParams, read
+
+SECRETS = TicketSecrets.of(["the secret of both engines"])
+TICKET_KEY = TicketKey()
+
+OFFER = TicketParams(
+    engine="engine-1",
+    incarnation=(1 << 63) - 1,
+    request="r-1",
+    host="10.0.0.1",
+    port=5600,
+    hold=Hold(slot=7, generation=(1 << 63) - 2),
+    pages=[[5, 4, 9]],
+    first_index=[2],
+    tokens=96,
+    digest=bytes(range(16)),
+    computed=True,
+    sizes=ParallelSizes(),
+)
+
+NIXL_KEYS = {
+    "do_remote_prefill",
+    "do_remote_decode",
+    "remote_block_ids",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "tp_size",
+    "dcp_size",
+    "pp_size",
+    "remote_num_tokens",
+    "remote_blocks_expiry_time",
+    "transfer_mode",
+}
+
+
+def test_read_gives_what_was_offered() -> None:
+    assert read(json.loads(json.dumps(OFFER.params(SECRETS))), SECRETS) == Ticket(
+        engine="engine-1",
+        incarnation=(1 << 63) - 1,
+        request="r-1",
+        host="10.0.0.1",
+        port=5600,
+        hold=Hold(slot=7, generation=(1 << 63) - 2),
+        pages=((5, 4, 9),),
+        first_index=(2,),
+        tokens=96,
+        digest=bytes(range(16)),
+        computed=True,
+        tp_size=1,
+    )
+
+
+def test_keys_are_those_of_nixl_and_one_more() -> None:
+    assert set(OFFER.params()) == NIXL_KEYS | {KEY}
+
+
+def test_no_number_is_too_long_for_a_router() -> None:
+    """JSON numbers are doubles to many programs: integers beyond 53 bits would change."""
+
+    def numbers(value: Any) -> list[int]:
+        if isinstance(value, dict):
+            return [n for each in value.values() for n in numbers(each)]
+        if isinstance(value, list):
+            return [n for each in value for n in numbers(each)]
+        return [value] if isinstance(value, int) else []
+
+    assert max(numbers(OFFER.params())) < 1 << 53
+
+
+def test_ticket_of_another_connector() -> None:
+    params = OFFER.params()
+    del params[KEY]
+    with pytest.raises(TicketError, match="another connector made it"):
+        read(params)
+
+
+def test_ticket_of_another_version() -> None:
+    params = OFFER.params()
+    params[KEY]["version"] = 2
+    with pytest.raises(TicketError, match="version 2; this engine reads 1"):
+        read(params)
+
+
+def test_engine_that_serves_no_handshake() -> None:
+    params = replace(OFFER, port=0).params(None, TICKET_KEY)
+    with pytest.raises(TicketError, match="port 0"):
+        read(params)
+
+
+@pytest.mark.parametrize("key", ["remote_port", "remote_block_ids", KEY])
+def test_text_that_cannot_be_encoded(key: str) -> None:
+    """JSON can name half a surrogate pair, and Python reads it."""
+    with pytest.raises(TicketError, match="kv_transfer_params"):
+        read(OFFER.params() | {key: json.loads('"\\ud800"')})
+
+
+class Counted(list[int]):
+    """Counts how often somebody looks at it."""
+
+    looks = 0
+
+    def __iter__(self) -> Any:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_more_pages_than_the_prompt_has_tokens_are_not_even_looked_at() -> None:
+    pages = Counted(range(1, 100))
+    with pytest.raises(TicketError, match="lists 99 blocks for a prompt of 98 tokens"):
+        read(OFFER.params() | {"remote_block_ids": [pages]}, prompt=98)
+    assert pages.looks == 0
+    assert read(OFFER.params(None, TICKET_KEY), prompt=3).pages == ((5, 4, 9),)
+
+
+def test_more_groups_than_there_can_be() -> None:
+    with pytest.raises(TicketError, match="remote_block_ids"):
+        read(OFFER.params() | {"remote_block_ids": [[]] * 257})
+
+
+# Signed.
+
+OTHERS = TicketSecrets.of(["the secret of other engines"])
+
+
+def test_a_signed_ticket_says_what_an_unsigned_one_does() -> None:
+    signed = read(json.loads(json.dumps(OFFER.params(SECRETS))), SECRETS)
+    assert signed == replace(read(OFFER.params(None, TICKET_KEY)), proof=None)
+
+
+def test_the_key_of_the_side_channel_travels() -> None:
+    keyed = replace(OFFER, key=bytes(range(32)))
+    assert read(keyed.params(SECRETS), SECRETS).key == bytes(range(32))
+
+
+@pytest.mark.parametrize(
+    ("signs", "checks", "words"),
+    [
+        (None, SECRETS, "not signed, and this engine has ticket_secrets"),
+        (SECRETS, None, "is signed, and this engine has no ticket_secrets"),
+        (SECRETS, OTHERS, "signs with none of the 1 ticket_secrets"),
+    ],
+)
+def test_engines_with_unlike_secrets(
+    signs: TicketSecrets | None, checks: TicketSecrets | None, words: str
+) -> None:
+    with pytest.raises(TicketError, match=words):
+        read(OFFER.params(signs), checks)
+
+
+STEERING = [
+    ("remote_block_ids", [[5, 4, 8]]),
+    ("remote_engine_id", "engine-2"),
+    ("remote_request_id", "r-2"),
+    ("remote_host", "10.0.0.2"),
+    ("remote_port", 5601),
+    ("tp_size", 2),
+]
+STEERING_HERE = [
+    ("incarnation", "0000000000000007"),
+    ("slot", 8),
+    ("generation", "0000000000000007"),
+    ("digest", "00" * 16),
+    ("tokens", 97),
+    ("computed", False),
+    ("first_index", [3]),
+    ("key", "00" * 32),
+    ("host", "10.0.0.2"),
+    ("port", 5601),
+    ("ticket_key", "00" * 32),
+    ("proof", "00" * 64),
+    ("of_a_newer_version", "?"),
+    ("signature", "00" * 32),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), STEERING)
+def test_what_steers_a_read_cannot_be_altered(key: str, value: object) -> None:
+    with pytest.raises(TicketError, match="altered or made up"):
+        read(OFFER.params(SECRETS) | {key: value}, SECRETS)
+
+
+@pytest.mark.parametrize(("key", "value"), STEERING_HERE)
+def test_what_steers_a_read_cannot_be_altered_under_our_key(key: str, value: object) -> None:
+    params = OFFER.params(SECRETS)
+    params[KEY][key] = value
+    with pytest.raises(TicketError, match="altered or made up"):
+        read(params, SECRETS)
+
+
+def test_everything_that_is_read_is_in_those_lists() -> None:
+    """So that a field which is added is signed, too."""
+    here = {key for key, _ in STEERING_HERE} - {"of_a_newer_version"} | {"version"}
+    assert set(ticket._Params.__struct_fields__) == {key for key, _ in STEERING}
+    assert set(ticket._Own.__struct_fields__) == here
+
+
+def test_pages_of_another_request_of_the_same_engine() -> None:
+    """A client has two genuine tickets, and asks for one prompt with the other's pages."""
+    mine, theirs = OFFER.params(SECRETS), replace(OFFER, pages=[[6, 7]]).params(SECRETS)
+    with pytest.raises(TicketError, match="altered or made up"):
+        read(mine | {"remote_block_ids": theirs["remote_block_ids"]}, SECRETS)
+
+
+def test_what_a_router_changes_is_not_signed() -> None:
+    params = OFFER.params(SECRETS) | {"do_remote_prefill": False, "router": "was here"}
+    assert read(params, SECRETS) == read(OFFER.params(SECRETS), SECRETS)
+
+
+# Proved.
+
+
+def travelled(params: dict[str, Any]) -> dict[str, Any]:
+    """After a router has passed it on, with its keys in another order."""
+    found: dict[str, Any] = json.loads(json.dumps(params, sort_keys=True))
+    return found
+
+
+def is_proved(ticket: Ticket) -> bool:
+    """Whether a consumer that shook hands with its engine accepts it."""
+    with contextlib.suppress(TicketError):
+        check(ticket.proof, TICKET_KEY.public)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("secrets", [None, SECRETS])
+def test_a_proved_ticket_says_what_another_does(secrets: TicketSecrets | None) -> None:
+    ticket = read(travelled(OFFER.params(secrets, TICKET_KEY)), secrets)
+    assert ticket.ticket_key == TICKET_KEY.public
+    assert is_proved(ticket)
+    assert replace(ticket, proof=None) == read(OFFER.params(SECRETS), SECRETS)
+
+
+NOT_PROVED = [("remote_host", "10.0.0.2"), ("remote_port", 5601)]
+"""A router may rewrite these."""
+
+
+@pytest.mark.parametrize(("key", "value"), [each for each in STEERING if each not in NOT_PROVED])
+def test_what_steers_a_read_is_proved(key: str, value: object) -> None:
+    assert not is_proved(read(OFFER.params(None, TICKET_KEY) | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [each for each in STEERING_HERE if each[0] != "signature"]
+)
+def test_what_steers_a_read_is_proved_under_our_key(key: str, value: object) -> None:
+    params = OFFER.params(None, TICKET_KEY)
+    params[KEY][key] = value
+    assert not is_proved(read(params))
+
+
+def test_a_proof_that_was_taken_away() -> None:
+    params = OFFER.params(None, TICKET_KEY)
+    del params[KEY]["proof"]
+    with pytest.raises(TicketError, match="proof has 0 bytes; it has 64"):
+        read(params)
+    del params[KEY]["ticket_key"]
+    with pytest.raises(TicketError, match="neither a proof nor a signature") as refused:
+        read(params)
+    assert refused.value.reason is TicketReason.PROOF
+
+
+def test_the_proof_of_another_engine() -> None:
+    assert not is_proved(read(OFFER.params(None, TicketKey())))
+
+
+@pytest.mark.parametrize("value", ["00" * 31, "00" * 33, "?", 7])
+def test_a_key_of_tickets_that_is_none(value: object) -> None:
+    params = OFFER.params(None, TICKET_KEY)
+    params[KEY]["ticket_key"] = value
+    with pytest.raises(TicketError):
+        read(params)
+
+
+REWRITTEN = {"remote_host": "192.0.2.1", "remote_port": 8100}
+
+
+def test_a_router_that_rewrites_the_address_breaks_no_proof() -> None:
+    ticket = read(OFFER.params(None, TICKET_KEY) | REWRITTEN)
+    assert is_proved(ticket)
+    assert (ticket.host, ticket.port) == ("10.0.0.1", 5600)
+    assert ticket.routed == ("192.0.2.1", 8100)
+
+
+def test_a_router_that_rewrites_the_address_breaks_no_signature() -> None:
+    """With secrets, only the address that they sign is asked."""
+    ticket = read(OFFER.params(SECRETS, TICKET_KEY) | REWRITTEN, SECRETS)
+    assert is_proved(ticket)
+    assert (ticket.host, ticket.port, ticket.routed) == ("10.0.0.1", 5600, None)
+
+
+def test_the_producers_own_address_is_signed_where_it_stands() -> None:
+    params = OFFER.params(SECRETS, TICKET_KEY)
+    params[KEY]["host"] = "10.0.0.2"
+    with pytest.raises(TicketError, match="altered or made up"):
+        read(params, SECRETS)
+
+
+# Of other minor versions.
+
+
+def test_an_older_consumer_reads_a_proved_ticket() -> None:
+    """It checks the signature over everything under our key, and skips what it does not know."""
+    params = travelled(OFFER.params(SECRETS, TICKET_KEY))
+    known = {key for key, _ in STEERING}
+    own = {name: value for name, value in params[KEY].items() if name != "signature"}
+    signature = bytes.fromhex(params[KEY]["signature"])
+    SECRETS.check({name: params[name] for name in known} | {KEY: own}, signature)
+    assert set(OFFER.params(None, TICKET_KEY)) == NIXL_KEYS | {KEY}
+
+
+def test_a_ticket_of_an_older_producer_has_one_address() -> None:
+    ticket = read(travelled(OFFER.params(SECRETS)), SECRETS)
+    assert (ticket.host, ticket.port, ticket.routed) == ("10.0.0.1", 5600, None)
+    assert ticket.proof is None
+
+
+def test_ticket_of_an_older_minor_version() -> None:
+    """It knows nothing that was added since: what is optional may be missing."""
+    params = OFFER.params(SECRETS)
+    assert set(params[KEY]) == {
+        "signature",
+        "version",
+        "incarnation",
+        "slot",
+        "generation",
+        "digest",
+        "tokens",
+        "computed",
+        "first_index",
+    }
+    assert read(params, SECRETS) == replace(read(OFFER.params(None, TICKET_KEY)), proof=None)
+
+
+def test_ticket_of_a_newer_minor_version() -> None:
+    """Fields that it adds are skipped, and are signed nevertheless."""
+    params = OFFER.params() | {"remote_colour": "red"}
+    params[KEY]["compression"] = {"any": ["thing", 1, None, True]}
+    params[KEY]["signature"] = SECRETS.sign(ticket._said(params)).hex()
+    assert read(json.loads(json.dumps(params)), SECRETS) == read(OFFER.params(SECRETS), SECRETS)
+    params[KEY]["compression"]["any"] = []
+    with pytest.raises(TicketError):
+        read(params, SECRETS)
+
+
+def test_what_a_newer_minor_version_adds_is_proved() -> None:
+    params = OFFER.params(None, TICKET_KEY)
+    assert is_proved(read(params))
+    params[KEY]["compression"] = {"any": ["thing", 1, None, True]}
+    assert not is_proved(read(params))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=8), each),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("secrets", [None, SECRETS])
+@given(data=st.data())
+def test_anything_else_is_refused_and_nothing_else_raised(
+    secrets: TicketSecrets | None, data: st.DataObject
+) -> None:
+    params = OFFER.params(secrets)
+    where = data.draw(st.sampled_from([params, params[KEY]]))
+    key = data.draw(st.sampled_from(sorted(where)))
+    if data.draw(st.booleans()):
+        where[key] = data.draw(json_values)
+    else:
+        del where[key]
+    with contextlib.suppress(TicketError):
+        assert isinstance(read(params, secrets), Ticket)

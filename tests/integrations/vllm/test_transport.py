@@ -1,0 +1,66 @@
+"""The configured driver must reach the memory that the caches lie in. Needs no vLLM."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from kvferry.core.transport import Capabilities, Quiescence, registry
+from kvferry.integrations.vllm.config import Config, ConfigError
+from kvferry.integrations.vllm.transport import make_transport
+
+
+class Described:
+    """Drivers that a test pretends are installed, each with the memory that it reaches."""
+
+    memory: ClassVar[dict[str, frozenset[str] | None]] = {
+        "loopback": frozenset({"cpu"}),
+        "rdma": frozenset({"cpu", "cuda"}),
+        "broken": None,
+        "xpu-only": frozenset({"xpu"}),
+    }
+
+    @classmethod
+    def installed(cls) -> list[registry.DriverInfo]:
+        return [
+            registry.DriverInfo(name=name, distribution=name, version="1", entry_point="a:b")
+            for name in cls.memory
+        ]
+
+    @classmethod
+    def describe(cls, info: registry.DriverInfo) -> registry.DriverReport:
+        memory = cls.memory[info.name]
+        if memory is None:
+            return registry.DriverReport(info=info, reason="it is broken")
+        capabilities = Capabilities(
+            ops=frozenset({"read"}),
+            memory=memory,
+            max_notification=1024,
+            cancel=False,
+            background_progress=True,
+            quiescence=Quiescence.ALWAYS,
+        )
+        return registry.DriverReport(info=info, capabilities=capabilities)
+
+
+def test_driver_that_reaches_the_memory() -> None:
+    transport = make_transport(Config(), {"cpu"})
+    transport.close()
+
+
+def test_driver_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that could are named."""
+    monkeypatch.setattr(registry, "installed", Described.installed)
+    monkeypatch.setattr(registry, "describe", Described.describe)
+    with pytest.raises(ConfigError) as raised:
+        make_transport(Config(), {"cuda"})
+    assert "driver 'loopback' cannot reach cuda memory" in str(raised.value)
+    assert str(raised.value).endswith("of the installed ones: rdma")
+
+
+def test_no_driver_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "installed", Described.installed)
+    monkeypatch.setattr(registry, "describe", Described.describe)
+    with pytest.raises(ConfigError, match="none; kvferry drivers lists them"):
+        make_transport(Config(), {"tpu"})
