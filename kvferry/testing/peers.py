@@ -81,7 +81,7 @@ class Process:
         nbytes: int,
         seed: int = 1,
         *,
-        server: str = "kvferry.testing.peer_process:Server",
+        server: str = "kvferry.testing.peer_process:PeerServer",
         wait: bool = True,
     ) -> None:
         ours, theirs = socket.socketpair()
@@ -224,7 +224,7 @@ class Process:
         """Let it close its transport; the process lives on."""
         self.ask("close")
 
-    # Answers are what the commands of ``Server`` return; each method says its type.
+    # Answers are what the commands of ``PeerServer`` return; each method says its type.
     def ask(self, command: str, *args: object) -> Any:  # noqa: ANN401
         """Let it obey a command: a method of its server."""
         self.tell(command, *args)

@@ -103,7 +103,7 @@ def test_a_worker_with_caches(vllm: Any) -> None:
     connector.register_kv_caches({"layer": "cache"})
     assert vllm.halves.worker.mock_calls == [call(CONFIG, CACHES, {"layer": "cache"})]
     half = vllm.halves.worker.return_value
-    step = vllm.metadata.Step()
+    step = vllm.metadata.StepMetadata()
     connector.bind_connector_metadata(step)
     assert (connector.bound, half.mock_calls) == (step, [call.apply(step)])
     connector.bind_connector_metadata("another connector's")
@@ -119,7 +119,7 @@ def test_a_worker_with_caches(vllm: Any) -> None:
 
 def test_a_worker_without_caches(vllm: Any) -> None:
     connector = made(vllm, Role.WORKER)
-    connector.bind_connector_metadata(vllm.metadata.Step())
+    connector.bind_connector_metadata(vllm.metadata.StepMetadata())
     connector.start_load_kv(None)
     connector.wait_for_layer_load("layer")
     connector.save_kv_layer("layer", None, None)

@@ -28,8 +28,8 @@ IDLE = SimpleNamespace(total_num_scheduled_tokens=0)
 
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Any]:
-    """``scheduler``, ``metadata`` and ``stats``."""
-    names = ("scheduler", "metadata", "stats")
+    """``scheduler``, ``metadata`` and ``metrics``."""
+    names = ("scheduler", "metadata", "metrics")
     with without_vllm.modules(*names) as modules:
         yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
@@ -79,7 +79,7 @@ def make(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def serving(vllm: Any, half: Any, *ranks: wire.RankPayload) -> None:
-    published = [vllm.metadata.Handshake(payload=data) for data in encoded(*ranks)]
+    published = [vllm.metadata.RankHandshake(payload=data) for data in encoded(*ranks)]
     half.serve({(0, tp): each for tp, each in reversed([*enumerate(published)])})
 
 
@@ -136,7 +136,7 @@ class TestSideChannel:
         assert "no rank of this engine published anything" in caplog.text
         assert half.step(OUTPUT).ranks == ()
         ours, *_ = encoded(*RANKS)
-        half.serve({(0, 0): object(), (0, 1): vllm.metadata.Handshake(payload=ours)})
+        half.serve({(0, 0): object(), (0, 1): vllm.metadata.RankHandshake(payload=ours)})
         assert half.step(OUTPUT).ranks == (ours,)
 
 
@@ -341,7 +341,7 @@ def test_an_unwell_engine_steps_on_for_a_while(
 class TestFigures:
     @pytest.fixture
     def stats(self, vllm: Any) -> Any:
-        return vllm.stats
+        return vllm.metrics
 
     def test_the_log_line(self, stats: Any) -> None:
         figures = stats.FerryStats(

@@ -67,7 +67,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
         return marks[-1]
 
     ranks = [payload(), payload()]
-    step = half.Step(
+    step = half.StepMetadata(
         ranks=tuple(wire.encode(one) for one in ranks),
         ticket_key=b"key",
         orders=READY,
@@ -96,7 +96,7 @@ def test_a_step_is_applied_whole_and_in_order(half: Any, endpoint: MagicMock) ->
 
 def test_an_empty_step_asks_the_endpoint_for_nothing(half: Any, endpoint: MagicMock) -> None:
     passed = MagicMock()
-    half.FerryWorker(endpoint, passed).apply(half.Step())
+    half.FerryWorker(endpoint, passed).apply(half.StepMetadata())
     assert endpoint.method_calls == []
     assert not passed.called
 
@@ -113,7 +113,7 @@ def test_the_device_is_marked_only_for_what_waits_for_it(
     half: Any, endpoint: MagicMock, orders: HoldOrders, loads: tuple[str, ...], marks: bool
 ) -> None:
     passed = MagicMock()
-    step = half.Step(orders=orders, loads=tuple(load(name) for name in loads))
+    step = half.StepMetadata(orders=orders, loads=tuple(load(name) for name in loads))
     half.FerryWorker(endpoint, passed).apply(step)
     assert passed.called is marks
     mark = passed.return_value if marks else None
@@ -157,10 +157,10 @@ def test_silence_is_told_once_when_it_is_asked_for(
     """A rank that hears of every hold says so as well: the others wait for its answer."""
     endpoint.silent.return_value = silent
     worker = half.FerryWorker(endpoint, lambda: None)
-    worker.apply(half.Step())
+    worker.apply(half.StepMetadata())
     assert worker.take_report() is None
     assert not endpoint.silent.called
-    worker.apply(half.Step(asks_silent=True))
+    worker.apply(half.StepMetadata(asks_silent=True))
     assert worker.take_report() == half.RankReport(silent={endpoint.payload.rank: tuple(silent)})
     assert worker.take_report() is None
 
@@ -202,6 +202,6 @@ def test_a_step_waits_only_if_it_runs_nothing(
     endpoint.results.return_value = SimpleNamespace(sent=(), received=(), failed={})
     worker = half.FerryWorker(endpoint, lambda: None)
     worker.take_report()
-    worker.apply(half.Step(idle=idle))
+    worker.apply(half.StepMetadata(idle=idle))
     worker.results()
     assert endpoint.wait.called is waits

@@ -116,7 +116,7 @@ class Engine:
         return [rank for rank in self.ranks if rank.endpoint is not None]
 
     def hear(self, **said: Any) -> None:
-        """One engine step: every rank hears the same; see ``metadata.Step``."""
+        """One engine step: every rank hears the same; see ``metadata.StepMetadata``."""
         for rank in self.ranks:
             rank.hear(**said)
 

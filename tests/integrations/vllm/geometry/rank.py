@@ -68,7 +68,7 @@ class Rank:
     failed: list[str] = field(default_factory=list)
 
     def hear(self, **said: Any) -> None:
-        """What the scheduler half says in a step; see ``metadata.Step``."""
+        """What the scheduler half says in a step; see ``metadata.StepMetadata``."""
         from kvferry.integrations.vllm.metadata import StepMetadata
 
         self.worker.apply(StepMetadata(**said))
