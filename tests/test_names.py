@@ -1,0 +1,30 @@
+"""One word, one meaning: what the names of modules and classes are held to."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import kvferry
+
+ROOT = Path(kvferry.__file__).parent
+
+
+def public_classes() -> dict[str, list[str]]:
+    """Return the modules that define a public class, by the name of the class."""
+    found = defaultdict(list)
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_no_public_class_name_stands_twice() -> None:
+    twice = {name: places for name, places in public_classes().items() if len(places) > 1}
+    assert not twice, f"name one of each by what tells it from the other: {twice}"
+
+
+def test_classes_are_found() -> None:
+    assert public_classes()["Endpoint"] == ["core/endpoint/endpoint.py"]
