@@ -22,7 +22,7 @@ from kvferry.core.wire import RankPayload
 from tests.core.messages import encoded, payload
 
 LONG = 60.0
-FLEETING = 77
+FLEETING = 0xF1EE
 LONG_RANKS = [payload(rank, address=bytes([rank]) * 400_000) for rank in range(3)]
 
 
@@ -107,7 +107,8 @@ def test_what_was_made_of_a_reply_goes_at_once(ranks: int) -> None:
             assert len(info.ranks) == ranks
             del info
             left = [each for each in gc.get_objects() if isinstance(each, RankPayload)]
-            assert not [each for each in left if each.incarnation == FLEETING]
+            left = [each for each in left if each.incarnation == FLEETING]
+            assert not left, gc.get_referrers(*left)
         finally:
             gc.enable()
 
