@@ -106,9 +106,10 @@ def test_what_was_made_of_a_reply_goes_at_once(ranks: int) -> None:
             info = fetch(server.host, server.port, "prefill", timeout=LONG)
             assert len(info.ranks) == ranks
             del info
-            left = [each for each in gc.get_objects() if isinstance(each, RankPayload)]
+            # By type: isinstance asks some objects of other libraries, which warn.
+            left = [each for each in gc.get_objects() if type(each) is RankPayload]
             left = [each for each in left if each.incarnation == FLEETING]
-            assert not left, gc.get_referrers(*left)
+            assert not left
         finally:
             gc.enable()
 
