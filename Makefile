@@ -17,27 +17,35 @@ NIXL_VERSION := 1.5.1
 # What mooncake's library links to, by Debian's names.
 MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 
+# The documentation has an environment of its own: nothing that it needs can then change what vLLM
+# gets.
+DOCS_VENV := .venv-docs
+
 VLLM_STAMP := $(VENV)/.installed-vllm-$(VLLM_VERSION)
 STAMP := $(VENV)/.installed-kvferry
+DOCS_STAMP := $(DOCS_VENV)/.installed-docs
 
 # Stamps are written last, so what an interruption leaves behind is never taken for whole.
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit faults nixl ucx mooncake vllm bench venv clean
+.PHONY: help demo test lint types unit faults nixl ucx mooncake vllm bench docs docs-serve venv \
+	clean
 
 help: ## Show this text
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove it
 	$(BIN)/python examples/vllm_disaggregated.py
 
-test: lint types unit faults vllm nixl mooncake ## Everything that has to pass before a change goes in
+test: lint types docs unit faults vllm nixl mooncake ## Everything that has to pass before a change goes in
 
-lint: $(STAMP) ## Code style, formatting and the direction of imports
+lint: $(STAMP) ## Code style, formatting, the direction of imports, links, undocumented names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m docs.tools.links
+	$(BIN)/python -m docs.tools.names
 
 types: $(STAMP) ## Static types
 	$(BIN)/mypy
@@ -74,10 +82,17 @@ vllm: $(STAMP) ## The tests with real vLLM engines
 bench: $(STAMP) ## Measure everything against its peers (some minutes), and write docs/performance.md
 	$(BIN)/python benchmarks/everything.py
 
+# Never with --quiet, which hides warnings from --strict, too.
+docs: $(DOCS_STAMP) ## The documentation as a site, in site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --clean --strict
+
+docs-serve: $(DOCS_STAMP) ## The same at http://127.0.0.1:8000, made anew whenever a page changes
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs serve --livereload
+
 venv: $(STAMP) ## Only install what the other targets need
 
-clean: ## Remove the environment and every cache
-	rm -rf $(VENV) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+clean: ## Remove the environments, the site and every cache
+	rm -rf $(VENV) $(DOCS_VENV) site .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 define PYTHON_HINT
 kvferry needs Python 3.11, 3.12 or 3.13, and '$(PYTHON)' is none of them.
@@ -122,4 +137,10 @@ $(VLLM_STAMP):
 $(STAMP): pyproject.toml $(VLLM_STAMP)
 	@printf '\n== 3 of 3: kvferry and the tools that check it\n'
 	@$(BIN)/pip install --editable '.[dev,ucx]' 'nixl-cu12==$(NIXL_VERSION)' 'torch==$(TORCH_VERSION)'
+	@touch $@
+
+$(DOCS_STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || $(call hint,PYTHON_HINT)
+	@$(PYTHON) -m venv --clear $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/pip install --quiet --editable '.[docs]'
 	@touch $@

@@ -31,6 +31,7 @@ WAIT_SECONDS = 0.2
 COPY_ROUNDS = 3
 
 Advance = Callable[[], None]
+"""Called when one more part of a step is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

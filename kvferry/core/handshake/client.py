@@ -44,7 +44,8 @@ def fetch(
     """Ask an engine's side channel for what its ranks publish.
 
     Args:
-        host, port: where the engine's ticket says that it listens.
+        host: where the engine's ticket says that it listens.
+        port: likewise.
         engine: whom to ask for.
         timeout: seconds for everything.
         context: to make the socket in; one is shared by all calls that pass none.

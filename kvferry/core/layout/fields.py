@@ -40,8 +40,11 @@ ELEMENT_BYTES = {
 
 MAX_DIGITS = 8
 MAX_KEY = 512
+"""The most characters of a field's key."""
 MAX_ENCODING = 256
+"""The most characters of a field's encoding."""
 MAX_COUNT = 1 << 40
+"""The largest number that a field may have: a count, a stride, an offset."""
 MAX_KINDS = 512
 """Of one layout."""
 

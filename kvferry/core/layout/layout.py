@@ -33,8 +33,11 @@ HOLE = 0
 """The page id that stands for no page (vLLM's null block): never read, never written."""
 
 MAX_REGIONS = 1 << 12
+"""The most regions of a layout."""
 MAX_FIELDS = 1 << 16
+"""The most fields of a layout."""
 MAX_GROUPS = 1 << 8
+"""The most groups of a layout."""
 FIELD_STEPS, REGION_STEPS = 40, 20
 """Of decoding and checking one."""
 

@@ -160,7 +160,9 @@ def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: byt
     """Check that whoever answered the handshake made a ticket: all that needs no layout.
 
     Args:
-        ticket, payloads, ticket_key: as for ``check_against``.
+        ticket: what is checked.
+        payloads: what the ranks publish, as for ``check_against``.
+        ticket_key: the key that the handshake publishes.
 
     Raises:
         TicketError: another incarnation, or a proof that does not fit or is missing.

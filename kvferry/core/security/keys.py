@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import SecretError
 
 KEY_BYTES = 32
+"""The length of a CURVE key."""
 MAX_KEYS = 1 << 12
 """How many peers one engine can list."""
 

@@ -51,33 +51,44 @@ class Config:
     """``kv_connector_extra_config``, checked.
 
     Attributes:
-        driver: name of the transport, as ``kvferry drivers`` lists it.
-        driver_options: go to the driver as they are.
-        side_channel_host: where the handshake is served, and what tickets tell other hosts.
-        side_channel_port: 0 for a free one; a fixed one counts up by the data-parallel index.
-        kv_lease_duration: for how many seconds a producer keeps a finished request's pages for
-            its consumer, unless that renews it, which it does while the request waits.
-        max_held_fraction: how much of the cache may be held for consumers; beyond it, the oldest
-            ticket is given up.
-        drain_timeout: for how many seconds a worker that vLLM shuts down waits for held pages to
-            be read (docs/protocol.md, Shutting down).
-        handshake_timeout: seconds until a producer must have answered.
-        load_timeout: seconds that a load may take, once there are pages to load into.
-        liveness_interval: seconds between two pings of a producer; 0 for none.
-        liveness_misses: so many pings without an answer mean that it is dead.
-        engine_ttl: seconds after which a producer that is not used is disconnected.
-        enforce_handshake_compat: refuse a producer that differs in a name only (model, revision).
-            Off, such differences are warned of; others are refused all the same.
-        verify_prompt: refuse a ticket that was made for another prompt. Off only in tests that
-            swap caches on purpose.
-        ticket_secrets: where the secrets are that sign tickets (the first) and check them (all);
-            ``file:PATH`` or ``env:NAME`` each. None: tickets are not signed.
-        curve_secret_key: where this engine's secret key is, likewise; with it, its side channel is
-            encrypted.
-        curve_peers: public keys of the engines that may ask there, and that may be asked; or where
-            they are.
-        allowed_peers: networks in CIDR notation that peers must be in, or ``ANYWHERE``; ``None``
-            for this host and private networks.
+        driver: Name of the driver that moves the bytes; ``kvferry drivers`` lists those that are
+            installed. Both engines need the same one.
+        driver_options: Options of that driver, passed on as they are.
+        side_channel_host: Address on which this engine serves its layouts. It goes into tickets,
+            so decode must be able to reach it.
+        side_channel_port: Port of the side channel. 0 takes a free one; a fixed one counts up by
+            the data-parallel index.
+        kv_lease_duration: For how many seconds a finished request's pages are kept for decode,
+            which renews the lease while the request waits. While requests on prefill wait for
+            blocks, pages for which no decode engine gave a sign of life for 3 s are given up early.
+        max_held_fraction: How much of the cache may be kept for decode. Beyond it the oldest pages
+            are given up first, and their requests prefill again. Set it lower where clients could
+            pin the cache.
+        drain_timeout: For how many seconds a worker that is told to stop waits for decode to fetch
+            what is held. ``vllm serve`` itself ends engines at once; give it
+            ``--shutdown-timeout`` (seconds), so that held pages are still served after SIGTERM
+            (docs/protocol.md, Shutting down).
+        handshake_timeout: After how many seconds a handshake fails.
+        load_timeout: After how many seconds a load fails, from when it has pages to load into.
+        liveness_interval: Seconds between two pings of a producer; 0 sends none.
+        liveness_misses: After how many pings without an answer a producer counts as dead.
+        engine_ttl: After how many idle seconds a producer is disconnected.
+        enforce_handshake_compat: Refuse a producer whose model's name or revision differs;
+            ``false`` only warns of that. What would corrupt data (types, scales, layouts) is
+            refused either way.
+        verify_prompt: Refuse a ticket that was made for another prompt. Turn it off only in tests
+            that swap caches on purpose.
+        ticket_secrets: Where secrets are, ``file:PATH`` or ``env:NAME`` each. The first signs
+            tickets, any is accepted, and unsigned tickets are refused. Without any, a ticket needs
+            a proof: that says that the engine which the ticket names made it, and not that this
+            engine is one of yours.
+        curve_secret_key: Where this engine's secret key is, ``file:PATH`` or ``env:NAME``. With it,
+            the side channel is encrypted.
+        curve_peers: Public keys of the engines to exchange pages with, or places of files with one
+            key a line.
+        allowed_peers: Networks in CIDR notation, such as ``["10.0.0.0/8"]``, in which peers must
+            be: those that ask, and those that are asked. ``"anywhere"`` allows all addresses.
+            Without it: this host and private networks.
     """
 
     driver: Annotated[str, Meta(min_length=1)] = "loopback"

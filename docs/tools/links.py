@@ -1,0 +1,144 @@
+"""Find links and mentions in the documentation that lead nowhere: ``python -m docs.tools.links``.
+
+Looks at every Markdown file of the repository as it is read there: whether a linked file is part of
+the repository, and whether a heading of that name is in it. Whether the site has a place for every
+page is asked by ``make docs``. Standard library only, so that ``make lint`` stays quick.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path, PurePosixPath
+from posixpath import normpath
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LINK = re.compile(
+    r"\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\(\s*<?(?P<target>[^)\s>]+)>?(?P<title>[^)]*)\)"
+)
+"""A link or an image, on one line or several."""
+
+_FENCE = re.compile(r"^ *(`{3,}|~{3,})")
+_CODE = re.compile(r"(?<!`)(`+)(?!`)(?:(?!\n\n).)+?(?<!`)\1(?!`)", re.DOTALL)
+_REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:\s+<?(?P<target>[^\s>]+)", re.MULTILINE)
+_HEADING = re.compile(r"^ {0,3}#{1,6}\s+(.*?)\s*#*\s*$")
+_ANCHOR = re.compile(r"""<a\s+(?:id|name)=["']([^"']+)["']""")
+_ELSEWHERE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)", re.IGNORECASE)
+_MENTION = re.compile(r"(?<![\w./-])docs/(?:[\w-]+/)*[\w-]+\.(?:md|svg)\b")
+
+
+def lines(markdown: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a page outside of blocks of code, each with its number."""
+    fence = ""
+    for number, line in enumerate(markdown.split("\n"), 1):
+        found = _FENCE.match(line)
+        if fence:
+            if found and found[1].startswith(fence) and not line.strip(" `~"):
+                fence = ""
+        elif found:
+            fence = found[1]
+        else:
+            yield number, line
+
+
+def prose(markdown: str) -> str:
+    """Return a page with all code blanked out, every other character in its place."""
+    outside = dict(lines(markdown))
+    kept = [
+        outside.get(number, " " * len(line)) for number, line in enumerate(markdown.split("\n"), 1)
+    ]
+    return _CODE.sub(lambda code: re.sub(r"[^\n]", "`", code[0]), "\n".join(kept))
+
+
+def links(markdown: str) -> Iterator[tuple[int, str]]:
+    """Yield what a page links to, each with the number of its line."""
+    text = prose(markdown)
+    for found in (*LINK.finditer(text), *_REFERENCE.finditer(text)):
+        target = found["target"]
+        yield 1 + text.count("\n", 0, found.start("target")), target
+
+
+def anchors(markdown: str) -> set[str]:
+    """Return the names of a page's headings in its address, as GitHub and the site make them."""
+    named: Counter[str] = Counter()
+    found = set()
+    for _, line in lines(markdown):
+        found.update(_ANCHOR.findall(line))
+        if heading := _HEADING.match(line):
+            slug = slugify(heading[1])
+            found.add(f"{slug}-{named[slug]}" if named[slug] else slug)
+            named[slug] += 1
+    return found
+
+
+def slugify(heading: str) -> str:
+    """Return the name that a heading gets in the page's address."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    text = re.sub(r"[^\w\- ]", "", text.lower())
+    return text.strip().replace(" ", "-")
+
+
+def problems(pages: Mapping[str, str], files: Set[str]) -> Iterator[str]:
+    """Yield what is wrong with the links of these pages, one line each.
+
+    Args:
+        pages: text of each Markdown file by its path in the repository.
+        files: the paths of all files of the repository.
+    """
+    folders = {str(parent) for file in files for parent in PurePosixPath(file).parents}
+    named = {path: anchors(text) for path, text in pages.items()}
+    for path, text in pages.items():
+        for number, target in links(text):
+            if _ELSEWHERE.match(target):
+                continue
+            file, _, anchor = target.partition("#")
+            found = normpath(PurePosixPath(path).parent / file) if file else path
+            where = f"{path}:{number}: {target}"
+            if found not in files and found not in folders:
+                yield f"{where}: there is no file {found} in the repository"
+            elif anchor and anchor not in named.get(found, ()):
+                yield f"{where}: {found} has no heading with that name"
+
+
+def mentions(texts: Mapping[str, str], files: Set[str]) -> Iterator[str]:
+    """Yield the pages of ``docs`` that are mentioned somewhere and do not exist, one line each."""
+    for path, text in texts.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            for name in _MENTION.findall(line):
+                if name not in files:
+                    yield f"{path}:{number}: mentions {name}, which does not exist"
+
+
+def repository(root: Path) -> dict[str, str]:
+    """Return the text of every file that git has, or would take, by its path; binary ones as ""."""
+    run = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = {}
+    for name in sorted(set(run.stdout.split("\0"))):
+        if name and (root / name).is_file():
+            content = (root / name).read_bytes()
+            found[name] = "" if b"\0" in content else content.decode(errors="replace")
+    return found
+
+
+def main() -> int:
+    """Print what is wrong; return 1 if anything is."""
+    texts = repository(ROOT)
+    pages = {path: text for path, text in texts.items() if path.endswith(".md")}
+    read = {path: text for path, text in texts.items() if not path.startswith("tests/")}
+    found = [*problems(pages, texts.keys()), *mentions(read, texts.keys())]
+    sys.stderr.writelines(f"{problem}\n" for problem in found)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

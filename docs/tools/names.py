@@ -1,0 +1,112 @@
+"""Find exported names without a docstring: ``python -m docs.tools.names``.
+
+Ruff's D rules see to modules, classes and functions. They do not look at constants and type
+aliases, which the reference shows only with the docstring below their assignment. So this looks at
+every name in an ``__all__`` of kvferry, where it is defined. Standard library only, and nothing is
+imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Modules:
+    """The modules of a package, read when they are asked for.
+
+    Args:
+        root: the folder that the package is in.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._trees: dict[str, ast.Module | None] = {}
+        self._imports: dict[str, dict[str, tuple[str, str]]] = {}
+
+    def tree(self, module: str) -> ast.Module | None:
+        """Return the syntax tree of a module, or ``None`` if it is not in the folder."""
+        if module not in self._trees:
+            path = self._root / Path(*module.split("."))
+            files = (path.with_suffix(".py"), path / "__init__.py")
+            file = next((each for each in files if each.is_file()), None)
+            self._trees[module] = ast.parse(file.read_text()) if file else None
+        return self._trees[module]
+
+    def exports(self, module: str) -> list[str]:
+        """Return the names in a module's ``__all__``; none if it has no such list."""
+        for name, value, _ in _assignments(self.tree(module)):
+            if name == "__all__" and isinstance(value, ast.List | ast.Tuple):
+                return [name for name in ast.literal_eval(value) if isinstance(name, str)]
+        return []
+
+    def imports(self, module: str) -> dict[str, tuple[str, str]]:
+        """Return the names that a module imports: each to where it is from, and its name there."""
+        if module not in self._imports:
+            self._imports[module] = {
+                alias.asname or alias.name: (node.module, alias.name)
+                for node in ast.walk(self.tree(module) or ast.Pass())
+                if isinstance(node, ast.ImportFrom) and node.module and not node.level
+                for alias in node.names
+            }
+        return self._imports[module]
+
+    def is_documented(self, module: str, name: str) -> bool:
+        """Return whether a name has a docstring where it is defined.
+
+        A name from elsewhere counts as documented, and so does one that cannot be found: an import
+        of it fails, which is no matter of documentation.
+        """
+        tree = self.tree(module)
+        if tree is None:
+            return True
+        if origin := self.imports(module).get(name):
+            return self.is_documented(*origin)
+        for node in tree.body:
+            if (
+                isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                and node.name == name
+            ):
+                return ast.get_docstring(node) is not None
+        found = [text for assigned, _, text in _assignments(tree) if assigned == name]
+        return not found or any(found)
+
+
+def undocumented(root: Path) -> Iterator[str]:
+    """Yield every exported name of kvferry that has no docstring, with its module."""
+    modules = Modules(root)
+    for path in sorted((root / "kvferry").rglob("*.py")):
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for name in modules.exports(module):
+            if not modules.is_documented(module, name):
+                yield f"{module}: {name} is exported and has no docstring"
+
+
+def _assignments(tree: ast.Module | None) -> Iterator[tuple[str, ast.expr | None, bool]]:
+    """Yield the assigned names of a module, each with its value and whether a docstring follows."""
+    if tree is None:
+        return
+    for node, after in pairwise([*tree.body, ast.Pass()]):
+        text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, node.value, text
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, node.value, text
+
+
+def main() -> int:
+    """Print what lacks a docstring; return 1 if anything does."""
+    found = list(undocumented(ROOT))
+    sys.stderr.writelines(f"{problem}\n" for problem in found)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

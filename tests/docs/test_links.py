@@ -1,0 +1,141 @@
+"""Links between pages, as ``make lint`` checks them and as the site rewrites them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from docs.tools import hooks
+from docs.tools.links import ROOT, anchors, links, main, mentions, problems
+
+PAGES = {
+    "README.md": "See [the guide](docs/guide.md#a-step-of-two) and [code](src/a.py).\n",
+    "docs/guide.md": "# Guide\n\n## A step, of *two*\n\n[back](../README.md) [here](#guide)\n",
+}
+FILES = {*PAGES, "src/a.py"}
+
+
+def found(text: str) -> list[str]:
+    """The problems of one more page in ``docs``."""
+    return list(problems({**PAGES, "docs/new.md": text}, FILES | {"docs/new.md"}))
+
+
+def test_links_that_lead_somewhere_are_no_problem() -> None:
+    assert list(problems(PAGES, FILES)) == []
+    assert found("[a](../src) [b](guide.md) <https://example.org> [c](mailto:a@example.org)") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[a](none.md)", "docs/new.md:1: none.md: there is no file docs/none.md"),
+        ("[a](../../other/b.md)", "there is no file ../other/b.md"),
+        ("[a](guide.md#no-step)", "docs/guide.md has no heading with that name"),
+        ("x\n[a](#nowhere)", "docs/new.md:2: #nowhere: docs/new.md has no heading"),
+        ("![a](missing.svg)", "there is no file docs/missing.svg"),
+        ("[over\ntwo lines](none.md)", "docs/new.md:2: none.md"),
+        ("[a]: none.md\n", "docs/new.md:1: none.md"),
+        ("[`code` and [brackets]](none.md)", "none.md"),
+    ],
+)
+def test_a_link_that_leads_nowhere_is_found(text: str, problem: str) -> None:
+    [said] = found(text)
+    assert problem in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`[a](none.md)`",
+        "``[a](none.md) ` [b](none.md)``",
+        "```\n[a](none.md)\n```",
+        "````md\n```\n[a](none.md)\n```\n````",
+        "a list:\n\n  ~~~\n  [a](none.md)\n  ~~~",
+    ],
+)
+def test_code_has_no_links(text: str) -> None:
+    assert list(links(text)) == []
+
+
+def test_headings_are_named_as_github_names_them() -> None:
+    page = '# A `b`: c (d)\n## Twice\n## Twice\n### [Linked](x.md) & more\n<a id="own"></a>\n'
+    assert anchors(page) == {"a-b-c-d", "twice", "twice-1", "linked--more", "own"}
+
+
+def test_a_mention_of_a_page_that_is_gone_is_found() -> None:
+    texts = {"a.py": '"""See docs/guide.md, and docs/old/page.md."""'}
+    assert list(mentions(texts, FILES)) == [
+        "a.py:1: mentions docs/old/page.md, which does not exist"
+    ]
+
+
+def test_nothing_in_this_repository_leads_nowhere() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    assert main() == 0
+
+
+# As the site has them.
+
+
+def on_site(markdown: str, page: str = "drivers.md", repository: str = "") -> str:
+    """What the hook makes of a page."""
+    config = SimpleNamespace(repo_url=repository, docs_dir=str(ROOT / "docs"))
+    asked = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    return hooks.on_page_markdown(markdown, asked, config, SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "moved"),
+    [
+        ("drivers.md", "security.md#set-it-up", "security.md#set-it-up"),
+        ("drivers.md", "../ARCHITECTURE.md", "architecture.md"),
+        ("drivers.md", "../README.md", "index.md"),
+        ("drivers.md", "#measure-it", "#measure-it"),
+        ("drivers.md", "https://example.org/a.md", "https://example.org/a.md"),
+        ("adr/README.md", "../../CONTRIBUTING.md#code", "../contributing.md#code"),
+        ("reference/settings.md", "../drivers.md", "../drivers.md"),
+        ("contributing.md", "docs/adr/README.md", "adr/README.md"),
+        ("architecture.md", "docs/adr", "adr/README.md"),
+        ("example-driver.md", "../../docs/writing-a-driver.md", "writing-a-driver.md"),
+        ("drivers.md", "no-such-page.md", "no-such-page.md"),
+    ],
+)
+def test_a_link_of_the_repository_becomes_one_of_the_site(page: str, link: str, moved: str) -> None:
+    assert on_site(f"see [it]({link}).", page) == f"see [it]({moved})."
+
+
+def test_a_link_to_code_leads_to_the_repository_if_that_has_an_address() -> None:
+    text = "see [the `code`](../kvferry/core/errors.py)."
+    assert on_site(text) == "see the `code`."
+    assert on_site(text, repository="https://example.org/kvferry/") == (
+        "see [the `code`](https://example.org/kvferry/blob/main/kvferry/core/errors.py)."
+    )
+
+
+def test_code_stays_as_it_is_on_the_site() -> None:
+    text = (
+        "`[a](../README.md)` and ![a picture](pictures/load.svg)\n\n```\n[a](../README.md)\n```\n"
+    )
+    assert on_site(text) == text
+
+
+def test_the_navigation_lists_the_pages_of_a_folder() -> None:
+    config = SimpleNamespace(
+        nav=["index.md", {"Why": [{"Decisions": ["adr/"]}]}], docs_dir=str(ROOT / "docs")
+    )
+    hooks.on_config(config)
+    [_, why] = config.nav
+    [inner] = why["Why"]
+    decisions = inner["Decisions"]
+    assert decisions[:2] == [
+        "adr/README.md",
+        "adr/0001-tokens-per-page-belong-to-the-group.md",
+    ]
+    assert len(decisions) == len(list(Path(ROOT / "docs/adr").glob("*.md")))
+
+
+def test_every_page_from_elsewhere_exists() -> None:
+    assert [file for file in hooks.SHOWN if not (ROOT / file).exists()] == []

@@ -1,0 +1,299 @@
+"""The pictures of the documentation say what the code does, and are the ones that are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from docs.tools.pictures import (
+    COPIES,
+    DONE_EXPECTED,
+    EXAMPLE,
+    FOLDER,
+    HOLD,
+    LOAD,
+    PICTURES,
+    READS,
+)
+from kvferry.core.descriptors import Pages, ReadRequest, copies, unwritten
+from kvferry.core.errors import TransportError
+from kvferry.core.layout import Layout
+from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
+from kvferry.core.lifecycle.keeper import HoldKeeper
+from kvferry.core.lifecycle.ledger import Orders
+from kvferry.core.lifecycle.loads import LoadId, Loads, Op, Party
+from kvferry.core.topology import plan
+from kvferry.core.wire import Release, Renewal
+from tests.core.layouts import DIM, heads, layout, paged
+
+REQUEST, THIS = RequestId("a"), Hold(slot=0, generation=7)
+LATE, ERROR = 100.0, TransportError("it failed")
+DEPTH = 7
+"""As many events lead into every state of either machine, and out of it again."""
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_the_script_draws(name: str) -> None:
+    drawn = PICTURES[name]()
+    assert (FOLDER / name).read_text() == drawn, "run: python -m docs.tools.pictures"
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+
+
+def test_no_picture_is_left_over() -> None:
+    assert {path.name for path in FOLDER.iterdir()} == set(PICTURES)
+
+
+# The states of a load.
+
+STAGES = {
+    "handshake": "handshake",
+    "checking": "check",
+    "recheck": "wait",
+    "reading": "read",
+    "fencing": "fence",
+}
+"""What the code calls a stage to what the picture calls it."""
+
+
+class OneLoad:
+    """A load that reads from one rank, and where it stands in the picture's words."""
+
+    def __init__(self, *, computed: bool) -> None:
+        self.loads = Loads()
+        self.id: LoadId = self.loads.begin(
+            REQUEST, THIS, computed=computed, reads=True, deadline=LATE
+        )
+        self.outcome = ""
+
+    def look(self) -> str:
+        """Return the state."""
+        for action in self.loads.take_actions():
+            if action.op is Op.REPORT:
+                self.outcome = "failed" if action.error else "received"
+        if self.outcome:
+            return self.outcome
+        stage = self.loads.stage(self.id)
+        return STAGES[stage] if self.loads.wanted(self.id) else "winding down"
+
+
+LOAD_EVENTS: tuple[Callable[[Loads, LoadId], None], ...] = (
+    lambda loads, load: loads.shaken(load, (Party(rank=0, reads=True),)),
+    lambda loads, load: loads.unshaken(load, ERROR),
+    lambda loads, load: loads.checked(load, 0, THIS.ready),
+    lambda loads, load: loads.checked(load, 0, THIS.computing),
+    lambda loads, load: loads.checked(load, 0, NOTHING),
+    lambda loads, load: loads.read(load, 0),
+    lambda loads, load: loads.fenced(load, 0, THIS.ready),
+    lambda loads, load: loads.fenced(load, 0, NOTHING),
+    lambda loads, load: loads.lost(load, 0, ERROR),
+    lambda loads, load: loads.doomed(load, 0, ERROR),
+    lambda loads, load: loads.abort(load, ERROR),
+    lambda loads, load: loads.tick(0.0),
+    lambda loads, load: loads.tick(LATE),
+)
+
+
+def load_steps(computed: bool) -> Iterator[tuple[str, str]]:
+    """Yield every step that a load takes from one state to another."""
+    paths: list[tuple[int, ...]] = [()]
+    seen = {"handshake"}
+    while paths:
+        path = paths.pop()
+        for number in range(len(LOAD_EVENTS)):
+            load = OneLoad(computed=computed)
+            for event in path:
+                LOAD_EVENTS[event](load.loads, load.id)
+                load.look()
+            before = load.look()
+            LOAD_EVENTS[number](load.loads, load.id)
+            after = load.look()
+            if before != after:
+                yield before, after
+            if after not in seen and len(path) < DEPTH:
+                seen.add(after)
+                paths.append((*path, number))
+
+
+def test_a_load_takes_the_steps_that_its_picture_has() -> None:
+    taken = {*load_steps(computed=True), *load_steps(computed=False)}
+    # With one rank, what fails may be quiet at once: "winding down" is passed without a stop.
+    at_once = {(before, "winding down") for before, after in taken if after == "failed"}
+    inside = {"check", "wait", "read", "fence"}
+    straight = {(before, after) for before, after in taken if after != "failed"}
+    passed = {step for step in at_once if step[0] in inside}
+    ended = {(before, after) for before, after in taken - straight if before not in inside}
+    assert straight | passed | ended == set(LOAD)
+
+
+# The states of a hold.
+
+
+class Keeper:
+    """A hold on one rank, and where it stands in the picture's words."""
+
+    def __init__(self) -> None:
+        self.words = [NOTHING]
+        self.incarnation = random_incarnation()
+        self.keeper = HoldKeeper(self.words, self.incarnation)
+        self.now = 0.0
+
+    def look(self) -> str:
+        """Return the state."""
+        if self.words[0] == NOTHING:
+            assert THIS not in self.keeper
+            return "free"
+        if self.words[0] == THIS.ready:
+            return "ready"
+        return "computing" if self.keeper.age(THIS, self.now) is None else "ticketed"
+
+    def release(self, *, abandoned: bool) -> None:
+        """The only rank of a decode engine says "done" or "abandon"."""
+        message = Release(
+            incarnation=self.incarnation,
+            slot=THIS.slot,
+            generation=THIS.generation,
+            engine="decode",
+            rank=0,
+            expected=1,
+            abandoned=abandoned,
+        )
+        self.keeper.release(message)
+
+    def renew(self) -> None:
+        """A decode rank renews."""
+        message = Renewal(incarnation=self.incarnation, slot=THIS.slot, generation=THIS.generation)
+        self.keeper.renew(message, self.now)
+
+    def expire(self) -> None:
+        """Much time passes."""
+        self.now += 1000.0
+        self.keeper.expire(self.now)
+
+
+HOLD_EVENTS: dict[str, Callable[[Keeper], object]] = {
+    "take on": lambda k: k.keeper.apply(Orders(take_ons=((REQUEST, THIS),)), k.now),
+    "drop": lambda k: k.keeper.apply(Orders(drops=(THIS,)), k.now),
+    "ticket": lambda k: k.keeper.apply(Orders(ready=((THIS, 30.0),)), k.now),
+    "passed": lambda k: k.keeper.ready(THIS, k.now),
+    "renew": lambda k: k.renew(),
+    "expire": lambda k: k.expire(),
+    "done": lambda k: k.release(abandoned=False),
+    "abandon": lambda k: k.release(abandoned=True),
+    "end": lambda k: k.keeper.apply(Orders(ends=(THIS,)), k.now),
+}
+ORDERED = {
+    "free": {"take on"},
+    "computing": {"drop", "ticket", "passed", "renew", "expire"},
+    "ticketed": {"passed", "renew", "expire", "done", "abandon", "end"},
+    "ready": {"passed", "renew", "expire", "done", "abandon", "end"},
+}
+"""State to what can happen there: a scheduler orders, and a consumer says, nothing else then."""
+
+
+def hold_steps() -> Iterator[tuple[str, str, str, list[RequestId]]]:
+    """Yield every step of a hold: from, event, to, and what is reported sent."""
+    paths: list[tuple[str, ...]] = [()]
+    seen = {"free"}
+    while paths:
+        path = paths.pop()
+        before = ""
+        for event in sorted(HOLD_EVENTS):
+            keeper = Keeper()
+            for earlier in path:
+                HOLD_EVENTS[earlier](keeper)
+            before = keeper.look()
+            if event not in ORDERED[before]:
+                continue
+            HOLD_EVENTS[event](keeper)
+            after = keeper.look()
+            yield before, event, after, keeper.keeper.take_sent()
+            if after not in seen:
+                seen.add(after)
+                paths.append((*path, event))
+
+
+def test_a_hold_takes_the_steps_that_its_picture_has() -> None:
+    steps = list(hold_steps())
+    moves = {(before, after) for before, _, after, _ in steps if before != after}
+    assert moves | {("ready", "ready")} == set(HOLD)
+    reported = {(before, after) for before, _, after, sent in steps if sent}
+    assert reported == {("ticketed", "free"), ("ready", "free")}
+
+
+def test_a_renewal_of_a_hold_that_is_ready_makes_its_lease_start_anew() -> None:
+    keeper = Keeper()
+    for event in ("take on", "ticket", "passed"):
+        HOLD_EVENTS[event](keeper)
+    keeper.now = 20.0
+    keeper.renew()
+    assert keeper.keeper.expire(45.0) == []
+    assert keeper.keeper.expire(50.0) == [REQUEST]
+
+
+# The planner.
+
+
+def engine(shards: tuple[tuple[int, int], ...], block: int, order: str = "NHD") -> list[Layout]:
+    """One rank for each range of heads."""
+    return [
+        layout(heads(shard=shard, block=block, order=order), groups=[paged(block)])
+        for shard in shards
+    ]
+
+
+def prefill(order: str = "HND") -> list[Layout]:
+    return engine(EXAMPLE.prefill, EXAMPLE.prefill_block, order)
+
+
+def decode(order: str = "NHD") -> list[Layout]:
+    return engine(EXAMPLE.decode, EXAMPLE.decode_block, order)
+
+
+def asked(tokens: tuple[int, int]) -> ReadRequest:
+    local, remote = (
+        Pages(ids=np.array(ids, dtype=np.int64))
+        for ids in (EXAMPLE.decode_pages, EXAMPLE.prefill_pages)
+    )
+    return ReadRequest(ranges=(tokens,), local=(local,), remote=(remote,))
+
+
+def test_who_reads_which_heads_from_whom_is_as_drawn() -> None:
+    plans = [plan(decode(), prefill(), rank) for rank in range(len(EXAMPLE.decode))]
+    found = {
+        (reader, source.remote): source.matches[0].overlaps[0].shard
+        for reader, one in enumerate(plans)
+        for source in one.sources
+    }
+    assert found == READS
+    assert {one.readers for one in plans} == {DONE_EXPECTED}
+    assert sum(last - first for first, last in READS.values()) == EXAMPLE.heads
+
+
+def test_the_sub_blocks_are_as_drawn() -> None:
+    [pairing] = [match.pairing for match in plan(decode(), prefill(), 0).sources[0].matches]
+    assert pairing.grain == EXAMPLE.sub_block
+    assert pairing.span(0, EXAMPLE.tokens) == (0, EXAMPLE.read)
+
+
+def test_what_is_not_read_is_zeroed_as_drawn() -> None:
+    ours = decode()
+    left = unwritten(ours[0], plan(ours, prefill(), 0), asked((0, EXAMPLE.tokens)))
+    _, last_page = EXAMPLE.decode_pages
+    rows = 2 * EXAMPLE.decode_block - EXAMPLE.read  # of the last page, by its tokens
+    row = 2 * DIM  # two heads of one token
+    [address], [nbytes] = left.address.tolist(), left.nbytes.tolist()
+    page = ours[0].regions[0].address + last_page * EXAMPLE.decode_block * row
+    assert (address - page, nbytes) == ((EXAMPLE.decode_block - rows) * row, rows * row)
+
+
+@pytest.mark.parametrize(("far", "near"), COPIES)
+def test_the_copies_of_a_sub_block_are_as_drawn(far: str, near: str) -> None:
+    ours, theirs = decode(near), prefill(far)
+    source, *_ = plan(ours, theirs, 0).sources
+    found = copies(source, asked((0, EXAMPLE.sub_block)))
+    cells = [nbytes // DIM for nbytes in found.nbytes.tolist()]
+    assert (len(cells), *set(cells)) == COPIES[far, near]
+    assert found.nbytes.sum() == EXAMPLE.sub_block * 2 * DIM
