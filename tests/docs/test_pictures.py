@@ -18,15 +18,15 @@ from docs.tools.pictures import (
     PICTURES,
     READS,
 )
-from kvferry.core.descriptors import Pages, ReadRequest, copies, unwritten
 from kvferry.core.errors import TransportError
 from kvferry.core.layout import Layout
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
-from kvferry.core.lifecycle.keeper import HoldKeeper
-from kvferry.core.lifecycle.ledger import Orders
-from kvferry.core.lifecycle.loads import LoadId, Loads, Op, Party
-from kvferry.core.topology import plan
-from kvferry.core.wire import Release, Renewal
+from kvferry.core.lifecycle.loads import LoadAction, LoadId, Loads, RemoteRank
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders
+from kvferry.core.lifecycle.worker_holds import WorkerHolds
+from kvferry.core.messages import Release, Renewal
+from kvferry.core.planner.build_copies import Pages, ReadRequest, copies, unwritten
+from kvferry.core.planner.plan import plan
 from tests.core.layouts import DIM, heads, layout, paged
 
 REQUEST, THIS = RequestId("a"), Hold(slot=0, generation=7)
@@ -71,7 +71,7 @@ class OneLoad:
     def look(self) -> str:
         """Return the state."""
         for action in self.loads.take_actions():
-            if action.op is Op.REPORT:
+            if action.op is LoadAction.REPORT:
                 self.outcome = "failed" if action.error else "received"
         if self.outcome:
             return self.outcome
@@ -80,8 +80,8 @@ class OneLoad:
 
 
 LOAD_EVENTS: tuple[Callable[[Loads, LoadId], None], ...] = (
-    lambda loads, load: loads.shaken(load, (Party(rank=0, reads=True),)),
-    lambda loads, load: loads.unshaken(load, ERROR),
+    lambda loads, load: loads.handshake_succeeded(load, (RemoteRank(rank=0, reads=True),)),
+    lambda loads, load: loads.handshake_failed(load, ERROR),
     lambda loads, load: loads.checked(load, 0, THIS.ready),
     lambda loads, load: loads.checked(load, 0, THIS.computing),
     lambda loads, load: loads.checked(load, 0, NOTHING),
@@ -137,7 +137,7 @@ class Keeper:
     def __init__(self) -> None:
         self.words = [NOTHING]
         self.incarnation = random_incarnation()
-        self.keeper = HoldKeeper(self.words, self.incarnation)
+        self.keeper = WorkerHolds(self.words, self.incarnation)
         self.now = 0.0
 
     def look(self) -> str:
@@ -174,15 +174,15 @@ class Keeper:
 
 
 HOLD_EVENTS: dict[str, Callable[[Keeper], object]] = {
-    "take on": lambda k: k.keeper.apply(Orders(take_ons=((REQUEST, THIS),)), k.now),
-    "drop": lambda k: k.keeper.apply(Orders(drops=(THIS,)), k.now),
-    "ticket": lambda k: k.keeper.apply(Orders(ready=((THIS, 30.0),)), k.now),
+    "take on": lambda k: k.keeper.apply(HoldOrders(take_ons=((REQUEST, THIS),)), k.now),
+    "drop": lambda k: k.keeper.apply(HoldOrders(drops=(THIS,)), k.now),
+    "ticket": lambda k: k.keeper.apply(HoldOrders(ready=((THIS, 30.0),)), k.now),
     "passed": lambda k: k.keeper.ready(THIS, k.now),
     "renew": lambda k: k.renew(),
     "expire": lambda k: k.expire(),
     "done": lambda k: k.release(abandoned=False),
     "abandon": lambda k: k.release(abandoned=True),
-    "end": lambda k: k.keeper.apply(Orders(ends=(THIS,)), k.now),
+    "end": lambda k: k.keeper.apply(HoldOrders(ends=(THIS,)), k.now),
 }
 ORDERED = {
     "free": {"take on"},
