@@ -88,7 +88,7 @@ def test_version_is_the_distributions() -> None:
 
 def test_unknown_attribute_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = kvferry.nonsense
+        _ = kvferry.nonsense  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
