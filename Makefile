@@ -20,11 +20,19 @@ MOONCAKE_LIBRARIES := libibverbs1 librdmacm1 libnuma1
 VLLM_STAMP := $(VENV)/.installed-vllm-$(VLLM_VERSION)
 STAMP := $(VENV)/.installed-kvferry
 
+# Where kvferry is built, and where what was built is tried.
+BUILD_ENV := .cache/build
+BUILD_STAMP := $(BUILD_ENV)/.installed-1
+TRIAL_ENV := .cache/trial
+
+# The versions that `make pythons` tests, beside the one that everything else runs on.
+PYTHONS ?= 3.12 3.13
+
 # Stamps are written last, so what an interruption leaves behind is never taken for whole.
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit faults nixl ucx mooncake vllm bench venv clean
+.PHONY: help demo test lint types unit pythons faults nixl ucx mooncake vllm bench build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +52,10 @@ types: $(STAMP) ## Static types
 
 unit: $(STAMP) ## The quick tests, which need neither vLLM nor NIXL nor UCX
 	$(BIN)/pytest -n auto --maxprocesses 4
+
+# Without vLLM and torch, as kvferry is installed where no engine is.
+pythons: ## The quick tests on other versions of Python, in environments under .cache
+	$(PYTHON) tests/pythons.py $(PYTHONS)
 
 faults: $(STAMP) ## Peers that fail at any stage, and drivers with planted faults
 	$(BIN)/pytest -m 'faults and not slow and not nixl'
@@ -74,10 +86,21 @@ vllm: $(STAMP) ## The tests with real vLLM engines
 bench: $(STAMP) ## Measure everything against its peers (some minutes), and write docs/performance.md
 	$(BIN)/python benchmarks/everything.py
 
+# Once made, the distributions are installed and run where nothing of this folder is found.
+build: $(BUILD_STAMP) ## Make the sdist and the wheel in dist/, check them, and try the wheel
+	rm -rf dist
+	$(BUILD_ENV)/bin/python -m build
+	$(BUILD_ENV)/bin/twine check --strict dist/*
+	$(BUILD_ENV)/bin/python tests/distributions.py dist
+	$(PYTHON) -m venv --clear $(TRIAL_ENV)
+	$(TRIAL_ENV)/bin/pip install --quiet dist/*.whl
+	cd $(TRIAL_ENV) && bin/kvferry --version && bin/kvferry --help && bin/kvferry drivers
+	cd $(TRIAL_ENV) && bin/kvferry demo --megabytes 8
+
 venv: $(STAMP) ## Only install what the other targets need
 
 clean: ## Remove the environment and every cache
-	rm -rf $(VENV) .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .cache dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 define PYTHON_HINT
 kvferry needs Python 3.11, 3.12 or 3.13, and '$(PYTHON)' is none of them.
@@ -122,4 +145,9 @@ $(VLLM_STAMP):
 $(STAMP): pyproject.toml $(VLLM_STAMP)
 	@printf '\n== 3 of 3: kvferry and the tools that check it\n'
 	@$(BIN)/pip install --editable '.[dev,ucx]' 'nixl-cu12==$(NIXL_VERSION)' 'torch==$(TORCH_VERSION)'
+	@touch $@
+
+$(BUILD_STAMP):
+	@$(PYTHON) -m venv --clear $(BUILD_ENV)
+	@$(BUILD_ENV)/bin/pip install --quiet 'build>=1.3,<2' 'twine>=6.2,<7'
 	@touch $@

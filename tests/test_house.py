@@ -124,6 +124,10 @@ def test_changelog_knows_the_version() -> None:
     assert kvferry.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_citation_names_the_version() -> None:
+    assert f"\nversion: {kvferry.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_makefile_installs_a_vllm_that_the_extra_allows() -> None:
     extra = next(r for r in distribution("kvferry").requires or [] if r.startswith("vllm"))
     bounds = sorted(tuple(map(int, found)) for found in re.findall(r"(\d+)\.(\d+)", extra))
