@@ -25,12 +25,20 @@ VLLM_STAMP := $(VENV)/.installed-vllm-$(VLLM_VERSION)
 STAMP := $(VENV)/.installed-kvferry
 DOCS_STAMP := $(DOCS_VENV)/.installed-docs
 
+# Where kvferry is built, and where what was built is tried.
+BUILD_ENV := .cache/build
+BUILD_STAMP := $(BUILD_ENV)/.installed-1
+TRIAL_ENV := .cache/trial
+
+# The versions that `make pythons` tests, beside the one that everything else runs on.
+PYTHONS ?= 3.12 3.13
+
 # Stamps are written last, so what an interruption leaves behind is never taken for whole.
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit faults nixl ucx mooncake vllm bench docs docs-serve venv \
-	clean
+.PHONY: help demo test lint types unit pythons faults nixl ucx mooncake vllm bench docs docs-serve \
+	build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +60,10 @@ types: $(STAMP) ## Static types
 
 unit: $(STAMP) ## The quick tests, which need neither vLLM nor NIXL nor UCX
 	$(BIN)/pytest -n auto --maxprocesses 4
+
+# Without vLLM and torch, as kvferry is installed where no engine is.
+pythons: ## The quick tests on other versions of Python, in environments under .cache
+	$(PYTHON) tests/pythons.py $(PYTHONS)
 
 faults: $(STAMP) ## Peers that fail at any stage, and drivers with planted faults
 	$(BIN)/pytest -m 'faults and not slow and not nixl'
@@ -89,10 +101,21 @@ docs: $(DOCS_STAMP) ## The documentation as a site, in site/; a link that leads 
 docs-serve: $(DOCS_STAMP) ## The same at http://127.0.0.1:8000, made anew whenever a page changes
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs serve --livereload
 
+# Once made, the distributions are installed and run where nothing of this folder is found.
+build: $(BUILD_STAMP) ## Make the sdist and the wheel in dist/, check them, and try the wheel
+	rm -rf dist
+	$(BUILD_ENV)/bin/python -m build
+	$(BUILD_ENV)/bin/twine check --strict dist/*
+	$(BUILD_ENV)/bin/python tests/distributions.py dist
+	$(PYTHON) -m venv --clear $(TRIAL_ENV)
+	$(TRIAL_ENV)/bin/pip install --quiet dist/*.whl
+	cd $(TRIAL_ENV) && bin/kvferry --version && bin/kvferry --help && bin/kvferry drivers
+	cd $(TRIAL_ENV) && bin/kvferry demo --megabytes 8
+
 venv: $(STAMP) ## Only install what the other targets need
 
 clean: ## Remove the environments, the site and every cache
-	rm -rf $(VENV) $(DOCS_VENV) site .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) site dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 define PYTHON_HINT
 kvferry needs Python 3.11, 3.12 or 3.13, and '$(PYTHON)' is none of them.
@@ -143,4 +166,9 @@ $(DOCS_STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || $(call hint,PYTHON_HINT)
 	@$(PYTHON) -m venv --clear $(DOCS_VENV)
 	@$(DOCS_VENV)/bin/pip install --quiet --editable '.[docs]'
+	@touch $@
+
+$(BUILD_STAMP):
+	@$(PYTHON) -m venv --clear $(BUILD_ENV)
+	@$(BUILD_ENV)/bin/pip install --quiet 'build>=1.3,<2' 'twine>=6.2,<7'
 	@touch $@

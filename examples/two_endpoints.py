@@ -1,137 +1,136 @@
-"""A hand-over without any engine: two endpoints, one cache each, and everything between them.
+"""Hand one request over from a prefill engine to a decode engine, without a model.
 
     python examples/two_endpoints.py
 
-What an integration does for an inference engine, in its order, on two numpy arrays.
+Two engines in one process, each with a cache of its own in a numpy array. They agree about the
+model (its one layer has 4 heads of 64 elements) and about nothing else: one has pages of 16 tokens
+and keeps the tokens of a head together, the other has pages of 32 and keeps the heads of a token
+together.
+
+Read ``main`` first, which has the steps in their order, then what each step does. Between processes
+or hosts nothing changes but the ticket, which has to travel: ``msgspec.json.encode(ticket)`` makes
+text of it, ``msgspec.json.decode(text, type=Ticket)`` makes a ticket of the text.
 """
 
-from __future__ import annotations
-
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.core.endpoint import Endpoint, Identity, Load, Results
-from kvferry.core.handshake import HandshakeServer
-from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
-from kvferry.core.lifecycle.digest import digest
-from kvferry.core.lifecycle.holds import RequestId, random_incarnation
-from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
-from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.memory import region_of
-from kvferry.core.messages import encode
-from kvferry.core.planner.build_copies import Pages
-from kvferry.core.transport import registry
+from kvferry import KVFerryError, Results, SingleRankEngine, Ticket, paged_layout
 
-PAGES, HEADS, DIM = 32, 4, 64
+PAGES, HEADS, ELEMENTS = 32, 4, 64
+
 PROMPT = list(range(100))
+"""The token ids of the request; both engines get them from whoever sent it."""
 
-Cache = npt.NDArray[np.float32]
+PREFILL_PAGES = [1, 2, 3, 4, 5, 6, 7]
+"""100 tokens in pages of 16. Page 0 is never used: it stands for no page."""
 
-
-def describe(cache: Cache, tokens_first: bool) -> Layout:
-    """One field: pages of (tokens, heads, DIM) or of (heads, tokens, DIM)."""
-    page, outer, inner, row = cache.strides
-    block, heads = (cache.shape[1], cache.shape[2]) if tokens_first else cache.shape[2:0:-1]
-    tokens, shard = (outer, inner) if tokens_first else (inner, outer)
-    field = Field(
-        key="the only layer",
-        group=0,
-        region=0,
-        offset=0,
-        page_stride=page,
-        pages=len(cache),
-        dtype="float32",
-        unit=row * DIM,
-        tokens=axis((block, tokens)),
-        shard=axis((heads, shard)),
-        shard_range=(0, heads),
-    )
-    group = Group(kind=GroupKind.PAGED, block_tokens=block)
-    return Layout(regions=(region_of(cache),), groups=(group,), fields=(field,))
-
-
-def start(engine: str, cache: Cache, *, tokens_first: bool) -> Endpoint:
-    """An engine of one rank."""
-    endpoint = Endpoint(
-        identity=Identity(engine=engine, incarnation=random_incarnation()),
-        driver="loopback",
-        transport=registry.create("loopback"),
-        layout=describe(cache, tokens_first),
-        slots=PAGES,
-    )
-    endpoint.join([endpoint.payload])
-    return endpoint
-
-
-def prefill(
-    endpoint: Endpoint, cache: Cache, ledger: SchedulerHolds, server: HandshakeServer
-) -> Ticket:
-    """Take a request on, compute it, and say where its pages are."""
-    request = RequestId("prefill-1")
-    ledger.take_on(request)
-    endpoint.apply(ledger.drain())  # the slot word says "computing" from here on
-    pages = list(range(1, 8))
-    cache[pages] = np.random.default_rng(0).random(cache[pages].shape)  # what an engine computes
-    hold = ledger.ticket(request, lease=30.0)
-    endpoint.apply(ledger.drain())  # and now "ready"
-    if hold is None:
-        raise SystemExit("the request was not taken on")
-    return Ticket(
-        engine=endpoint.payload.engine,
-        incarnation=endpoint.payload.incarnation,
-        request=request,
-        host=server.host,
-        port=server.port,
-        hold=hold,
-        pages=(tuple(pages),),
-        first_index=(0,),
-        tokens=len(PROMPT),
-        digest=digest(PROMPT),
-        computed=True,
-    )
-
-
-def pull(endpoint: Endpoint, ticket: Ticket, pages: list[int]) -> Results:
-    """Load all tokens of the ticket into these pages; returns when they are there, or not."""
-    endpoint.load(
-        Load(
-            request=RequestId("decode-1"),
-            ticket=ticket,
-            ranges=((0, ticket.tokens),),
-            local=(Pages(ids=np.array(pages, dtype=np.int64)),),
-        )
-    )
-    while not (results := endpoint.results()).received:
-        endpoint.wait(1.0)
-    return results
+DECODE_PAGES = [5, 3, 8, 1]
+"""100 tokens in pages of 32, wherever there was room."""
 
 
 def main() -> None:
-    """Sixteen tokens a page and heads first on one side, 32 and tokens first on the other."""
-    there: Cache = np.zeros((PAGES, HEADS, 16, DIM), dtype=np.float32)
-    here: Cache = np.full((PAGES, 32, HEADS, DIM), np.nan, dtype=np.float32)
+    """Go through the life of one request, from prefill to the release of its pages."""
+    prefill_cache = np.zeros((PAGES, HEADS, 16, ELEMENTS), dtype=np.float32)
+    decode_cache = np.zeros((PAGES, 32, HEADS, ELEMENTS), dtype=np.float32)
     with (
-        start("prefill", there, tokens_first=False) as producer,
-        start("decode", here, tokens_first=True) as consumer,
-        HandshakeServer(
-            [encode(producer.payload)],
-            engine=producer.payload.engine,
-            incarnation=producer.payload.incarnation,
-        ) as server,
+        start_prefill_engine(prefill_cache) as prefill,
+        start_decode_engine(decode_cache) as decode,
     ):
-        ledger = SchedulerHolds(PAGES)
-        ticket = prefill(producer, there, ledger, server)
-        [record] = pull(consumer, ticket, pages=[5, 3, 8, 1]).loads
-        wanted = there[1:8].swapaxes(1, 2).reshape(-1, HEADS, DIM)[: len(PROMPT)]
-        found = here[[5, 3, 8, 1]].reshape(-1, HEADS, DIM)[: len(PROMPT)]
-        print(f"{record.nbytes} bytes in {record.copies} copies, {record.seconds * 1e3:.1f} ms")
-        print("equal" if np.array_equal(wanted, found) else "NOT EQUAL")
-        while not (sent := producer.results().sent):
-            producer.wait(1.0)
-        print(f"pages that may be given back now: those of {', '.join(sent)}")
-        [why] = pull(consumer, ticket, pages=[5, 3, 8, 1]).failed.values()
-        print(f"the ticket once more: {why}")
+        ticket = compute(prefill, prefill_cache)
+        load(decode, ticket)
+        compare(prefill_cache, decode_cache)
+        release(prefill)
+        load_again(decode, ticket)
+
+
+def start_prefill_engine(cache: np.ndarray) -> SingleRankEngine:
+    """Step 1: say how the cache lies in memory, and start to serve it.
+
+    A layout is all that another engine has to know to find any token's bytes. The field's name is
+    what the two engines match by, so it has to be the same on both. The engine listens on a side
+    channel, where others ask for its layout before the first request.
+    """
+    layout = paged_layout({"layers.0": cache}, dims=("page", "head", "token", "element"))
+    return SingleRankEngine("prefill", layout, driver="loopback")
+
+
+def start_decode_engine(cache: np.ndarray) -> SingleRankEngine:
+    """Step 2: the same for the other engine, whose cache has the dimensions in another order.
+
+    The driver is what moves bytes: both engines need the same one. ``loopback`` reads the memory of
+    other processes on this host; ``kvferry drivers`` lists what else is installed.
+    """
+    layout = paged_layout({"layers.0": cache}, dims=("page", "token", "head", "element"))
+    return SingleRankEngine("decode", layout, driver="loopback")
+
+
+def compute(prefill: SingleRankEngine, cache: np.ndarray) -> Ticket:
+    """Step 3: compute the request, and make a ticket for it.
+
+    The ticket says which pages there are, where, and for which prompt. From now on the pages must
+    stay as they are: they are held until somebody has read them or the lease runs out.
+    """
+    if not prefill.begin_prefill("prefill-1"):
+        raise SystemExit("there is no room for one more held request")
+    # A model would run here. Random numbers are as good: nobody could guess them.
+    cache[PREFILL_PAGES] = np.random.default_rng(0).random(cache[PREFILL_PAGES].shape)
+    return prefill.finish_prefill("prefill-1", PROMPT, PREFILL_PAGES)
+
+
+def load(decode: SingleRankEngine, ticket: Ticket) -> None:
+    """Step 4: read the pages into the other engine's cache.
+
+    ``load`` returns at once. The engine goes on with its other requests and looks now and then what
+    is over; here there is nothing else to do, so we wait. With the first ticket from an engine, the
+    two shake hands and a plan is made: who reads which bytes from where. The prefill engine does
+    nothing for the read itself.
+    """
+    decode.load("decode-1", ticket, PROMPT, DECODE_PAGES)
+    results = wait_for_load(decode)
+    for error in results.failed.values():
+        raise error
+    [figures] = results.loads
+    print(f"{figures.nbytes} bytes in {figures.copies} copies, {figures.seconds * 1e3:.1f} ms")
+
+
+def compare(prefill_cache: np.ndarray, decode_cache: np.ndarray) -> None:
+    """Step 5: look whether decode's pages have what prefill computed, token by token.
+
+    Both caches are brought into the form (token, head, element) first.
+    """
+    computed = prefill_cache[PREFILL_PAGES].swapaxes(1, 2).reshape(-1, HEADS, ELEMENTS)
+    loaded = decode_cache[DECODE_PAGES].reshape(-1, HEADS, ELEMENTS)
+    tokens = len(PROMPT)
+    print("equal" if np.array_equal(computed[:tokens], loaded[:tokens]) else "NOT EQUAL")
+
+
+def release(prefill: SingleRankEngine) -> None:
+    """Step 6: learn that the pages were read, so that they can be given to other requests."""
+    while not (sent := prefill.results(timeout=1.0).sent):
+        pass
+    print(f"pages that may be given back now: those of {', '.join(sent)}")
+
+
+def load_again(decode: SingleRankEngine, ticket: Ticket) -> None:
+    """Step 7: see what becomes of a ticket whose pages are no longer held.
+
+    After every read the engine checks that the pages were held to the end. Here they were not, so
+    the load fails: the engine would compute the prompt itself, and never decode garbage.
+    """
+    decode.load("decode-2", ticket, PROMPT, DECODE_PAGES)
+    [error] = wait_for_load(decode).failed.values()
+    print(f"the ticket once more: {error}")
+
+
+def wait_for_load(decode: SingleRankEngine) -> Results:
+    """Return the results in which a load is over, whether it failed or not."""
+    while not (results := decode.results(timeout=1.0)).received:
+        pass
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KVFerryError as error:  # whatever kvferry refuses says what to change
+        raise SystemExit(str(error)) from error

@@ -1,14 +1,89 @@
 """Moves the KV cache between LLM serving engines: any layout to any layout, over any transport.
 
-Importing this package does no work. What an integration uses is in ``kvferry.core``; drivers
-register under the entry-point group ``kvferry.drivers``.
+What an integration needs is exported here, and imported when it is first asked for: importing this
+package does no work. The rest is in ``kvferry.core``; drivers register under the entry-point group
+``kvferry.drivers``. ``examples/two_endpoints.py`` is the place to start.
 """
 
+TYPE_CHECKING = False  # as type checkers know it, without importing typing
+if TYPE_CHECKING:
+    from kvferry.core.descriptors import Pages
+    from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
+    from kvferry.core.errors import KVFerryError
+    from kvferry.core.handshake import HandshakeServer
+    from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+    from kvferry.core.lifecycle.ledger import HoldLedger
+    from kvferry.core.lifecycle.ticket import Ticket
+    from kvferry.core.memory import region_of
+    from kvferry.core.paged_layout import paged_layout
+    from kvferry.core.registry import create as create_transport
+    from kvferry.core.single_rank import SingleRankEngine
 
-def __getattr__(name: str) -> str:
-    """``__version__``, read from the installed distribution when it is asked for."""
-    if name != "__version__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib.metadata import version
+    __version__: str
 
-    return version(__name__)
+__all__ = [
+    "Endpoint",
+    "EndpointOptions",
+    "Field",
+    "Group",
+    "GroupKind",
+    "HandshakeServer",
+    "HoldLedger",
+    "Identity",
+    "KVFerryError",
+    "Layout",
+    "Load",
+    "Pages",
+    "Results",
+    "SingleRankEngine",
+    "Ticket",
+    "__version__",
+    "axis",
+    "create_transport",
+    "paged_layout",
+    "region_of",
+]
+
+_SOURCES = {
+    "Endpoint": "core.endpoint:Endpoint",
+    "EndpointOptions": "core.endpoint:EndpointOptions",
+    "Field": "core.layout:Field",
+    "Group": "core.layout:Group",
+    "GroupKind": "core.layout:GroupKind",
+    "HandshakeServer": "core.handshake:HandshakeServer",
+    "HoldLedger": "core.lifecycle.ledger:HoldLedger",
+    "Identity": "core.endpoint:Identity",
+    "KVFerryError": "core.errors:KVFerryError",
+    "Layout": "core.layout:Layout",
+    "Load": "core.endpoint:Load",
+    "Pages": "core.descriptors:Pages",
+    "Results": "core.endpoint:Results",
+    "SingleRankEngine": "core.single_rank:SingleRankEngine",
+    "Ticket": "core.lifecycle.ticket:Ticket",
+    "axis": "core.layout:axis",
+    "create_transport": "core.registry:create",
+    "paged_layout": "core.paged_layout:paged_layout",
+    "region_of": "core.memory:region_of",
+}
+"""Where each exported name comes from; the imports above say the same to type checkers."""
+
+# Hidden from type checkers, for which any attribute would exist otherwise.
+if not TYPE_CHECKING:
+
+    def __getattr__(name):  # noqa: ANN001, ANN202
+        """Import an exported name when it is first used (PEP 562)."""
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version(__name__)
+        if name not in _SOURCES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        module, _, attribute = _SOURCES[name].partition(":")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), attribute)
+        return value
+
+    def __dir__():  # noqa: ANN202
+        """List the exported names, also those that are not imported yet."""
+        return sorted({*globals(), *__all__})

@@ -88,7 +88,7 @@ def test_version_is_the_distributions() -> None:
 
 def test_unknown_attribute_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = kvferry.nonsense
+        _ = kvferry.nonsense  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,10 @@ def test_package_is_typed() -> None:
 
 def test_changelog_knows_the_version() -> None:
     assert kvferry.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_citation_names_the_version() -> None:
+    assert f"\nversion: {kvferry.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_makefile_installs_a_vllm_that_the_extra_allows() -> None:

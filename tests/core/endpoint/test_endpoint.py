@@ -25,7 +25,7 @@ from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.endpoint.engines import LAYERS, Engine, Shape, engine, expected, until
+from tests.core.endpoint.engines import LAYERS, Clock, Engine, Shape, engine, expected, until
 
 LONG = 60.0
 
@@ -138,15 +138,22 @@ def test_nothing_is_read_before_the_device_is_done_with_the_pages() -> None:
 @pytest.mark.parametrize("how", ["aborted", "too late"])
 def test_a_load_that_waits_for_the_device_can_be_given_up(how: str) -> None:
     """Its producer is told, and nobody touches its pages, of which the device may have hold."""
-    options = EndpointOptions(load_timeout=LONG if how == "aborted" else 0.3)
-    with engine("prefill") as prefill, engine("decode", options=options) as decode:
+    options, clock, asked = EndpointOptions(load_timeout=LONG), Clock(), threading.Event()
+
+    def never() -> bool:
+        asked.set()
+        return False
+
+    with engine("prefill") as prefill, engine("decode", options=options, clock=clock) as decode:
         decode.pull("d-0", prefill.serve("p-0", [1], 4), [2])  # they know each other
         assert not decode.outcome("d-0").failed
         prefill.released("p-0")
-        never = threading.Event()
-        decode.pull("d-1", prefill.serve("p-1", [3], 3), [4, 5], passed=never.is_set)
+        decode.pull("d-1", prefill.serve("p-1", [3], 3), [4, 5], passed=never)
+        assert asked.wait(20)
         if how == "aborted":
             decode.ranks[0].endpoint.abort(RequestId("d-1"))
+        else:
+            clock.skip(LONG + 1.0)
         wanted = EndpointClosedError if how == "aborted" else DeadlineError
         assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], wanted)
         assert np.isnan(decode.ranks[0].cache[:, [4, 5]]).all()

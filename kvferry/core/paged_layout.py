@@ -1,0 +1,163 @@
+"""Describe a paged cache by the tensors that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from kvferry.core.errors import LayoutError
+from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+from kvferry.core.memory import Region, region_of
+
+DIMS = ("page", "token", "head", "element")
+"""What a dimension of a tensor can be: only ``head`` may be missing."""
+
+
+def paged_layout(
+    tensors: Mapping[str, object],
+    dims: Sequence[str],
+    *,
+    heads: tuple[int, int] | None = None,
+) -> Layout:
+    """Describe a cache whose pages hold tokens, so that other engines can read it.
+
+    The two engines of a hand-over may differ in the order of the dimensions, in tokens per page and
+    in how many heads a rank has. Build a ``Layout`` of ``Field`` and ``Group`` by hand for what
+    this cannot say: states, several groups, compressed caches.
+
+    Args:
+        tensors: the fields of the cache, such as one layer's K each: from a name that is the same
+            on every engine to a numpy array or torch tensor. Views of one buffer are welcome. The
+            caller keeps the memory alive for as long as the layout is in use.
+        dims: what the dimensions of each tensor are, in their order: ``page`` (the first index is
+            a page id), ``token`` (within the page), ``head`` and ``element`` (one token's vector in
+            one head, which must be contiguous). Without ``head``, all heads share one vector.
+        heads: the model's heads ``[start, stop)`` that the tensors hold; by default those from 0
+            on. A rank under tensor parallelism holds some of them.
+
+    Returns:
+        A layout with one group, and one field per tensor.
+
+    Raises:
+        LayoutError: the tensors do not have these dimensions, do not all have equally many tokens
+            per page, or cannot be described so; names the tensor.
+    """
+    _check_dims(dims)
+    regions: dict[Region, int] = {}
+    fields: list[Field] = []
+    block_tokens = 0
+    for key, tensor in tensors.items():
+        view = _view_of(key, tensor, dims)
+        if fields and view.count("token") != block_tokens:
+            raise LayoutError(
+                f"tensor {key!r} has {view.count('token')} tokens per page, those before it have "
+                f"{block_tokens}: one layout of this kind has one page size"
+            )
+        block_tokens = view.count("token")
+        region = regions.setdefault(view.region, len(regions))
+        fields.append(_field(key, view, region, heads or (0, view.count("head"))))
+    if not fields:
+        raise LayoutError("a cache without tensors: pass at least one")
+    group = Group(kind=GroupKind.PAGED, block_tokens=block_tokens)
+    return Layout(regions=tuple(regions), groups=(group,), fields=tuple(fields))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """Where a tensor's elements lie.
+
+    Attributes:
+        region: the memory that it is a view of.
+        offset: bytes from the region's start to the first element.
+        dtype: the element type, as ``Field`` names it.
+        element_bytes: the size of one element.
+        dims: dimension to (count, stride in bytes).
+    """
+
+    region: Region
+    offset: int
+    dtype: str
+    element_bytes: int
+    dims: Mapping[str, tuple[int, int]]
+
+    def count(self, dim: str) -> int:
+        """Return how many entries a dimension has; 1 if the tensor lacks it."""
+        return self.dims.get(dim, (1, 0))[0]
+
+
+@runtime_checkable
+class _TorchLike(Protocol):
+    shape: Sequence[int]
+    dtype: Any
+
+    def data_ptr(self) -> int: ...
+    def element_size(self) -> int: ...
+    def stride(self) -> Sequence[int]: ...
+
+
+def _check_dims(dims: Sequence[str]) -> None:
+    needed = set(DIMS) - {"head"}
+    if len(set(dims)) != len(dims) or not needed <= set(dims) <= set(DIMS):
+        raise LayoutError(
+            f"dimensions {', '.join(dims)}: name each of {', '.join(DIMS)} once, in the order of "
+            "the tensors' dimensions; head may be missing"
+        )
+
+
+def _view_of(key: str, tensor: object, dims: Sequence[str]) -> _View:
+    if isinstance(tensor, np.ndarray):
+        region, address = region_of(_buffer_of(tensor)), tensor.ctypes.data
+        element_bytes, strides = tensor.itemsize, list(tensor.strides)
+    elif isinstance(tensor, _TorchLike):
+        region, address = region_of(tensor), tensor.data_ptr()
+        element_bytes = tensor.element_size()
+        strides = [step * element_bytes for step in tensor.stride()]
+    else:
+        raise LayoutError(
+            f"tensor {key!r} is a {type(tensor).__name__}: pass a numpy array or a torch tensor"
+        )
+    if len(tensor.shape) != len(dims):
+        raise LayoutError(
+            f"tensor {key!r} has {len(tensor.shape)} dimensions, and {len(dims)} are named: "
+            f"{', '.join(dims)}"
+        )
+    return _View(
+        region=region,
+        offset=address - region.address,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        element_bytes=element_bytes,
+        dims=dict(zip(dims, zip(tensor.shape, strides, strict=True), strict=True)),
+    )
+
+
+def _buffer_of(array: np.ndarray) -> np.ndarray:
+    """Return the array whose memory this one is a view of; itself if it is none."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _field(key: str, view: _View, region: int, heads: tuple[int, int]) -> Field:
+    elements, step = view.dims["element"]
+    if elements > 1 and step != view.element_bytes:
+        raise LayoutError(
+            f"tensor {key!r}: its elements of {view.element_bytes} bytes lie {step} bytes apart: "
+            "one token's vector in one head must be contiguous"
+        )
+    pages, page_stride = view.dims["page"]
+    return Field(
+        key=key,
+        group=0,
+        region=region,
+        offset=view.offset,
+        page_stride=page_stride,
+        pages=pages,
+        dtype=view.dtype,
+        unit=elements * view.element_bytes,
+        tokens=axis(view.dims["token"]),
+        shard=axis(view.dims["head"]) if "head" in view.dims else (),
+        shard_range=heads,
+    )

@@ -1,0 +1,237 @@
+"""An engine of one rank: its endpoint, its holds and its side channel, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvferry.core.descriptors import Pages
+from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
+from kvferry.core.errors import LayoutError, TicketError, TicketReason
+from kvferry.core.handshake import HandshakeServer
+from kvferry.core.layout import GroupKind, Layout
+from kvferry.core.lifecycle.digest import digest
+from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.memory import CPU
+from kvferry.core.registry import create
+from kvferry.core.wire import encode
+
+
+class SingleRankEngine:
+    """Hand requests over to other engines and load requests from them, as an engine of one rank.
+
+    For an engine that is one process with its cache in CPU memory. It can prefill for others and
+    decode what others prefilled, also at the same time. One thread calls it, the engine's own: no
+    call but ``results`` with a timeout, and ``close``, waits for anything.
+
+    An engine with several ranks, with memory of a device, or with more than one group of fields
+    puts the same parts together itself, as ``kvferry.integrations.vllm`` does: an ``Endpoint`` in
+    every worker, and one ``HoldLedger`` and one ``HandshakeServer`` beside its scheduler.
+
+    Its tickets carry neither a proof nor a signature: whoever passes them on must be trusted
+    (docs/security.md).
+
+    Args:
+        name: the engine's id, which no other engine has.
+        layout: the rank's cache, such as ``paged_layout`` describes it: one group of pages in CPU
+            memory. The caller keeps that memory alive until ``close`` has returned.
+        driver: the name of an installed driver; engines that exchange pages have the same.
+        driver_options: passed to the driver.
+        host: the address on which the side channel listens. It goes into tickets, so other engines
+            must be able to reach it.
+        port: likewise; 0 takes a free one.
+        options: times, and who is admitted.
+
+    Raises:
+        LayoutError: the layout has several groups, states, or memory of a device.
+        DriverError: the driver does not exist or does not start.
+        TransportError: the driver cannot reach the memory.
+        HandshakeError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        *,
+        driver: str = "loopback",
+        driver_options: Mapping[str, object] | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        options: EndpointOptions | None = None,
+    ) -> None:
+        _check_layout(layout)
+        self._options = options or EndpointOptions()
+        slots = layout.pages(0)  # a request has at least one page, so more are never held
+        self._holds = HoldLedger(slots)
+        self._endpoint = Endpoint(
+            identity=Identity(engine=name, incarnation=random_incarnation()),
+            driver=driver,
+            transport=create(driver, driver_options),
+            layout=layout,
+            slots=slots,
+            options=self._options,
+        )
+        try:
+            self._server = self._serve(host, port)
+        except BaseException:
+            self._endpoint.close()
+            raise
+        self._endpoint.join([self._endpoint.payload])
+
+    def __enter__(self) -> SingleRankEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What this engine is made on, for the rest: health, figures, aborting a load."""
+        return self._endpoint
+
+    def begin_prefill(self, request: str) -> bool:
+        """Announce that a request will be computed here and decoded elsewhere.
+
+        Call it before the first of the request's pages is written.
+
+        Args:
+            request: what this engine calls it.
+
+        Returns:
+            Whether there can be a ticket for it. Not if as many requests are held as there are
+            pages, or if an earlier request of this name is; serve it like any other then.
+        """
+        hold = self._holds.take_on(RequestId(request))
+        self._endpoint.apply(self._holds.drain())
+        return hold is not None
+
+    def finish_prefill(self, request: str, prompt: Sequence[int], pages: Sequence[int]) -> Ticket:
+        """Make the ticket with which another engine loads a request's pages.
+
+        The pages belong to the hand-over until ``results`` names the request as sent: leave them as
+        they are. That happens when they were read, or when nobody renewed the lease
+        (``EndpointOptions.lease``).
+
+        Args:
+            request: one for which ``begin_prefill`` returned true.
+            prompt: its token ids, all of which are computed and in the pages.
+            pages: the ids of its pages, in the order of the prompt.
+
+        Raises:
+            TicketError: the request was not begun, or has its ticket already; or no ticket can
+                name these pages.
+        """
+        hold = self._holds.ticket(RequestId(request), self._options.lease, frozenset(pages))
+        if hold is None:
+            raise TicketError(
+                f"no ticket can be made for {request!r}: begin_prefill did not take it on, or it "
+                "has its ticket already"
+            )
+        self._endpoint.apply(self._holds.drain())
+        return Ticket(
+            engine=self._endpoint.payload.engine,
+            incarnation=self._endpoint.payload.incarnation,
+            request=request,
+            host=self._server.host,
+            port=self._server.port,
+            hold=hold,
+            pages=(tuple(pages),),
+            first_index=(0,),
+            tokens=len(prompt),
+            digest=digest(prompt),
+            computed=True,
+            key=self._options.access.public,
+        )
+
+    def cancel_prefill(self, request: str) -> None:
+        """Forget a request that was begun and ends without a ticket."""
+        self._holds.drop(RequestId(request))
+        self._endpoint.apply(self._holds.drain())
+
+    def load(
+        self, request: str, ticket: Ticket, prompt: Sequence[int], pages: Sequence[int]
+    ) -> None:
+        """Start to load a request's pages from the engine that made the ticket.
+
+        The pages belong to the load until ``results`` names the request as received.
+
+        Args:
+            request: what this engine calls it.
+            ticket: from the engine that computed it.
+            prompt: its token ids, for which the ticket must have been made.
+            pages: the ids of this engine's pages to fill, in the order of the prompt; as many as
+                the prompt needs.
+
+        Raises:
+            TicketError: the ticket was made for another prompt.
+        """
+        if digest(prompt) != ticket.digest:
+            raise TicketError(
+                f"the ticket of {ticket.request!r} was made for another prompt than that of "
+                f"{request!r}: pass each request the ticket that its own prefill returned",
+                reason=TicketReason.PROMPT,
+            )
+        self._endpoint.load(
+            Load(
+                request=RequestId(request),
+                ticket=ticket,
+                ranges=((0, ticket.tokens),),
+                local=(Pages(ids=np.array(pages, dtype=np.int64)),),
+            )
+        )
+
+    def results(self, timeout: float = 0.0) -> Results:
+        """Return what is over since the last call, which it may wait for.
+
+        Args:
+            timeout: seconds to wait if nothing is over yet.
+
+        Returns:
+            Requests whose pages were sent and may be used again; requests whose pages were
+            received, and why some of these failed; and figures of every load.
+        """
+        self._endpoint.wait(timeout)
+        results = self._endpoint.results()
+        for request in results.sent:
+            self._holds.sent(request)
+        return results
+
+    def close(self) -> None:
+        """Stop serving and loading. After that, nobody touches the cache any more.
+
+        Raises:
+            TransportError: a call of the driver does not return, so that the memory must stay.
+        """
+        self._server.close()
+        self._endpoint.close()
+
+    def _serve(self, host: str, port: int) -> HandshakeServer:
+        payload = self._endpoint.payload
+        return HandshakeServer(
+            [encode(payload)],
+            engine=payload.engine,
+            incarnation=payload.incarnation,
+            host=host,
+            port=port,
+            access=self._options.access,
+            problems=lambda: self._endpoint.problems,
+        )
+
+
+def _check_layout(layout: Layout) -> None:
+    kinds = [group.kind.value for group in layout.groups]
+    if kinds != [GroupKind.PAGED]:
+        raise LayoutError(
+            f"a layout with groups of kind {', '.join(kinds) or 'none'}: this engine has one group "
+            "of pages; use Endpoint for others"
+        )
+    memory = {region.kind for region in layout.regions}
+    if memory != {CPU}:
+        raise LayoutError(
+            f"memory of kind {', '.join(sorted(memory))}: this engine has CPU memory only; use "
+            "Endpoint for others, which takes a function that zeroes pages"
+        )

@@ -1,0 +1,71 @@
+"""What ``kvferry`` itself exports: every name works, says what it is, and costs nothing unused."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import kvferry
+from tests.test_house import BLOCK_HEAVY, loaded_by, run_python
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "two_endpoints.py"
+EXPORTED = sorted(set(kvferry.__all__) - {"__version__"})
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_name_exists_and_has_a_docstring_of_its_own(name: str) -> None:
+    exported = getattr(kvferry, name)
+    assert isinstance(exported, type) or callable(exported)
+    assert exported.__module__.startswith("kvferry.core.")
+    assert exported.__doc__
+    # Python makes one of the signature where a dataclass has none, and inherits those of bases.
+    assert not exported.__doc__.startswith(f"{exported.__name__}(")
+    assert inspect.getsource(exported).count(exported.__doc__.splitlines()[0]) == 1
+
+
+def test_type_checkers_are_told_of_the_same_names_from_the_same_modules() -> None:
+    tree = ast.parse(Path(kvferry.__file__).read_text())
+    [block] = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    imported = {
+        alias.asname or alias.name: f"{node.module}:{alias.name}".removeprefix("kvferry.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == kvferry._SOURCES
+    assert sorted(imported) == EXPORTED
+
+
+def test_importing_and_listing_loads_nothing() -> None:
+    before = loaded_by("")
+    assert loaded_by("import kvferry; dir(kvferry)") - before == {"kvferry"}
+
+
+def test_names_that_are_not_imported_yet_are_listed() -> None:
+    printed = run_python("import kvferry\nprint(*dir(kvferry))")
+    assert set(EXPORTED) <= set(printed.split())
+
+
+def test_every_name_works_without_torch_nixl_and_vllm() -> None:
+    run_python(f"{BLOCK_HEAVY}\nfrom kvferry import *\nprint({', '.join(EXPORTED)})")
+
+
+def test_the_example_needs_at_most_eight_names() -> None:
+    tree = ast.parse(EXAMPLE.read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert {node.module for node in imports if isinstance(node, ast.ImportFrom)} == {"kvferry"}
+    assert sum(len(node.names) for node in imports) <= 8
+
+
+def test_every_step_of_the_example_has_a_docstring() -> None:
+    tree = ast.parse(EXAMPLE.read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert len(functions) > 5
+    assert all(map(ast.get_docstring, functions))
