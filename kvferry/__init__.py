@@ -7,17 +7,17 @@ package does no work. The rest is in ``kvferry.core``; drivers register under th
 
 TYPE_CHECKING = False  # as type checkers know it, without importing typing
 if TYPE_CHECKING:
-    from kvferry.core.descriptors import Pages
     from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
     from kvferry.core.errors import KVFerryError
     from kvferry.core.handshake import HandshakeServer
     from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
-    from kvferry.core.lifecycle.ledger import HoldLedger
+    from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
     from kvferry.core.lifecycle.ticket import Ticket
     from kvferry.core.memory import region_of
     from kvferry.core.paged_layout import paged_layout
-    from kvferry.core.registry import create as create_transport
+    from kvferry.core.planner.build_copies import Pages
     from kvferry.core.single_rank import SingleRankEngine
+    from kvferry.core.transport.registry import create as create_transport
 
     __version__: str
 
@@ -28,13 +28,13 @@ __all__ = [
     "Group",
     "GroupKind",
     "HandshakeServer",
-    "HoldLedger",
     "Identity",
     "KVFerryError",
     "Layout",
     "Load",
     "Pages",
     "Results",
+    "SchedulerHolds",
     "SingleRankEngine",
     "Ticket",
     "__version__",
@@ -51,17 +51,17 @@ _SOURCES = {
     "Group": "core.layout:Group",
     "GroupKind": "core.layout:GroupKind",
     "HandshakeServer": "core.handshake:HandshakeServer",
-    "HoldLedger": "core.lifecycle.ledger:HoldLedger",
+    "SchedulerHolds": "core.lifecycle.scheduler_holds:SchedulerHolds",
     "Identity": "core.endpoint:Identity",
     "KVFerryError": "core.errors:KVFerryError",
     "Layout": "core.layout:Layout",
     "Load": "core.endpoint:Load",
-    "Pages": "core.descriptors:Pages",
+    "Pages": "core.planner.build_copies:Pages",
     "Results": "core.endpoint:Results",
     "SingleRankEngine": "core.single_rank:SingleRankEngine",
     "Ticket": "core.lifecycle.ticket:Ticket",
     "axis": "core.layout:axis",
-    "create_transport": "core.registry:create",
+    "create_transport": "core.transport.registry:create",
     "paged_layout": "core.paged_layout:paged_layout",
     "region_of": "core.memory:region_of",
 }

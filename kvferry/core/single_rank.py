@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvferry.core.descriptors import Pages
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
 from kvferry.core.errors import LayoutError, TicketError, TicketReason
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import GroupKind, Layout
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId, random_incarnation
-from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import CPU
-from kvferry.core.registry import create
-from kvferry.core.wire import encode
+from kvferry.core.messages import encode
+from kvferry.core.planner.build_copies import Pages
+from kvferry.core.transport.registry import create
 
 
 class SingleRankEngine:
@@ -29,7 +29,7 @@ class SingleRankEngine:
 
     An engine with several ranks, with memory of a device, or with more than one group of fields
     puts the same parts together itself, as ``kvferry.integrations.vllm`` does: an ``Endpoint`` in
-    every worker, and one ``HoldLedger`` and one ``HandshakeServer`` beside its scheduler.
+    every worker, and one ``SchedulerHolds`` and one ``HandshakeServer`` beside its scheduler.
 
     Its tickets carry neither a proof nor a signature: whoever passes them on must be trusted
     (docs/security.md).
@@ -66,7 +66,7 @@ class SingleRankEngine:
         _check_layout(layout)
         self._options = options or EndpointOptions()
         slots = layout.pages(0)  # a request has at least one page, so more are never held
-        self._holds = HoldLedger(slots)
+        self._holds = SchedulerHolds(slots)
         self._endpoint = Endpoint(
             identity=Identity(engine=name, incarnation=random_incarnation()),
             driver=driver,
