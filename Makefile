@@ -37,8 +37,8 @@ PYTHONS ?= 3.12 3.13
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit pythons faults nixl ucx mooncake vllm bench docs docs-serve \
-	build venv clean
+.PHONY: help demo test lint types unit pythons faults nixl ucx mooncake vllm upgrade from bench docs \
+	docs-serve build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,13 @@ mooncake: ## The guide to writing a driver, and the example it leads to, likewis
 vllm: $(STAMP) ## The tests with real vLLM engines
 	$(BIN)/pytest -m 'vllm and not nixl and not ucx'
 
+# Not part of 'test': which commits deployments still run is for a person to say. Four minutes.
+upgrade: from $(STAMP) ## Hand pages over between an older build and this one, and back: FROM=<commit>
+	$(BIN)/python -m tests.upgrade '$(FROM)'
+
+from:
+	@test -n '$(FROM)' || $(call hint,FROM_HINT)
+
 # Not part of 'test': figures mean little on a machine that does something else meanwhile.
 bench: $(STAMP) ## Measure everything against its peers (some minutes), and write docs/performance.md
 	$(BIN)/python benchmarks/everything.py
@@ -137,7 +144,12 @@ it finds no matching distribution, tell it where PyTorch's CPU builds are:
 The torch of the default package index is a CUDA build on most machines: vLLM's CPU build refuses it.
 endef
 
-export PYTHON_HINT PLATFORM_HINT TORCH_HINT
+define FROM_HINT
+Name the commit whose engines are to hand over to this tree's, and back:
+make upgrade FROM=<commit>
+endef
+
+export PYTHON_HINT PLATFORM_HINT TORCH_HINT FROM_HINT
 
 hint = { printf '%s\n' "$$$(1)" >&2; exit 1; }
 

@@ -1,0 +1,1 @@
+"""The exact bytes that engines, and their drivers, exchange; see ``test_pinned_bytes``."""

@@ -1,0 +1,604 @@
+"""One or more samples of everything that crosses between engines, made from fixed values.
+
+Each sample is built by the constructors of its classes, so renaming a class changes an import here
+and nothing else. The bytes that belong to it are in ``bytes.txt``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from kvferry.core import wire
+from kvferry.core.endpoint.words import SlotTable
+from kvferry.core.errors import TicketError
+from kvferry.core.layout import Context, Field, Group, GroupKind, Layout, axis
+from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.memory import Region
+from kvferry.core.security import TicketKey, TicketSecrets
+from kvferry.core.security.proof import check as check_proof
+from kvferry.core.security.proof import fingerprint
+from kvferry.drivers.loopback import address as loopback
+from kvferry.drivers.loopback.board import Board, Entry, claims_of
+from kvferry.drivers.loopback.board import check as check_board
+from kvferry.drivers.loopback.mail import Hello
+from kvferry.drivers.nixl import address as nixl
+from kvferry.drivers.nixl.agent import Registration
+from kvferry.drivers.nixl.spans import Span
+from kvferry.drivers.ucx import address as ucx
+from kvferry.drivers.ucx import messages
+from kvferry.drivers.ucx.address import KeyId, Place
+from kvferry.drivers.ucx.relay import checked, rows_of
+from kvferry.integrations.vllm.prompts import digest_of
+from kvferry.integrations.vllm.ticket import Offer, Sizes, read
+
+INCARNATION = 0x0123456789ABCDEF
+LARGEST = (1 << 63) - 1
+INSTANCE = bytes(range(16))
+LINE = bytes(range(16, 32))
+SECRETS = TicketSecrets.of(["the secret of both engines"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One message.
+
+    Attributes:
+        make: gives its bytes.
+        read: what a receiver makes of them.
+        found: what ``read`` must give.
+        objects: the messages in it, by which it is known which classes and fields are pinned.
+    """
+
+    make: Callable[[], bytes]
+    read: Callable[[bytes], object]
+    found: object
+    objects: Sequence[object] = ()
+
+
+def _message(
+    message: Any, encode: Callable[[Any], bytes], read: Callable[[bytes], object]
+) -> Sample:
+    """Return the sample of a message that is read as it was written."""
+    return Sample(make=lambda: encode(message), read=read, found=message, objects=[message])
+
+
+def _ticket_key() -> TicketKey:
+    """Return a key of tickets that is always the same."""
+    private = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+    with mock.patch.object(Ed25519PrivateKey, "generate", return_value=private):
+        return TicketKey()
+
+
+TICKET_KEY = _ticket_key()
+
+# Layouts and payloads.
+
+ATTENTION = Layout(
+    regions=(
+        Region(address=0x7F00_0000_1000, nbytes=1 << 14),
+        Region(address=0x7E00_0000_0000, nbytes=384, kind="cuda", device=1),
+    ),
+    groups=(
+        Group(
+            kind=GroupKind.PAGED,
+            block_tokens=16,
+            context=Context(size=2, rank=1, interleave=4),
+        ),
+        Group(kind=GroupKind.PAGED, block_tokens=32),
+    ),
+    fields=(
+        *(
+            Field(
+                key=f"model.layers.0.attn/{name}",
+                group=0,
+                region=0,
+                offset=1024 * index,
+                page_stride=2048,
+                pages=8,
+                dtype="float16",
+                unit=16,
+                tokens=axis((16, 16)),
+                shard=axis((4, 256)),
+                shard_range=(4, 8),
+            )
+            for index, name in enumerate("kv")
+        ),
+        Field(
+            key="draft_model.layers.0.attn/kv",
+            group=1,
+            region=1,
+            offset=0,
+            page_stride=96,
+            pages=4,
+            dtype="uint8",
+            unit=6,
+            tokens=axis((2, 48), (4, 12)),
+            inner=(axis((2, 6)),),
+            tokens_per_state=4,
+            draft=True,
+            encoding="fp8_e4m3, scales k 0.5, v 0.25",
+        ),
+    ),
+)
+"""Attention under context parallelism, and a compressed, quantised cache of a draft layer."""
+
+STATES = Layout(
+    regions=(Region(address=1 << 20, nbytes=448),),
+    groups=(Group(kind=GroupKind.STATE, block_tokens=0),),
+    fields=(
+        Field(
+            key="model.layers.1.mixer/conv x",
+            group=0,
+            region=0,
+            offset=0,
+            page_stride=112,
+            pages=4,
+            dtype="float32",
+            unit=12,
+            shard=axis((4, 12)),
+            shard_range=(0, 4),
+        ),
+        Field(
+            key="model.layers.1.mixer/ssm",
+            group=0,
+            region=0,
+            offset=48,
+            page_stride=112,
+            pages=4,
+            dtype="bfloat16",
+            unit=16,
+            shard=axis((4, 16)),
+            shard_range=(0, 4),
+        ),
+    ),
+)
+
+OPAQUE = Layout(
+    regions=(Region(address=1 << 20, nbytes=3072),),
+    groups=(Group(kind=GroupKind.OPAQUE, block_tokens=16),),
+    fields=(
+        Field(
+            key="model.layers.0.attn/page",
+            group=0,
+            region=0,
+            offset=0,
+            page_stride=1024,
+            pages=3,
+            dtype="bfloat16",
+            unit=1000,
+            packing="SOME_ATTN bfloat16 1x2x16x32/1024x64x2 cpu",
+        ),
+    ),
+)
+
+EMPTY = Layout(regions=(), groups=(), fields=())
+
+
+def _payload(layout: Layout, **more: Any) -> wire.RankPayload:
+    given: dict[str, Any] = {
+        "oldest": 1,
+        "newest": 1,
+        "engine": "prefill",
+        "incarnation": INCARNATION,
+        "rank": 0,
+        "coordinates": wire.Coordinates(),
+        "agreement": {},
+        "driver": "loopback",
+        "address": b"\x00its own\xff",
+        "slots": Region(address=1 << 21, nbytes=4096),
+    }
+    return wire.RankPayload(layout=layout, **(given | more))
+
+
+FULL_PAYLOAD = _payload(
+    ATTENTION,
+    oldest=1,
+    newest=3,
+    engine="\u00e4ngine-0",
+    rank=3,
+    coordinates=wire.Coordinates(pp=1, tp=2, pcp=3, dcp=4),
+    agreement={"model": "tiny", "rotary embedding": '{"rope_theta": 10000.0}'},
+    lease=30.0,
+    heartbeats=True,
+    fingerprint=Region(address=(1 << 21) - 16, nbytes=16),
+)
+
+PAYLOADS = {
+    "payload, every optional field": FULL_PAYLOAD,
+    "payload, no optional field": _payload(EMPTY),
+    "payload, states": _payload(STATES),
+    "payload, opaque pages": _payload(OPAQUE),
+}
+
+# Requests, replies and notes.
+
+REQUESTS: dict[str, wire.Request] = {
+    "request, ask": wire.Ask(oldest=1, newest=1, engine="prefill"),
+    "request, ping": wire.Ping(engine="prefill"),
+    "request, health": wire.Health(),
+    "request, health of one engine": wire.Health(engine="prefill"),
+}
+
+REPLIES: dict[str, wire.Reply] = {
+    "reply, payloads": wire.Payloads(ranks=[b"rank 0", b"rank 1" * 50]),
+    "reply, payloads with a key": wire.Payloads(
+        ranks=[wire.encode(FULL_PAYLOAD)], ticket_key=TICKET_KEY.public
+    ),
+    "reply, pong": wire.Pong(incarnation=INCARNATION),
+    "reply, condition": wire.Condition(engine="prefill", incarnation=INCARNATION),
+    "reply, condition with problems": wire.Condition(
+        engine="prefill", incarnation=INCARNATION, problems=["the endpoint is closed", "another"]
+    ),
+    "reply, refusal": wire.Refusal(reason="there is no engine 'decode' here"),
+}
+
+DONE = wire.Release(
+    incarnation=INCARNATION, slot=3, generation=LARGEST, engine="decode", rank=1, expected=4
+)
+ABANDONED = wire.Release(
+    incarnation=1,
+    slot=(1 << 32) - 1,
+    generation=7,
+    engine="decode",
+    rank=0,
+    expected=1,
+    abandoned=True,
+)
+RENEWAL = wire.Renewal(incarnation=INCARNATION, slot=3, generation=7)
+CLAIM = wire.Renewal(incarnation=1, slot=4, generation=7, engine="decode", life=LARGEST)
+HEARTBEAT = wire.Heartbeat(incarnation=INCARNATION, engine="decode")
+HEARTBEAT_OF_A_LIFE = wire.Heartbeat(incarnation=1, engine="decode", life=LARGEST)
+
+NOTES: dict[str, list[wire.Note]] = {
+    "note, done": [DONE],
+    "note, abandoned": [ABANDONED],
+    "note, renewal": [RENEWAL],
+    "note, renewal that claims": [CLAIM],
+    "note, heartbeat": [HEARTBEAT],
+    "note, heartbeat of a life": [HEARTBEAT_OF_A_LIFE],
+    "note, several": [DONE, CLAIM, HEARTBEAT, RENEWAL, ABANDONED, HEARTBEAT_OF_A_LIFE],
+}
+
+
+def _notes(notes: list[wire.Note]) -> Sample:
+    return Sample(
+        make=lambda: wire.encode(notes), read=wire.decode_notes, found=notes, objects=notes
+    )
+
+
+# Tickets.
+
+OFFER = Offer(
+    engine="prefill",
+    incarnation=INCARNATION,
+    request="r-1",
+    host="10.0.0.1",
+    port=5600,
+    hold=Hold(slot=7, generation=LARGEST - 1),
+    pages=[[5, 4, 9]],
+    first_index=[2],
+    tokens=40,
+    digest=bytes(range(100, 116)),
+    computed=False,
+    sizes=Sizes(),
+)
+TICKET = Ticket(
+    engine="prefill",
+    incarnation=INCARNATION,
+    request="r-1",
+    host="10.0.0.1",
+    port=5600,
+    hold=Hold(slot=7, generation=LARGEST - 1),
+    pages=((5, 4, 9),),
+    first_index=(2,),
+    tokens=40,
+    digest=bytes(range(100, 116)),
+    computed=False,
+)
+LARGE: dict[str, Any] = {
+    "request": "cmpl-\u00fc",
+    "tokens": 1 << 20,
+    "computed": True,
+    "key": bytes(range(32, 64)),
+}
+LARGE_OFFER = replace(
+    OFFER,
+    **LARGE,
+    pages=[[0, 0, 4, 7], [], [1 << 39]],
+    first_index=[0, 0, 1 << 16],
+    sizes=Sizes(tp=8, pp=2, dcp=4),
+)
+LARGE_TICKET = replace(
+    TICKET,
+    **LARGE,
+    pages=((0, 0, 4, 7), (), (1 << 39,)),
+    first_index=(0, 0, 1 << 16),
+    tp_size=8,
+)
+
+
+def _ticket(offer: Offer, ticket: Ticket, *, signed: bool, proved: bool) -> Sample:
+    """Return the sample of ``kv_transfer_params``, as JSON."""
+    secrets, key = SECRETS if signed else None, TICKET_KEY if proved else None
+
+    def made() -> bytes:
+        return json.dumps(offer.params(secrets, key)).encode()
+
+    def found(data: bytes) -> object:
+        got = read(json.loads(data), secrets)
+        check_proof(got.proof, TICKET_KEY.public if proved else b"")
+        return replace(got, proof=None)
+
+    return Sample(make=made, read=found, found=ticket, objects=[offer])
+
+
+def _refused_ticket(offer: Offer) -> Sample:
+    """Return the sample of a ticket with neither a proof nor a signature, which nobody takes."""
+
+    def found(data: bytes) -> object:
+        try:
+            return read(json.loads(data))
+        except TicketError as exc:
+            return exc.reason.value
+
+    return Sample(
+        make=lambda: json.dumps(offer.params()).encode(),
+        read=found,
+        found="proof",
+        objects=[offer],
+    )
+
+
+def _digest(request: SimpleNamespace) -> Sample:
+    """Return the sample of what a ticket says of a prompt."""
+    return Sample(make=lambda: digest_of(request, 30), read=len, found=16)
+
+
+def _request(**changes: object) -> Any:
+    """Return as much of vLLM's ``Request`` as a digest is made of."""
+    plain = {
+        "prompt_token_ids": list(range(40)),
+        "lora_request": None,
+        "mm_features": [],
+        "cache_salt": None,
+        "prompt_embeds": None,
+        "prompt_is_token_ids": None,
+    }
+    return SimpleNamespace(**(plain | changes))
+
+
+def _image(offset: int) -> SimpleNamespace:
+    return SimpleNamespace(identifier="image", mm_position=SimpleNamespace(offset=offset, length=2))
+
+
+TICKETS = {
+    "ticket, with nothing": _refused_ticket(OFFER),
+    "ticket, proved": _ticket(OFFER, TICKET, signed=False, proved=True),
+    "ticket, signed": _ticket(OFFER, TICKET, signed=True, proved=False),
+    "ticket, signed and proved": _ticket(OFFER, TICKET, signed=True, proved=True),
+    "ticket, large, proved": _ticket(LARGE_OFFER, LARGE_TICKET, signed=False, proved=True),
+    "ticket, large, signed": _ticket(LARGE_OFFER, LARGE_TICKET, signed=True, proved=False),
+    "ticket, large, signed and proved": _ticket(
+        LARGE_OFFER, LARGE_TICKET, signed=True, proved=True
+    ),
+    "digest of token ids": _digest(_request()),
+    "digest of all but embeddings": _digest(
+        _request(
+            lora_request=SimpleNamespace(lora_name="lora"),
+            mm_features=[_image(3), _image(29), _image(30)],
+            cache_salt="salt \ud800",
+            prompt_is_token_ids=[True, False] * 20,
+        )
+    ),
+}
+
+# What peers read from memory.
+
+HOLD = Hold(slot=1, generation=5)
+LAST_HOLD = Hold(slot=2, generation=LARGEST)
+
+
+def _slot_table() -> bytes:
+    """Return the memory of a slot table, with the fingerprint in front of it."""
+    table = SlotTable(3)
+    table.bear(fingerprint(TICKET_KEY.public))
+    table[HOLD.slot], table[LAST_HOLD.slot] = HOLD.computing, LAST_HOLD.ready
+    nbytes = table.region.end - table.header.address
+    return ctypes.string_at(table.header.address, nbytes)
+
+
+def _words(data: bytes) -> object:
+    words = np.frombuffer(data, "<u8")[2:].tolist()
+    return data[:16] == fingerprint(TICKET_KEY.public), [
+        (hold.stands(word), word == hold.ready)
+        for hold, word in zip((HOLD, LAST_HOLD), words[1:], strict=True)
+    ]
+
+
+BOARD_REGIONS = [Region(address=4096, nbytes=1 << 20), Region(address=1 << 40, nbytes=24)]
+CLAIMS = claims_of(
+    [(region, Entry(slot=slot, key=slot + 1)) for slot, region in enumerate(BOARD_REGIONS)]
+)
+
+
+def _board() -> bytes:
+    """Return the memory of the driver loopback's list of what is registered."""
+    board = Board(instance=INSTANCE)
+    try:
+        for region in BOARD_REGIONS:
+            board.enter(region)
+        return board.words[: CLAIMS.words].tobytes()
+    finally:
+        board.wipe()
+
+
+def _checked_board(data: bytes) -> object:
+    check_board(np.frombuffer(data, np.uint64), INSTANCE, CLAIMS, "a peer")
+    return None  # anything else raises
+
+
+MEMORY = {
+    "memory, slot table": Sample(
+        make=_slot_table, read=_words, found=(True, [(True, False), (True, True)])
+    ),
+    "memory, loopback's regions": Sample(make=_board, read=_checked_board, found=None),
+}
+
+# Drivers.
+
+LOOPBACK = loopback.Address(
+    name="loopback-77-0011223344556677",
+    boot="7a6de0c8-2b5c-4f0e-9a51-6f3b0c1d2e3f",
+    pid_namespace=4026531836,
+    pid=77,
+    start_time=123456789,
+    instance=INSTANCE,
+    socket="kvferry-00112233445566778899aabbccddeeff",
+    board=0x7F00_0000_0000,
+    regions=[
+        loopback.RegisteredRegion(4096, 1 << 20, 0, 0, 1),
+        loopback.RegisteredRegion(1 << 40, 24, 3, 1, 2),
+    ],
+)
+HELLO = Hello(to=INSTANCE, sender="loopback-77-0011223344556677")
+
+NIXL_SPAN = Span(
+    whole=Region(address=4096, nbytes=1 << 20), key=7, registration=Registration("not told")
+)
+NIXL_REGIONS = [
+    Region(address=4096, nbytes=1 << 20),
+    Region(address=8192, nbytes=16, kind="cuda", device=2),
+]
+
+
+def _nixl() -> bytes:
+    return nixl.encode(
+        name="nixl-77-0011223344556677",
+        backend="UCX",
+        metadata=b"nixlSerDes|its own",
+        spans=[NIXL_SPAN],
+        regions=NIXL_REGIONS,
+    )
+
+
+NIXL = nixl.Address(
+    name="nixl-77-0011223344556677",
+    backend="UCX",
+    metadata=b"nixlSerDes|its own",
+    digest=nixl.digest_of(b"nixlSerDes|its own"),
+    spans=[nixl.Range(4096, 1 << 20, "cpu", 0, 7)],
+    regions=[nixl.Range(4096, 1 << 20, "cpu", 0), nixl.Range(8192, 16, "cuda", 2)],
+)
+
+UCX = ucx.Address(
+    name="ucx-77-0011223344556677",
+    instance=INSTANCE,
+    place=Place("7a6de0c8-2b5c-4f0e-9a51-6f3b0c1d2e3f", 4026531836, 77, 123456789),
+    ucx="1.22.0",
+    worker=b"UCX's own",
+    withdrawn=3,
+    regions=[
+        ucx.RegisteredRegion(4096, 1 << 20, "cpu", 0, 7, b"a key"),
+        ucx.RegisteredRegion(1 << 40, 24, "cuda", 2, 8, b"another"),
+    ],
+)
+
+
+def _ucx(data: bytes) -> object:
+    """Read an address, and leave out the two hashes that were checked while it was read."""
+    found = ucx.decode(data)
+    if not (found.digest and found.whole):
+        return "without hashes"
+    return ucx.Address(
+        name=found.name,
+        instance=found.instance,
+        place=found.place,
+        ucx=found.ucx,
+        worker=found.worker,
+        withdrawn=found.withdrawn,
+        regions=found.regions,
+    )
+
+
+UCX_MESSAGES: dict[str, messages.Message] = {
+    "hello": messages.Hello(LINE, INSTANCE, "ucx-77-0011223344556677", b"UCX's own", 3, 1),
+    "welcome": messages.Welcome(LINE, [7, 1 << 40]),
+    "refused": messages.Refused(LINE, "the address is too old"),
+    "note": messages.Note(LINE, b"\x00a notification\xff"),
+    "withdrawn": messages.Withdrawn(LINE, 4, 7),
+    "released": messages.Released(LINE, 4),
+    "bye": messages.Bye(LINE),
+    "ended": messages.Ended(LINE),
+    "store": messages.Store(LINE, 5, 2),
+    "stored": messages.Stored(LINE, 5, ""),
+    "fetch": messages.Fetch(LINE, 6, bytes(range(48))),
+    "fetched": messages.Fetched(LINE, 6, "a region has been deregistered"),
+}
+
+
+def _rows() -> bytes:
+    """Return the rows that name memory in the body of a store, or in a fetch."""
+    columns = ([7, 8], [8192, 1 << 40], [16, 24])
+    keys, addresses, nbytes = (np.array(column, np.uint64) for column in columns)
+    return rows_of(keys, addresses, nbytes).tobytes()
+
+
+def _checked_rows(data: bytes) -> object:
+    regions = {
+        KeyId(7): Region(address=4096, nbytes=1 << 20),
+        KeyId(8): Region(address=1 << 40, nbytes=24),
+    }
+    refusal, addresses, nbytes = checked(data, regions)
+    return refusal, addresses.tolist(), nbytes.tolist()
+
+
+def _packed_hello(hello: Hello) -> bytes:
+    return msgspec.msgpack.encode(hello)
+
+
+def _read_hello(data: bytes) -> object:
+    return msgspec.msgpack.decode(data, type=Hello)
+
+
+DRIVERS = {
+    "loopback, address": _message(LOOPBACK, loopback.encode, loopback.decode),
+    "loopback, hello": _message(HELLO, _packed_hello, _read_hello),
+    "nixl, address": Sample(make=_nixl, read=nixl.decode, found=NIXL, objects=[NIXL]),
+    "ucx, address": Sample(make=lambda: ucx.encode(UCX), read=_ucx, found=UCX, objects=[UCX]),
+    "ucx, rows of a store and of a fetch": Sample(
+        make=_rows, read=_checked_rows, found=("", [8192, 1 << 40], [16, 24])
+    ),
+    **{
+        f"ucx, {name}": _message(message, messages.encode, messages.decode)
+        for name, message in UCX_MESSAGES.items()
+    },
+}
+
+SAMPLES: dict[str, Sample] = {
+    **{
+        name: _message(message, wire.encode, wire.decode_request)
+        for name, message in REQUESTS.items()
+    },
+    **{
+        name: _message(message, wire.encode, wire.decode_reply) for name, message in REPLIES.items()
+    },
+    **{
+        name: _message(message, wire.encode, wire.decode_payload)
+        for name, message in PAYLOADS.items()
+    },
+    **{name: _notes(notes) for name, notes in NOTES.items()},
+    **TICKETS,
+    **MEMORY,
+    **DRIVERS,
+}

@@ -1,0 +1,310 @@
+"""Pages handed over between an engine of an older commit and one of this, over each driver."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+from zmq.utils import z85
+
+from tests.upgrade.child import Child, ChildError, closing_all
+from tests.upgrade.report import Report
+from tests.upgrade.side import DIM, HEADS, LAYERS, content
+from tests.upgrade.trees import SIDE, Tree
+
+SECRET = "a secret of both engines"
+TOKENS = 75
+"""Of a prompt: the last page is not full on either side."""
+SHAPES = ((1, 1), (2, 1), (1, 2))
+"""Ranks of the old engine, and of the new one."""
+BLOCKS = {"old": 16, "new": 32}
+"""Tokens in a page. The heads of a page come first on the old side, its tokens on the new one."""
+RESERVED = 8
+"""Pages that a request has at most."""
+LONG_LEASE, SHORT_LEASE = 30.0, 3.0
+"""A third of the long one is longer than ``WAIT_SECONDS``, so that no renewal comes in between."""
+WAIT_SECONDS = 5.0
+"""Longer than the short lease, and than a consumer that says nothing is taken to be alive."""
+RELEASE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How bytes go from one side to the other.
+
+    Attributes:
+        name: for people.
+        driver, options: the transport of both sides.
+        encrypted: whether side channels have keys.
+    """
+
+    name: str
+    driver: str
+    options: dict[str, Any] = field(default_factory=dict)
+    encrypted: bool = False
+
+
+WAYS = {
+    "loopback": (
+        Way(name="loopback", driver="loopback"),
+        Way(name="loopback, side channels with keys", driver="loopback", encrypted=True),
+    ),
+    "ucx": (
+        Way(name="ucx", driver="ucx"),
+        Way(name="ucx over tcp", driver="ucx", options={"transports": ["self", "tcp"]}),
+    ),
+    "nixl": (Way(name="nixl", driver="nixl"),),
+}
+"""By driver."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Side:
+    """One of the two engines."""
+
+    name: str
+    child: Child
+    block: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def proves(self) -> bool:
+        """Whether its tickets carry proofs."""
+        return bool(self.facts["proves"])
+
+    def pages(self, tokens: int) -> list[int]:
+        """Return pages for a prompt that no request of the last few has."""
+        first = 1 + RESERVED * (next(self._numbers) % 7)
+        count = -(-tokens // self.block)
+        return list(range(first, first + count))[::-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """A ticket, and the pages' content that it stands for."""
+
+    request: str
+    params: dict[str, Any]
+    seed: int
+    secret: str
+
+
+_seeds = itertools.count(1)
+
+
+def serve(producer: Side, *, lease: float = LONG_LEASE, secret: str = "") -> Ticket:
+    """Let an engine compute a request for the other one."""
+    seed = next(_seeds)
+    request = f"{producer.name}-{seed}"
+    params = producer.child.ask(
+        "serve",
+        request=request,
+        pages=producer.pages(TOKENS),
+        tokens=TOKENS,
+        seed=seed,
+        lease=lease,
+        secret=secret,
+    )
+    return Ticket(request=request, params=params, seed=seed, secret=secret)
+
+
+def load(consumer: Side, ticket: Ticket) -> str:
+    """Let an engine load what a ticket stands for.
+
+    Returns:
+        What is wrong, or an empty text: why it was not loaded, or which bytes are others.
+    """
+    pages = consumer.pages(TOKENS)
+    answer = consumer.child.ask(
+        "load",
+        request=f"of-{ticket.request}",
+        ticket=ticket.params,
+        pages=pages,
+        secret=ticket.secret,
+    )
+    if answer["failed"]:
+        return str(answer["failed"])
+    wanted = np.zeros((LAYERS, len(pages) * consumer.block, HEADS, DIM), np.float32)
+    wanted[:, :TOKENS] = content(ticket.seed, TOKENS)
+    found = [_array(text, wanted.shape[1]) for text in answer["held"]]
+    held = np.concatenate(found, axis=2)
+    if held.shape != wanted.shape:
+        return f"the ranks hold an array of {held.shape}, not {wanted.shape}"
+    others = int((held.view(np.uint32) != wanted.view(np.uint32)).sum())
+    return f"{others} of {wanted.size} numbers are others" if others else ""
+
+
+def _array(text: str, tokens: int) -> npt.NDArray[np.float32]:
+    data = np.frombuffer(base64.b64decode(text), np.float32)
+    return data.reshape(LAYERS, tokens, -1, DIM)
+
+
+def check_tickets(producer: Side, consumer: Side, report: Report) -> None:
+    """Hand over a request with each kind of ticket that the producer makes."""
+    way = f"{producer.name} to {consumer.name}"
+    kinds = {"a proved ticket": "", "a proved and signed ticket": SECRET}
+    if not producer.proves:
+        kinds = {"a signed ticket": SECRET}
+    for kind, secret in kinds.items():
+        ticket = serve(producer, secret=secret)
+        wrong = load(consumer, ticket)
+        report.check(f"{way}: every byte came with {kind}", not wrong, wrong)
+        told = producer.child.ask("released", request=ticket.request, seconds=RELEASE_SECONDS)
+        report.check(f"{way}: the producer heard that it was read", told)
+    if not producer.proves:
+        ticket = serve(producer)
+        wrong = load(consumer, ticket)
+        refused = wrong.startswith("proof:")
+        report.check(f"{way}: a ticket with neither proof nor signature is refused", refused, wrong)
+
+
+def check_claims(sides: Sequence[Side], report: Report) -> None:
+    """Check what a producer hears of consumers that wait, in both directions at once."""
+    waits = [_wait(*pair, lease=LONG_LEASE) for pair in itertools.permutations(sides)]
+    time.sleep(WAIT_SECONDS)
+    for wait in waits:
+        if wait.producer.facts["heartbeats"]:
+            silent = wait.producer.child.ask("silent")
+            sign = "heartbeats" if wait.consumer.facts["heartbeats"] else "a renewal"
+            report.check(
+                f"{wait.way}: {sign} told the producer that the consumer lives",
+                wait.claimed.request not in silent,
+            )
+            report.check(
+                f"{wait.way}: of a ticket that nobody came with it heard nothing",
+                wait.unclaimed.request in silent,
+            )
+        for ticket in (wait.claimed, wait.unclaimed):
+            wrong = load(wait.consumer, ticket)
+            report.check(f"{wait.way}: every byte came after a while", not wrong, wrong)
+        wait.check_released(report)
+        _check_abandoned(wait.producer, wait.consumer, wait.claimed.secret, report)
+
+
+def check_renewals(sides: Sequence[Side], report: Report) -> None:
+    """Check what keeps pages beyond a lease, in both directions at once."""
+    waits = [_wait(*pair, lease=SHORT_LEASE) for pair in itertools.permutations(sides)]
+    time.sleep(WAIT_SECONDS)
+    for wait in waits:
+        wrong = load(wait.consumer, wait.claimed)
+        report.check(f"{wait.way}: renewals kept pages beyond their lease", not wrong, wrong)
+        wrong = load(wait.consumer, wait.unclaimed)
+        stale = wrong.startswith("stale:")
+        report.check(f"{wait.way}: pages whose lease is over are not taken", stale, wrong)
+        wait.check_released(report)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Two tickets of a producer: a consumer waits with the one, and nobody came with the other."""
+
+    producer: Side
+    consumer: Side
+    claimed: Ticket
+    unclaimed: Ticket
+
+    @property
+    def way(self) -> str:
+        """For people."""
+        return f"{self.producer.name} to {self.consumer.name}"
+
+    def check_released(self, report: Report) -> None:
+        """Check that both requests' pages come back."""
+        back = [
+            self.producer.child.ask("released", request=ticket.request, seconds=RELEASE_SECONDS)
+            for ticket in (self.claimed, self.unclaimed)
+        ]
+        report.check(f"{self.way}: all pages came back", all(back))
+
+
+def _wait(producer: Side, consumer: Side, *, lease: float) -> Wait:
+    secret = "" if producer.proves else SECRET
+    claimed, unclaimed = (serve(producer, lease=lease, secret=secret) for _ in range(2))
+    consumer.child.ask("prepare", ticket=claimed.params, secret=secret)
+    return Wait(producer=producer, consumer=consumer, claimed=claimed, unclaimed=unclaimed)
+
+
+def _check_abandoned(producer: Side, consumer: Side, secret: str, report: Report) -> None:
+    way = f"{producer.name} to {consumer.name}"
+    ticket = serve(producer, secret=secret)
+    consumer.child.ask(
+        "abandon",
+        request=f"of-{ticket.request}",
+        ticket=ticket.params,
+        pages=consumer.pages(TOKENS),
+        secret=secret,
+    )
+    told = producer.child.ask("released", request=ticket.request, seconds=RELEASE_SECONDS)
+    report.check(f"{way}: pages that were given up came back before their lease was over", told)
+
+
+@contextmanager
+def both(
+    old: Tree, new: Tree, way: Way, shape: tuple[int, int], lease: float = LONG_LEASE
+) -> Iterator[list[Side]]:
+    """Yield an engine of either tree."""
+    keys = [secrets.token_bytes(32) if way.encrypted else b"" for _ in shape]
+    peers = [z85.decode(zmq.curve_public(z85.encode(key))).hex() for key in keys if key]
+    children: list[Child] = []
+    with closing_all(children):
+        for tree, ranks, key in zip((old, new), shape, keys, strict=True):
+            settings = {
+                "engine": f"engine-{tree.name}",
+                "driver": way.driver,
+                "options": way.options,
+                "ranks": ranks,
+                "block": BLOCKS[tree.name],
+                "heads_first": tree.name == "old",
+                "lease": lease,
+                "key": key.hex(),
+                "peers": peers,
+            }
+            children.append(Child(tree, tree.root / SIDE, settings))
+        sides = [
+            Side(name=tree.name, child=child, block=BLOCKS[tree.name])
+            for tree, child in zip((old, new), children, strict=True)
+        ]
+        for side, tree in zip(sides, (old, new), strict=True):
+            side.facts = side.child.answer()
+            if not side.facts["source"].startswith(f"{tree.root}/"):
+                raise ChildError(f"the {side.name} engine runs {side.facts['source']}")
+        yield sides
+
+
+HOLDS: dict[tuple[int, int], tuple[float, Callable[[Sequence[Side], Report], None]]] = {
+    (1, 1): (LONG_LEASE, check_claims),
+    (2, 1): (SHORT_LEASE, check_renewals),
+}
+"""By shape: the lease, and what is checked of holds."""
+
+
+def facts(old: Tree, new: Tree) -> dict[str, dict[str, Any]]:
+    """Return what each tree's build knows, by its name."""
+    with both(old, new, WAYS["loopback"][0], (1, 1)) as sides:
+        return {side.name: side.facts for side in sides}
+
+
+def check_driver(old: Tree, new: Tree, driver: str, report: Report) -> None:
+    """Hand pages over in both directions, in each way that a driver has and in each shape."""
+    for way in WAYS[driver]:
+        for shape in SHAPES:
+            report.heading(f"{way.name}: {shape[0]} old rank(s), {shape[1]} new")
+            try:
+                lease, check = HOLDS.get(shape, (LONG_LEASE, None))
+                with both(old, new, way, shape, lease) as sides:
+                    for producer, consumer in itertools.permutations(sides):
+                        check_tickets(producer, consumer, report)
+                    if check is not None:
+                        check(sides, report)
+            except ChildError as exc:
+                report.check(f"{way.name} with {shape[0]} and {shape[1]} ranks", False, str(exc))
