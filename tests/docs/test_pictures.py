@@ -89,7 +89,7 @@ LOAD_EVENTS: tuple[Callable[[Loads, LoadId], None], ...] = (
     lambda loads, load: loads.fenced(load, 0, THIS.ready),
     lambda loads, load: loads.fenced(load, 0, NOTHING),
     lambda loads, load: loads.lost(load, 0, ERROR),
-    lambda loads, load: loads.doomed(load, 0, ERROR),
+    lambda loads, load: loads.failing(load, 0, ERROR),
     lambda loads, load: loads.abort(load, ERROR),
     lambda loads, load: loads.tick(0.0),
     lambda loads, load: loads.tick(LATE),

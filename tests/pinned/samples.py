@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from kvferry.core import wire
-from kvferry.core.endpoint.words import SlotTable
+from kvferry.core import messages as wire
+from kvferry.core.endpoint.slot_table import SlotTable
 from kvferry.core.errors import TicketError
-from kvferry.core.layout import Context, Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
@@ -29,18 +29,18 @@ from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.proof import check as check_proof
 from kvferry.core.security.proof import fingerprint
 from kvferry.drivers.loopback import address as loopback
-from kvferry.drivers.loopback.board import Board, Entry, claims_of
-from kvferry.drivers.loopback.board import check as check_board
-from kvferry.drivers.loopback.mail import Hello
+from kvferry.drivers.loopback.notifications import ChannelHello
+from kvferry.drivers.loopback.registry import Entry, RegionRegistry, claims_of
+from kvferry.drivers.loopback.registry import check as check_board
 from kvferry.drivers.nixl import address as nixl
 from kvferry.drivers.nixl.agent import Registration
-from kvferry.drivers.nixl.spans import Span
+from kvferry.drivers.nixl.registrations import RegisteredSpan
 from kvferry.drivers.ucx import address as ucx
 from kvferry.drivers.ucx import messages
-from kvferry.drivers.ucx.address import KeyId, Place
-from kvferry.drivers.ucx.relay import checked, rows_of
+from kvferry.drivers.ucx.address import KeyId, ProcessIdentity
+from kvferry.drivers.ucx.message_transfer import checked, rows_of
 from kvferry.integrations.vllm.prompts import digest_of
-from kvferry.integrations.vllm.ticket import Offer, Sizes, read
+from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read
 
 INCARNATION = 0x0123456789ABCDEF
 LARGEST = (1 << 63) - 1
@@ -93,7 +93,7 @@ ATTENTION = Layout(
         Group(
             kind=GroupKind.PAGED,
             block_tokens=16,
-            context=Context(size=2, rank=1, interleave=4),
+            context=ContextParallel(size=2, rank=1, interleave=4),
         ),
         Group(kind=GroupKind.PAGED, block_tokens=32),
     ),
@@ -224,7 +224,7 @@ PAYLOADS = {
 # Requests, replies and notes.
 
 REQUESTS: dict[str, wire.Request] = {
-    "request, ask": wire.Ask(oldest=1, newest=1, engine="prefill"),
+    "request, ask": wire.PayloadRequest(oldest=1, newest=1, engine="prefill"),
     "request, ping": wire.Ping(engine="prefill"),
     "request, health": wire.Health(),
     "request, health of one engine": wire.Health(engine="prefill"),
@@ -279,7 +279,7 @@ def _notes(notes: list[wire.Note]) -> Sample:
 
 # Tickets.
 
-OFFER = Offer(
+OFFER = TicketParams(
     engine="prefill",
     incarnation=INCARNATION,
     request="r-1",
@@ -291,7 +291,7 @@ OFFER = Offer(
     tokens=40,
     digest=bytes(range(100, 116)),
     computed=False,
-    sizes=Sizes(),
+    sizes=ParallelSizes(),
 )
 TICKET = Ticket(
     engine="prefill",
@@ -317,7 +317,7 @@ LARGE_OFFER = replace(
     **LARGE,
     pages=[[0, 0, 4, 7], [], [1 << 39]],
     first_index=[0, 0, 1 << 16],
-    sizes=Sizes(tp=8, pp=2, dcp=4),
+    sizes=ParallelSizes(tp=8, pp=2, dcp=4),
 )
 LARGE_TICKET = replace(
     TICKET,
@@ -328,7 +328,7 @@ LARGE_TICKET = replace(
 )
 
 
-def _ticket(offer: Offer, ticket: Ticket, *, signed: bool, proved: bool) -> Sample:
+def _ticket(offer: TicketParams, ticket: Ticket, *, signed: bool, proved: bool) -> Sample:
     """Return the sample of ``kv_transfer_params``, as JSON."""
     secrets, key = SECRETS if signed else None, TICKET_KEY if proved else None
 
@@ -343,7 +343,7 @@ def _ticket(offer: Offer, ticket: Ticket, *, signed: bool, proved: bool) -> Samp
     return Sample(make=made, read=found, found=ticket, objects=[offer])
 
 
-def _refused_ticket(offer: Offer) -> Sample:
+def _refused_ticket(offer: TicketParams) -> Sample:
     """Return the sample of a ticket with neither a proof nor a signature, which nobody takes."""
 
     def found(data: bytes) -> object:
@@ -434,7 +434,7 @@ CLAIMS = claims_of(
 
 def _board() -> bytes:
     """Return the memory of the driver loopback's list of what is registered."""
-    board = Board(instance=INSTANCE)
+    board = RegionRegistry(instance=INSTANCE)
     try:
         for region in BOARD_REGIONS:
             board.enter(region)
@@ -457,7 +457,7 @@ MEMORY = {
 
 # Drivers.
 
-LOOPBACK = loopback.Address(
+LOOPBACK = loopback.LoopbackAddress(
     name="loopback-77-0011223344556677",
     boot="7a6de0c8-2b5c-4f0e-9a51-6f3b0c1d2e3f",
     pid_namespace=4026531836,
@@ -467,13 +467,13 @@ LOOPBACK = loopback.Address(
     socket="kvferry-00112233445566778899aabbccddeeff",
     board=0x7F00_0000_0000,
     regions=[
-        loopback.RegisteredRegion(4096, 1 << 20, 0, 0, 1),
-        loopback.RegisteredRegion(1 << 40, 24, 3, 1, 2),
+        loopback.LoopbackRegion(4096, 1 << 20, 0, 0, 1),
+        loopback.LoopbackRegion(1 << 40, 24, 3, 1, 2),
     ],
 )
-HELLO = Hello(to=INSTANCE, sender="loopback-77-0011223344556677")
+HELLO = ChannelHello(to=INSTANCE, sender="loopback-77-0011223344556677")
 
-NIXL_SPAN = Span(
+NIXL_SPAN = RegisteredSpan(
     whole=Region(address=4096, nbytes=1 << 20), key=7, registration=Registration("not told")
 )
 NIXL_REGIONS = [
@@ -492,7 +492,7 @@ def _nixl() -> bytes:
     )
 
 
-NIXL = nixl.Address(
+NIXL = nixl.NixlAddress(
     name="nixl-77-0011223344556677",
     backend="UCX",
     metadata=b"nixlSerDes|its own",
@@ -501,16 +501,16 @@ NIXL = nixl.Address(
     regions=[nixl.Range(4096, 1 << 20, "cpu", 0), nixl.Range(8192, 16, "cuda", 2)],
 )
 
-UCX = ucx.Address(
+UCX = ucx.UcxAddress(
     name="ucx-77-0011223344556677",
     instance=INSTANCE,
-    place=Place("7a6de0c8-2b5c-4f0e-9a51-6f3b0c1d2e3f", 4026531836, 77, 123456789),
+    place=ProcessIdentity("7a6de0c8-2b5c-4f0e-9a51-6f3b0c1d2e3f", 4026531836, 77, 123456789),
     ucx="1.22.0",
     worker=b"UCX's own",
     withdrawn=3,
     regions=[
-        ucx.RegisteredRegion(4096, 1 << 20, "cpu", 0, 7, b"a key"),
-        ucx.RegisteredRegion(1 << 40, 24, "cuda", 2, 8, b"another"),
+        ucx.UcxRegion(4096, 1 << 20, "cpu", 0, 7, b"a key"),
+        ucx.UcxRegion(1 << 40, 24, "cuda", 2, 8, b"another"),
     ],
 )
 
@@ -520,7 +520,7 @@ def _ucx(data: bytes) -> object:
     found = ucx.decode(data)
     if not (found.digest and found.whole):
         return "without hashes"
-    return ucx.Address(
+    return ucx.UcxAddress(
         name=found.name,
         instance=found.instance,
         place=found.place,
@@ -563,12 +563,12 @@ def _checked_rows(data: bytes) -> object:
     return refusal, addresses.tolist(), nbytes.tolist()
 
 
-def _packed_hello(hello: Hello) -> bytes:
+def _packed_hello(hello: ChannelHello) -> bytes:
     return msgspec.msgpack.encode(hello)
 
 
 def _read_hello(data: bytes) -> object:
-    return msgspec.msgpack.decode(data, type=Hello)
+    return msgspec.msgpack.decode(data, type=ChannelHello)
 
 
 DRIVERS = {

@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.core import wire
+from kvferry.core import messages as wire
 from kvferry.drivers.loopback import address as loopback
-from kvferry.drivers.loopback import mail
+from kvferry.drivers.loopback import notifications as mail
 from kvferry.drivers.nixl import address as nixl
 from kvferry.drivers.ucx import address as ucx
 from kvferry.drivers.ucx import messages

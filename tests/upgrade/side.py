@@ -25,20 +25,20 @@ import numpy as np
 import numpy.typing as npt
 
 import kvferry
-from kvferry.core import registry
-from kvferry.core.descriptors import Pages
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
 from kvferry.core.errors import KVFerryError, StaleError, TicketError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import Incarnation, RequestId, random_incarnation
-from kvferry.core.lifecycle.ledger import HoldLedger
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
+from kvferry.core.messages import Coordinates, encode
+from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import Access, KeyPair, TicketKey, TicketSecrets
-from kvferry.core.wire import Coordinates, encode
-from kvferry.integrations.vllm.ticket import Offer, Sizes, read
+from kvferry.core.transport import registry
+from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read
 
 LAYERS, HEADS, DIM, PAGES = 2, 4, 16, 64
 LOAD_SECONDS, OUTCOME_SECONDS = 10.0, 30.0
@@ -184,7 +184,7 @@ class Side:
             access = Access(own=own, peers=frozenset(map(bytes.fromhex, settings.peers)))
         self._access = access
         self._incarnation = random_incarnation()
-        self._ledger = HoldLedger(PAGES)
+        self._ledger = SchedulerHolds(PAGES)
         self._ticket_key = TicketKey()
         self._ranks = []
         for index in range(settings.ranks):
@@ -232,7 +232,7 @@ class Side:
         self._step()
         if hold is None:
             raise ValueError(f"{request} has no hold")
-        offer = Offer(
+        offer = TicketParams(
             engine=self._settings.engine,
             incarnation=self._incarnation,
             request=request,
@@ -244,7 +244,7 @@ class Side:
             tokens=tokens,
             digest=digest(range(tokens)),
             computed=True,
-            sizes=Sizes(tp=len(self._ranks)),
+            sizes=ParallelSizes(tp=len(self._ranks)),
             key=self._access.public,
         )
         return offer.params(self._secrets(secret), self._ticket_key)
