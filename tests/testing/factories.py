@@ -143,8 +143,12 @@ class Failing(LoopbackTransport):
     def _unfinished(self, peer: PeerId | None = None) -> list[LoopbackTransfer]:
         return [
             record.transfer
-            for transfer, record in self._transfers.items()
-            if (peer is None or record.peer == peer) and not self.poll([transfer])[0].state.final
+            for record in list(self._transfers.values())
+            if (peer is None or record.peer == peer)
+            and (
+                not record.final
+                or (record.transfer.status.error is not None and record.peer in self._peers)
+            )
         ]
 
     def deregister(self, region: Region) -> None:
@@ -230,6 +234,7 @@ class ReadsByItself(Delegating):
         super().__init__(**options)
         self._ids = itertools.count(1)
         self._own: dict[TransferId, TransferId] = {}
+        self._connected: set[PeerId] = set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -259,8 +264,19 @@ class ReadsByItself(Delegating):
         super().forget(self._known(transfer))
         del self._own[transfer]
 
+    def connect(self, address: bytes) -> PeerId:
+        peer = super().connect(address)
+        self._connected.add(peer)
+        return peer
+
+    def disconnect(self, peer: PeerId) -> None:
+        super().disconnect(peer)
+        self._connected.discard(peer)
+
     def notify(self, peer: PeerId, payload: bytes) -> None:
         self._inner.notifications()  # refuses after close
+        if peer not in self._connected:
+            raise TransportUsageError(f"no peer {peer}")
         raise TransportUnsupportedError("it carries no notifications")
 
     def _known(self, transfer: TransferId) -> TransferId:

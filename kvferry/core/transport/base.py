@@ -414,11 +414,11 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """As ``Transport.read``, by ``_start``."""
-        return self._begin("read", peer, copies, notify)
+        return self._start_checked("read", peer, copies, notify)
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """As ``Transport.write``, by ``_start``."""
-        return self._begin("write", peer, copies, notify)
+        return self._start_checked("write", peer, copies, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         """As ``Transport.poll``, by ``_progress`` and the transfers' ``status``."""
@@ -469,7 +469,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
             self._peers.clear()
             self._registered.clear()
 
-    def _begin(self, op: str, peer: PeerId, copies: Copies, notify: bytes | None) -> TransferId:
+    def _start_checked(
+        self, op: str, peer: PeerId, copies: Copies, notify: bytes | None
+    ) -> TransferId:
         """Check all that a caller can get wrong, start the transfer, and enter it in the books."""
         capabilities = self._capabilities
         if op not in capabilities.ops:
