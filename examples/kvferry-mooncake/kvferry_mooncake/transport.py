@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from importlib.metadata import version
 from typing import ClassVar
 
-from kvferry.core.errors import ConnectError, DriverError, PeerLostError, TransportError
+from kvferry.core.errors import ConnectError, DriverError, TransportError
 from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import BaseTransport, Capabilities, Notification, Quiescence
 from kvferry.core.transport.base import TransferRequest
@@ -20,9 +20,6 @@ from kvferry_mooncake.pieces import pieces_of
 from kvferry_mooncake.transfer import MooncakeConnection, MooncakeTransfer
 
 _LIBRARY = "mooncake-transfer-engine-non-cuda"
-
-_GRACE_SECONDS = 5.0
-"""How long ``disconnect`` and ``close`` wait for what is under way."""
 
 _CLOSING_SECONDS = 0.02
 """How long ``close`` leaves peers to end what they have under way, once they know. What they find
@@ -127,16 +124,8 @@ class MooncakeTransport(BaseTransport[None, wire.Address, MooncakeConnection, Mo
         connection.regions = wire.regions_of(address)
 
     def _disconnect(
-        self,
-        connection: MooncakeConnection,
-        transfers: Sequence[MooncakeTransfer],
-        error: PeerLostError,
+        self, connection: MooncakeConnection, transfers: Sequence[MooncakeTransfer]
     ) -> None:
-        if not self._end_transfers(transfers, error, _GRACE_SECONDS):
-            raise TransportError(
-                f"{connection.name} has not answered for {_GRACE_SECONDS} s: its transfers stay "
-                "failing; disconnect again, later"
-            )
         connection.channel.close()
 
     # Transfers.
@@ -170,16 +159,10 @@ class MooncakeTransport(BaseTransport[None, wire.Address, MooncakeConnection, Mo
     def _receive(self) -> list[Notification]:
         return self._mailbox.take()
 
-    def _close(self, transfers: Sequence[MooncakeTransfer], error: PeerLostError) -> None:
-        quiet = self._end_transfers(transfers, error, _GRACE_SECONDS)
+    def _close(self, transfers: Sequence[MooncakeTransfer]) -> None:
         for connection in self._peers.values():
             connection.channel.close()
         if self._mailbox.close():
             time.sleep(_CLOSING_SECONDS)
         for region in self._registered:
             self._engine.deregister(region)
-        if not quiet:
-            raise TransportError(
-                f"closed, but a peer has not answered for {_GRACE_SECONDS} s: do not use "
-                "the memory of unfinished transfers again"
-            )

@@ -30,8 +30,8 @@ import itertools
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -148,6 +148,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         capabilities: what the transport can do; constant over its life.
     """
 
+    grace_seconds: ClassVar[float] = 5.0
+    """How long ``disconnect`` and ``close`` wait for transfers to end."""
+
     def __init__(self, name: str, capabilities: Capabilities) -> None:
         self._owner = TransportOwner(name)
         self._capabilities = capabilities
@@ -224,19 +227,14 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """
 
     @abstractmethod
-    def _disconnect(
-        self, connection: ConnectionT, transfers: Sequence[TransferT], error: PeerLostError
-    ) -> None:
-        """End a connection: let its transfers fail, wait until they are final, release it.
+    def _disconnect(self, connection: ConnectionT, transfers: Sequence[TransferT]) -> None:
+        """Release a connection, of which ``_end_transfers`` has ended the transfers.
 
         Args:
             connection: the peer; the base forgets it when this returns.
-            transfers: its transfers that were not final a moment ago.
-            error: what they fail with.
-
-        Raises:
-            TransportError: some transfers are not quiet after a deadline of seconds. They are
-                FAILING, and the connection stays, so that ``disconnect`` can be called again.
+            transfers: those that ``_end_transfers`` had to end. Where only taking the connection
+                down proves them quiet, they become FAILED here; if one does not, the connection
+                stays and ``disconnect`` can be called again.
         """
 
     def _path(self, connection: ConnectionT) -> str:
@@ -270,6 +268,31 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         can no longer be stopped, is left alone.
         """
 
+    def _end_transfers(self, transfers: Sequence[TransferT], error: TransportError) -> bool:
+        """Let transfers fail, and wait until they are final; ``grace_seconds`` at most.
+
+        That is for transfers that become final by themselves after ``_fail``. A driver overrides it
+        if it can wait without polling, or if its transfers become final with ``_disconnect`` only:
+        then it waits for as much as must have ended before the connection may be released.
+
+        Args:
+            transfers: any of this transport's.
+            error: what they fail with.
+
+        Returns:
+            Whether all have ended as far as they do.
+        """
+        unfinished = list(transfers)
+        deadline = time.monotonic() + self.grace_seconds
+        for transfer in unfinished:
+            self._fail(transfer, error)
+        while True:
+            self._progress(unfinished)
+            unfinished = [one for one in unfinished if not one.status.state.final]
+            if not unfinished or time.monotonic() > deadline:
+                return not unfinished
+            time.sleep(_POLL_SECONDS)
+
     # Hooks: notifications. They are called only if ``max_notification`` is not 0.
 
     def _notify(self, connection: ConnectionT, payload: bytes) -> None:
@@ -288,46 +311,19 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     # Hooks: the end.
 
     @abstractmethod
-    def _close(self, transfers: Sequence[TransferT], error: PeerLostError) -> None:
-        """Release everything: end transfers and connections, deregister, stop threads.
+    def _close(self, transfers: Sequence[TransferT]) -> None:
+        """Release everything: connections, registered memory, threads.
 
-        Called once. The books are as they were and are cleared afterwards.
+        Called once, when ``_end_transfers`` has done what it could. ``_disconnect`` is not called
+        for the peers that are still connected. The books are as they were; they are cleared
+        afterwards.
 
         Args:
-            transfers: those that were not final a moment ago.
-            error: what they fail with.
-
-        Raises:
-            TransportError: everything has been released, but bytes may still land.
+            transfers: those that ``_end_transfers`` had to end. One that is not final in spite of
+                that never will be; ``close`` then raises.
         """
 
     # What the base gives to hooks.
-
-    def _end_transfers(
-        self, transfers: Iterable[TransferT], error: TransportError, seconds: float
-    ) -> bool:
-        """Let transfers fail and wait until they are final.
-
-        For drivers whose transfers become final by themselves after ``_fail``.
-
-        Args:
-            transfers: any of this transport's.
-            error: what they fail with.
-            seconds: how long to wait at most.
-
-        Returns:
-            Whether all of them are final.
-        """
-        unfinished = list(transfers)
-        deadline = time.monotonic() + seconds
-        for transfer in unfinished:
-            self._fail(transfer, error)
-        while True:
-            self._progress(unfinished)
-            unfinished = [one for one in unfinished if not one.status.state.final]
-            if not unfinished or time.monotonic() > deadline:
-                return not unfinished
-            time.sleep(_POLL_SECONDS)
 
     def _unfinished(self, peer: PeerId | None = None) -> list[TransferT]:
         """Return the transfers that are not final, of one peer or of all."""
@@ -408,8 +404,16 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """As ``Transport.disconnect``, by ``_disconnect``."""
         self._check_usable()
         connection = find_peer(self._peers, peer)
+        transfers = self._unfinished(peer)
         error = PeerLostError(f"{connection.name} was disconnected")
-        self._disconnect(connection, self._unfinished(peer), error)
+        ended = self._end_transfers(transfers, error)
+        if ended:
+            self._disconnect(connection, transfers)
+        if not ended or not _all_final(transfers):
+            raise TransportError(
+                f"bytes may still move to or from {connection.name}, {self.grace_seconds} s after "
+                "its transfers were told to end: they stay failing; disconnect again, later"
+            )
         del self._peers[peer]
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
@@ -463,11 +467,18 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """As ``Transport.close``, by ``_close``."""
         if not self._owner.end():
             return
+        transfers = self._unfinished()
+        self._end_transfers(transfers, PeerLostError(f"{self.name} was closed"))
         try:
-            self._close(self._unfinished(), PeerLostError(f"{self.name} was closed"))
+            self._close(transfers)
         finally:
             self._peers.clear()
             self._registered.clear()
+        if not _all_final(transfers):
+            raise TransportError(
+                f"closed, but bytes may still land, {self.grace_seconds} s after all transfers "
+                "were told to end: do not reuse the memory of those that were unfinished"
+            )
 
     def _start_checked(
         self, op: str, peer: PeerId, copies: Copies, notify: bytes | None
@@ -508,6 +519,10 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
                 f"{unfinished} transfers are unfinished, and {self.name} takes {limit} at once "
                 "(capabilities: max_outstanding): poll until one has ended"
             )
+
+
+def _all_final(transfers: Sequence[DriverTransfer]) -> bool:
+    return all(transfer.status.state.final for transfer in transfers)
 
 
 class _IdentityLocks:
