@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from kvferry.core.errors import TransportError, TransportUnsupportedError
+from kvferry.core.errors import (
+    PeerLostError,
+    TransportError,
+    TransportUnsupportedError,
+    TransportUsageError,
+)
 from kvferry.core.memory import CPU, Region
 from kvferry.core.transport import (
     Capabilities,
@@ -18,10 +24,14 @@ from kvferry.core.transport import (
     State,
     Status,
     TransferId,
+    Transport,
 )
+from kvferry.core.transport.base import TransferRequest
 from kvferry.core.transport.copies import Copies, Segment
-from kvferry.core.transport.refusals import check_final, check_payload, check_unused
+from kvferry.core.transport.refusals import check_final, check_unused
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.transport import LoopbackConnection
+from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
 from kvferry.testing import Buffer, Fault, FaultyTransport, Schedule
 from kvferry.testing.memory import Bytes, CpuBuffer
 
@@ -38,45 +48,15 @@ class Limited(LoopbackTransport):
     cancels: ClassVar[bool] = True
     at_once: ClassVar[int | None] = None
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(
-            super().capabilities,
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._capabilities = replace(
+            self._capabilities,
             ops=self.ops,
             max_notification=self.longest,
             cancel=self.cancels,
             max_outstanding=self.at_once,
         )
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        self._look("read", notify)
-        return super().read(peer, copies, notify)
-
-    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        self._look("write", notify)
-        return super().write(peer, copies, notify)
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        self._guard()
-        self._peer(peer)
-        check_payload(payload, self.longest)
-        super().notify(peer, payload)
-
-    def cancel(self, transfer: TransferId) -> None:
-        if self.cancels:
-            super().cancel(transfer)
-        else:
-            self.poll([transfer])
-
-    def _look(self, op: str, notify: bytes | None) -> None:
-        if op not in self.ops:
-            raise TransportUnsupportedError(f"cannot {op}")
-        self._guard()
-        if notify is not None:
-            check_payload(notify, self.longest)
-        unfinished = sum(not status.state.final for status in self.poll(list(self._jobs)))
-        if unfinished >= (self.at_once or math.inf):
-            raise TransportError(f"{unfinished} transfers are unfinished")
 
 
 class Modest(Limited):
@@ -103,80 +83,79 @@ class Manual(Limited):
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
-        self._heard: list[Notification] = []
-        self._unsaid: list[tuple[PeerId, bytes]] = []
-        self._unbegun: list[TransferId] = []
+        self._capabilities = replace(
+            self._capabilities, background_progress=False, concurrent_connect=False
+        )
+        self._arrived: list[Notification] = []
+        self._unsent: list[tuple[LoopbackConnection, bytes]] = []
+        self._not_begun: list[LoopbackTransfer] = []
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, background_progress=False, concurrent_connect=False)
+    def _start(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
+        self._not_begun.append(self._make_transfer(request))
+        return self._not_begun[-1]
 
-    def _start(
-        self, peer: PeerId, copies: Copies, notify: bytes | None, *, write: bool
-    ) -> TransferId:
-        self._guard()
-        job = self._make_job(self._peer(peer), copies, notify, write=write)
-        self._jobs[job.id] = (peer, job)
-        self._unbegun.append(job.id)
-        return job.id
+    def _notify(self, connection: LoopbackConnection, payload: bytes) -> None:
+        self._unsent.append((connection, payload))
 
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        self._guard()
-        self._peer(peer)
-        check_payload(payload, self.longest)
-        self._unsaid.append((peer, payload))
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        self._guard()
-        begin, self._unbegun = self._unbegun, []
+    def _progress(self, transfers: Sequence[LoopbackTransfer]) -> None:
+        begin, self._not_begun = self._not_begun, []
         for transfer in begin:
-            job = self._job(transfer) if transfer in self._jobs else None
-            if job is not None and not job.final:
-                (self._workers.submit if job.runs.total else self._workers.run_here)(job)
-        unsaid, self._unsaid = self._unsaid, []
-        for peer, payload in unsaid:
-            if peer in self._peers:
-                super().notify(peer, payload)
-        self._heard += super().notifications()
-        return super().poll(transfers)
+            if not transfer.final:
+                start = self._workers.submit if transfer.runs.total else self._workers.run_here
+                start(transfer)
+        unsent, self._unsent = self._unsent, []
+        for connection, payload in unsent:
+            if connection in self._peers.values():
+                with contextlib.suppress(PeerLostError):
+                    super()._notify(connection, payload)
+        self._arrived += super()._receive()
 
-    def notifications(self) -> list[Notification]:
-        self._guard()
-        heard, self._heard = self._heard, []
-        return heard
+    def _receive(self) -> list[Notification]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
 
 class Blocking(LoopbackTransport):
     """``read`` and ``write`` return when everything has been moved."""
 
-    def _start(
-        self, peer: PeerId, copies: Copies, notify: bytes | None, *, write: bool
-    ) -> TransferId:
-        transfer = super()._start(peer, copies, notify, write=write)
-        self._workers.wait_quiet([self._job(transfer)], time.monotonic() + _LONG_SECONDS)
+    def _start(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
+        transfer = super()._start(request)
+        self._workers.wait_final([transfer], time.monotonic() + _LONG_SECONDS)
         return transfer
 
 
 class Failing(LoopbackTransport):
     """Cannot prove that a failed transfer is quiet before it has disconnected."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._capabilities = replace(self._capabilities, quiescence=Quiescence.AFTER_DISCONNECT)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         statuses = super().poll(transfers)
         return [
             replace(status, state=State.FAILING)
-            if status.state is State.FAILED and self._jobs[transfer][0] in self._peers
+            if status.state is State.FAILED and self._transfers[transfer].peer in self._peers
             else status
             for transfer, status in zip(transfers, statuses, strict=True)
         ]
 
+    def _unfinished(self, peer: PeerId | None = None) -> list[LoopbackTransfer]:
+        return [
+            record.transfer
+            for record in list(self._transfers.values())
+            if (peer is None or record.peer == peer)
+            and (
+                not record.final
+                or (record.transfer.status.error is not None and record.peer in self._peers)
+            )
+        ]
+
     def deregister(self, region: Region) -> None:
-        for status, (_, job) in zip(self.poll(list(self._jobs)), self._jobs.values(), strict=True):
-            if status.state is State.FAILING:
-                check_unused(region, job.local)
+        self._check_usable()
+        for transfer, record in self._transfers.items():
+            if self.poll([transfer])[0].state is State.FAILING:
+                check_unused(region, record.local)
         super().deregister(region)
 
     def forget(self, transfer: TransferId) -> None:
@@ -190,12 +169,128 @@ class Meek(Failing, Modest):
     at_once = 1
 
 
-class TwoKinds(LoopbackTransport):
-    """Has memory of a kind of its own, beside the usual one."""
+class Delegating(Transport):
+    """Implements ``Transport`` alone, without the base: another driver does the work."""
+
+    def __init__(self, **options: object) -> None:
+        self._inner = LoopbackTransport(**options)
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, memory=frozenset({CPU, ODD}))
+        return self._inner.capabilities
+
+    def register(self, region: Region) -> None:
+        self._inner.register(region)
+
+    def deregister(self, region: Region) -> None:
+        self._inner.deregister(region)
+
+    def address(self) -> bytes:
+        return self._inner.address()
+
+    def connect(self, address: bytes) -> PeerId:
+        return self._inner.connect(address)
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._inner.disconnect(peer)
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return self._inner.read(peer, copies, notify)
+
+    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        return self._inner.write(peer, copies, notify)
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        return self._inner.poll(transfers)
+
+    def forget(self, transfer: TransferId) -> None:
+        self._inner.forget(transfer)
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        self._inner.notify(peer, payload)
+
+    def notifications(self) -> list[Notification]:
+        return self._inner.notifications()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class ReadsByItself(Delegating):
+    """As small as a driver without the base may be: reads, one at a time, and nothing else.
+
+    It counts, limits and refuses by itself; what it inherits are the defaults of ``Transport``.
+    """
+
+    interface_version: ClassVar[tuple[int, int]] = (1, 0)
+    write = Transport.write
+    cancel = Transport.cancel
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._ids = itertools.count(1)
+        self._own: dict[TransferId, TransferId] = {}
+        self._connected: set[PeerId] = set()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(
+            super().capabilities,
+            ops=frozenset({"read"}),
+            cancel=False,
+            max_notification=0,
+            max_outstanding=1,
+        )
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        if notify is not None:
+            raise TransportUnsupportedError("it carries no notifications")
+        unfinished = self.poll(list(self._own))
+        if any(not status.state.final for status in unfinished):
+            raise TransportError("a transfer is unfinished")
+        inner = super().read(peer, copies)
+        transfer = TransferId(next(self._ids))
+        self._own[transfer] = inner
+        return transfer
+
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        return super().poll([self._known(transfer) for transfer in transfers])
+
+    def forget(self, transfer: TransferId) -> None:
+        super().forget(self._known(transfer))
+        del self._own[transfer]
+
+    def connect(self, address: bytes) -> PeerId:
+        peer = super().connect(address)
+        self._connected.add(peer)
+        return peer
+
+    def disconnect(self, peer: PeerId) -> None:
+        super().disconnect(peer)
+        self._connected.discard(peer)
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        self._inner.notifications()  # refuses after close
+        if peer not in self._connected:
+            raise TransportUsageError(f"no peer {peer}")
+        raise TransportUnsupportedError("it carries no notifications")
+
+    def _known(self, transfer: TransferId) -> TransferId:
+        if transfer not in self._own:
+            raise TransportUsageError(f"no transfer {transfer}")
+        return self._own[transfer]
+
+
+class TwoKinds(LoopbackTransport):
+    """Has memory of a kind of its own, beside the usual one."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._capabilities = replace(self._capabilities, memory=frozenset({CPU, ODD}))
 
     def register(self, region: Region) -> None:
         super().register(_plain(region))

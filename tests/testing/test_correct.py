@@ -49,6 +49,13 @@ class TestFailing(InFlightTests, QuiescenceTests, StoppedPeerTests, StateMachine
     quiet_seconds = 0.05
 
 
+class TestReadsByItself(NotificationTests, InFlightTests, StoppedPeerTests, StateMachineTests):
+    """A driver that implements ``Transport`` alone."""
+
+    factory = "tests.testing.factories:ReadsByItself"
+    lasting_bytes = 2 << 30
+
+
 class TestLate(StateMachineTests):
     factory = "tests.testing.factories:late"
     lasting_bytes = LASTING

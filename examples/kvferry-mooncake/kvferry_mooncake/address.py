@@ -1,4 +1,4 @@
-"""What a transport tells its peers: where it is, and what it has registered."""
+"""The address that a transport gives its peers: where it is, and what it has registered."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     """An address, as msgpack.
 
     Attributes:
-        name: the transport's.
-        segment: what its engine is called among engines: ``host:port``.
-        host, port: where its notifications go.
-        secret: only who was given the address may send any.
-        regions: address and length of each.
+        name: the transport's name.
+        segment: the name of its engine among engines: ``host:port``.
+        host: where notifications to it go, with ``port``.
+        secret: 16 random bytes; whoever sends notifications shows that it has the address.
+        regions: the address and the length in bytes of each registered region.
     """
 
     magic: Literal["kvferry-mooncake-1"] = "kvferry-mooncake-1"
@@ -42,12 +42,12 @@ _decoder = msgspec.msgpack.Decoder(Address)
 
 
 def encode(address: Address) -> bytes:
-    """The bytes that peers get."""
+    """Return the bytes that peers get."""
     return msgspec.msgpack.encode(address)
 
 
-def decode(data: bytes) -> tuple[Address, frozenset[Region]]:
-    """Parse untrusted bytes: the address, and its regions.
+def decode(data: bytes) -> Address:
+    """Parse untrusted bytes.
 
     Raises:
         ConnectError: they are no address of this driver.
@@ -56,9 +56,18 @@ def decode(data: bytes) -> tuple[Address, frozenset[Region]]:
         raise ConnectError(f"an address of {len(data)} bytes; {MAX_ADDRESS_BYTES} is the most")
     try:
         address = _decoder.decode(data)
-        regions = frozenset(Region(address=at, nbytes=size) for at, size in address.regions)
+        regions_of(address)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, LayoutError) as exc:
         raise ConnectError(
             f"not an address of the mooncake driver ({exc}): both sides must use the same driver"
         ) from exc
-    return address, regions
+    return address
+
+
+def regions_of(address: Address) -> frozenset[Region]:
+    """Return the regions of a peer.
+
+    Raises:
+        LayoutError: one is no region; ``decode`` has refused such an address.
+    """
+    return frozenset(Region(address=at, nbytes=size) for at, size in address.regions)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.core.transport.bounds import check_bounds, checked_length
 from kvferry.core.transport.copies import Copies
 
 PIECE_BYTES = 1 << 18
@@ -15,19 +14,18 @@ Piece = tuple[int, int, int]
 
 
 def pieces_of(copies: Copies) -> list[Piece]:
-    """What to read for a batch: neighbours joined, long copies cut, empty ones left out.
+    """Turn a batch into pieces: join neighbours, cut long copies, leave empty ones out.
 
     Joining matters here: the engine sends a request for every piece.
 
-    Raises:
-        TransportUsageError: the batch is malformed, or a copy leaves its regions.
+    Args:
+        copies: (n,) copies that have been checked; n may be 0.
+
+    Returns:
+        A piece for each read that the engine is to begin.
     """
-    n = checked_length(copies)
-    if n == 0:
+    if not len(copies):
         return []
-    ends = np.empty(n, np.uint64)
-    check_bounds(copies, "local", ends)
-    check_bounds(copies, "remote", ends)
     lengths = [segment.stop - segment.start for segment in copies.segments]
     owner = np.repeat(np.arange(len(lengths)), lengths)
     full = copies.nbytes != 0

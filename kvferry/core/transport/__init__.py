@@ -11,9 +11,11 @@ from kvferry.core.transport.api import (
     TransferId,
     Transport,
 )
+from kvferry.core.transport.base import BaseTransport
 
 __all__ = [
     "INTERFACE_VERSION",
+    "BaseTransport",
     "Capabilities",
     "Notification",
     "PeerId",

@@ -44,7 +44,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NewType
 
-from kvferry.core.errors import TransportError
+from kvferry.core.errors import TransportError, TransportUnsupportedError
 from kvferry.core.memory import Region
 from kvferry.core.transport.copies import Copies
 
@@ -279,12 +279,12 @@ class Transport(ABC):
             TransportError: ``capabilities.max_outstanding`` transfers are unfinished.
         """
         del peer, copies, notify
-        raise _unsupported(self, "read")
+        raise unsupported_op(self, "read")
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """Push local bytes into remote memory; otherwise as ``read``."""
         del peer, copies, notify
-        raise _unsupported(self, "write")
+        raise unsupported_op(self, "write")
 
     def cancel(self, transfer: TransferId) -> None:
         """Ask for an early end; best effort. Poll on until the transfer is final.
@@ -300,8 +300,7 @@ class Transport(ABC):
         self.poll([transfer])
 
 
-def _unsupported(transport: Transport, op: str) -> TransportError:
-    from kvferry.core.errors import TransportUnsupportedError
-
+def unsupported_op(transport: Transport, op: str) -> TransportUnsupportedError:
+    """Return the error for ``read`` or ``write`` where the capabilities deny it."""
     ops = ", ".join(sorted(transport.capabilities.ops)) or "nothing"
     return TransportUnsupportedError(f"{type(transport).__name__} cannot {op}; it can {ops}")

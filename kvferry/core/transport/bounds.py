@@ -15,6 +15,22 @@ from kvferry.core.transport.copies import Copies, Segment
 _U64 = np.dtype(np.uint64)
 
 
+def check_copies(copies: Copies, ends: U64Array) -> None:
+    """Refuse a batch that is malformed, or of which a copy leaves its segment's regions.
+
+    Args:
+        copies: (n,) copies.
+        ends: uint64 scratch of at least n elements; what it holds afterwards means nothing.
+
+    Raises:
+        TransportUsageError: as ``checked_length`` and ``check_bounds``.
+    """
+    n = checked_length(copies)
+    if n:
+        check_bounds(copies, "local", ends[:n])
+        check_bounds(copies, "remote", ends[:n])
+
+
 def checked_length(copies: Copies) -> int:
     """The number of copies n, after a look at the form of the batch.
 

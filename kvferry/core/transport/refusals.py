@@ -18,7 +18,7 @@ from kvferry.core.errors import (
     TransportUsageError,
 )
 from kvferry.core.memory import Region
-from kvferry.core.transport import PeerId, Status, TransferId
+from kvferry.core.transport.api import PeerId, Status, TransferId
 from kvferry.core.transport.copies import Copies
 
 V = TypeVar("V")

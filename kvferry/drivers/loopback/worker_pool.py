@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry.core.errors import TransportError
-from kvferry.core.memory import Region
-from kvferry.core.transport import State, Status, TransferId
+from kvferry.core.transport import State, Status
 from kvferry.drivers.loopback.chunked_copy import CopyRuns
 from kvferry.drivers.loopback.peer_memory import PeerMemory
 from kvferry.drivers.loopback.registry import Claims
@@ -33,18 +32,16 @@ class LoopbackTransfer:
     none is running it is FAILED.
 
     Attributes:
-        runs: what to move; lent by the transport's pool until the job is final.
+        runs: what to move; lent by the transport's pool until the transfer is final.
         position: bytes ``[0, position)`` have been given out as chunks.
         running: chunks that threads are moving now.
         send: sends the bound notification.
     """
 
-    id: TransferId
-    reach: PeerMemory
+    memory: PeerMemory
     write: bool
     runs: CopyRuns
     claims: Claims
-    local: frozenset[Region]
     send: Callable[[], None] | None
     release: Callable[[CopyRuns], None]
     status: Status = _PENDING
@@ -77,7 +74,7 @@ class LoopbackTransfer:
         Raises:
             TransportError: as ``PeerMemory.move``.
         """
-        self.reach.move(self.runs.chunk(*span), self.claims, write=self.write)
+        self.memory.move(self.runs.chunk(*span), self.claims, write=self.write)
 
     def conclude(self) -> None:
         """What comes after the last byte: a last check of the peer, then the notification.
@@ -85,7 +82,7 @@ class LoopbackTransfer:
         Raises:
             TransportError: either went wrong.
         """
-        self.reach.check(self.claims)
+        self.memory.check(self.claims)
         if self.send is not None:
             self.send()
 
@@ -96,7 +93,7 @@ class LoopbackTransfer:
 
 
 class WorkerPool:
-    """The threads; started with the first job that needs them."""
+    """The threads; started with the first transfer that needs them."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._name = name
@@ -104,45 +101,54 @@ class WorkerPool:
         self._threads: list[threading.Thread] = []
         self._queue: deque[LoopbackTransfer] = deque()
         self._closing = False
-        # Guards every job's fields, the queue and the flag; notified when any of them changes.
+        # Guards every transfer's fields, the queue and the flag; notified when any of them changes.
         self._changed = threading.Condition()
 
-    def run_here(self, job: LoopbackTransfer) -> None:
-        """Run a small job to its end on the calling thread."""
+    def run_here(self, transfer: LoopbackTransfer) -> None:
+        """Run a small transfer to its end on the calling thread."""
         try:
-            while not job.given_out:
-                job.move(job.next_span())
-            job.conclude()
+            while not transfer.given_out:
+                transfer.move(transfer.next_span())
+            transfer.conclude()
         except TransportError as exc:
-            job.end(_failed(exc))
+            transfer.end(_failed(exc))
         else:
-            job.end(_DONE)
+            transfer.end(_DONE)
 
-    def submit(self, job: LoopbackTransfer) -> None:
-        """Run a job on the threads, after those submitted before."""
-        even_share = job.runs.total // (2 * self._wanted)
-        job.limit = min(job.limit, max(_SMALLEST_CHUNK, even_share))
+    def submit(self, transfer: LoopbackTransfer) -> None:
+        """Run a transfer on the threads, after those submitted before."""
+        even_share = transfer.runs.total // (2 * self._wanted)
+        transfer.limit = min(transfer.limit, max(_SMALLEST_CHUNK, even_share))
         while len(self._threads) < self._wanted:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._threads.append(thread)
             thread.start()
         with self._changed:
-            self._queue.append(job)
+            self._queue.append(transfer)
             self._changed.notify_all()
 
-    def stop(self, job: LoopbackTransfer, error: TransportError) -> None:
-        """Let a job fail: at once if it is not running, otherwise when its chunks have ended."""
+    def stop(self, transfer: LoopbackTransfer, error: TransportError) -> None:
+        """Let a transfer fail: at once if no chunk is running, otherwise when all have ended."""
         with self._changed:
-            if job.final or job.concluding or job.stop is not None:
+            if transfer.final or transfer.concluding or transfer.stop is not None:
                 return
-            self._fail(job, error)
+            self._fail(transfer, error)
 
-    def wait_quiet(self, jobs: Iterable[LoopbackTransfer], deadline: float) -> bool:
-        """Wait until jobs are final or ``time.monotonic()`` passes the deadline; which it was."""
-        jobs = list(jobs)
+    def wait_final(self, transfers: Iterable[LoopbackTransfer], deadline: float) -> bool:
+        """Wait until transfers are final.
+
+        Args:
+            transfers: any of this pool's.
+            deadline: when to give up, by ``time.monotonic``.
+
+        Returns:
+            Whether all of them are final.
+        """
+        transfers = list(transfers)
         with self._changed:
             return self._changed.wait_for(
-                lambda: all(job.final for job in jobs), max(0.0, deadline - time.monotonic())
+                lambda: all(transfer.final for transfer in transfers),
+                max(0.0, deadline - time.monotonic()),
             )
 
     def close(self, deadline: float) -> None:
@@ -155,12 +161,12 @@ class WorkerPool:
 
     def _work(self) -> None:
         while (given := self._next()) is not None:
-            job, span = given
-            error = _attempt(partial(job.move, span))
-            if self._returned(job, error):
-                error = _attempt(job.conclude)
+            transfer, span = given
+            error = _attempt(partial(transfer.move, span))
+            if self._returned(transfer, error):
+                error = _attempt(transfer.conclude)
                 with self._changed:
-                    job.end(_DONE if error is None else _failed(error))
+                    transfer.end(_DONE if error is None else _failed(error))
                     self._changed.notify_all()
 
     def _next(self) -> tuple[LoopbackTransfer, tuple[int, int]] | None:
@@ -168,30 +174,30 @@ class WorkerPool:
             self._changed.wait_for(lambda: self._queue or self._closing)
             if self._closing:
                 return None
-            job = self._queue[0]
-            span = job.next_span()
-            if job.given_out:
+            transfer = self._queue[0]
+            span = transfer.next_span()
+            if transfer.given_out:
                 self._queue.popleft()
-            return job, span
+            return transfer, span
 
-    def _returned(self, job: LoopbackTransfer, error: TransportError | None) -> bool:
-        """Take a chunk back; whether the job is now to be concluded by the caller."""
+    def _returned(self, transfer: LoopbackTransfer, error: TransportError | None) -> bool:
+        """Take a chunk back; whether the transfer is now to be concluded by the caller."""
         with self._changed:
-            job.running -= 1
-            if error is not None or job.stop is not None:
-                self._fail(job, job.stop or error)
+            transfer.running -= 1
+            if error is not None or transfer.stop is not None:
+                self._fail(transfer, transfer.stop or error)
                 return False
-            job.concluding = job.running == 0 and job.given_out
-            return job.concluding
+            transfer.concluding = transfer.running == 0 and transfer.given_out
+            return transfer.concluding
 
-    def _fail(self, job: LoopbackTransfer, error: TransportError | None) -> None:
-        job.stop = error
-        if job in self._queue:
-            self._queue.remove(job)
-        if job.running:
-            job.status = Status(state=State.FAILING, error=error)
+    def _fail(self, transfer: LoopbackTransfer, error: TransportError | None) -> None:
+        transfer.stop = error
+        if transfer in self._queue:
+            self._queue.remove(transfer)
+        if transfer.running:
+            transfer.status = Status(state=State.FAILING, error=error)
         else:
-            job.end(_failed(error))
+            transfer.end(_failed(error))
             self._changed.notify_all()
 
 

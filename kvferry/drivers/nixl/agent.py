@@ -30,7 +30,7 @@ CUDA = "cuda"
 SEGMENTS = {CPU: "DRAM", CUDA: "VRAM"}
 """NIXL's names for memory kinds."""
 
-PART_ROWS = 4096
+CHUNK_ROWS = 4096
 """How many copies a part has at most. Posting one may take as long as moving it."""
 
 Registration = NewType("Registration", object)
@@ -127,15 +127,15 @@ class Agent:
         agent.agent = None
 
     @property
-    def spent(self) -> bool:
+    def must_not_post(self) -> bool:
         """Whether it must post nothing more: the threads that its backend has beside its progress
         thread may keep something of a transfer that has failed, and would run it when they next
         move anything (docs/adr/0018). It can do all else."""
         return self._failed and self._threads > 0
 
-    def rest(self, deadline: float) -> bool:
+    def wait_idle(self, deadline: float) -> bool:
         """Wait until its threads have left whatever copy they were in; whether that was in time."""
-        return self._own.rest(deadline)
+        return self._own.wait_idle(deadline)
 
     # Memory.
 
@@ -175,7 +175,7 @@ class Agent:
 
     # Transfers.
 
-    def part(
+    def make_chunk(
         self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows
     ) -> TransferChunk:
         """Copy rows, for a transfer that ``prepare`` makes.

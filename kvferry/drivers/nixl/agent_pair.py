@@ -65,7 +65,7 @@ class AgentPair:
             raise PeerLostError(f"the connection to {peer.name} is broken: connect again")
         agent = self._posting()
         try:
-            peer.tell(agent)
+            peer.load_metadata(agent)
         except ConnectError as exc:
             raise PeerLostError(str(exc)) from exc
         return agent.prepare(part, agent.name if peer.itself else peer.name)
@@ -89,13 +89,13 @@ class AgentPair:
         with self._lock:
             self._deregister(registration)
 
-    def rest(self, deadline: float) -> bool:
+    def wait_idle(self, deadline: float) -> bool:
         """Wait until NIXL's threads have left whatever copy they were in; whether that was in time.
 
         Args:
             deadline: by ``time.monotonic``.
         """
-        return all(agent.rest(deadline) for agent in self._all)
+        return all(agent.wait_idle(deadline) for agent in self._all)
 
     def close(self, *, quiet: bool) -> None:
         """End them; memory has been deregistered, and handles have been released.
@@ -111,7 +111,7 @@ class AgentPair:
         return [agent for agent in (self.first, self._second) if agent is not None]
 
     def _posting(self) -> Agent:
-        if not self.first.spent:
+        if not self.first.must_not_post:
             return self.first
         with self._lock:
             if self._second is None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvferry.core.transport.bounds import check_bounds, checked_length
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.nixl.agent import Rows
 
@@ -26,31 +25,29 @@ class DescriptorLists:
     def __init__(self) -> None:
         self._reserve(_SMALLEST)
 
-    def parts(self, copies: Copies, most: int | None = None) -> Iterator[tuple[Kinds, Rows, Rows]]:
-        """The local and the remote rows of each part, valid until the next call.
+    def chunks(self, copies: Copies, most: int | None = None) -> Iterator[tuple[Kinds, Rows, Rows]]:
+        """Cut a batch into chunks, each of one pair of memory kinds.
 
-        Copies of no bytes are left out, so there may be no part at all.
+        Copies of no bytes are left out, so there may be no chunk at all.
 
         Args:
-            copies: the batch.
-            most: how many rows a part may have; ``None``: any number.
+            copies: (n,) copies that have been checked.
+            most: how many rows a chunk has at most; ``None``: any number.
 
-        Raises:
-            TransportUsageError: the arrays or the segments do not fit together, or a copy leaves
-                its regions. Nothing has been given out by then.
+        Returns:
+            The memory kinds, the local and the remote rows of each chunk. The rows are valid until
+            the next call.
+
         """
-        n = checked_length(copies)
+        n = len(copies)
         if n == 0:
             return iter(())
-        if n > len(self._ends):
+        if n > len(self._local):
             self._reserve(1 << (n - 1).bit_length())
-        check_bounds(copies, "local", self._ends[:n])
-        check_bounds(copies, "remote", self._ends[:n])
-        parts = self._grouped(copies, *self._filled(copies, n))
-        return parts if most is None else _cut(parts, most)
+        chunks = self._grouped(copies, *self._filled(copies, n))
+        return chunks if most is None else _cut(chunks, most)
 
     def _reserve(self, capacity: int) -> None:
-        self._ends = np.empty(capacity, np.uint64)
         self._local, self._remote = np.empty((2, capacity, 3), np.uint64)
         self._devices: _Devices = (-1, -1)
 
@@ -97,8 +94,8 @@ def _picked(rows: Rows, segments: list[Segment]) -> Rows:
 
 
 def _cut(
-    parts: Iterator[tuple[Kinds, Rows, Rows]], most: int
+    chunks: Iterator[tuple[Kinds, Rows, Rows]], most: int
 ) -> Iterator[tuple[Kinds, Rows, Rows]]:
-    for kinds, local, remote in parts:
+    for kinds, local, remote in chunks:
         for start in range(0, len(local), most):
             yield kinds, local[start : start + most], remote[start : start + most]

@@ -33,7 +33,7 @@ class NativeThreads:
         yield
         self._ids |= set(os.listdir(_TASKS)) - before
 
-    def rest(self, deadline: float) -> bool:
+    def wait_idle(self, deadline: float) -> bool:
         """Wait until none is within a copy that it was in before; whether that was in time.
 
         A thread has left it when it sleeps, has ended, or has had a processor for longer than a

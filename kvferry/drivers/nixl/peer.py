@@ -1,9 +1,9 @@
-"""A peer, and letting NIXL's agents get to know it."""
+"""A peer, and what NIXL's agents know of it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import ConnectError, TransportError
@@ -19,67 +19,80 @@ class NixlPeer:
     Attributes:
         name: its transport's, and its agent's.
         itself: whether it is this very transport, which NIXL knows without being told.
-        regions: what it has registered, as far as is known.
-        metadata: its agent's, which NIXL reads.
-        connections: by NIXL's backends, how its agent is reached; empty if that cannot be read.
-        keys: of the spans in it.
-        told: of which spans each agent of ours has been told since it was connected.
+        regions: the regions that it has registered, as far as this side knows.
+        metadata: the metadata of its agent, which NIXL reads.
+        connections: how its agent is reached, by the names of NIXL's backends; empty if the
+            metadata cannot be read without NIXL.
+        keys: the keys of the spans in the metadata.
+        loaded: the keys of the spans that each agent of this side has loaded.
         lost: whether NIXL has dropped it.
-        failed: whether a transfer with it has.
+        failed: whether a transfer with it has failed.
     """
 
     name: str
     itself: bool
-    regions: frozenset[Region] = frozenset()
+    regions: Collection[Region] = frozenset()
     metadata: bytes = b""
     connections: Mapping[str, bytes] = field(default_factory=dict)
     keys: frozenset[int] = frozenset()
-    told: dict[Agent, frozenset[int]] = field(default_factory=dict)
+    loaded: dict[Agent, frozenset[int]] = field(default_factory=dict)
     lost: bool = False
     failed: bool = False
 
-    def tell(self, agent: Agent) -> None:
-        """Let an agent get to know it, or what it has registered since.
+    @property
+    def identity(self) -> Hashable:
+        """The name: NIXL knows agents by it."""
+        return self.name
+
+    def load_metadata(self, agent: Agent) -> None:
+        """Let an agent load the metadata, unless it has.
 
         Raises:
-            ConnectError: NIXL does not take the metadata, or it is another's. Whoever else it
-                names is still known.
+            ConnectError: NIXL does not take the metadata, or it is another peer's, whom the agent
+                still knows as before.
         """
-        if self.itself or self.told.get(agent) == self.keys:
+        if self.itself or self.loaded.get(agent) == self.keys:
             return
         try:
             name = agent.add(self.metadata)
         except TransportError as exc:
-            if agent not in self.told:
+            if agent not in self.loaded:
                 # It may have got half of it, and would take nothing else of this name.
                 with contextlib.suppress(TransportError):
                     agent.remove(self.name)
             raise ConnectError(f"NIXL does not connect to {self.name}: {exc}") from exc
         if name != self.name:
             raise ConnectError(f"an address of {self.name} that holds NIXL's metadata of {name}")
-        self.told[agent] = self.keys
+        self.loaded[agent] = self.keys
 
-    def lose(self) -> None:
-        """NIXL has dropped it, which it does not do with itself: then only memory is gone."""
+    def mark_lost(self) -> None:
+        """Remember that NIXL has dropped the peer.
+
+        It does not drop itself: then only memory is gone.
+        """
         self.lost = not self.itself
 
-    def part(self) -> list[TransportError]:
-        """Let all agents forget it, which closes their connections; what went wrong."""
+    def remove_remote(self) -> list[TransportError]:
+        """Let all agents forget the peer, which closes their connections.
+
+        Returns:
+            What went wrong.
+        """
         failed = []
-        for agent in self.told:
+        for agent in self.loaded:
             try:
                 agent.remove(self.name)
             except TransportError as exc:
                 failed.append(exc)
-        self.told.clear()
+        self.loaded.clear()
         return failed
 
 
 def check_backend(theirs: NixlAddress, backend: str) -> None:
-    """Refuse a peer that no connection can lead to.
+    """Refuse a peer whose agent has another backend than this side's.
 
     Raises:
-        ConnectError: it has another backend.
+        ConnectError: it has.
     """
     if theirs.backend != backend:
         raise ConnectError(

@@ -20,12 +20,12 @@ class FakeAgent(Agent):
         gone: what ``prepare`` raises.
         held: the handles that were not released.
         sent: notifications.
-        spent: as ``Agent`` has it.
+        must_not_post: as ``Agent`` has it.
         known: the metadata that it has got, and not been told to forget.
         closed: whether it has been.
     """
 
-    spent = False
+    must_not_post = False
 
     def __init__(self, name: str = "fake") -> None:
         self.name = name

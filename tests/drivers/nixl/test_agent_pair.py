@@ -60,8 +60,8 @@ def _both(maker: Maker) -> tuple[AgentPair, FakeAgent, FakeAgent, NixlPeer]:
     pair, peer = AgentPair(LIBRARY, "ours", NixlOptions()), _peer()
     [first] = maker.made
     pair.register(ONE)
-    peer.tell(pair.first)
-    first.spent = True
+    peer.load_metadata(pair.first)
+    first.must_not_post = True
     pair.prepare(peer, PART)
     [_, second] = maker.made
     return pair, first, second, peer
@@ -70,7 +70,7 @@ def _both(maker: Maker) -> tuple[AgentPair, FakeAgent, FakeAgent, NixlPeer]:
 def test_the_first_posts_until_it_must_not(maker: Maker) -> None:
     pair, peer = AgentPair(LIBRARY, "ours", NixlOptions()), _peer()
     assert pair.prepare(peer, PART).agent is pair.first
-    maker.made[0].spent = True
+    maker.made[0].must_not_post = True
     posting = [pair.prepare(peer, PART).agent for _ in range(3)]
     assert posting == [maker.made[1]] * 3
     assert maker.made[1].name != "ours"
@@ -80,7 +80,7 @@ def test_the_second_is_not_made_of_too_few_file_descriptors(
     maker: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = AgentPair(LIBRARY, "ours", NixlOptions())
-    maker.made[0].spent = True
+    maker.made[0].must_not_post = True
     with monkeypatch.context() as short:
         short.setattr("resource.getrlimit", lambda _: (20, 20))
         with pytest.raises(TransportError, match=r"of which -?\d+ of 20 are free: raise the limit"):
@@ -96,7 +96,7 @@ def test_the_second_has_the_memory_and_knows_the_peers(maker: Maker) -> None:
         assert agent.known == [b"peer"]
     pair.deregister(more)
     assert list(second.registered.values()) == list(first.registered.values()) == [ONE]
-    assert peer.part() == []
+    assert peer.remove_remote() == []
     assert first.known == second.known == []
     pair.close(quiet=True)
     assert first.closed
@@ -121,7 +121,7 @@ def test_its_own_memory_is_its_own_peer(maker: Maker) -> None:
 
 def test_a_peer_that_is_lost_needs_no_second(maker: Maker) -> None:
     pair, peer = AgentPair(LIBRARY, "ours", NixlOptions()), _peer()
-    maker.made[0].spent = peer.lost = True
+    maker.made[0].must_not_post = peer.lost = True
     with pytest.raises(PeerLostError, match="connect again"):
         pair.prepare(peer, PART)
     assert len(maker.made) == 1
@@ -133,7 +133,7 @@ def test_where_no_second_is_to_be_had_nothing_is_left_and_the_next_transfer_trie
     pair, peer = AgentPair(LIBRARY, "ours", NixlOptions()), _peer()
     pair.register(ONE)
     pair.register(OTHER)
-    maker.made[0].spent = True
+    maker.made[0].must_not_post = True
     maker.error = DriverError("too many open files")
     with pytest.raises(TransportError, match="too many open files"):
         pair.prepare(peer, PART)

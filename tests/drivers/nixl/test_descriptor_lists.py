@@ -58,7 +58,7 @@ def test_every_copy_of_some_bytes_is_in_the_part_of_its_kinds(copies: Copies) ->
                 part = expected.setdefault((cut.local.kind, cut.remote.kind), [])
                 part.append((here, size, cut.local.device, there, size, cut.remote.device))
     found = {}
-    for kinds, local, remote in DescriptorLists().parts(copies):
+    for kinds, local, remote in DescriptorLists().chunks(copies):
         assert kinds not in found
         assert local.flags.c_contiguous
         assert remote.flags.c_contiguous
@@ -75,7 +75,7 @@ def test_a_table_grows_and_is_used_again() -> None:
             nbytes=np.full(n, 7, np.uint64),
             segments=(Segment(start=0, stop=n, local=LOCAL[0], remote=REMOTE[1]),),
         )
-        [(kinds, local, remote)] = table.parts(copies)
+        [(kinds, local, remote)] = table.chunks(copies)
         assert kinds == ("cpu", "cuda")
         np.testing.assert_array_equal(local[:, 0], copies.local)
         np.testing.assert_array_equal(remote[:, 0], copies.remote)
@@ -86,7 +86,7 @@ def test_parts_of_few_rows_are_the_same_rows(copies: Copies, most: int) -> None:
     whole: list[tuple[object, ...]] = []
     few: list[tuple[object, ...]] = []
     for found, limit in ((whole, None), (few, most)):
-        for kinds, local, remote in DescriptorLists().parts(copies, limit):
+        for kinds, local, remote in DescriptorLists().chunks(copies, limit):
             assert 0 < len(local) == len(remote) <= (limit or len(local))
             assert local.flags.c_contiguous
             found += [(kinds, *map(int, row)) for row in np.hstack([local, remote])]

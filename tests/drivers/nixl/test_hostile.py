@@ -117,13 +117,13 @@ def test_two_addresses_of_one_peer_that_come_at_once_lead_to_one_connection(
     one, honest = make(), make()
     address, found = honest.address(), list[PeerId]()
     second = threading.Thread(target=lambda: found.append(one.connect(changed(address))))
-    meet = IdlePeers.meet
+    connect = IdlePeers.connect
 
-    def beside(parked: IdlePeers, peer: NixlPeer, agent: Agent) -> None:
+    def beside(idle: IdlePeers, peer: NixlPeer, agent: Agent) -> None:
         if second.ident is None:
             second.start()
             second.join(0.5)  # it has to wait for this one
-        meet(parked, peer, agent)
+        connect(idle, peer, agent)
 
     monkeypatch.setattr(IdlePeers, "meet", beside)
     first = one.connect(address)

@@ -62,19 +62,19 @@ def test_a_thread_that_sleeps_rests_also_if_there_is_no_time() -> None:
             thread = stack.enter_context(running(threading.Event()))
         while used(thread) == 0.0:
             time.sleep(0.001)
-        while not threads.rest(0.0):  # it may not have come to sleep yet
+        while not threads.wait_idle(0.0):  # it may not have come to sleep yet
             time.sleep(0.001)
         assert thread.is_alive()
 
 
 def test_one_that_has_ended_rests() -> None:
     with at_work() as (threads, _):
-        assert not threads.rest(0.0)
-    assert threads.rest(soon())
+        assert not threads.wait_idle(0.0)
+    assert threads.wait_idle(soon())
 
 
 def test_one_that_runs_is_waited_for_until_it_has_left_any_copy() -> None:
     with at_work() as (threads, thread):
         before = used(thread)
-        assert threads.rest(soon())
+        assert threads.wait_idle(soon())
         assert used(thread) - before > 0.01

@@ -16,9 +16,9 @@ def peer(name: str, metadata: bytes) -> NixlPeer:
 def test_metadata_under_another_name_does_not_have_its_agent_forgotten() -> None:
     agent = FakeAgent()
     honest = peer("honest", b"honest")
-    honest.tell(agent)
+    honest.load_metadata(agent)
     with pytest.raises(ConnectError, match="an address of other that holds NIXL's metadata of"):
-        peer("other", b"honest").tell(agent)
+        peer("other", b"honest").load_metadata(agent)
     assert b"honest" in agent.known
 
 
@@ -33,7 +33,7 @@ class Half(FakeAgent):
 def test_one_that_nixl_does_not_take_leaves_nothing_of_its_name() -> None:
     agent = Half()
     with pytest.raises(ConnectError, match="its second half is wrong"):
-        peer("one", b"one").tell(agent)
+        peer("one", b"one").load_metadata(agent)
     assert agent.known == []
 
 
@@ -41,7 +41,7 @@ def test_one_that_nixl_knew_is_not_forgotten_over_more_that_it_does_not_take() -
     """Whoever is told again decides what becomes of it: transfers may be under way."""
     agent = Half()
     known = peer("one", b"one")
-    known.told[agent] = frozenset()
+    known.loaded[agent] = frozenset()
     with pytest.raises(ConnectError):
-        known.tell(agent)
+        known.load_metadata(agent)
     assert agent.known == [b"one"]

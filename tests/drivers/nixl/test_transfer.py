@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from kvferry.core.errors import PeerLostError, TransportError
-from kvferry.core.memory import Region
-from kvferry.core.transport import PeerId, State, TransferId
+from kvferry.core.transport import State
 from kvferry.drivers.nixl.agent import TransferChunk
+from kvferry.drivers.nixl.peer import NixlPeer
 from kvferry.drivers.nixl.transfer import NixlTransfer
 from tests.drivers.nixl.fake import FakeAgent
 
@@ -16,9 +16,7 @@ def make(
     agent: FakeAgent, parts: int, notify: bytes | None = None
 ) -> tuple[NixlTransfer, list[TransferChunk]]:
     job = NixlTransfer(
-        id=TransferId(1),
-        peer=PeerId(1),
-        local=frozenset({Region(address=1, nbytes=1)}),
+        peer=NixlPeer(name="peer", itself=False),
         prepare=agent.prepare,
         send=None if notify is None else partial(agent.notify, "peer", notify),
     )
@@ -88,7 +86,7 @@ def test_where_no_part_is_to_be_had_it_is_quiet() -> None:
     job, parts = make(agent, 2, b"never")
     job.post(parts)
     assert (job.status.state, str(job.status.error)) == (State.FAILED, "gone")
-    assert job.over
+    assert job.drained
     assert (agent.posted, agent.sent) == ([], [])
 
 
@@ -100,10 +98,10 @@ def test_where_the_next_part_is_not_to_be_had_the_one_that_moves_must_be_settled
     agent.gone = PeerLostError("gone")
     job.advance()
     job.advance()
-    assert (job.over, job.status.state) == (True, State.FAILING)
+    assert (job.drained, job.status.state) == (True, State.FAILING)
     job.release()
     job.settle()
-    assert (job.over, job.status.state) == (True, State.FAILED)
+    assert (job.drained, job.status.state) == (True, State.FAILED)
     assert not agent.held
 
 
@@ -132,7 +130,7 @@ def test_a_disconnect_in_flight_is_not_undone_by_a_good_end() -> None:
     job, parts = make(agent, 1, b"too late")
     agent.answers = {parts[0]: [False, True]}
     job.post(parts)
-    job.doom(PeerLostError("disconnected"))
+    job.fail(PeerLostError("disconnected"))
     job.advance()
     job.settle()
     assert (job.status.state, agent.sent) == (State.FAILED, [])

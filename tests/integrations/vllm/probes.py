@@ -135,7 +135,7 @@ def gate_reads(engine: Any, gate: str, before: bool) -> None:
             _wait_for(gate)
         return transfer
 
-    LoopbackTransport.read = read  # type: ignore[method-assign]
+    LoopbackTransport.read = read  # type: ignore[assignment, method-assign]
 
 
 def _wait_for(gate: str) -> None:

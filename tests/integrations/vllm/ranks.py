@@ -127,7 +127,7 @@ def _fail(worker: Any, rank: int, failing: bool) -> None:
         return transfer
 
     read.original = original  # type: ignore[attr-defined]
-    LoopbackTransport.read = read if failing else original  # type: ignore[method-assign]
+    LoopbackTransport.read = read if failing else original  # type: ignore[assignment, method-assign]
 
 
 def endpoint() -> Endpoint:

@@ -17,7 +17,10 @@ from kvferry.core.transport import (
     Transport,
 )
 from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.refusals import find_peer, find_transfer
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.drivers.loopback.transport import LoopbackConnection
+from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
 
 T = TypeVar("T", bound=Transport)
 
@@ -65,6 +68,16 @@ class Watched(LoopbackTransport):
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         return status
+
+
+def transfer_of(driver: LoopbackTransport, transfer: TransferId) -> LoopbackTransfer:
+    """The driver's own object; an id that means nothing is refused."""
+    return find_transfer(driver._transfers, transfer).transfer
+
+
+def connection_of(driver: LoopbackTransport, peer: PeerId) -> LoopbackConnection:
+    """The driver's own object; an id that means nothing is refused."""
+    return find_peer(driver._peers, peer)
 
 
 def cut(copies: Copies, part: slice) -> Copies:

@@ -23,7 +23,7 @@ class ClosesOnce(LoopbackTransport):
     """The second ``close`` is a mistake."""
 
     def close(self) -> None:
-        self._guard()
+        self._check_usable()
         super().close()
 
 
@@ -41,7 +41,7 @@ class NamesNoLibraryAfterClose(LoopbackTransport):
 
     @property
     def library(self) -> str:
-        self._guard()
+        self._check_usable()
         return "memcpy"
 
 
@@ -64,7 +64,7 @@ class ClosesWhatIsShared(LoopbackTransport):
 class DoesNotNoticeAFork(LoopbackTransport):
     """A forked child goes on as if it were its parent."""
 
-    def _guard(self) -> None:
+    def _check_usable(self) -> None:
         if self._owner.closed:
             raise TransportUsageError("closed")
 
@@ -74,7 +74,7 @@ class StaysReadable(LoopbackTransport):
     """``close`` leaves its memory registered."""
 
     def close(self) -> None:
-        self._board = RegionRegistry()
+        self._registry = RegionRegistry()
         super().close()
 
 

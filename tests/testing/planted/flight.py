@@ -17,11 +17,7 @@ from kvferry.core.transport import (
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.testing.factories import Failing
-from tests.testing.planted.base import (
-    Watched,
-    caught_by,
-    failed,
-)
+from tests.testing.planted.base import Watched, caught_by, connection_of, failed, transfer_of
 
 
 @caught_by("test_cancel_ends_a_transfer_early")
@@ -29,7 +25,7 @@ class CannotCancelAndSaysItCan(LoopbackTransport):
     """``cancel`` has no effect."""
 
     def cancel(self, transfer: TransferId) -> None:
-        self._job(transfer)
+        transfer_of(self, transfer)
 
 
 @caught_by("test_quiet_after_a_cancel")
@@ -41,7 +37,7 @@ class IsFinalBeforeItIsQuiet(Watched):
         self._cancelled: set[TransferId] = set()
 
     def cancel(self, transfer: TransferId) -> None:
-        self._job(transfer)
+        transfer_of(self, transfer)
         self._cancelled.add(transfer)
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
@@ -53,12 +49,12 @@ class DisconnectDoesNotWait(Watched):
     """``disconnect`` forgets the peer, and its transfers go on."""
 
     def disconnect(self, peer: PeerId) -> None:
-        self._guard()
-        self._peer(peer)
+        self._check_usable()
+        connection_of(self, peer)
         del self._peers[peer]
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
-        peer = self._jobs[transfer][0]
+        peer = self._transfers[transfer].peer
         return status if peer in self._peers or status.state.final else failed("disconnected")
 
 
@@ -78,7 +74,7 @@ class CancelsEverything(LoopbackTransport):
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
-        self._jobs[transfer][1].limit = 1 << 12
+        self._transfers[transfer].transfer.limit = 1 << 12
         return transfer
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
@@ -142,7 +138,7 @@ class WaitsForTheEndOfACancel(LoopbackTransport):
     """``cancel`` returns when the transfer is final, which takes a while."""
 
     def cancel(self, transfer: TransferId) -> None:
-        running = not self._job(transfer).final
+        running = not transfer_of(self, transfer).final
         super().cancel(transfer)
         if running:
             time.sleep(0.5)
@@ -171,6 +167,6 @@ class ConnectLooksAtWhatOthersChange(LoopbackTransport):
     """``connect`` goes through the transfers while others begin and end."""
 
     def connect(self, address: bytes) -> PeerId:
-        for _ in self._jobs:
+        for _ in self._transfers:
             time.sleep(0.001)
         return super().connect(address)

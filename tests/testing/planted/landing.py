@@ -34,7 +34,7 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.peer_memory import OtherProcess
 from kvferry.drivers.loopback.procfs import vm_copy
-from tests.testing.planted.base import Watched, caught_by, cut
+from tests.testing.planted.base import Watched, caught_by, connection_of, cut, transfer_of
 
 _LATE_SECONDS = 0.1
 _TIMES = 6
@@ -126,7 +126,7 @@ class Late(Watched):
     def land_those(self, peer: PeerId | None = None) -> None:
         """Let what is unfinished land, of one peer or of all."""
         for transfer, batch in list(self._batches.items()):
-            if batch.peer == (peer or batch.peer) and not self._job(transfer).final:
+            if batch.peer == (peer or batch.peer) and not transfer_of(self, transfer).final:
                 self.land_later(transfer)
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class LateAfterCancel(Late):
     """Base."""
 
     def cancel(self, transfer: TransferId) -> None:
-        if not self._job(transfer).final:
+        if not transfer_of(self, transfer).final:
             self.land_later(transfer)
         super().cancel(transfer)
 
@@ -162,7 +162,7 @@ class LandsWhatWasUnderWayOnly(Late):
     """What is cancelled at once is quiet; what has moved some bytes already is not."""
 
     def cancel(self, transfer: TransferId) -> None:
-        job = self._job(transfer)
+        job = transfer_of(self, transfer)
         if not job.final and job.position > job.limit * job.running:
             self.land_later(transfer)
         super().cancel(transfer)
@@ -172,7 +172,7 @@ class LateAfterDisconnect(Late):
     """Base."""
 
     def disconnect(self, peer: PeerId) -> None:
-        self._peer(peer)
+        connection_of(self, peer)
         self.land_those(peer)
         super().disconnect(peer)
 
@@ -265,7 +265,7 @@ class LandsAWriteAfterAFailure(LateAfterFailure):
         batch = self._batches.pop(transfer, None)
         if batch is None:
             return
-        reach = self._peers[batch.peer].reach
+        reach = self._peers[batch.peer].memory
         assert isinstance(reach, OtherProcess)
         self.go_on(partial(_poke, reach.pid, batch))
 

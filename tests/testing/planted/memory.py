@@ -16,12 +16,7 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.testing.planted.base import (
-    Altered,
-    caught_by,
-    cut,
-    first_of,
-)
+from tests.testing.planted.base import Altered, caught_by, connection_of, cut, first_of
 
 
 @caught_by("test_a_copy_outside_its_region_is_refused")
@@ -96,7 +91,7 @@ class KeepsWhatWasDeregistered(LoopbackTransport):
     """``deregister`` does nothing but check."""
 
     def deregister(self, region: Region) -> None:
-        self._guard()
+        self._check_usable()
         if region not in self._registered:
             raise TransportUsageError("not registered")
 
@@ -106,10 +101,10 @@ class DeregistersWhatIsInUse(LoopbackTransport):
     """A transfer in flight loses its memory."""
 
     def deregister(self, region: Region) -> None:
-        self._guard()
+        self._check_usable()
         if region not in self._registered:
             raise TransportUsageError("not registered")
-        self._board.erase(self._registered.pop(region))
+        self._registry.erase(self._registered.pop(region))
 
 
 @caught_by("test_registering_again_has_no_effect")
@@ -152,7 +147,7 @@ class KnowsNoPeersApart(LoopbackTransport):
     """What any peer has registered may be read from all of them."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        found = self._peer(peer)
+        found = connection_of(self, peer)
         for other in self._peers.values():
             found.regions = other.regions | found.regions
         return super().read(peer, copies, notify)
@@ -201,7 +196,8 @@ class HoldsItsFirstRegionOnly(LoopbackTransport):
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
-        self._jobs[transfer][1].local = frozenset(one.local for one in copies.segments[:1])
+        first = frozenset(one.local for one in copies.segments[:1])
+        self._transfers[transfer] = self._transfers[transfer]._replace(local=first)
         return transfer
 
 
@@ -210,7 +206,7 @@ class HoldsEverything(LoopbackTransport):
     """While anything is under way, nothing may be deregistered."""
 
     def deregister(self, region: Region) -> None:
-        if any(not job.final for _, job in self._jobs.values()):
+        if any(not job.final for _, _, job in self._transfers.values()):
             raise TransportUsageError("busy")
         super().deregister(region)
 

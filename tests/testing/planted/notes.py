@@ -16,11 +16,7 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.testing.planted.base import (
-    Altered,
-    caught_by,
-    cut,
-)
+from tests.testing.planted.base import Altered, caught_by, connection_of, cut, transfer_of
 
 
 @caught_by("test_a_bound_one_arrives_after_all_bytes")
@@ -81,7 +77,7 @@ class NotifiesEverybody(LoopbackTransport):
     """Every peer gets every notification."""
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        self._peer(peer)
+        connection_of(self, peer)
         for other in self._peers:
             super().notify(other, payload)
 
@@ -184,7 +180,7 @@ class TellsTheNewestPeer(LoopbackTransport):
     """What is bound to a transfer goes to whoever was connected last."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        self._peer(peer)
+        connection_of(self, peer)
         newest = max(self._peers)
         if notify is None or newest == peer:
             return super().read(peer, copies, notify)
@@ -202,7 +198,7 @@ class Tells(LoopbackTransport):
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
-        if notify is not None and not self._job(transfer).final:
+        if notify is not None and not transfer_of(self, transfer).final:
             self._unsaid[transfer] = (peer, notify)
         return transfer
 
@@ -212,7 +208,7 @@ class TellsAtDisconnect(Tells):
     """A peer that is disconnected is told of everything that was under way."""
 
     def disconnect(self, peer: PeerId) -> None:
-        self._peer(peer)
+        connection_of(self, peer)
         for other, payload in self._unsaid.values():
             if other == peer:
                 self.notify(peer, payload)

@@ -18,12 +18,7 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.testing.planted.base import (
-    PENDING,
-    Watched,
-    caught_by,
-    failed,
-)
+from tests.testing.planted.base import PENDING, Watched, caught_by, failed, transfer_of
 from tests.testing.planted.moving import KeepsTheCallersArrays
 
 
@@ -49,7 +44,7 @@ class DisconnectUndoesWhatWasDone(Watched):
     """A transfer of a peer that has been disconnected is FAILED, whatever it was."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
-        peer = self._jobs[transfer][0]
+        peer = self._transfers[transfer].peer
         return status if peer in self._peers else failed("disconnected")
 
 
@@ -60,7 +55,7 @@ class ForgetsWhatIsDone(LoopbackTransport):
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         statuses = super().poll(transfers)
         for transfer, status in zip(transfers, statuses, strict=True):
-            if status.state.final and transfer in self._jobs:
+            if status.state.final and transfer in self._transfers:
                 self.forget(transfer)
         return statuses
 
@@ -70,7 +65,7 @@ class ForgetsWhatRuns(LoopbackTransport):
     """``forget`` of a transfer in flight is taken."""
 
     def forget(self, transfer: TransferId) -> None:
-        if self._job(transfer).final:
+        if transfer_of(self, transfer).final:
             super().forget(transfer)
 
 
@@ -79,7 +74,9 @@ class BlocksInPoll(LoopbackTransport):
     """``poll`` waits a little for an end."""
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        self._workers.wait_quiet([self._job(one) for one in transfers], time.monotonic() + 0.1)
+        self._workers.wait_final(
+            [transfer_of(self, one) for one in transfers], time.monotonic() + 0.1
+        )
         return super().poll(transfers)
 
 
@@ -91,8 +88,8 @@ class IsBoundToOneThread(LoopbackTransport):
         self._thread = threading.get_ident()
         super().__init__(**options)
 
-    def _guard(self) -> None:
-        super()._guard()
+    def _check_usable(self) -> None:
+        super()._check_usable()
         if self._thread != threading.get_ident():
             raise TransportError("called from another thread")
 

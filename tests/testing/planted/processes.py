@@ -67,7 +67,7 @@ class WillNotNotifyTheDead(LoopbackTransport):
     """A free notification is refused once it is known that the peer is gone."""
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        jobs = [job for owner, job in self._jobs.values() if owner == peer]
+        jobs = [job for owner, _, job in self._transfers.values() if owner == peer]
         if any(job.status.state is State.FAILED for job in jobs):
             raise TransportError("the peer is gone")
         super().notify(peer, payload)
@@ -102,7 +102,9 @@ class LearnsOfOneDeathAtATime(Watched):
     """Only the first transfer of a dead peer fails."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
-        others = [one for one, (_, job) in self._jobs.items() if job.stop and one < transfer]
+        others = [
+            one for one, (_, _, job) in self._transfers.items() if job.stop and one < transfer
+        ]
         return PENDING if others else status
 
 
@@ -147,7 +149,7 @@ class KnowsDeathByItsSockets(Watched):
     """A peer is gone when its socket has ended: a fork that inherited it keeps the dead alive."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
-        peer = self._peers.get(self._jobs[transfer][0])
+        peer = self._peers.get(self._transfers[transfer].peer)
         if status.state is not State.FAILED or peer is None or peer.channel.lost:
             return status
         try:
@@ -165,8 +167,8 @@ class WaitsForAStoppedPeer(LoopbackTransport):
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         for peer in self._peers.values():
-            if isinstance(peer.reach, OtherProcess) and transfers:
-                stat = Path(f"/proc/{peer.reach.pid}/stat").read_text()
+            if isinstance(peer.memory, OtherProcess) and transfers:
+                stat = Path(f"/proc/{peer.memory.pid}/stat").read_text()
                 if stat.rpartition(")")[2].split()[0] == "T":
                     time.sleep(0.1)
         return super().poll(transfers)

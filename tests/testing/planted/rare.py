@@ -7,9 +7,7 @@ from kvferry.core.transport import (
     PeerId,
 )
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.testing.planted.base import (
-    caught_by,
-)
+from tests.testing.planted.base import caught_by, connection_of
 
 
 @caught_by("test_any_order_of_calls_does_what_the_model_does")
@@ -40,7 +38,7 @@ class LosesANotificationAfterReconnecting(LoopbackTransport):
         self._ended = 1
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        self._peer(peer)
+        connection_of(self, peer)
         if self._ended == 1:
             self._ended = 2
             return

@@ -21,7 +21,7 @@ _GIVES_UP_SECONDS = 20.0
 def process_of(transport: LoopbackTransport, peer: PeerId) -> int | None:
     """The process of a peer that is stopped."""
     found = transport._peers.get(peer)
-    reach = None if found is None else found.reach
+    reach = None if found is None else found.memory
     return reach.pid if isinstance(reach, OtherProcess) and is_stopped(reach.pid) else None
 
 
@@ -100,7 +100,7 @@ class DeregistersWhatWasCancelled(Watched):
         self._cancelled.add(transfer)
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
-        failing = transfer in self._cancelled and process_of(self, self._jobs[transfer][0])
+        failing = transfer in self._cancelled and process_of(self, self._transfers[transfer].peer)
         if not failing or status.error is None:
             return status
         return Status(state=State.FAILING, error=status.error)

@@ -8,7 +8,7 @@ import struct
 import msgspec
 import pytest
 from kvferry_mooncake.address import Address
-from kvferry_mooncake.mail import MAX_NOTIFICATION, Channel, Mailbox
+from kvferry_mooncake.notifications import MAX_NOTIFICATION, Channel, Mailbox
 
 from kvferry.core.errors import ConnectError, PeerLostError
 from kvferry.core.transport import Notification
