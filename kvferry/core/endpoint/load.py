@@ -49,16 +49,6 @@ class Load:
         return any(wanted is not None for wanted in self.ranges)
 
 
-STAGES = {
-    "handshake": Stage.HANDSHAKE,
-    "checking": Stage.CHECK,
-    "recheck": Stage.CHECK,
-    "reading": Stage.TRANSFER,
-    "fencing": Stage.FENCE,
-}
-"""By what ``Loads.stage`` calls them."""
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadState:
     """What the endpoint knows of a load that the machine need not know."""
@@ -114,12 +104,12 @@ class LoadState:
             moved = outcome.seconds - outcome.post_seconds
             self.transfer_seconds = max(self.transfer_seconds, moved)
 
-    def record(self, error: KVFerryError | None, stage: str) -> LoadRecord:
-        """Figures, now that the load is over.
+    def record(self, error: KVFerryError | None, stage: Stage | None) -> LoadRecord:
+        """Return the figures of a load that is over.
 
         Args:
-            error: why it failed.
-            stage: where, as ``Loads`` says it.
+            error: why it failed; ``None`` if it succeeded.
+            stage: the stage in which ``Loads`` saw it fail.
         """
         now = time.perf_counter()
         return LoadRecord(
@@ -128,7 +118,7 @@ class LoadState:
             reached=self.peer is not None,
             path=(self.peer.path or "") if self.peer is not None else "",
             error=error,
-            stage=None if error is None else self.failed_at or STAGES.get(stage, Stage.HANDSHAKE),
+            stage=None if error is None else self.failed_at or stage,
             reads=self.load.reads,
             tokens=max((last - first for first, last in filter(None, self.load.ranges)), default=0),
             copies=self.copies,

@@ -12,7 +12,7 @@ import pytest
 from kvferry.core.endpoint import peer_status as standing_module
 from kvferry.core.endpoint.device_sync import DeviceSync
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal
-from kvferry.core.endpoint.load import STAGES, Load, LoadState
+from kvferry.core.endpoint.load import Load, LoadState
 from kvferry.core.endpoint.peer_status import PeerStatus
 from kvferry.core.endpoint.pending_tickets import LOOK_SECONDS, PendingTickets
 from kvferry.core.endpoint.slot_reads import SlotRead
@@ -146,7 +146,7 @@ def test_of_several_ranks_bytes_are_added_and_the_longest_times_count() -> None:
 
 def test_a_load_is_recorded_with_where_it_failed() -> None:
     context = LoadState(load=load(), begun=1.0, handshake_succeeded=1.5)
-    record = context.record(None, "over")
+    record = context.record(None, None)
     assert (record.request, record.engine, record.reached, record.path) == (
         "d-1", "prefill", False, "",
     )  # fmt: skip
@@ -154,20 +154,19 @@ def test_a_load_is_recorded_with_where_it_failed() -> None:
     assert (record.handshake_seconds, record.fence_seconds) == (0.5, 0.0)
     assert record.seconds > 0
     error = StaleError("late")
-    for said, stage in STAGES.items():
-        assert context.record(error, said).stage is stage
-    assert context.record(error, "?").stage is Stage.HANDSHAKE
+    for stage in Stage:
+        assert context.record(error, stage).stage is stage
     context.failed_at = Stage.WAIT
-    assert context.record(error, "reading").stage is Stage.WAIT
+    assert context.record(error, Stage.TRANSFER).stage is Stage.WAIT
     context.handshake_succeeded = 0.0
-    assert context.record(error, "").handshake_seconds == 0.0
-    assert context.record(error, "").error is error
+    assert context.record(error, Stage.HANDSHAKE).handshake_seconds == 0.0
+    assert context.record(error, Stage.HANDSHAKE).error is error
 
 
 def test_a_load_that_reads_nothing_has_no_tokens() -> None:
     nothing = load(ranges=(None, None))
     assert not nothing.reads
-    record = LoadState(load=nothing, begun=0.0).record(None, "")
+    record = LoadState(load=nothing, begun=0.0).record(None, None)
     assert (record.tokens, record.reads) == (0, False)
 
 
