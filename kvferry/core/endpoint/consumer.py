@@ -14,11 +14,11 @@ from kvferry.core.endpoint.fingerprints import FingerprintReads
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal
 from kvferry.core.endpoint.load import Load, LoadState
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.peers import Peer, Peers
+from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
 from kvferry.core.endpoint.pending_tickets import PendingTickets
 from kvferry.core.endpoint.slot_reads import SlotRead, SlotReads, fitting
 from kvferry.core.endpoint.slot_table import ScratchWords
-from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Outcome, Read, Transfers
+from kvferry.core.endpoint.transfers import Grace, Outcome, Read, Transfers
 from kvferry.core.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -94,8 +94,7 @@ class LoadManager:
             lost=self._part,
         )
         self._loads = Loads()
-        self._contexts: dict[LoadId, LoadState] = {}
-        self._by_request: dict[RequestId, LoadId] = {}
+        self._states: dict[LoadId, LoadState] = {}
         self._workspace = Workspace()
         self._renewer = LeaseRenewal(
             engine=own.engine,
@@ -103,13 +102,12 @@ class LoadManager:
             notify=transport.notify,
             words=self._words,
             transfers=transfers,
-            clock=clock,
             lost=self._on_peer_error,
             failing=self._failing_word,
         )
         self._waiting = PendingTickets(self._peers, self._renewer, clock)
-        self._maybe_over: set[LoadId] = set()
-        self._cancelled: dict[LoadId, float] = {}
+        self._touched: set[LoadId] = set()
+        """Loads of which something was heard, and nothing may come any more."""
         self._next_tick = 0.0
         self._quarantined = 0
 
@@ -156,16 +154,15 @@ class LoadManager:
             shared=load.shared,
             deadline=self._clock() + self._load_timeout,
         )
-        context = LoadState(load=load, begun=time.perf_counter())
-        self._contexts[load_id] = context
-        self._by_request[load.request] = load_id
+        state = LoadState(load_id=load_id, load=load, begun=time.perf_counter())
+        self._states[load_id] = state
         if load.ticket.engine == self._own.engine:
             reason = TicketReason.OWN
             self._refuse(load_id, TicketError("the ticket is from this very engine", reason=reason))
             return
-        context.wait_seconds, gone = self._waiting.take(load.ticket)
+        state.wait_seconds, gone = self._waiting.take(load.ticket)
         if failed := error or gone:
-            context.failed_at = Stage.WAIT
+            state.failed_at = Stage.WAIT
             self._loads.abort(load_id, failed)
         self._peers.reach(
             load.ticket,
@@ -175,15 +172,18 @@ class LoadManager:
         )
 
     def abort(self, request: RequestId) -> None:
-        """The engine gives a request up."""
-        load_id = self._by_request.get(request)
-        if load_id is not None:
-            self._loads.abort(load_id, EndpointClosedError("given up by this engine"))
+        """Give up the latest load of a request."""
+        loads = (one for one in reversed(self._states.values()) if one.load.request == request)
+        if (state := next(loads, None)) is not None:
+            self._abort(state)
 
     def abort_all(self) -> None:
-        """The endpoint closes."""
-        for request in list(self._by_request):
-            self.abort(request)
+        """Give up all loads: the endpoint closes."""
+        for state in self._states.values():
+            self._abort(state)
+
+    def _abort(self, state: LoadState) -> None:
+        self._loads.abort(state.load_id, EndpointClosedError("given up by this engine"))
 
     def close(self, until: float) -> bool:
         """Watch peers no more; when the thread has ended.
@@ -209,7 +209,7 @@ class LoadManager:
         while actions := self._loads.take_actions():
             busy = True
             self._perform(actions)
-            self._maybe_over.update(action.load for action in actions)
+            self._touched.update(action.load for action in actions)
         self._drop_what_is_over()
         self._words.post(self._transfers, self._max_notification)
         return busy
@@ -221,46 +221,46 @@ class LoadManager:
             ("looking after tickets", self._waiting.progress),
             ("renewing", self._renewer.progress),
             ("keeping deadlines", self._loads.tick),
-            ("ending reads that were cancelled", self._silence),
+            ("ending reads that were cancelled", self._transfers.escalate),
             ("counting quarantined pages", self._count_quarantined),
         ):
             self._containment.run(activity, partial(step, now), None, serves_all=True)
 
-    def _silence(self, now: float) -> None:
-        """Disconnect from whom a cancelled read goes on: nothing less ends it.
+    def _end_lingering(self, state: LoadState, reads: Sequence[Read]) -> bool:
+        """Disconnect from whom the cancelled reads of a load go on: nothing less ends them.
 
         That would be the end of other loads from there, too, by whatever engine's name: while there
-        are some, the read may go on until its own deadline.
+        are some, the reads may go on until their own load's deadline.
+
+        Returns:
+            Whether to look at them again, as long as they go on: always.
         """
-        for load_id in [one for one, until in self._cancelled.items() if until <= now]:
-            self._cancelled[load_id] = now + CANCEL_SECONDS
-            peer = self._contexts[load_id].peer
-            if peer is None:
-                continue
-            lingering = self._transfers.lingering({(load_id, rank) for rank in peer.links})
-            connections = {each for each in lingering if self._peers.is_open(each)}
-            if self._loads.is_late(load_id, now) or not self._is_wanted(connections):
-                error = PeerLostError("disconnected, to end a read that was cancelled")
-                for connection in connections:
-                    self._cut(connection, error)
+        connections = {read.peer for read in reads if self._peers.is_open(read.peer)}
+        is_late = self._loads.is_late(state.load_id, self._clock())
+        if is_late or not self._is_wanted(connections):
+            error = PeerLostError("disconnected, to end a read that was cancelled")
+            for connection in connections:
+                self._cut(connection, error)
+        return True
 
     def _is_wanted(self, connections: Collection[PeerId]) -> bool:
         """Whether loads that have not failed would end with these connections."""
         peers = {peer for each in connections for peer in self._peers.using(each)}
         return any(
-            context.peer in peers and self._loads.wanted(load_id)
-            for load_id, context in self._contexts.items()
+            state.peer in peers and self._loads.wanted(load_id)
+            for load_id, state in self._states.items()
         )
 
     def _count_quarantined(self, now: float) -> None:
         del now
         if not self._peers.not_quiesced and not self._quarantined:
             return
-        contexts = [self._contexts[load_id] for load_id in self._by_request.values()]
         self._quarantined = sum(
-            context.pages
-            for context in contexts
-            if context.peer is not None and self._peers.has_not_quiesced(context.peer)
+            state.pages
+            for state in self._states.values()
+            if state.peer is not None
+            and self._loads.stage(state.load_id) is not None
+            and self._peers.has_not_quiesced(state.peer)
         )
         self._figures.set(QUARANTINED, self._quarantined)
 
@@ -268,7 +268,7 @@ class LoadManager:
         tell: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
         for action in actions:
             try:
-                self._do(action, self._contexts[action.load], tell)
+                self._do(action, self._states[action.load], tell)
             except Exception as exc:  # noqa: BLE001  it fails this load, and no other
                 self._fail(action, self._containment.caught("an action of a load", exc))
         for (peer, rank), releases in tell.items():
@@ -276,22 +276,22 @@ class LoadManager:
             self._containment.run("telling a peer", say, None)
         for action in actions:  # only when "abandon" is on its way
             if action.op is LoadAction.REPORT:
-                report = partial(self._report, action, self._contexts[action.load])
+                report = partial(self._report, action, self._states[action.load])
                 self._containment.run("reporting a load", report, None)
 
     def _do(
-        self, action: Action, context: LoadState, tell: dict[tuple[Peer, int], list[Release]]
+        self, action: Action, state: LoadState, tell: dict[tuple[Peer, int], list[Release]]
     ) -> None:
         if action.op is LoadAction.READ:
-            self._read(action, context)
+            self._read(action, state)
         elif action.op in (LoadAction.CHECK, LoadAction.FENCE):
             if action.op is LoadAction.FENCE:
-                self._renewer.settle(context.renewal, action.rank)
-            self._words.add(self._word_read(action, context))
+                self._renewer.settle(state.renewal, action.rank)
+            self._words.add(self._word_read(action, state))
         elif action.op is LoadAction.CANCEL:
-            self._cancel(action)
-        elif action.op in (LoadAction.DONE, LoadAction.ABANDON) and context.peer is not None:
-            tell[context.peer, action.rank].append(self._release(action, context))
+            self._cancel(action, state)
+        elif action.op in (LoadAction.DONE, LoadAction.ABANDON) and state.peer is not None:
+            tell[state.peer, action.rank].append(self._release(action, state))
 
     def _fail(self, action: Action, error: KVFerryError) -> None:
         """An action was not performed. What is to be read has not been posted then, so it is over;
@@ -304,28 +304,28 @@ class LoadManager:
     def _refuse(self, load_id: LoadId, error: KVFerryError) -> None:
         self._loads.handshake_failed(load_id, error)
         self._loads.abort(load_id, error)  # if it had begun to read
-        self._maybe_over.add(load_id)
+        self._touched.add(load_id)
 
     def _on_connected(self, load_id: LoadId, peer: Peer) -> None:
-        context = self._contexts[load_id]
-        context.peer, context.handshake_succeeded = peer, time.perf_counter()
-        peer.loads += 1
-        self._maybe_over.add(load_id)
+        state = self._states[load_id]
+        state.peer, state.handshake_succeeded = peer, time.perf_counter()
+        peer.acquire(PeerUse.LOAD)
+        self._touched.add(load_id)
         try:
-            peer.check(context.load.ticket)
-            if context.load.reads and self._loads.wanted(load_id):
-                self._zero(unwritten(self._own.layout, peer.plan, context.request))
+            peer.check(state.load.ticket)
+            if state.load.reads and self._loads.wanted(load_id):
+                self._zero(unwritten(self._own.layout, peer.plan, state.request))
         except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own
             self._refuse(load_id, as_ours(exc))
         else:
-            self._renew(load_id, context, peer)
+            self._renew(load_id, state, peer)
             self._loads.handshake_succeeded(load_id, peer.parties)
 
-    def _renew(self, load_id: LoadId, context: LoadState, peer: Peer) -> None:
-        if context.load.reads and self._loads.wanted(load_id):
-            context.renewal = self._renewer.begin(
+    def _renew(self, load_id: LoadId, state: LoadState, peer: Peer) -> None:
+        if state.load.reads and self._loads.wanted(load_id):
+            state.renewal = self._renewer.begin(
                 peer,
-                context.load.ticket.hold,
+                state.load.ticket.hold,
                 now=self._clock(),
                 at_once=False,
                 ended=lambda error: self._loads.abort(load_id, error),
@@ -333,21 +333,21 @@ class LoadManager:
 
     # The data.
 
-    def _read(self, action: Action, context: LoadState) -> None:
+    def _read(self, action: Action, state: LoadState) -> None:
         load_id, rank = action.load, action.rank
 
         def build() -> Copies:
-            peer = context.known_peer
-            return copies(peer.sources[rank], context.request, self._workspace)
+            peer = state.known_peer
+            return copies(peer.sources[rank], state.request, self._workspace)
 
         def finished(outcome: Outcome) -> None:
             try:
-                self._finished(action, context, outcome)
+                self._finished(action, state, outcome)
             except Exception as exc:  # noqa: BLE001  the read is over, so its load can fail
                 error = self._containment.caught("a read that has ended", exc)
                 self._loads.lost(load_id, rank, error)
 
-        peer = context.known_peer
+        peer = state.known_peer
         if rank not in peer.ids:
             self._lost(action, peer.gone())
             return
@@ -360,21 +360,21 @@ class LoadManager:
         )
         self._transfers.add(job)
 
-    def _finished(self, action: Action, context: LoadState, outcome: Outcome) -> None:
-        context.add(outcome)
+    def _finished(self, action: Action, state: LoadState, outcome: Outcome) -> None:
+        state.add(outcome)
         if outcome.error is None:
             self._loads.read(action.load, action.rank)
         else:
             self._lost(action, outcome.error)
 
-    def _word_read(self, action: Action, context: LoadState) -> SlotRead:
-        tells = action.op is LoadAction.FENCE and not context.load.shared
+    def _word_read(self, action: Action, state: LoadState) -> SlotRead:
+        tells = action.op is LoadAction.FENCE and not state.load.shared
         return SlotRead(
             tag=(action.load, action.rank),
-            peer=context.known_peer,
+            peer=state.known_peer,
             rank=action.rank,
-            slot=context.load.ticket.hold.slot,
-            note=self._release(action, context) if tells else None,
+            slot=state.load.ticket.hold.slot,
+            note=self._release(action, state) if tells else None,
             landed=lambda value, seconds: self._word(action, value, seconds),
             lost=lambda error: self._lost(action, error),
             failing=lambda error: self._failing(action, error),
@@ -382,7 +382,7 @@ class LoadManager:
 
     def _lost(self, action: Action, error: KVFerryError) -> None:
         self._loads.lost(action.load, action.rank, error)
-        self._on_peer_error(self._contexts[action.load].known_peer, action.rank, error)
+        self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
         """Something failed with a rank of a peer."""
@@ -398,7 +398,7 @@ class LoadManager:
         given time to end by itself."""
         self._loads.failing(action.load, action.rank, error)
         if not isinstance(error, (TransferCancelledError, StatusUnknownError)):
-            self._failing_word(self._contexts[action.load].known_peer, action.rank, error)
+            self._failing_word(self._states[action.load].known_peer, action.rank, error)
 
     def _failing_word(self, peer: Peer, rank: int, error: KVFerryError) -> None:
         """Where only a disconnect proves quiet, disconnect; also if the peer is given up, as others
@@ -424,36 +424,37 @@ class LoadManager:
             return
         lines.given_up(peer, error)
         self._peers.lose(peer)
-        for load_id, context in self._contexts.items():
-            if context.peer is peer:
+        for load_id, state in self._states.items():
+            if state.peer is peer:
                 self._loads.abort(load_id, error)
 
-    def _cancel(self, action: Action) -> None:
-        """A check or fence that was not yet posted is simply not made."""
-        if self._words.remove((action.load, action.rank)):
+    def _cancel(self, action: Action, state: LoadState) -> None:
+        tag = action.load, action.rank
+        if self._words.remove(tag):  # not posted yet, and so it is simply not made
             self._loads.lost(action.load, action.rank, EndpointClosedError("cancelled"))
-        self._transfers.cancel((action.load, action.rank))
-        self._cancelled.setdefault(action.load, self._clock() + CANCEL_SECONDS)
+        if state.grace is None:  # one for all ranks: all are cancelled at once
+            state.grace = Grace(escalate=partial(self._end_lingering, state))
+        self._transfers.cancel(tag, state.grace)
 
     def _word(self, action: Action, value: int, seconds: float) -> None:
         if action.op is LoadAction.CHECK:
             self._loads.checked(action.load, action.rank, value)
         else:
-            context = self._contexts[action.load]
-            context.fence_seconds = max(context.fence_seconds, seconds)
+            state = self._states[action.load]
+            state.fence_seconds = max(state.fence_seconds, seconds)
             self._loads.fenced(action.load, action.rank, value)
 
     # "done" and "abandon".
 
-    def _release(self, action: Action, context: LoadState) -> Release:
-        ticket = context.load.ticket
+    def _release(self, action: Action, state: LoadState) -> Release:
+        ticket = state.load.ticket
         return Release(
             incarnation=ticket.incarnation,
             slot=ticket.hold.slot,
             generation=ticket.hold.generation,
             engine=self._own.engine,
             rank=self._own.rank,
-            expected=context.known_peer.plan.readers[action.rank],
+            expected=state.known_peer.plan.readers[action.rank],
             abandoned=action.op is LoadAction.ABANDON,
         )
 
@@ -468,20 +469,17 @@ class LoadManager:
 
     # The end.
 
-    def _report(self, action: Action, context: LoadState) -> None:
-        load = context.load
-        self._renewer.end(context.renewal)
-        if self._by_request.get(load.request) == action.load:
-            del self._by_request[load.request]
-        if action.error is None and context.peer is not None and load.reads:
-            self._peers.path(context.peer)
-        self._reported(load, action.error, context.record(action.error, action.stage))
+    def _report(self, action: Action, state: LoadState) -> None:
+        load = state.load
+        self._renewer.end(state.renewal)
+        if action.error is None and state.peer is not None and load.reads:
+            self._peers.path(state.peer)
+        self._reported(load, action.error, state.record(action.error, action.stage))
 
     def _drop_what_is_over(self) -> None:
-        for load_id in self._maybe_over:
-            if load_id not in self._loads and load_id in self._contexts:
-                peer = self._contexts.pop(load_id).peer
-                self._cancelled.pop(load_id, None)
+        for load_id in self._touched:
+            if load_id not in self._loads and load_id in self._states:
+                peer = self._states.pop(load_id).peer
                 if peer is not None:
-                    peer.loads -= 1
-        self._maybe_over.clear()
+                    peer.release(PeerUse.LOAD)
+        self._touched.clear()

@@ -96,7 +96,7 @@ class Endpoint:
         self._clock = clock
         self._server = HoldServer(self._table, identity.incarnation, clock, self._figures)
         self._containment = ErrorContainment()
-        self._transfers = Transfers(transport, self._containment)
+        self._transfers = Transfers(transport, self._containment, clock)
         self._puller = LoadManager(
             own=self.payload,
             transport=transport,

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.endpoint.slot_reads import SlotRead, SlotReads
-from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Transfers
+from kvferry.core.endpoint.transfers import Grace, Read, Transfers
 from kvferry.core.errors import KVFerryError, TransferCancelledError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.loads import gone
@@ -43,9 +44,8 @@ class LeaseRenewal:
             is the lease's matter.
         words: reads the slot words.
         transfers: to give up reads that are not answered.
-        clock: seconds, monotonic.
         lost: called with peer and rank when a read of a peer's word has failed, or will.
-        failing: called when it is known to fail and not yet quiet; a second later where it was
+        failing: called when it is known to fail and not yet quiet; after its grace where it was
             cancelled, if it has not ended by itself.
     """
 
@@ -57,7 +57,6 @@ class LeaseRenewal:
         notify: Callable[[PeerId, bytes], None],
         words: SlotReads,
         transfers: Transfers,
-        clock: Callable[[], float],
         lost: Callable[[Peer, int, KVFerryError], None],
         failing: Callable[[Peer, int, KVFerryError], None],
     ) -> None:
@@ -67,14 +66,12 @@ class LeaseRenewal:
         self._next_heartbeat = -math.inf
         self._words = words
         self._transfers = transfers
-        self._clock = clock
         self._lost = lost
         self._failing = failing
         self._renewals = Renewals()
         self._targets: dict[RenewalId, _Target] = {}
         self._peers = Counter[Peer]()
         """Producers to how much is renewed there; thousands may wait for one."""
-        self._cancelled: dict[RenewalRequest, tuple[Peer, float, KVFerryError]] = {}
 
     def __len__(self) -> int:
         return len(self._renewals)
@@ -120,20 +117,32 @@ class LeaseRenewal:
             self._renewals.settle(renewal, rank)
 
     def progress(self, now: float) -> None:
-        """Renew what is due, and end what was cancelled and goes on."""
-        for ask, (peer, until, error) in list(self._cancelled.items()):
-            if until <= now:
-                del self._cancelled[ask]
-                self._failing(peer, ask.rank, error)
+        """Renew what is due, and give up what has not been answered since the last time."""
         due, overdue = self._renewals.take_due(now)
         for ask in overdue:
-            self._transfers.cancel(ask)
+            peer = self._targets[ask.renewal].peer
+            escalate = partial(self._end_lingering, peer, ask.rank)
+            self._transfers.cancel(ask, Grace(escalate=escalate))
         for ask in due:
             self._words.add(self._read(ask, self._targets[ask.renewal]))
         if self._peers and now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
             for peer in list(self._peers):
                 self._say_alive(peer)
+
+    def _end_lingering(self, peer: Peer, rank: int, reads: Sequence[Read]) -> bool:
+        """Report a read that goes on although it was cancelled.
+
+        A renewal has no deadline, and no page waits for it: as long as the driver has not said that
+        the read will fail, it may still be answered, and is left alone.
+
+        Returns:
+            Whether to look at it again.
+        """
+        failures = [read.failure for read in reads if read.failure is not None]
+        for failure in failures[:1]:
+            self._failing(peer, rank, failure)
+        return not failures
 
     def _forget(self, peer: Peer) -> None:
         """One thing less is renewed there."""
@@ -161,13 +170,10 @@ class LeaseRenewal:
                 target.ended(gone())
 
         def failing(error: KVFerryError) -> None:
-            if isinstance(error, TransferCancelledError):
-                self._cancelled[ask] = peer, self._clock() + CANCEL_SECONDS, error
-            else:
+            if not isinstance(error, TransferCancelledError):  # else it has its grace
                 self._failing(peer, ask.rank, error)
 
         def lost(error: KVFerryError) -> None:
-            self._cancelled.pop(ask, None)
             self._renewals.unanswered(ask)
             self._lost(peer, ask.rank, error)
 

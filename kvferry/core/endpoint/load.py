@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.core.endpoint.peers import Peer
-from kvferry.core.endpoint.transfers import Outcome
+from kvferry.core.endpoint.transfers import Grace, Outcome
 from kvferry.core.errors import EndpointClosedError, KVFerryError
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.renewals import RenewalId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LoadRecord, Stage
@@ -51,10 +52,16 @@ class Load:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadState:
-    """What the endpoint knows of a load that the machine need not know."""
+    """Everything that the endpoint knows of one load, from its begin until nothing comes of it.
 
+    What is done next is decided by ``Loads``, which keeps how far each producer rank is.
+    """
+
+    load_id: LoadId
     load: Load
     begun: float
+    grace: Grace | None = None
+    """Of its reads, once it is cancelled."""
     peer: Peer | None = None
     renewal: RenewalId | None = None
     handshake_succeeded: float = 0.0

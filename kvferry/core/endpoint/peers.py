@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -56,6 +58,15 @@ Name = tuple[str, int, bytes]
 the key, whoever is the first to claim an engine's name would answer for it."""
 
 
+class PeerUse(enum.Enum):
+    """What keeps a producer from being released."""
+
+    LOAD = enum.auto()
+    """A load from it that is not over."""
+    TICKET = enum.auto()
+    """A ticket of it whose request waits for pages."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Peer:
     """A producer engine that is connected."""
@@ -69,12 +80,8 @@ class Peer:
     """The same, also once given up: what was begun may still be under way there."""
     sources: dict[int, Source] = field(init=False)
     page_limits: tuple[int, ...] = field(init=False)
-    loads: int = 0
-    """Loads from it that are not over."""
-    waits: int = 0
-    """Tickets of it whose requests wait for pages."""
     used: float = 0.0
-    """When it last had either."""
+    """When it was last used."""
     connected: bool = True
     """It has not been given up."""
     suspect: bool = False
@@ -87,11 +94,30 @@ class Peer:
     """What carries its bytes, in the driver's words, once something was read."""
     ticket_key: bytes = b""
     """The key by which it proves its tickets; empty if it proves none."""
+    _uses: Counter[PeerUse] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
         self.links = dict(self.ids)
         self.sources = {source.remote: source for source in self.plan.sources}
         self.page_limits = page_limits(self.payloads)
+
+    def acquire(self, use: PeerUse) -> None:
+        """Count one more use, which ends with ``release``."""
+        self._uses[use] += 1
+
+    def release(self, use: PeerUse) -> None:
+        """End one use."""
+        self._uses[use] -= 1
+
+    @property
+    def loads(self) -> int:
+        """Return how many loads from it are not over."""
+        return self._uses[PeerUse.LOAD]
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether anything keeps it from being released."""
+        return any(self._uses.values())
 
     @property
     def incarnation(self) -> int:
@@ -332,7 +358,7 @@ class Peers:
             for again in self._resting.pop(peer):
                 again()
         for peer in list(self._known.values()):
-            if peer.loads or peer.waits:
+            if peer.is_used:
                 peer.used = now
             elif now - peer.used >= self._options.engine_ttl:
                 logger.info("engine %s: idle, released", peer.key.engine)
@@ -438,7 +464,7 @@ class Peers:
         """Give up idle producers until one more fits, those first that were used longest ago; why
         it does not fit, if all are in use."""
         self._keeping.add(shake.memory)
-        idle = (peer for peer in list(self._known.values()) if not peer.loads and not peer.waits)
+        idle = (peer for peer in list(self._known.values()) if not peer.is_used)
         for peer in sorted(idle, key=lambda peer: peer.used):
             if self._has_room():
                 break

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal
-from kvferry.core.endpoint.peers import Peer, Peers
+from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
 from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.renewals import RenewalId
@@ -102,7 +102,7 @@ class PendingTickets:
             wait.is_over = True
             return
         wait.peer = peer
-        peer.waits += 1
+        peer.acquire(PeerUse.TICKET)
         wait.renewal = self._renewer.begin(
             peer,
             wait.ticket.hold,
@@ -119,7 +119,7 @@ class PendingTickets:
         self._renewer.end(wait.renewal)
         wait.renewal = None
         if wait.peer is not None:
-            wait.peer.waits -= 1
+            wait.peer.release(PeerUse.TICKET)
             wait.peer = None
 
 

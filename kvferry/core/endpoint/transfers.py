@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -47,6 +47,22 @@ class Outcome:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class Grace:
+    """The time that reads have to end by themselves after somebody has given them up.
+
+    Attributes:
+        escalate: called with the reads that go on when it is over, and again after as long while
+            they go on and it returns ``True``.
+        until: when it is over, on the clock of ``Transfers``.
+        reads: those that were given up and have not ended; kept by ``Transfers``.
+    """
+
+    escalate: Callable[[Sequence[Read]], bool]
+    until: float = 0.0
+    reads: dict[Read, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Read:
     """A read to be posted.
 
@@ -56,9 +72,11 @@ class Read:
             workspace that the next job fills again. What it raises is the job's outcome.
         notify: bound to the read, or ``None``.
         ahead: of what waits because enough is under way, as befits a few bytes.
-        tags: whom it serves; ``Transfers.cancel`` takes them off, and puts them into ``given_up``.
+        tags: whom it serves; ``Transfers.cancel`` takes them off.
+        graces: of those that have given it up.
         finished: called once, when the transfer is final.
         failing: called at most once, when it is known to fail but not yet quiet.
+        failure: why it will fail, once that is known and until it has ended.
     """
 
     peer: PeerId
@@ -68,12 +86,12 @@ class Read:
     notify: bytes | None = None
     ahead: bool = False
     tags: set[Hashable] = field(default_factory=set)
-    given_up: set[Hashable] = field(default_factory=set)
+    graces: list[Grace] = field(default_factory=list)
     started: float = 0.0
     posted: float = 0.0
     copies: int = 0
     nbytes: int = 0
-    is_failing: bool = False
+    failure: KVFerryError | None = None
 
 
 class Transfers:
@@ -82,11 +100,18 @@ class Transfers:
     Args:
         transport: to read with.
         containment: told of what a driver or a job's callback raises that it must not.
+        clock: seconds, monotonic, for the grace of what is cancelled.
     """
 
-    def __init__(self, transport: Transport, containment: ErrorContainment) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        containment: ErrorContainment,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._transport = transport
         self._containment = containment
+        self._clock = clock
         self._limit = transport.capabilities.max_outstanding
         self._ahead: deque[Read] = deque()
         self._queued: dict[PeerId, deque[Read]] = {}
@@ -95,6 +120,8 @@ class Transfers:
         self._leaving: set[PeerId] = set()
         self._closed: set[PeerId] = set()
         """Connections that are closed, with transfers that were not heard of since."""
+        self._graces: dict[Grace, None] = {}
+        """Those with reads that have not ended, in the order in which they began."""
 
     def __len__(self) -> int:
         """Reads that are queued or under way."""
@@ -123,22 +150,40 @@ class Transfers:
                 break
         return posted and (self._poll() or posted)
 
-    def cancel(self, tag: Hashable) -> None:
-        """The job is not wanted by this tag any more; it ends early once nobody wants it."""
+    def cancel(self, tag: Hashable, grace: Grace | None = None) -> None:
+        """Take a tag off its reads; a read that nobody wants any more ends early.
+
+        A read that is queued ends at once. Of one under way the driver is asked to end it, which
+        may take a while, or never happen; nor is it asked while others want the read.
+
+        Args:
+            tag: of whom the reads are not wanted any more.
+            grace: begins now for what does not end at once. One grace may cover several tags: it is
+                over when the first of them is.
+        """
         waiting = [job for job in self._waiting() if tag in job.tags]
         posted = [(each, job) for each, job in self._posted.items() if tag in job.tags]
         for job in [*waiting, *(job for _, job in posted)]:
             job.tags.discard(tag)
-            job.given_up.add(tag)
+            if grace is not None:
+                self._begin_grace(grace, job)
         unwanted = [job for job in waiting if not job.tags]
         self._end(unwanted, TransferCancelledError("cancelled before it was posted"))
         for transfer, job in posted:
             if not job.tags and job.peer not in self._leaving:
                 self._cancel(transfer)
 
-    def lingering(self, tags: Collection[Hashable]) -> set[PeerId]:
-        """Connections on which a read goes on that one of these tags has given up."""
-        return {job.peer for job in self._posted.values() if not job.given_up.isdisjoint(tags)}
+    def escalate(self, now: float) -> None:
+        """Do what is to be done about reads that go on after their grace.
+
+        Args:
+            now: seconds, on this object's clock.
+        """
+        for grace in [each for each in self._graces if each.until <= now]:
+            grace.until = now + CANCEL_SECONDS
+            reads = [job for job in grace.reads if job.posted]
+            if reads and not grace.escalate(reads):
+                self._graces.pop(grace, None)
 
     def leave(self, peer: PeerId) -> None:
         """The driver closes this connection: what is queued fails now, and what is under way is not
@@ -157,6 +202,21 @@ class Transfers:
         self._leaving.discard(peer)
         if closed and peer in self._peers_under_way():
             self._closed.add(peer)
+
+    def _begin_grace(self, grace: Grace, job: Read) -> None:
+        if grace not in self._graces:
+            grace.until = self._clock() + CANCEL_SECONDS
+            self._graces[grace] = None
+        grace.reads[job] = None
+        job.graces.append(grace)
+
+    def _end_graces(self, job: Read) -> None:
+        """The job has ended: nobody needs to wait for that any more."""
+        for grace in job.graces:
+            grace.reads.pop(job, None)
+            if not grace.reads:
+                self._graces.pop(grace, None)
+        job.graces.clear()
 
     def _peers_under_way(self) -> set[PeerId]:
         return {job.peer for job in self._posted.values()}
@@ -253,8 +313,8 @@ class Transfers:
     def _hear(self, transfer: TransferId, status: Status) -> bool:
         job = self._posted[transfer]
         error = status.error or TransportError("the transfer failed and the driver gave no reason")
-        if status.state is State.FAILING and not job.is_failing:
-            job.is_failing = True
+        if status.state is State.FAILING and job.failure is None:
+            job.failure = error
             self._containment.run("a read that is failing", lambda: job.failing(error), None)
             return True
         if not status.state.final:
@@ -273,6 +333,7 @@ class Transfers:
         return True
 
     def _finish(self, job: Read, error: KVFerryError | None) -> None:
+        self._end_graces(job)
         now = time.perf_counter()
         outcome = Outcome(
             error=error,

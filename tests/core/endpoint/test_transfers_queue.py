@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.core.endpoint import transfers as module
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.transfers import Outcome, Read, Transfers
+from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Grace, Outcome, Read, Transfers
 from kvferry.core.errors import (
     KVFerryError,
     PageError,
@@ -79,8 +80,8 @@ class Driver:
 class Reads:
     """Jobs by name, and what was heard of each."""
 
-    def __init__(self, driver: Any) -> None:
-        self.transfers = Transfers(driver, ErrorContainment())
+    def __init__(self, driver: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self.transfers = Transfers(driver, ErrorContainment(), clock)
         self.outcomes: dict[str, Outcome] = {}
         self.failing: dict[str, KVFerryError] = {}
         self.heard: list[str] = []
@@ -348,20 +349,97 @@ def test_a_read_that_is_under_way_is_cancelled_when_nobody_wants_it() -> None:
     assert not reads.outcomes
 
 
-def test_reads_that_linger_are_known_by_those_that_gave_them_up() -> None:
-    driver = Driver()
-    reads = Reads(driver)
-    reads.add("a", tags=["x"])
-    reads.add("b", OTHER, tags=["x"])
-    reads.transfers.progress()
-    lingering = reads.transfers.lingering
-    assert lingering({"x", "a"}) == set()
-    reads.transfers.cancel("x")
-    assert lingering({"x"}) == {ONE, OTHER}
-    assert lingering({"a", "b"}) == set()
-    driver.says[TransferId(2)] = ended(TransferCancelledError("cancelled"))
-    reads.transfers.progress()
-    assert lingering({"x", "b"}) == {ONE}
+class Graces:
+    """Reads that are cancelled on a clock of the test's, and what is escalated of them."""
+
+    def __init__(self) -> None:
+        self.driver = Driver()
+        self.now = 100.0
+        self.reads = Reads(self.driver, lambda: self.now)
+        self.transfers = self.reads.transfers
+        self.escalated: list[set[PeerId]] = []
+        self.again = True
+
+    def grace(self) -> Grace:
+        def escalate(reads: Sequence[Read]) -> bool:
+            self.escalated.append({read.peer for read in reads})
+            return self.again
+
+        return Grace(escalate=escalate)
+
+    def after(self, seconds: float) -> list[set[PeerId]]:
+        """What is escalated now."""
+        self.now += seconds
+        self.escalated.clear()
+        self.transfers.escalate(self.now)
+        return list(self.escalated)
+
+
+def test_reads_that_go_on_after_their_grace_are_escalated_to_those_that_gave_them_up() -> None:
+    graces = Graces()
+    graces.reads.add("a", tags=["x"])
+    graces.reads.add("b", OTHER, tags=["x"])
+    graces.transfers.progress()
+    graces.transfers.cancel("x", graces.grace())
+    assert graces.after(CANCEL_SECONDS - 0.1) == []
+    assert graces.after(0.1) == [{ONE, OTHER}]
+    assert graces.after(CANCEL_SECONDS - 0.1) == [], "they have as long again"
+    graces.driver.says[TransferId(2)] = ended(TransferCancelledError("cancelled"))
+    graces.transfers.progress()
+    assert graces.after(0.1) == [{ONE}]
+    graces.driver.says[TransferId(1)] = DONE
+    graces.transfers.progress()
+    assert graces.after(CANCEL_SECONDS) == []
+    assert not graces.transfers._graces
+
+
+def test_what_ends_by_itself_within_its_grace_is_not_escalated() -> None:
+    graces = Graces()
+    for name in "ab":
+        graces.reads.add(name)
+    graces.transfers.progress()
+    graces.transfers.cancel("a", graces.grace())
+    graces.driver.says[TransferId(1)] = ended(TransferCancelledError("cancelled"))
+    graces.transfers.progress()
+    assert graces.after(CANCEL_SECONDS) == []
+    assert "b" not in graces.reads.outcomes
+
+
+def test_one_grace_of_several_tags_is_over_when_the_first_of_them_is() -> None:
+    graces = Graces()
+    graces.reads.add("a")
+    graces.reads.add("b", OTHER)
+    graces.transfers.progress()
+    grace = graces.grace()
+    graces.transfers.cancel("a", grace)
+    graces.now += CANCEL_SECONDS / 2
+    graces.transfers.cancel("b", grace)
+    assert graces.after(CANCEL_SECONDS / 2) == [{ONE, OTHER}]
+
+
+def test_a_grace_whose_owner_has_done_what_it_can_is_not_looked_at_again() -> None:
+    graces = Graces()
+    graces.reads.add("a")
+    graces.transfers.progress()
+    graces.transfers.cancel("a", graces.grace())
+    graces.again = False
+    assert graces.after(CANCEL_SECONDS) == [{ONE}]
+    assert graces.after(CANCEL_SECONDS) == []
+    graces.driver.says[TransferId(1)] = DONE
+    graces.transfers.progress()
+    assert graces.reads.error("a") is None
+
+
+def test_a_read_that_others_want_has_no_grace_before_it_is_posted() -> None:
+    graces = Graces()
+    graces.transfers._limit = 0
+    graces.reads.add("a", tags=["x", "y"])
+    graces.transfers.cancel("x", graces.grace())
+    assert graces.after(CANCEL_SECONDS) == []
+    graces.transfers._limit = None
+    graces.transfers.progress()
+    assert graces.driver.cancelled == []
+    assert graces.after(CANCEL_SECONDS) == [{ONE}]
 
 
 # Connections that are closed.
