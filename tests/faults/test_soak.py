@@ -192,7 +192,7 @@ def test_nothing_grows(quiescence: Quiescence) -> None:
         assert decode.ranks[0].endpoint.pending == 0
         assert decode.ranks[0].endpoint.healthy
         clock.skip(LEASE)  # the last handshakes with nobody are due
-        states = decode.ranks[0].endpoint._puller._states
+        states = decode.ranks[0].endpoint._load_manager._states
         eventually(lambda: not states, "nothing is left of any load")
         figure(
             "soak",

@@ -7,17 +7,20 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from kvferry.core.endpoint import log_messages as lines
-from kvferry.core.endpoint.blocking_calls import BlockingCalls
+from kvferry.core.endpoint import log_messages
+from kvferry.core.endpoint.connections import Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
-from kvferry.core.endpoint.fingerprints import FingerprintReads
-from kvferry.core.endpoint.lease_renewal import LeaseRenewal
+from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState
 from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
-from kvferry.core.endpoint.pending_tickets import PendingTickets
-from kvferry.core.endpoint.slot_reads import SlotRead, SlotReads, fitting
-from kvferry.core.endpoint.slot_table import ScratchWords
+from kvferry.core.endpoint.slot_reads import (
+    FingerprintReads,
+    ScratchWords,
+    SlotRead,
+    SlotReads,
+    fitting,
+)
 from kvferry.core.endpoint.transfers import Grace, Outcome, Read, Transfers
 from kvferry.core.errors import (
     EndpointClosedError,
@@ -53,6 +56,7 @@ class LoadManager:
         own: RankPayload,
         transport: Transport,
         transfers: Transfers,
+        connections: Connections,
         containment: ErrorContainment,
         scratch: ScratchWords,
         zero: Callable[[Spans], None],
@@ -65,47 +69,46 @@ class LoadManager:
         self._own = own
         self._transport = transport
         self._transfers = transfers
+        self._connections = connections
         self._containment = containment
         self._zero = zero
         self._load_timeout = options.load_timeout
         self._clock = clock
-        self._figures = figures
+        self._metrics = figures
         self._reported = reported
         capabilities = transport.capabilities
         self._max_notification = capabilities.max_notification
         self._quiescence = capabilities.quiescence
-        self._aside = BlockingCalls(threads=capabilities.concurrent_connect, post=post, clock=clock)
-        self._words = SlotReads(scratch, containment)
+        self._slot_reads = SlotReads(scratch, containment)
         self._peers = Peers(
             transport=transport,
             fingerprints=FingerprintReads(
-                self._words,
+                self._slot_reads,
                 clock=clock,
                 patience=options.handshake_timeout,
-                failing=self._failing_word,
+                failing=self._on_peer_failing,
             ),
-            transfers=transfers,
-            aside=self._aside,
+            connections=connections,
             containment=containment,
             post=post,
             clock=clock,
             options=options,
             figures=figures,
-            lost=self._part,
+            lost=self._give_up_peer,
         )
         self._loads = Loads()
         self._states: dict[LoadId, LoadState] = {}
         self._workspace = Workspace()
-        self._renewer = LeaseRenewal(
+        self._lease_renewal = LeaseRenewal(
             engine=own.engine,
             life=own.incarnation,
             notify=transport.notify,
-            words=self._words,
+            words=self._slot_reads,
             transfers=transfers,
             lost=self._on_peer_error,
-            failing=self._failing_word,
+            failing=self._on_peer_failing,
         )
-        self._waiting = PendingTickets(self._peers, self._renewer, clock)
+        self._pending_tickets = PendingTickets(self._peers, self._lease_renewal, clock)
         self._touched: set[LoadId] = set()
         """Loads of which something was heard, and nothing may come any more."""
         self._next_tick = 0.0
@@ -114,21 +117,6 @@ class LoadManager:
     def __len__(self) -> int:
         """Loads that are not over."""
         return len(self._loads)
-
-    @property
-    def not_quiesced(self) -> int:
-        """Connections whose bytes may still land although they were closed."""
-        return self._peers.not_quiesced
-
-    @property
-    def stuck(self) -> int:
-        """Calls of the driver that do not return."""
-        return self._aside.stuck
-
-    @property
-    def parting(self) -> int:
-        """Connections that are being closed."""
-        return self._peers.parting
 
     # What the integration asks for.
 
@@ -139,12 +127,12 @@ class LoadManager:
     def prepare(self, ticket: Ticket) -> None:
         """A request waits for pages: shake hands ahead, and renew; failures are the load's."""
         if ticket.engine != self._own.engine:
-            self._waiting.add(ticket)
+            self._pending_tickets.add(ticket)
 
     def begin(self, load: Load, error: KVFerryError | None = None) -> None:
         """Start a load; with an error: one that has failed already, and touches no page."""
         if load.shared and not load.reads and not load.report:
-            self._waiting.take(load.ticket)
+            self._pending_tickets.take(load.ticket)
             return
         load_id = self._loads.begin(
             load.request,
@@ -158,16 +146,18 @@ class LoadManager:
         self._states[load_id] = state
         if load.ticket.engine == self._own.engine:
             reason = TicketReason.OWN
-            self._refuse(load_id, TicketError("the ticket is from this very engine", reason=reason))
+            self._on_not_connected(
+                load_id, TicketError("the ticket is from this very engine", reason=reason)
+            )
             return
-        state.wait_seconds, gone = self._waiting.take(load.ticket)
+        state.wait_seconds, gone = self._pending_tickets.take(load.ticket)
         if failed := error or gone:
             state.failed_at = Stage.WAIT
             self._loads.abort(load_id, failed)
         self._peers.reach(
             load.ticket,
             lambda peer: self._on_connected(load_id, peer),
-            lambda error: self._refuse(load_id, error),
+            lambda error: self._on_not_connected(load_id, error),
             loads=True,
         )
 
@@ -185,17 +175,9 @@ class LoadManager:
     def _abort(self, state: LoadState) -> None:
         self._loads.abort(state.load_id, EndpointClosedError("given up by this engine"))
 
-    def close(self, until: float) -> bool:
-        """Watch peers no more; when the thread has ended.
-
-        Args:
-            until: by ``time.monotonic``: so long it waits for calls of the driver that run.
-
-        Returns:
-            Whether none runs any more: only then may the transport be closed.
-        """
+    def close(self) -> None:
+        """Ask no producer any more whether it lives, when the endpoint's thread has ended."""
         self._peers.close()
-        return self._aside.wait(until)
 
     # What the thread drives.
 
@@ -210,16 +192,17 @@ class LoadManager:
             busy = True
             self._perform(actions)
             self._touched.update(action.load for action in actions)
-        self._drop_what_is_over()
-        self._words.post(self._transfers, self._max_notification)
+        self._drop_ended()
+        self._slot_reads.post(self._transfers, self._max_notification)
         return busy
 
     def _tick(self, now: float) -> None:
         """Do what is due. Each by itself: deadlines are kept whatever fails beside them."""
         for activity, step in (
             ("looking after peers", self._peers.progress),
-            ("looking after tickets", self._waiting.progress),
-            ("renewing", self._renewer.progress),
+            ("closing connections", self._connections.progress),
+            ("looking after tickets", self._pending_tickets.progress),
+            ("renewing", self._lease_renewal.progress),
             ("keeping deadlines", self._loads.tick),
             ("ending reads that were cancelled", self._transfers.escalate),
             ("counting quarantined pages", self._count_quarantined),
@@ -235,15 +218,15 @@ class LoadManager:
         Returns:
             Whether to look at them again, as long as they go on: always.
         """
-        connections = {read.peer for read in reads if self._peers.is_open(read.peer)}
+        connections = {read.peer for read in reads if self._connections.is_open(read.peer)}
         is_late = self._loads.is_late(state.load_id, self._clock())
-        if is_late or not self._is_wanted(connections):
+        if is_late or not self._are_wanted(connections):
             error = PeerLostError("disconnected, to end a read that was cancelled")
             for connection in connections:
-                self._cut(connection, error)
+                self._close_connection(connection, error)
         return True
 
-    def _is_wanted(self, connections: Collection[PeerId]) -> bool:
+    def _are_wanted(self, connections: Collection[PeerId]) -> bool:
         """Whether loads that have not failed would end with these connections."""
         peers = {peer for each in connections for peer in self._peers.using(each)}
         return any(
@@ -253,16 +236,16 @@ class LoadManager:
 
     def _count_quarantined(self, now: float) -> None:
         del now
-        if not self._peers.not_quiesced and not self._quarantined:
+        if not self._connections.not_quiesced and not self._quarantined:
             return
         self._quarantined = sum(
             state.pages
             for state in self._states.values()
             if state.peer is not None
             and self._loads.stage(state.load_id) is not None
-            and self._peers.has_not_quiesced(state.peer)
+            and any(map(self._connections.has_not_quiesced, state.peer.links.values()))
         )
-        self._figures.set(QUARANTINED, self._quarantined)
+        self._metrics.set(QUARANTINED, self._quarantined)
 
     def _perform(self, actions: Sequence[Action]) -> None:
         tell: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
@@ -272,7 +255,7 @@ class LoadManager:
             except Exception as exc:  # noqa: BLE001  it fails this load, and no other
                 self._fail(action, self._containment.caught("an action of a load", exc))
         for (peer, rank), releases in tell.items():
-            say = partial(self._tell, peer, rank, releases)
+            say = partial(self._notify, peer, rank, releases)
             self._containment.run("telling a peer", say, None)
         for action in actions:  # only when "abandon" is on its way
             if action.op is LoadAction.REPORT:
@@ -286,8 +269,8 @@ class LoadManager:
             self._read(action, state)
         elif action.op in (LoadAction.CHECK, LoadAction.FENCE):
             if action.op is LoadAction.FENCE:
-                self._renewer.settle(state.renewal, action.rank)
-            self._words.add(self._word_read(action, state))
+                self._lease_renewal.settle(state.renewal, action.rank)
+            self._slot_reads.add(self._slot_read(action, state))
         elif action.op is LoadAction.CANCEL:
             self._cancel(action, state)
         elif action.op in (LoadAction.DONE, LoadAction.ABANDON) and state.peer is not None:
@@ -301,7 +284,7 @@ class LoadManager:
 
     # Handshake.
 
-    def _refuse(self, load_id: LoadId, error: KVFerryError) -> None:
+    def _on_not_connected(self, load_id: LoadId, error: KVFerryError) -> None:
         self._loads.handshake_failed(load_id, error)
         self._loads.abort(load_id, error)  # if it had begun to read
         self._touched.add(load_id)
@@ -316,14 +299,14 @@ class LoadManager:
             if state.load.reads and self._loads.wanted(load_id):
                 self._zero(unwritten(self._own.layout, peer.plan, state.request))
         except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own
-            self._refuse(load_id, as_ours(exc))
+            self._on_not_connected(load_id, as_ours(exc))
         else:
             self._renew(load_id, state, peer)
             self._loads.handshake_succeeded(load_id, peer.parties)
 
     def _renew(self, load_id: LoadId, state: LoadState, peer: Peer) -> None:
         if state.load.reads and self._loads.wanted(load_id):
-            state.renewal = self._renewer.begin(
+            state.renewal = self._lease_renewal.begin(
                 peer,
                 state.load.ticket.hold,
                 now=self._clock(),
@@ -342,32 +325,32 @@ class LoadManager:
 
         def finished(outcome: Outcome) -> None:
             try:
-                self._finished(action, state, outcome)
+                self._on_read_ended(action, state, outcome)
             except Exception as exc:  # noqa: BLE001  the read is over, so its load can fail
                 error = self._containment.caught("a read that has ended", exc)
                 self._loads.lost(load_id, rank, error)
 
         peer = state.known_peer
         if rank not in peer.ids:
-            self._lost(action, peer.gone())
+            self._on_lost(action, peer.gone())
             return
         job = Read(
             peer=peer.ids[rank],
             build=build,
             finished=finished,
-            failing=lambda error: self._failing(action, error),
+            failing=lambda error: self._on_failing(action, error),
             tags={(load_id, rank)},
         )
         self._transfers.add(job)
 
-    def _finished(self, action: Action, state: LoadState, outcome: Outcome) -> None:
+    def _on_read_ended(self, action: Action, state: LoadState, outcome: Outcome) -> None:
         state.add(outcome)
         if outcome.error is None:
             self._loads.read(action.load, action.rank)
         else:
-            self._lost(action, outcome.error)
+            self._on_lost(action, outcome.error)
 
-    def _word_read(self, action: Action, state: LoadState) -> SlotRead:
+    def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
         tells = action.op is LoadAction.FENCE and not state.load.shared
         return SlotRead(
             tag=(action.load, action.rank),
@@ -375,12 +358,12 @@ class LoadManager:
             rank=action.rank,
             slot=state.load.ticket.hold.slot,
             note=self._release(action, state) if tells else None,
-            landed=lambda value, seconds: self._word(action, value, seconds),
-            lost=lambda error: self._lost(action, error),
-            failing=lambda error: self._failing(action, error),
+            landed=lambda value, seconds: self._on_word(action, value, seconds),
+            lost=lambda error: self._on_lost(action, error),
+            failing=lambda error: self._on_failing(action, error),
         )
 
-    def _lost(self, action: Action, error: KVFerryError) -> None:
+    def _on_lost(self, action: Action, error: KVFerryError) -> None:
         self._loads.lost(action.load, action.rank, error)
         self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
 
@@ -389,40 +372,40 @@ class LoadManager:
         if not peer.connected:
             return
         if isinstance(error, PeerLostError):
-            self._cut(peer.links[rank], error)
+            self._close_connection(peer.links[rank], error)
         elif isinstance(error, TransportError) and not isinstance(error, TransferCancelledError):
             peer.suspect = True
 
-    def _failing(self, action: Action, error: KVFerryError) -> None:
+    def _on_failing(self, action: Action, error: KVFerryError) -> None:
         """Bytes may still land. A read that was cancelled, or of which the driver says nothing, is
         given time to end by itself."""
         self._loads.failing(action.load, action.rank, error)
         if not isinstance(error, (TransferCancelledError, StatusUnknownError)):
-            self._failing_word(self._states[action.load].known_peer, action.rank, error)
+            self._on_peer_failing(self._states[action.load].known_peer, action.rank, error)
 
-    def _failing_word(self, peer: Peer, rank: int, error: KVFerryError) -> None:
+    def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
         """Where only a disconnect proves quiet, disconnect; also if the peer is given up, as others
         may use the connection."""
         after_disconnect = self._quiescence is Quiescence.AFTER_DISCONNECT
         if after_disconnect or isinstance(error, StatusUnknownError):
             why = PeerLostError("disconnected, to end a read that had failed")
-            self._cut(peer.links[rank], why)
+            self._close_connection(peer.links[rank], why)
 
-    def _cut(self, connection: PeerId, error: KVFerryError) -> None:
+    def _close_connection(self, connection: PeerId, error: KVFerryError) -> None:
         """Close a connection: it is lost, or nothing less ends what runs on it.
 
         All engines that use it are given up, also those on which nothing failed: they are told of
         nothing else by the driver, and the next ticket connects them anew.
         """
         for peer in self._peers.using(connection):
-            self._part(peer, error)
-        self._peers.close_connection(connection)  # an engine that is being connected may hold it
+            self._give_up_peer(peer, error)
+        self._connections.close(connection)  # an engine that is being connected may hold it
 
-    def _part(self, peer: Peer, error: KVFerryError) -> None:
+    def _give_up_peer(self, peer: Peer, error: KVFerryError) -> None:
         """Give a peer up: its loads fail now, and are reported when they are quiet."""
         if not peer.connected:
             return
-        lines.given_up(peer, error)
+        log_messages.given_up(peer, error)
         self._peers.lose(peer)
         for load_id, state in self._states.items():
             if state.peer is peer:
@@ -430,13 +413,13 @@ class LoadManager:
 
     def _cancel(self, action: Action, state: LoadState) -> None:
         tag = action.load, action.rank
-        if self._words.remove(tag):  # not posted yet, and so it is simply not made
+        if self._slot_reads.remove(tag):  # not posted yet, and so it is simply not made
             self._loads.lost(action.load, action.rank, EndpointClosedError("cancelled"))
         if state.grace is None:  # one for all ranks: all are cancelled at once
             state.grace = Grace(escalate=partial(self._end_lingering, state))
         self._transfers.cancel(tag, state.grace)
 
-    def _word(self, action: Action, value: int, seconds: float) -> None:
+    def _on_word(self, action: Action, value: int, seconds: float) -> None:
         if action.op is LoadAction.CHECK:
             self._loads.checked(action.load, action.rank, value)
         else:
@@ -458,25 +441,25 @@ class LoadManager:
             abandoned=action.op is LoadAction.ABANDON,
         )
 
-    def _tell(self, peer: Peer, rank: int, releases: list[Release]) -> None:
+    def _notify(self, peer: Peer, rank: int, releases: list[Release]) -> None:
         for part in fitting(releases, self._max_notification):
             try:
                 if rank in peer.ids:
                     self._transport.notify(peer.ids[rank], encode(part))
             except Exception as exc:  # noqa: BLE001  whatever a driver raises: the lease ends it
-                self._figures.add(UNTOLD, len(part), peer=peer.key.engine[:MAX_NAME])
-                lines.untold(peer, rank, len(part), as_ours(exc))
+                self._metrics.add(UNTOLD, len(part), peer=peer.key.engine[:MAX_NAME])
+                log_messages.untold(peer, rank, len(part), as_ours(exc))
 
     # The end.
 
     def _report(self, action: Action, state: LoadState) -> None:
         load = state.load
-        self._renewer.end(state.renewal)
+        self._lease_renewal.end(state.renewal)
         if action.error is None and state.peer is not None and load.reads:
             self._peers.path(state.peer)
         self._reported(load, action.error, state.record(action.error, action.stage))
 
-    def _drop_what_is_over(self) -> None:
+    def _drop_ended(self) -> None:
         for load_id in self._touched:
             if load_id not in self._loads and load_id in self._states:
                 peer = self._states.pop(load_id).peer

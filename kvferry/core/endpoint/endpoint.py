@@ -15,15 +15,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvferry.core.endpoint import log_messages as lines
-from kvferry.core.endpoint.blocking_calls import STUCK_SECONDS
+from kvferry.core.endpoint import log_messages
+from kvferry.core.endpoint.connections import STUCK_SECONDS, BlockingCalls, Connections
 from kvferry.core.endpoint.consumer import LoadManager
 from kvferry.core.endpoint.device_sync import DeviceSync
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.options import DEFAULTS, EndpointOptions, Identity, Results
-from kvferry.core.endpoint.producer import HoldServer
-from kvferry.core.endpoint.slot_table import ScratchWords, SlotTable
+from kvferry.core.endpoint.producer import HoldServer, SlotTable
+from kvferry.core.endpoint.slot_reads import ScratchWords
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.errors import EndpointClosedError, KVFerryError, TicketError, TransportError
 from kvferry.core.layout import Layout
@@ -86,38 +86,45 @@ class Endpoint:
     ) -> None:
         self._identity = identity
         self._transport = transport
-        self._table = SlotTable(slots)
+        self._slot_table = SlotTable(slots)
         self._scratch = ScratchWords()
         self._lease = options.lease
         self.payload = self._publish(driver, layout)
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
-        self._figures = Metrics(driver=driver, rank=str(identity.rank))
+        self._metrics = Metrics(driver=driver, rank=str(identity.rank))
         self._clock = clock
-        self._server = HoldServer(self._table, identity.incarnation, clock, self._figures)
+        self._hold_server = HoldServer(self._slot_table, identity.incarnation, clock, self._metrics)
         self._containment = ErrorContainment()
         self._transfers = Transfers(transport, self._containment, clock)
-        self._puller = LoadManager(
+        self._blocking_calls = BlockingCalls(
+            threads=transport.capabilities.concurrent_connect, post=self._post, clock=clock
+        )
+        self._connections = Connections(transport, self._transfers, self._blocking_calls, clock)
+        self._load_manager = LoadManager(
             own=self.payload,
             transport=transport,
             transfers=self._transfers,
+            connections=self._connections,
             containment=self._containment,
             scratch=self._scratch,
             zero=zero,
             options=options,
             post=self._post,
             clock=clock,
-            figures=self._figures,
+            figures=self._metrics,
             reported=self._reported,
         )
-        self._awaiting = DeviceSync(self._puller.begin, clock=clock, patience=options.load_timeout)
-        self._changed = threading.Condition()
+        self._device_sync = DeviceSync(
+            self._load_manager.begin, clock=clock, patience=options.load_timeout
+        )
+        self._results_changed = threading.Condition()
         self._received: dict[RequestId, KVFerryError | None] = {}
         self._records: list[LoadRecord] = []
         self._sent: set[RequestId] = set()
         self._pending = 0
         self._next_listen = 0.0
-        self._turned = time.monotonic()
+        self._last_round = time.monotonic()
         self._broken: BaseException | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvferry-endpoint", daemon=True)
@@ -134,7 +141,7 @@ class Endpoint:
     @property
     def held(self) -> int:
         """How many requests' pages are held here."""
-        return self._server.held
+        return self._hold_server.held
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None = None) -> None:
         """What the scheduler half ordered for this step; never blocks.
@@ -146,7 +153,7 @@ class Endpoint:
         """
         if orders:
             self._check_open()
-            self._server.apply(orders, passed)
+            self._hold_server.apply(orders, passed)
             self._wake.set()
 
     def silent(self) -> list[Silence]:
@@ -155,7 +162,7 @@ class Endpoint:
         Where requests wait for pages, a scheduler may give up those of which all ranks say so.
         Looks at every hold. Never blocks.
         """
-        return self._server.silent()
+        return self._hold_server.silent()
 
     def prove(self, ticket_key: bytes) -> None:
         """Write the fingerprint of the key that proves this engine's tickets, where peers read it.
@@ -165,20 +172,20 @@ class Endpoint:
         Args:
             ticket_key: the public key that the engine's side channel publishes.
         """
-        self._table.bear(fingerprint(ticket_key))
+        self._slot_table.bear(fingerprint(ticket_key))
 
     # The consumer's side.
 
     def join(self, payloads: Sequence[RankPayload]) -> None:
         """All ranks of this engine, in rank order; before the first load."""
-        self._command(lambda: self._puller.join(payloads))
+        self._command(lambda: self._load_manager.join(payloads))
 
     def prepare(self, ticket: Ticket) -> None:
         """A request with this ticket waits for pages: shake hands ahead, and keep the hold alive.
 
         One ``load`` with the ticket must follow, if only one that reads nothing.
         """
-        self._command(lambda: self._puller.prepare(ticket))
+        self._command(lambda: self._load_manager.prepare(ticket))
 
     def load(self, load: Load, passed: Callable[[], bool] | None = None) -> None:
         """Pull a request's pages; the outcome comes with ``results``.
@@ -189,18 +196,18 @@ class Endpoint:
                 before; until then nothing is read. As for ``apply``; ``None``: it has.
         """
         self._check_open()
-        with self._changed:
+        with self._results_changed:
             self._pending += load.report
         if passed is None:
-            self._post(lambda: self._puller.begin(load))
+            self._post(lambda: self._load_manager.begin(load))
         else:
-            self._post(lambda: self._awaiting.add(load, passed))
+            self._post(lambda: self._device_sync.add(load, passed))
 
     def refuse(self, request: RequestId, error: KVFerryError) -> None:
         """Report a request failed and received without reading anything."""
-        with self._changed:
+        with self._results_changed:
             self._received[request] = error
-            self._changed.notify_all()
+            self._results_changed.notify_all()
 
     def abort(self, request: RequestId) -> None:
         """Give a load up. It is still reported, when no byte can land any more."""
@@ -221,36 +228,26 @@ class Endpoint:
             found.append(f"the endpoint has failed: {self._broken}")
         elif self._closing:
             found.append("the endpoint is closed")
-        if not_quiesced := self._puller.not_quiesced:
-            found.append(
-                f"{not_quiesced} connections did not fall silent when they were closed; the pages "
-                "that they may still write are quarantined until they do: restart the engine if "
-                "that lasts"
-            )
-        if stuck := self._puller.stuck:
-            found.append(
-                f"{stuck} calls of the driver, to connect to a peer or to disconnect from one, "
-                f"have not returned for {STUCK_SECONDS:.0f} s: restart the engine if that lasts"
-            )
-        found += self._containment.problems
-        if not found and time.monotonic() - self._turned > STUCK_SECONDS:
+        for source in (self._connections, self._blocking_calls, self._containment):
+            found += source.problems
+        if not found and time.monotonic() - self._last_round > STUCK_SECONDS:
             found.append("a call of the driver does not return: restart the engine if that lasts")
         return tuple(found)
 
     @property
     def pending(self) -> int:
         """Loads that are not yet reported."""
-        with self._changed:
+        with self._results_changed:
             return self._pending
 
     def results(self) -> Results:
         """What is over since the last call. Never blocks."""
         self._check_open()
-        with self._changed:
+        with self._results_changed:
             received, self._received = self._received, {}
             records, self._records = self._records, []
             sent, self._sent = self._sent, set()
-        sent.update(self._server.take_sent())
+        sent.update(self._hold_server.take_sent())
         return Results(
             sent=frozenset(sent),
             received=frozenset(received),
@@ -261,15 +258,15 @@ class Endpoint:
     def take_figures(self) -> Data | None:
         """What was counted since the last call (``kvferry.core.metrics.FIGURES``), which is the
         caller's from now on; ``None`` if nothing was. Never blocks."""
-        return self._figures.take()
+        return self._metrics.take()
 
     def wait(self, timeout: float) -> bool:
         """Sleep until a result is there, or ``timeout`` seconds; whether one is.
 
         For an engine's step that has nothing else to run: it lets this endpoint's thread work.
         """
-        with self._changed:
-            return self._changed.wait_for(self._has_results, timeout)
+        with self._results_changed:
+            return self._results_changed.wait_for(self._has_results, timeout)
 
     def close(self, drain: float = 0.0) -> None:
         """End everything; twice is fine.
@@ -284,14 +281,14 @@ class Endpoint:
             return
         until = time.monotonic() + drain
         while self._broken is None and self.held and time.monotonic() < until:
-            with self._changed:
-                self._changed.wait(HELD_SECONDS)
+            with self._results_changed:
+                self._results_changed.wait(HELD_SECONDS)
         self._closing = True
-        self._server.close()
+        self._hold_server.close()
         self._wake.set()
         until = time.monotonic() + JOIN_SECONDS
         self._thread.join(JOIN_SECONDS)
-        if self._thread.is_alive() or not self._puller.close(until):
+        if self._thread.is_alive() or not self._end_calls(until):
             raise TransportError(
                 f"the driver has been in one call for {JOIN_SECONDS:.0f} s; it is left alone, and "
                 "may still touch this endpoint's memory: keep it until the process ends"
@@ -300,9 +297,18 @@ class Endpoint:
 
     # Inside.
 
+    def _end_calls(self, until: float) -> bool:
+        """Wait for the driver's calls that run, until then by ``time.monotonic``.
+
+        Returns:
+            Whether none runs any more: only then may the transport be closed.
+        """
+        self._load_manager.close()
+        return self._blocking_calls.wait(until)
+
     def _publish(self, driver: str, layout: Layout) -> RankPayload:
         try:
-            own = (self._table.region, self._table.header, self._scratch.region)
+            own = (self._slot_table.region, self._slot_table.header, self._scratch.region)
             for region in (*layout.regions, *own):
                 self._transport.register(region)
             return self._make_payload(driver, layout)
@@ -323,10 +329,10 @@ class Endpoint:
             layout=layout,
             driver=driver,
             address=self._transport.address(),
-            slots=self._table.region,
+            slots=self._slot_table.region,
             lease=self._lease,
             heartbeats=True,
-            fingerprint=self._table.header,
+            fingerprint=self._slot_table.header,
         )
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -345,89 +351,89 @@ class Endpoint:
         return bool(self._received or self._sent or self._broken)
 
     def _abort(self, request: RequestId) -> None:
-        self._awaiting.give_up(request)
-        self._puller.abort(request)
+        self._device_sync.give_up(request)
+        self._load_manager.abort(request)
 
     def _reported(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
         """A load is over; on the endpoint's thread."""
         count = partial(self._count, load, error, record)
         self._containment.run("counting a load", count, None)
-        with self._changed:
+        with self._results_changed:
             self._records.append(record)
             if load.report:
                 self._pending -= 1
                 self._received[load.request] = error
-                self._changed.notify_all()
+                self._results_changed.notify_all()
 
     def _count(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-        lines.loaded(load, error, record)
-        self._figures.count_load(record)
+        log_messages.loaded(load, error, record)
+        self._metrics.count_load(record)
         if isinstance(error, TicketError) and self._identity.rank == 0:  # all ranks refuse alike
-            self._figures.add(REFUSED, reason=error.reason.value)
+            self._metrics.add(REFUSED, reason=error.reason.value)
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                busy = self._turn()
+                busy = self._round()
                 self._wake.wait(self._pause(busy))
                 self._wake.clear()
             self._wind_down()
         except BaseException as exc:
             # Whatever it was, the engine must hear of it: every later call raises from it.
             logger.exception("the endpoint of engine %s is broken", self._identity.engine)
-            with self._changed:
+            with self._results_changed:
                 self._broken = exc
-                self._changed.notify_all()
+                self._results_changed.notify_all()
 
     def _wind_down(self) -> None:
         """Abandon what is under way; wait for it to be quiet, but not for ever."""
         until = time.monotonic() + WIND_DOWN_SECONDS
         while time.monotonic() < until:
-            self._obey()
+            self._run_commands()
             self._containment.run("giving loads up", self._give_all_up, None)
-            busy = self._serve("performing loads", self._puller.progress)
+            busy = self._step("performing loads", self._load_manager.progress)
             if not (busy or len(self._transfers)):
                 break
-            if not self._serve("reading", self._transfers.progress):
+            if not self._step("reading", self._transfers.progress):
                 time.sleep(BUSY_SECONDS)
 
     def _give_all_up(self) -> None:
-        self._awaiting.give_up()
-        self._puller.abort_all()
+        self._device_sync.give_up()
+        self._load_manager.abort_all()
 
-    def _turn(self) -> bool:
+    def _round(self) -> bool:
         """One round of everything; whether there is reason not to pause.
 
         Whatever it calls contains what concerns one load, one peer or one message. What is left is
         contained here, so that the next round comes: who waits has deadlines that are kept there.
         """
-        busy = self._obey()
-        busy = self._serve("beginning loads", self._awaiting.progress) or busy
-        busy = self._serve("performing loads", self._puller.progress) or busy
-        busy = self._serve("reading", self._transfers.progress) or busy
-        self._turned = now = time.monotonic()
+        busy = self._run_commands()
+        busy = self._step("beginning loads", self._device_sync.progress) or busy
+        busy = self._step("performing loads", self._load_manager.progress) or busy
+        busy = self._step("reading", self._transfers.progress) or busy
+        self._last_round = now = time.monotonic()
         if now >= self._next_listen:
             self._next_listen = now + LISTEN_SECONDS
             self._listen()
         return busy
 
-    def _serve(self, activity: str, step: Callable[[], bool]) -> bool:
+    def _step(self, activity: str, step: Callable[[], bool]) -> bool:
         return self._containment.run(activity, step, False, serves_all=True)
 
     def _listen(self) -> None:
         run, now = self._containment.run, self._clock()
         arrived = run("the driver's notifications", self._arrived, None, serves_all=True)
         for one in arrived or ():
-            run("hearing a notification", partial(self._server.hear, [one]), None)
+            run("hearing a notification", partial(self._hold_server.hear, [one]), None)
         if arrived is not None:
-            self._server.listened(now)
-        run("looking after holds", self._server.tick, None, serves_all=True)
+            self._hold_server.listened(now)
+        run("looking after holds", self._hold_server.tick, None, serves_all=True)
         run("reporting what was sent", self._note_sent, None, serves_all=True)
 
     def _arrived(self) -> list[Notification] | None:
         return list(self._transport.notifications())
 
-    def _obey(self) -> bool:
+    def _run_commands(self) -> bool:
         """Do what was posted; whether there was anything."""
         busy = False
         while self._commands:
@@ -436,19 +442,19 @@ class Endpoint:
         return busy
 
     def _note_sent(self) -> None:
-        sent = self._server.take_sent()
+        sent = self._hold_server.take_sent()
         if sent:
-            with self._changed:
+            with self._results_changed:
                 self._sent.update(sent)
-                self._changed.notify_all()
+                self._results_changed.notify_all()
 
     def _pause(self, busy: bool) -> float:
         if busy:
             return 0.0
-        if len(self._transfers) or len(self._awaiting):
+        if len(self._transfers) or len(self._device_sync):
             return BUSY_SECONDS
-        if len(self._puller):
+        if len(self._load_manager):
             return BUSY_SECONDS * 5
-        if self._puller.parting:
+        if self._connections.closing:
             return HELD_SECONDS
         return HELD_SECONDS if self.held else IDLE_SECONDS

@@ -38,19 +38,16 @@ class ErrorContainment:
     def __init__(self) -> None:
         self._logged: set[tuple[str, type[Exception]]] = set()
         self._streaks: dict[str, tuple[int, Exception]] = {}
+        self._problems: tuple[str, ...] = ()
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Activities that have failed repeatedly and not succeeded since. From any thread.
+        """Return which activities have failed repeatedly and not succeeded since.
 
-        The same words while it lasts, so that an engine's health changes only when they begin.
+        From any thread. The same words while it lasts, so that an engine's health changes only when
+        they begin.
         """
-        return tuple(
-            f"{activity} failed, again and again, first with {type(error).__name__}: "
-            f"{on_one_line(str(error))}; restart the engine if that lasts"
-            for activity, (count, error) in list(self._streaks.items())
-            if count >= REPEATED
-        )
+        return self._problems
 
     def caught(self, activity: str, error: Exception, *, serves_all: bool = False) -> KVFerryError:
         """Log an exception, with its traceback if it is the first of its kind.
@@ -67,6 +64,8 @@ class ErrorContainment:
         if serves_all:
             count, first = self._streaks.get(activity, (0, error))
             self._streaks[activity] = count + 1, first
+            if count + 1 == REPEATED:
+                self._publish()
         kind = activity, type(error)
         if kind not in self._logged:
             self._logged.add(kind)
@@ -80,7 +79,9 @@ class ErrorContainment:
 
     def succeeded(self, activity: str) -> None:
         """End the row of failures of an activity."""
-        self._streaks.pop(activity, None)
+        count, _ = self._streaks.pop(activity, (0, None))
+        if count >= REPEATED:
+            self._publish()
 
     def run(
         self, activity: str, call: Callable[[], T], otherwise: T, *, serves_all: bool = False
@@ -98,3 +99,12 @@ class ErrorContainment:
         if serves_all:
             self.succeeded(activity)
         return result
+
+    def _publish(self) -> None:
+        """Replace the tuple that other threads read, which is never changed."""
+        self._problems = tuple(
+            f"{activity} failed, again and again, first with {type(error).__name__}: "
+            f"{on_one_line(str(error))}; restart the engine if that lasts"
+            for activity, (count, error) in self._streaks.items()
+            if count >= REPEATED
+        )

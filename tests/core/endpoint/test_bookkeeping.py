@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint import peer_status as standing_module
+from kvferry.core.endpoint import peers as peers_module
 from kvferry.core.endpoint.device_sync import DeviceSync
-from kvferry.core.endpoint.lease_renewal import LeaseRenewal
+from kvferry.core.endpoint.lease_renewal import LOOK_SECONDS, LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState
-from kvferry.core.endpoint.peer_status import PeerStatus
-from kvferry.core.endpoint.peers import PeerUse
-from kvferry.core.endpoint.pending_tickets import LOOK_SECONDS, PendingTickets
+from kvferry.core.endpoint.peers import PeerStatus, PeerUse
 from kvferry.core.endpoint.slot_reads import SlotRead
 from kvferry.core.endpoint.transfers import Grace, Outcome, Read
 from kvferry.core.errors import (
@@ -116,7 +114,7 @@ def test_who_is_down_is_forgotten_when_nobody_asks_for_it() -> None:
 
 
 def test_of_who_is_down_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing_module, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(peers_module, "MAX_DOWN", 2)
     gauges = Gauges()
     for engine in "abac":
         gauges.standing.lost(engine)

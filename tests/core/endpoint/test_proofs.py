@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.endpoint.slot_table import SlotTable
+from kvferry.core.endpoint.producer import SlotTable
 from kvferry.core.errors import (
     HandshakeError,
     KVFerryError,
@@ -484,7 +484,7 @@ def test_the_two_addresses_share_the_time_of_a_handshake(monkeypatch: pytest.Mon
         raise HandshakeError(f"{call.host} is silent")
 
     with engine("prefill", ticket_key=KEY) as prefill, engine("decode") as decode:
-        monkeypatch.setattr("kvferry.core.endpoint.peers.fetching", fetching)
+        monkeypatch.setattr("kvferry.core.endpoint.handshakes.fetching", fetching)
         ticket = routed(prefill.serve("p-1", [1, 2], 8), 1, "router")
         failure(decode, "d-1", ticket, [5, 6])
         [(first, half), (second, rest)] = asked
