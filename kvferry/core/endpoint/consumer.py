@@ -63,7 +63,7 @@ class LoadManager:
         options: EndpointOptions,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
-        figures: Metrics,
+        metrics: Metrics,
         reported: Reported,
     ) -> None:
         self._own = own
@@ -74,7 +74,7 @@ class LoadManager:
         self._zero = zero
         self._load_timeout = options.load_timeout
         self._clock = clock
-        self._metrics = figures
+        self._metrics = metrics
         self._reported = reported
         capabilities = transport.capabilities
         self._max_notification = capabilities.max_notification
@@ -93,7 +93,7 @@ class LoadManager:
             post=post,
             clock=clock,
             options=options,
-            figures=figures,
+            figures=metrics,
             lost=self._give_up_peer,
         )
         self._loads = Loads()

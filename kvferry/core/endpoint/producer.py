@@ -46,7 +46,7 @@ class SlotTable:
         self.region: Region = region_of(self._words)
         self.header: Region = region_of(self._header)
 
-    def bear(self, fingerprint: bytes) -> None:
+    def write_fingerprint(self, fingerprint: bytes) -> None:
         """Write a fingerprint into the header."""
         self._header[:] = np.frombuffer(fingerprint, dtype="<u8")
 

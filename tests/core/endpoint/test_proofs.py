@@ -403,7 +403,7 @@ def test_a_fingerprint_whose_read_fails_leaves_none_on_a_connection_that_others_
 
 def test_the_header_stands_before_the_slots_and_is_nobody_s_slot() -> None:
     table = SlotTable(3)
-    table.bear(bytes(range(FINGERPRINT_BYTES)))
+    table.write_fingerprint(bytes(range(FINGERPRINT_BYTES)))
     assert [table[slot] for slot in range(len(table))] == [0, 0, 0]
     assert table.header.end == table.region.address
     assert table.region.nbytes == 8 * 3
