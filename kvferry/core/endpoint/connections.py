@@ -292,7 +292,7 @@ class Connections:
         if peer is None:
             return
         found.state, found.is_in_call = _State.CLOSING, True
-        self._transfers.leave(peer)
+        self._transfers.begin_disconnect(peer)
         self._aside.run(
             lambda: self._transport.disconnect(peer),
             lambda outcome: self._closed(found, peer, outcome),
@@ -301,7 +301,7 @@ class Connections:
     def _closed(self, found: _Connection, peer: PeerId, error: Exception | None) -> None:
         found.is_in_call = False
         is_closed = error is None or isinstance(error, TransportUsageError)  # or was already
-        self._transfers.left(peer, closed=is_closed)
+        self._transfers.end_disconnect(peer, closed=is_closed)
         waiting, found.waiting = found.waiting, []
         if error is None or is_closed:
             del self._by_peer[peer]

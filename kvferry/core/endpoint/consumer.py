@@ -1,4 +1,9 @@
-"""The consumer half of an endpoint: performs what the ``Loads`` machine asks for."""
+"""The consumer half of an endpoint: performs what the ``Loads`` machine asks for.
+
+``Loads`` decides, ``LoadManager`` acts: it reads slot words and pages, tells producers what is
+over, and disconnects from a producer where nothing less ends a read. Every answer goes back to
+``Loads``.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +49,29 @@ from kvferry.core.transport.copies import Copies
 TICK_SECONDS = 0.002
 """How often deadlines are looked at, and pages that are still computing are asked for again."""
 
+_Tag = tuple[LoadId, int]
+"""One load's part with one producer rank: names its reads for ``Transfers`` and ``SlotReads``."""
+
 Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
 
 
 class LoadManager:
-    """Loads of one rank. Used by the endpoint's thread only."""
+    """Perform the loads of one rank. Used by the endpoint's thread only.
+
+    Args:
+        own: what this rank publishes.
+        transport: to notify with, and what it can do.
+        transfers: of the same transport.
+        connections: of the same transport.
+        containment: told of unexpected exceptions; the loads that they concern fail.
+        scratch: where slot words land.
+        zero: zeroes the bytes of pages that a load will not write.
+        options: times, and whom to connect to.
+        post: runs a callable on the endpoint's thread, soon.
+        clock: seconds, monotonic.
+        metrics: told of what is counted.
+        reported: called once for each load, when it is over, with its error and its figures.
+    """
 
     def __init__(
         self,
@@ -93,7 +116,7 @@ class LoadManager:
             post=post,
             clock=clock,
             options=options,
-            figures=metrics,
+            metrics=metrics,
             lost=self._give_up_peer,
         )
         self._loads = Loads()
@@ -103,34 +126,42 @@ class LoadManager:
             engine=own.engine,
             life=own.incarnation,
             notify=transport.notify,
-            words=self._slot_reads,
+            slot_reads=self._slot_reads,
             transfers=transfers,
             lost=self._on_peer_error,
             failing=self._on_peer_failing,
         )
         self._pending_tickets = PendingTickets(self._peers, self._lease_renewal, clock)
         self._touched: set[LoadId] = set()
-        """Loads of which something was heard, and nothing may come any more."""
+        """Loads that something happened to in this round, and that may be over."""
         self._next_tick = 0.0
         self._quarantined = 0
 
     def __len__(self) -> int:
-        """Loads that are not over."""
+        """Return how many loads are not over."""
         return len(self._loads)
 
     # What the integration asks for.
 
     def join(self, own: Sequence[RankPayload]) -> None:
-        """All ranks of this engine, in rank order."""
+        """Make all ranks of this engine known, in rank order."""
         self._peers.join(own, self._own.rank)
 
     def prepare(self, ticket: Ticket) -> None:
-        """A request waits for pages: shake hands ahead, and renew; failures are the load's."""
+        """Shake hands ahead, and renew the hold, for a request that waits for pages.
+
+        What fails is said of the load that follows.
+        """
         if ticket.engine != self._own.engine:
             self._pending_tickets.add(ticket)
 
     def begin(self, load: Load, error: KVFerryError | None = None) -> None:
-        """Start a load; with an error: one that has failed already, and touches no page."""
+        """Start a load.
+
+        Args:
+            load: what to read.
+            error: why it has failed already; it touches no page then. ``None``: it has not.
+        """
         if load.shared and not load.reads and not load.report:
             self._pending_tickets.take(load.ticket)
             return
@@ -163,8 +194,9 @@ class LoadManager:
 
     def abort(self, request: RequestId) -> None:
         """Give up the latest load of a request."""
-        loads = (one for one in reversed(self._states.values()) if one.load.request == request)
-        if (state := next(loads, None)) is not None:
+        latest_first = reversed(self._states.values())
+        states = (state for state in latest_first if state.load.request == request)
+        if (state := next(states, None)) is not None:
             self._abort(state)
 
     def abort_all(self) -> None:
@@ -182,7 +214,11 @@ class LoadManager:
     # What the thread drives.
 
     def progress(self) -> bool:
-        """Tick the machine and perform what it asks for; whether there was anything."""
+        """Do what is due, and perform what ``Loads`` asks for.
+
+        Returns:
+            Whether there was anything.
+        """
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
@@ -197,7 +233,7 @@ class LoadManager:
         return busy
 
     def _tick(self, now: float) -> None:
-        """Do what is due. Each by itself: deadlines are kept whatever fails beside them."""
+        """Do what is due. Each by itself: deadlines are kept whatever else fails."""
         for activity, step in (
             ("looking after peers", self._peers.progress),
             ("closing connections", self._connections.progress),
@@ -210,10 +246,14 @@ class LoadManager:
             self._containment.run(activity, partial(step, now), None, serves_all=True)
 
     def _end_lingering(self, state: LoadState, reads: Sequence[Read]) -> bool:
-        """Disconnect from whom the cancelled reads of a load go on: nothing less ends them.
+        """Close the connections of cancelled reads that go on: nothing less ends them.
 
-        That would be the end of other loads from there, too, by whatever engine's name: while there
-        are some, the reads may go on until their own load's deadline.
+        That would also end other loads on these connections, from whatever engine: while there are
+        some, the reads may go on until the deadline of their own load.
+
+        Args:
+            state: of the load that was cancelled.
+            reads: of the load, which have not ended within their grace.
 
         Returns:
             Whether to look at them again, as long as they go on: always.
@@ -227,7 +267,7 @@ class LoadManager:
         return True
 
     def _are_wanted(self, connections: Collection[PeerId]) -> bool:
-        """Whether loads that have not failed would end with these connections."""
+        """Return whether loads that have not failed would end with these connections."""
         peers = {peer for each in connections for peer in self._peers.using(each)}
         return any(
             state.peer in peers and self._loads.wanted(load_id)
@@ -248,23 +288,25 @@ class LoadManager:
         self._metrics.set(QUARANTINED, self._quarantined)
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        tell: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
+        releases: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
         for action in actions:
             try:
-                self._do(action, self._states[action.load], tell)
+                self._do(action, self._states[action.load], releases)
             except Exception as exc:  # noqa: BLE001  it fails this load, and no other
                 self._fail(action, self._containment.caught("an action of a load", exc))
-        for (peer, rank), releases in tell.items():
-            say = partial(self._notify, peer, rank, releases)
-            self._containment.run("telling a peer", say, None)
-        for action in actions:  # only when "abandon" is on its way
+        for (peer, rank), notes in releases.items():  # one notification for many loads
+            notify = partial(self._notify, peer, rank, notes)
+            self._containment.run("telling a peer", notify, None)
+        # A load is reported only when its "abandon" is on its way: the engine may close at once.
+        for action in actions:
             if action.op is LoadAction.REPORT:
                 report = partial(self._report, action, self._states[action.load])
                 self._containment.run("reporting a load", report, None)
 
     def _do(
-        self, action: Action, state: LoadState, tell: dict[tuple[Peer, int], list[Release]]
+        self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
     ) -> None:
+        """Perform one action, except that a report comes later, and a release is only collected."""
         if action.op is LoadAction.READ:
             self._read(action, state)
         elif action.op in (LoadAction.CHECK, LoadAction.FENCE):
@@ -274,11 +316,14 @@ class LoadManager:
         elif action.op is LoadAction.CANCEL:
             self._cancel(action, state)
         elif action.op in (LoadAction.DONE, LoadAction.ABANDON) and state.peer is not None:
-            tell[state.peer, action.rank].append(self._release(action, state))
+            releases[state.peer, action.rank].append(self._release(action, state))
 
     def _fail(self, action: Action, error: KVFerryError) -> None:
-        """An action was not performed. What is to be read has not been posted then, so it is over;
-        a read that could not be cancelled goes on until it ends, or is ended."""
+        """Tell ``Loads`` of an action that could not be performed.
+
+        What was to be read has not been posted then, so that part of the load is over. A read that
+        could not be cancelled goes on until it ends, or is ended.
+        """
         if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.FENCE):
             self._loads.lost(action.load, action.rank, error)
 
@@ -286,7 +331,7 @@ class LoadManager:
 
     def _on_not_connected(self, load_id: LoadId, error: KVFerryError) -> None:
         self._loads.handshake_failed(load_id, error)
-        self._loads.abort(load_id, error)  # if it had begun to read
+        self._loads.abort(load_id, error)  # if only what followed the handshake failed
         self._touched.add(load_id)
 
     def _on_connected(self, load_id: LoadId, peer: Peer) -> None:
@@ -297,6 +342,7 @@ class LoadManager:
         try:
             peer.check(state.load.ticket)
             if state.load.reads and self._loads.wanted(load_id):
+                # Before the first read is posted: what it writes must not be zeroed again.
                 self._zero(unwritten(self._own.layout, peer.plan, state.request))
         except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own
             self._on_not_connected(load_id, as_ours(exc))
@@ -334,14 +380,14 @@ class LoadManager:
         if rank not in peer.ids:
             self._on_lost(action, peer.gone())
             return
-        job = Read(
+        read = Read(
             peer=peer.ids[rank],
             build=build,
             finished=finished,
             failing=lambda error: self._on_failing(action, error),
             tags={(load_id, rank)},
         )
-        self._transfers.add(job)
+        self._transfers.add(read)
 
     def _on_read_ended(self, action: Action, state: LoadState, outcome: Outcome) -> None:
         state.add(outcome)
@@ -351,6 +397,7 @@ class LoadManager:
             self._on_lost(action, outcome.error)
 
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
+        """Return the read of a check, or of a fence with "done" bound to it."""
         tells = action.op is LoadAction.FENCE and not state.load.shared
         return SlotRead(
             tag=(action.load, action.rank),
@@ -368,7 +415,7 @@ class LoadManager:
         self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Something failed with a rank of a peer."""
+        """Draw the consequences for a peer of what failed with one of its ranks."""
         if not peer.connected:
             return
         if isinstance(error, PeerLostError):
@@ -377,29 +424,34 @@ class LoadManager:
             peer.suspect = True
 
     def _on_failing(self, action: Action, error: KVFerryError) -> None:
-        """Bytes may still land. A read that was cancelled, or of which the driver says nothing, is
-        given time to end by itself."""
+        """Tell ``Loads`` of a read that will fail, and of which bytes may still land.
+
+        One that was cancelled, or whose state the driver cannot tell, has its grace to end by
+        itself: ``Loads`` cancels it.
+        """
         self._loads.failing(action.load, action.rank, error)
         if not isinstance(error, (TransferCancelledError, StatusUnknownError)):
             self._on_peer_failing(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Where only a disconnect proves quiet, disconnect; also if the peer is given up, as others
-        may use the connection."""
+        """Disconnect where only that proves that a read which has failed is quiet.
+
+        Also if the peer is given up already: others may use the connection.
+        """
         after_disconnect = self._quiescence is Quiescence.AFTER_DISCONNECT
         if after_disconnect or isinstance(error, StatusUnknownError):
-            why = PeerLostError("disconnected, to end a read that had failed")
-            self._close_connection(peer.links[rank], why)
+            lost = PeerLostError("disconnected, to end a read that had failed")
+            self._close_connection(peer.links[rank], lost)
 
     def _close_connection(self, connection: PeerId, error: KVFerryError) -> None:
-        """Close a connection: it is lost, or nothing less ends what runs on it.
+        """Close a connection that is lost, or on which nothing less ends a read.
 
-        All engines that use it are given up, also those on which nothing failed: they are told of
-        nothing else by the driver, and the next ticket connects them anew.
+        All peers that use it are given up, also those with which nothing failed: the driver would
+        tell them nothing else, and the next ticket connects them anew.
         """
         for peer in self._peers.using(connection):
             self._give_up_peer(peer, error)
-        self._connections.close(connection)  # an engine that is being connected may hold it
+        self._connections.close(connection)  # a peer that is being connected may use it
 
     def _give_up_peer(self, peer: Peer, error: KVFerryError) -> None:
         """Give a peer up: its loads fail now, and are reported when they are quiet."""
@@ -412,10 +464,10 @@ class LoadManager:
                 self._loads.abort(load_id, error)
 
     def _cancel(self, action: Action, state: LoadState) -> None:
-        tag = action.load, action.rank
-        if self._slot_reads.remove(tag):  # not posted yet, and so it is simply not made
+        tag: _Tag = action.load, action.rank
+        if self._slot_reads.remove(tag):  # it was not posted yet, and is simply not made
             self._loads.lost(action.load, action.rank, EndpointClosedError("cancelled"))
-        if state.grace is None:  # one for all ranks: all are cancelled at once
+        if state.grace is None:  # one for all ranks, which are cancelled at once
             state.grace = Grace(escalate=partial(self._end_lingering, state))
         self._transfers.cancel(tag, state.grace)
 
@@ -442,13 +494,14 @@ class LoadManager:
         )
 
     def _notify(self, peer: Peer, rank: int, releases: list[Release]) -> None:
-        for part in fitting(releases, self._max_notification):
+        """Send a rank of a peer what is over. What cannot be sent is left to the holds' leases."""
+        for batch in fitting(releases, self._max_notification):
             try:
                 if rank in peer.ids:
-                    self._transport.notify(peer.ids[rank], encode(part))
+                    self._transport.notify(peer.ids[rank], encode(batch))
             except Exception as exc:  # noqa: BLE001  whatever a driver raises: the lease ends it
-                self._metrics.add(UNTOLD, len(part), peer=peer.key.engine[:MAX_NAME])
-                log_messages.untold(peer, rank, len(part), as_ours(exc))
+                self._metrics.add(UNTOLD, len(batch), peer=peer.key.engine[:MAX_NAME])
+                log_messages.untold(peer, rank, len(batch), as_ours(exc))
 
     # The end.
 
@@ -456,10 +509,11 @@ class LoadManager:
         load = state.load
         self._lease_renewal.end(state.renewal)
         if action.error is None and state.peer is not None and load.reads:
-            self._peers.path(state.peer)
+            self._peers.path(state.peer)  # kept by the peer, for the record below
         self._reported(load, action.error, state.record(action.error, action.stage))
 
     def _drop_ended(self) -> None:
+        """Forget the loads that are over, once all their actions have been performed."""
         for load_id in self._touched:
             if load_id not in self._loads and load_id in self._states:
                 peer = self._states.pop(load_id).peer

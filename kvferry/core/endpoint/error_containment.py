@@ -1,4 +1,4 @@
-"""Unexpected exceptions: what they concern fails, and the endpoint's thread goes on."""
+"""Containment of unexpected exceptions: what they concern fails, the endpoint's thread goes on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 REPEATED = 3
-"""An activity that failed so many times in a row is a problem of the endpoint's health."""
+"""Failures in a row after which an activity is a problem of the endpoint's health."""
 
 
 def as_ours(exc: Exception) -> KVFerryError:
-    """Any exception as one of ours, so that it fails what it concerns and nothing else."""
+    """Return an exception as a ``KVFerryError``, so that it can fail what it concerns."""
     if isinstance(exc, KVFerryError):
         return exc
     error = TransportError(f"unexpected {type(exc).__name__}: {exc}")
@@ -29,8 +29,8 @@ def as_ours(exc: Exception) -> KVFerryError:
 class ErrorContainment:
     """Log and count the unexpected exceptions of one endpoint's thread.
 
-    The code that catches one knows what it concerns (a load, a peer, a message), and fails that.
-    Activities are named in a few fixed words, as a subject: "the driver's poll".
+    The code that catches an exception knows what it concerns (a load, a peer, a message), and fails
+    that. An activity has a fixed name, which is the subject of a sentence: "the driver's poll".
 
     Used by the endpoint's thread only, but for ``problems``.
     """
@@ -78,7 +78,7 @@ class ErrorContainment:
         return as_ours(error)
 
     def succeeded(self, activity: str) -> None:
-        """End the row of failures of an activity."""
+        """Note that an activity has succeeded, which ends its row of failures."""
         count, _ = self._streaks.pop(activity, (0, None))
         if count >= REPEATED:
             self._publish()
@@ -86,10 +86,16 @@ class ErrorContainment:
     def run(
         self, activity: str, call: Callable[[], T], otherwise: T, *, serves_all: bool = False
     ) -> T:
-        """Make a call; for the arguments see ``caught``.
+        """Make a call, and contain what it raises.
+
+        Args:
+            activity: as for ``caught``.
+            call: to be made.
+            otherwise: returned if it raises.
+            serves_all: as for ``caught``.
 
         Returns:
-            What it returned, or ``otherwise`` if it raised.
+            What the call returned, or ``otherwise``.
         """
         try:
             result = call()

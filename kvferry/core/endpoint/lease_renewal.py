@@ -51,7 +51,7 @@ class LeaseRenewal:
         engine, life: this engine and its incarnation, which claim what is renewed.
         notify: sends bytes to a peer. What it raises is ignored: a heartbeat that does not arrive
             is the lease's matter.
-        words: reads the slot words.
+        slot_reads: reads the slot words.
         transfers: to give up reads that are not answered.
         lost: called with peer and rank when a read of a peer's word has failed, or will.
         failing: called when it is known to fail and not yet quiet; after its grace where it was
@@ -64,7 +64,7 @@ class LeaseRenewal:
         engine: str,
         life: int,
         notify: Callable[[PeerId, bytes], None],
-        words: SlotReads,
+        slot_reads: SlotReads,
         transfers: Transfers,
         lost: Callable[[Peer, int, KVFerryError], None],
         failing: Callable[[Peer, int, KVFerryError], None],
@@ -73,7 +73,7 @@ class LeaseRenewal:
         self._life = life
         self._notify = notify
         self._next_heartbeat = -math.inf
-        self._slot_reads = words
+        self._slot_reads = slot_reads
         self._transfers = transfers
         self._lost = lost
         self._failing = failing

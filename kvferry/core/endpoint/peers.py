@@ -168,7 +168,7 @@ class Peers:
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
         options: times, and whom to connect to.
-        figures: told of handshakes, and of who is up and down.
+        metrics: told of handshakes, and of who is up and down.
         lost: called when a producer is dead, or is another one now; it is to be given up.
     """
 
@@ -182,7 +182,7 @@ class Peers:
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         options: EndpointOptions,
-        figures: Metrics,
+        metrics: Metrics,
         lost: Callable[[Peer, KVFerryError], None],
     ) -> None:
         self._transport = transport
@@ -191,8 +191,8 @@ class Peers:
         self._post = post
         self._clock = clock
         self._options = options
-        self._metrics = figures
-        self._status = PeerStatus(figures, clock, options.engine_ttl)
+        self._metrics = metrics
+        self._status = PeerStatus(metrics, clock, options.engine_ttl)
         self._lost = lost
         self._warned: set[Name] = set()
         self._rank = 0
@@ -498,13 +498,13 @@ class PeerStatus:
     """Used by the endpoint's thread only.
 
     Args:
-        figures: told of every change.
+        metrics: told of every change.
         clock: seconds, monotonic.
         keep: for how many seconds an engine is called down that nobody asks for any more.
     """
 
-    def __init__(self, figures: Metrics, clock: Callable[[], float], keep: float) -> None:
-        self._metrics = figures
+    def __init__(self, metrics: Metrics, clock: Callable[[], float], keep: float) -> None:
+        self._metrics = metrics
         self._clock = clock
         self._keep = keep
         self._up: set[Hashable] = set()

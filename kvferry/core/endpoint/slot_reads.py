@@ -203,7 +203,7 @@ class SlotReads:
             finished=finished,
             failing=failing,
             notify=encode(notes) if notes else None,
-            ahead=True,
+            urgent=True,
             tags={read.tag for read in batch},
         )
 

@@ -280,7 +280,7 @@ class Renewing:
             engine="decode",
             life=5,
             notify=lambda peer, _: self.told.append(peer),
-            words=self,  # type: ignore[arg-type]
+            slot_reads=self,  # type: ignore[arg-type]
             transfers=self,  # type: ignore[arg-type]
             lost=lambda *what: self.lost.append(what),
             failing=lambda *what: self.failing.append(what),

@@ -41,10 +41,10 @@ class Driver:
         self.now = 0.0
         self._ids = 0
 
-    def leave(self, peer: PeerId) -> None:
+    def begin_disconnect(self, peer: PeerId) -> None:
         self.leaving.add(peer)
 
-    def left(self, peer: PeerId, *, closed: bool) -> None:
+    def end_disconnect(self, peer: PeerId, *, closed: bool) -> None:
         self.leaving.discard(peer)
         self.left_as.append((peer, closed))
 

@@ -92,7 +92,7 @@ class Reads:
         peer: PeerId = ONE,
         *,
         nbytes: int = 8,
-        ahead: bool = False,
+        urgent: bool = False,
         tags: Sequence[str] = (),
         build: Callable[[], Copies] | None = None,
         notify: bytes | None = None,
@@ -112,7 +112,7 @@ class Reads:
             build=build or (lambda: copies(nbytes)),
             finished=finished,
             failing=failing,
-            ahead=ahead,
+            urgent=urgent,
             notify=notify,
             tags={*tags, name},
         )
@@ -165,7 +165,7 @@ def test_the_drivers_limit_is_kept() -> None:
     driver = Driver(limit=2)
     reads = Reads(driver)
     for name in "abc":
-        reads.add(name, ahead=name == "c")
+        reads.add(name, urgent=name == "c")
     reads.transfers.progress()
     assert len(driver.posted) == 2
     assert not reads.transfers.progress()
@@ -181,7 +181,7 @@ def test_peers_take_turns_and_what_is_ahead_goes_first() -> None:
     for nbytes, peer in ((1, ONE), (2, ONE), (3, ONE), (4, OTHER)):
         reads.add(str(nbytes), peer, nbytes=nbytes)
     for nbytes in (5, 6):
-        reads.add(str(nbytes), nbytes=nbytes, ahead=True)
+        reads.add(str(nbytes), nbytes=nbytes, urgent=True)
     reads.transfers.progress()
     assert [nbytes for _, nbytes, _ in driver.posted] == [5, 6, 1, 4, 2, 3]
 
@@ -197,7 +197,7 @@ def test_of_a_peer_with_enough_under_way_only_what_is_ahead_is_posted(
     reads.add("other", OTHER, nbytes=6)
     reads.transfers.progress()
     assert [nbytes for _, nbytes, _ in driver.posted] == [9, 6, 1]
-    reads.add("word", nbytes=8, ahead=True)
+    reads.add("word", nbytes=8, urgent=True)
     reads.transfers.progress()
     assert [nbytes for _, nbytes, _ in driver.posted] == [9, 6, 1, 8]
     driver.says[TransferId(4)] = DONE
@@ -305,8 +305,8 @@ def test_of_queued_reads_only_the_one_that_is_cancelled_ends() -> None:
     reads = Reads(driver)
     for name in "abc":
         reads.add(name)
-    reads.add("d", ahead=True)
-    reads.add("e", ahead=True)
+    reads.add("d", urgent=True)
+    reads.add("e", urgent=True)
     reads.transfers.cancel("b")
     assert isinstance(reads.error("b"), TransferCancelledError)
     assert (reads.outcomes["b"].begun, reads.outcomes["b"].seconds) == (0.0, 0.0)
@@ -450,11 +450,11 @@ def test_what_waits_for_a_connection_that_is_closed_fails_and_others_go_on() -> 
     reads = Reads(driver)
     reads.add("under way")
     reads.transfers.progress()
-    for name, peer, ahead in (
+    for name, peer, urgent in (
         ("a", ONE, False), ("b", ONE, True), ("c", OTHER, False), ("d", ONE, False),
     ):  # fmt: skip
-        reads.add(name, peer, ahead=ahead)
-    reads.transfers.leave(ONE)
+        reads.add(name, peer, urgent=urgent)
+    reads.transfers.begin_disconnect(ONE)
     assert sorted(reads.outcomes) == ["a", "b", "d"]
     assert all(isinstance(reads.error(name), PeerLostError) for name in "abd")
     assert len(reads.transfers) == 2
@@ -474,7 +474,7 @@ def test_what_ends_with_one_may_end_others_that_wait() -> None:
         finished(outcome)
 
     job.finished = ends_others
-    reads.transfers.leave(ONE)
+    reads.transfers.begin_disconnect(ONE)
     assert sorted(reads.heard) == ["a", "b", "c"]
     assert len(reads.transfers) == 0
 
@@ -486,13 +486,13 @@ def test_nothing_under_way_is_named_while_its_connection_is_closed(closed: bool)
     reads.add("a")
     reads.add("other", OTHER)
     reads.transfers.progress()
-    reads.transfers.leave(ONE)
+    reads.transfers.begin_disconnect(ONE)
     driver.polls.clear()
     reads.transfers.cancel("a")
     reads.transfers.progress()
     assert driver.cancelled == []
     assert driver.polls == [[TransferId(2)]]
-    reads.transfers.left(ONE, closed=closed)
+    reads.transfers.end_disconnect(ONE, closed=closed)
     driver.says[TransferId(1)] = ended(PeerLostError("disconnected"))
     reads.transfers.progress()
     assert isinstance(reads.error("a"), PeerLostError)
@@ -515,8 +515,8 @@ def test_a_read_of_which_nothing_can_be_said_is_over_when_its_connection_is_clos
     assert isinstance(reads.failing["a"], StatusUnknownError)
     for closed in (False, True):
         assert "a" not in reads.outcomes
-        reads.transfers.leave(ONE)
-        reads.transfers.left(ONE, closed=closed)
+        reads.transfers.begin_disconnect(ONE)
+        reads.transfers.end_disconnect(ONE, closed=closed)
         reads.transfers.progress()
     assert isinstance(reads.error("a"), StatusUnknownError)
     assert "other" not in reads.outcomes, "its connection stands"
@@ -544,11 +544,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.names: list[str] = []
         self.leaving: set[PeerId] = set()
 
-    @rule(peer=st.sampled_from([ONE, OTHER]), ahead=st.booleans(), nbytes=st.integers(1, 100))
-    def adds(self, peer: PeerId, ahead: bool, nbytes: int) -> None:
+    @rule(peer=st.sampled_from([ONE, OTHER]), urgent=st.booleans(), nbytes=st.integers(1, 100))
+    def adds(self, peer: PeerId, urgent: bool, nbytes: int) -> None:
         if peer not in self.leaving:
             self.names.append(f"job {len(self.names)}")
-            self.reads.add(self.names[-1], peer, ahead=ahead, nbytes=nbytes, tags=["all"])
+            self.reads.add(self.names[-1], peer, urgent=urgent, nbytes=nbytes, tags=["all"])
 
     @precondition(lambda self: self.names)
     @rule(data=st.data(), everybody=st.booleans())
@@ -570,13 +570,13 @@ class AnyOrder(RuleBasedStateMachine):
     def leaves(self, peer: PeerId) -> None:
         if peer not in self.leaving:
             self.leaving.add(peer)
-            self.reads.transfers.leave(peer)
+            self.reads.transfers.begin_disconnect(peer)
 
     @rule(peer=st.sampled_from([ONE, OTHER]))
-    def left(self, peer: PeerId) -> None:
+    def end_disconnect(self, peer: PeerId) -> None:
         if peer in self.leaving:
             self.leaving.discard(peer)
-            self.reads.transfers.left(peer, closed=False)
+            self.reads.transfers.end_disconnect(peer, closed=False)
 
     @rule()
     def progresses(self) -> None:
@@ -595,7 +595,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.driver.unclear.clear()
         for peer in list(self.leaving):
-            self.left(peer)
+            self.end_disconnect(peer)
         for _ in range(2 * len(self.names) + 2):
             for transfer in self.driver.says:
                 self.driver.says[transfer] = DONE
