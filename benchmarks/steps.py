@@ -169,11 +169,14 @@ class Engine:
 
     def _settle(self, what: str, count: int) -> None:
         """Wait until all that begins with it is over: handshakes, first renewals, first posts."""
-        puller = self._endpoint._puller
+        load_manager = self._endpoint._load_manager
         done: dict[str, Callable[[], bool]] = {
             "held": lambda: self._endpoint.held == count,
-            "waiting": lambda: len(puller._renewer) == count,
-            "peers": lambda: len(puller._peers._known) == count and len(puller._renewer) == count,
+            "waiting": lambda: len(load_manager._lease_renewal) == count,
+            "peers": lambda: (
+                len(load_manager._peers._by_name) == count
+                and len(load_manager._lease_renewal) == count
+            ),
             "loading": lambda: len(self._endpoint._transfers._posted) == count,
         }
         end = time.monotonic() + READY_SECONDS

@@ -226,4 +226,4 @@ def right(decode: Engine, pages: list[int]) -> bool:
 
 def shaking() -> bool:
     """Whether a handshake of this process is under way."""
-    return any(thread.name.startswith("kvferry-shake") for thread in threading.enumerate())
+    return any(thread.name.startswith("kvferry-handshake") for thread in threading.enumerate())

@@ -192,8 +192,8 @@ def test_nothing_grows(quiescence: Quiescence) -> None:
         assert decode.ranks[0].endpoint.pending == 0
         assert decode.ranks[0].endpoint.healthy
         clock.skip(LEASE)  # the last handshakes with nobody are due
-        contexts = decode.ranks[0].endpoint._puller._contexts
-        eventually(lambda: not contexts, "nothing is left of any load")
+        states = decode.ranks[0].endpoint._load_manager._states
+        eventually(lambda: not states, "nothing is left of any load")
         figure(
             "soak",
             seconds,

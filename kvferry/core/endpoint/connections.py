@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import enum
 import logging
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from kvferry.core.endpoint.blocking_calls import BlockingCalls
 from kvferry.core.endpoint.error_containment import as_ours
 from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.error_causes import cause_of, on_one_line
@@ -23,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 LONGEST_SECONDS = 60.0
 """Between two tries to close a connection that does not fall silent."""
+
+STUCK_SECONDS = 30.0
+"""A call that has not returned by then is a problem of the engine's: drivers promise less."""
+
+T = TypeVar("T")
 
 Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
 
@@ -92,6 +99,8 @@ class Connections:
         self._by_address: dict[bytes, _Connection] = {}
         self._by_peer: dict[PeerId, _Connection] = {}
         self._dialling = 0
+        # Read by other threads, which an integer that is replaced cannot mislead.
+        self._not_quiesced = 0
         self._closed_meanwhile: set[PeerId] = set()
         """Closed while a dial was under way, which may still return one of them."""
         self._resumed: deque[_Acquisition] = deque()
@@ -99,13 +108,26 @@ class Connections:
 
     @property
     def closing(self) -> int:
-        """How many are given up and not closed yet."""
-        return sum(each.state is _State.CLOSING for each in list(self._by_peer.values()))
+        """Return how many are given up and not closed yet. On the endpoint's thread."""
+        return sum(each.state is _State.CLOSING for each in self._by_peer.values())
 
     @property
     def not_quiesced(self) -> int:
-        """How many did not fall silent when they were closed: bytes may still land."""
-        return sum(each.tries > 0 for each in list(self._by_peer.values()))
+        """Return how many did not fall silent when they were closed: bytes may still land.
+
+        From any thread.
+        """
+        return self._not_quiesced
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return what a health answer says of connections. From any thread."""
+        if not (count := self._not_quiesced):
+            return ()
+        return (
+            f"{count} connections did not fall silent when they were closed; the pages that they "
+            "may still write are quarantined until they do: restart the engine if that lasts",
+        )
 
     def has_not_quiesced(self, peer: PeerId) -> bool:
         """Whether a connection did not fall silent when it was closed."""
@@ -270,7 +292,7 @@ class Connections:
         if peer is None:
             return
         found.state, found.is_in_call = _State.CLOSING, True
-        self._transfers.leave(peer)
+        self._transfers.begin_disconnect(peer)
         self._aside.run(
             lambda: self._transport.disconnect(peer),
             lambda outcome: self._closed(found, peer, outcome),
@@ -279,10 +301,11 @@ class Connections:
     def _closed(self, found: _Connection, peer: PeerId, error: Exception | None) -> None:
         found.is_in_call = False
         is_closed = error is None or isinstance(error, TransportUsageError)  # or was already
-        self._transfers.left(peer, closed=is_closed)
+        self._transfers.end_disconnect(peer, closed=is_closed)
         waiting, found.waiting = found.waiting, []
         if error is None or is_closed:
             del self._by_peer[peer]
+            self._not_quiesced -= found.tries > 0
             if self._by_address.get(found.address) is found:
                 del self._by_address[found.address]
             if self._dialling:
@@ -295,6 +318,7 @@ class Connections:
 
     def _is_not_quiesced_still(self, found: _Connection, peer: PeerId, error: Exception) -> None:
         if not found.tries:
+            self._not_quiesced += 1
             ours = as_ours(error)
             logger.error(
                 "connection %d, to %s, did not fall silent (stage disconnect, cause %s): %s; the "
@@ -307,3 +331,89 @@ class Connections:
             )
         found.tries += 1
         found.due = self._clock() + min(2.0**found.tries, LONGEST_SECONDS)
+
+
+class BlockingCalls:
+    """Used by the endpoint's thread only, but for ``stuck`` and ``wait``.
+
+    Args:
+        threads: whether calls may run on threads of their own. If not, the endpoint waits for each.
+        post: runs a callable on the endpoint's thread, soon.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: bool,
+        post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._threads = threads
+        self._post = post
+        self._clock = clock
+        self._running: dict[threading.Thread, float] = {}
+        """Calls to when they began. Replaced and never changed, as other threads read it."""
+
+    @property
+    def stuck(self) -> int:
+        """Return how many calls have been running for too long. From any thread."""
+        now = self._clock()
+        return sum(now - begun > STUCK_SECONDS for begun in self._running.values())
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return what a health answer says of calls that do not return. From any thread."""
+        if not (count := self.stuck):
+            return ()
+        return (
+            f"{count} calls of the driver, to connect to a peer or to disconnect from one, have "
+            f"not returned for {STUCK_SECONDS:.0f} s: restart the engine if that lasts",
+        )
+
+    def run(self, call: Callable[[], T], over: Callable[[T | Exception], None]) -> None:
+        """Make a call, and tell ``over`` what it returned or raised, on the endpoint's thread.
+
+        Without threads that has happened when this returns.
+        """
+        if not self._threads:
+            over(_outcome(call))
+            return
+        # Daemons: a call that never returns must not keep the process from ending.
+        thread = threading.Thread(
+            target=lambda: self._run(thread, call, over), name="kvferry-driver-call", daemon=True
+        )
+        self._running = {**self._running, thread: self._clock()}
+        try:
+            thread.start()
+        except RuntimeError:  # there can be no more threads: better late than never
+            self._remove(thread)
+            over(_outcome(call))
+
+    def wait(self, until: float) -> bool:
+        """Wait for all calls, or until then by ``time.monotonic``; whether all have returned."""
+        running = list(self._running)
+        for thread in running:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in running)
+
+    def _run(
+        self, thread: threading.Thread, call: Callable[[], T], over: Callable[[T | Exception], None]
+    ) -> None:
+        outcome = _outcome(call)
+
+        def back() -> None:
+            self._remove(thread)
+            over(outcome)
+
+        self._post(back)
+
+    def _remove(self, thread: threading.Thread) -> None:
+        self._running = {each: begun for each, begun in self._running.items() if each != thread}
+
+
+def _outcome(call: Callable[[], T]) -> T | Exception:
+    try:
+        return call()
+    except Exception as exc:  # noqa: BLE001  whatever a driver raises concerns only this call
+        return exc

@@ -1,4 +1,9 @@
-"""The consumer half of an endpoint: performs what the ``Loads`` machine asks for."""
+"""The consumer half of an endpoint: performs what the ``Loads`` machine asks for.
+
+``Loads`` decides, ``LoadManager`` acts: it reads slot words and pages, tells producers what is
+over, and disconnects from a producer where nothing less ends a read. Every answer goes back to
+``Loads``.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,21 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from kvferry.core.endpoint import log_messages as lines
-from kvferry.core.endpoint.blocking_calls import BlockingCalls
+from kvferry.core.endpoint import log_messages
+from kvferry.core.endpoint.connections import Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment, as_ours
-from kvferry.core.endpoint.fingerprints import FingerprintReads
-from kvferry.core.endpoint.lease_renewal import LeaseRenewal
+from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.peers import Peer, Peers
-from kvferry.core.endpoint.pending_tickets import PendingTickets
-from kvferry.core.endpoint.slot_reads import SlotRead, SlotReads, fitting
-from kvferry.core.endpoint.slot_table import ScratchWords
-from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Outcome, Read, Transfers
+from kvferry.core.endpoint.peers import Peer, Peers, PeerUse
+from kvferry.core.endpoint.slot_reads import (
+    FingerprintReads,
+    ScratchWords,
+    SlotRead,
+    SlotReads,
+    fitting,
+)
+from kvferry.core.endpoint.transfers import Grace, Outcome, Read, Transfers
 from kvferry.core.errors import (
     EndpointClosedError,
     KVFerryError,
@@ -41,11 +49,29 @@ from kvferry.core.transport.copies import Copies
 TICK_SECONDS = 0.002
 """How often deadlines are looked at, and pages that are still computing are asked for again."""
 
+_Tag = tuple[LoadId, int]
+"""One load's part with one producer rank: names its reads for ``Transfers`` and ``SlotReads``."""
+
 Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
 
 
 class LoadManager:
-    """Loads of one rank. Used by the endpoint's thread only."""
+    """Perform the loads of one rank. Used by the endpoint's thread only.
+
+    Args:
+        own: what this rank publishes.
+        transport: to notify with, and what it can do.
+        transfers: of the same transport.
+        connections: of the same transport.
+        containment: told of unexpected exceptions; the loads that they concern fail.
+        scratch: where slot words land.
+        zero: zeroes the bytes of pages that a load will not write.
+        options: times, and whom to connect to.
+        post: runs a callable on the endpoint's thread, soon.
+        clock: seconds, monotonic.
+        metrics: told of what is counted.
+        reported: called once for each load, when it is over, with its error and its figures.
+    """
 
     def __init__(
         self,
@@ -53,100 +79,91 @@ class LoadManager:
         own: RankPayload,
         transport: Transport,
         transfers: Transfers,
+        connections: Connections,
         containment: ErrorContainment,
         scratch: ScratchWords,
         zero: Callable[[Spans], None],
         options: EndpointOptions,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
-        figures: Metrics,
+        metrics: Metrics,
         reported: Reported,
     ) -> None:
         self._own = own
         self._transport = transport
         self._transfers = transfers
+        self._connections = connections
         self._containment = containment
         self._zero = zero
         self._load_timeout = options.load_timeout
         self._clock = clock
-        self._figures = figures
+        self._metrics = metrics
         self._reported = reported
         capabilities = transport.capabilities
         self._max_notification = capabilities.max_notification
         self._quiescence = capabilities.quiescence
-        self._aside = BlockingCalls(threads=capabilities.concurrent_connect, post=post, clock=clock)
-        self._words = SlotReads(scratch, containment)
+        self._slot_reads = SlotReads(scratch, containment)
         self._peers = Peers(
             transport=transport,
             fingerprints=FingerprintReads(
-                self._words,
+                self._slot_reads,
                 clock=clock,
                 patience=options.handshake_timeout,
-                failing=self._failing_word,
+                failing=self._on_peer_failing,
             ),
-            transfers=transfers,
-            aside=self._aside,
+            connections=connections,
             containment=containment,
             post=post,
             clock=clock,
             options=options,
-            figures=figures,
-            lost=self._part,
+            metrics=metrics,
+            lost=self._give_up_peer,
         )
         self._loads = Loads()
-        self._contexts: dict[LoadId, LoadState] = {}
-        self._by_request: dict[RequestId, LoadId] = {}
+        self._states: dict[LoadId, LoadState] = {}
         self._workspace = Workspace()
-        self._renewer = LeaseRenewal(
+        self._lease_renewal = LeaseRenewal(
             engine=own.engine,
             life=own.incarnation,
             notify=transport.notify,
-            words=self._words,
+            slot_reads=self._slot_reads,
             transfers=transfers,
-            clock=clock,
             lost=self._on_peer_error,
-            failing=self._failing_word,
+            failing=self._on_peer_failing,
         )
-        self._waiting = PendingTickets(self._peers, self._renewer, clock)
-        self._maybe_over: set[LoadId] = set()
-        self._cancelled: dict[LoadId, float] = {}
+        self._pending_tickets = PendingTickets(self._peers, self._lease_renewal, clock)
+        self._touched: set[LoadId] = set()
+        """Loads that something happened to in this round, and that may be over."""
         self._next_tick = 0.0
         self._quarantined = 0
 
     def __len__(self) -> int:
-        """Loads that are not over."""
+        """Return how many loads are not over."""
         return len(self._loads)
-
-    @property
-    def not_quiesced(self) -> int:
-        """Connections whose bytes may still land although they were closed."""
-        return self._peers.not_quiesced
-
-    @property
-    def stuck(self) -> int:
-        """Calls of the driver that do not return."""
-        return self._aside.stuck
-
-    @property
-    def parting(self) -> int:
-        """Connections that are being closed."""
-        return self._peers.parting
 
     # What the integration asks for.
 
     def join(self, own: Sequence[RankPayload]) -> None:
-        """All ranks of this engine, in rank order."""
+        """Make all ranks of this engine known, in rank order."""
         self._peers.join(own, self._own.rank)
 
     def prepare(self, ticket: Ticket) -> None:
-        """A request waits for pages: shake hands ahead, and renew; failures are the load's."""
+        """Shake hands ahead, and renew the hold, for a request that waits for pages.
+
+        What fails is said of the load that follows.
+        """
         if ticket.engine != self._own.engine:
-            self._waiting.add(ticket)
+            self._pending_tickets.add(ticket)
 
     def begin(self, load: Load, error: KVFerryError | None = None) -> None:
-        """Start a load; with an error: one that has failed already, and touches no page."""
+        """Start a load.
+
+        Args:
+            load: what to read.
+            error: why it has failed already; it touches no page then. ``None``: it has not.
+        """
         if load.shared and not load.reads and not load.report:
-            self._waiting.take(load.ticket)
+            self._pending_tickets.take(load.ticket)
             return
         load_id = self._loads.begin(
             load.request,
@@ -156,51 +173,52 @@ class LoadManager:
             shared=load.shared,
             deadline=self._clock() + self._load_timeout,
         )
-        context = LoadState(load=load, begun=time.perf_counter())
-        self._contexts[load_id] = context
-        self._by_request[load.request] = load_id
+        state = LoadState(load_id=load_id, load=load, begun=time.perf_counter())
+        self._states[load_id] = state
         if load.ticket.engine == self._own.engine:
             reason = TicketReason.OWN
-            self._refuse(load_id, TicketError("the ticket is from this very engine", reason=reason))
+            self._on_not_connected(
+                load_id, TicketError("the ticket is from this very engine", reason=reason)
+            )
             return
-        context.wait_seconds, gone = self._waiting.take(load.ticket)
+        state.wait_seconds, gone = self._pending_tickets.take(load.ticket)
         if failed := error or gone:
-            context.failed_at = Stage.WAIT
+            state.failed_at = Stage.WAIT
             self._loads.abort(load_id, failed)
         self._peers.reach(
             load.ticket,
             lambda peer: self._on_connected(load_id, peer),
-            lambda error: self._refuse(load_id, error),
+            lambda error: self._on_not_connected(load_id, error),
             loads=True,
         )
 
     def abort(self, request: RequestId) -> None:
-        """The engine gives a request up."""
-        load_id = self._by_request.get(request)
-        if load_id is not None:
-            self._loads.abort(load_id, EndpointClosedError("given up by this engine"))
+        """Give up the latest load of a request."""
+        latest_first = reversed(self._states.values())
+        states = (state for state in latest_first if state.load.request == request)
+        if (state := next(states, None)) is not None:
+            self._abort(state)
 
     def abort_all(self) -> None:
-        """The endpoint closes."""
-        for request in list(self._by_request):
-            self.abort(request)
+        """Give up all loads: the endpoint closes."""
+        for state in self._states.values():
+            self._abort(state)
 
-    def close(self, until: float) -> bool:
-        """Watch peers no more; when the thread has ended.
+    def _abort(self, state: LoadState) -> None:
+        self._loads.abort(state.load_id, EndpointClosedError("given up by this engine"))
 
-        Args:
-            until: by ``time.monotonic``: so long it waits for calls of the driver that run.
-
-        Returns:
-            Whether none runs any more: only then may the transport be closed.
-        """
+    def close(self) -> None:
+        """Ask no producer any more whether it lives, when the endpoint's thread has ended."""
         self._peers.close()
-        return self._aside.wait(until)
 
     # What the thread drives.
 
     def progress(self) -> bool:
-        """Tick the machine and perform what it asks for; whether there was anything."""
+        """Do what is due, and perform what ``Loads`` asks for.
+
+        Returns:
+            Whether there was anything.
+        """
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
@@ -209,123 +227,134 @@ class LoadManager:
         while actions := self._loads.take_actions():
             busy = True
             self._perform(actions)
-            self._maybe_over.update(action.load for action in actions)
-        self._drop_what_is_over()
-        self._words.post(self._transfers, self._max_notification)
+            self._touched.update(action.load for action in actions)
+        self._drop_ended()
+        self._slot_reads.post(self._transfers, self._max_notification)
         return busy
 
     def _tick(self, now: float) -> None:
-        """Do what is due. Each by itself: deadlines are kept whatever fails beside them."""
+        """Do what is due. Each by itself: deadlines are kept whatever else fails."""
         for activity, step in (
             ("looking after peers", self._peers.progress),
-            ("looking after tickets", self._waiting.progress),
-            ("renewing", self._renewer.progress),
+            ("closing connections", self._connections.progress),
+            ("looking after tickets", self._pending_tickets.progress),
+            ("renewing", self._lease_renewal.progress),
             ("keeping deadlines", self._loads.tick),
-            ("ending reads that were cancelled", self._silence),
+            ("ending reads that were cancelled", self._transfers.escalate),
             ("counting quarantined pages", self._count_quarantined),
         ):
             self._containment.run(activity, partial(step, now), None, serves_all=True)
 
-    def _silence(self, now: float) -> None:
-        """Disconnect from whom a cancelled read goes on: nothing less ends it.
+    def _end_lingering(self, state: LoadState, reads: Sequence[Read]) -> bool:
+        """Close the connections of cancelled reads that go on: nothing less ends them.
 
-        That would be the end of other loads from there, too, by whatever engine's name: while there
-        are some, the read may go on until its own deadline.
+        That would also end other loads on these connections, from whatever engine: while there are
+        some, the reads may go on until the deadline of their own load.
+
+        Args:
+            state: of the load that was cancelled.
+            reads: of the load, which have not ended within their grace.
+
+        Returns:
+            Whether to look at them again, as long as they go on: always.
         """
-        for load_id in [one for one, until in self._cancelled.items() if until <= now]:
-            self._cancelled[load_id] = now + CANCEL_SECONDS
-            peer = self._contexts[load_id].peer
-            if peer is None:
-                continue
-            lingering = self._transfers.lingering({(load_id, rank) for rank in peer.links})
-            connections = {each for each in lingering if self._peers.is_open(each)}
-            if self._loads.is_late(load_id, now) or not self._is_wanted(connections):
-                error = PeerLostError("disconnected, to end a read that was cancelled")
-                for connection in connections:
-                    self._cut(connection, error)
+        connections = {read.peer for read in reads if self._connections.is_open(read.peer)}
+        is_late = self._loads.is_late(state.load_id, self._clock())
+        if is_late or not self._are_wanted(connections):
+            error = PeerLostError("disconnected, to end a read that was cancelled")
+            for connection in connections:
+                self._close_connection(connection, error)
+        return True
 
-    def _is_wanted(self, connections: Collection[PeerId]) -> bool:
-        """Whether loads that have not failed would end with these connections."""
+    def _are_wanted(self, connections: Collection[PeerId]) -> bool:
+        """Return whether loads that have not failed would end with these connections."""
         peers = {peer for each in connections for peer in self._peers.using(each)}
         return any(
-            context.peer in peers and self._loads.wanted(load_id)
-            for load_id, context in self._contexts.items()
+            state.peer in peers and self._loads.wanted(load_id)
+            for load_id, state in self._states.items()
         )
 
     def _count_quarantined(self, now: float) -> None:
         del now
-        if not self._peers.not_quiesced and not self._quarantined:
+        if not self._connections.not_quiesced and not self._quarantined:
             return
-        contexts = [self._contexts[load_id] for load_id in self._by_request.values()]
         self._quarantined = sum(
-            context.pages
-            for context in contexts
-            if context.peer is not None and self._peers.has_not_quiesced(context.peer)
+            state.pages
+            for state in self._states.values()
+            if state.peer is not None
+            and self._loads.stage(state.load_id) is not None
+            and any(map(self._connections.has_not_quiesced, state.peer.links.values()))
         )
-        self._figures.set(QUARANTINED, self._quarantined)
+        self._metrics.set(QUARANTINED, self._quarantined)
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        tell: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
+        releases: dict[tuple[Peer, int], list[Release]] = defaultdict(list)
         for action in actions:
             try:
-                self._do(action, self._contexts[action.load], tell)
+                self._do(action, self._states[action.load], releases)
             except Exception as exc:  # noqa: BLE001  it fails this load, and no other
                 self._fail(action, self._containment.caught("an action of a load", exc))
-        for (peer, rank), releases in tell.items():
-            say = partial(self._tell, peer, rank, releases)
-            self._containment.run("telling a peer", say, None)
-        for action in actions:  # only when "abandon" is on its way
+        for (peer, rank), notes in releases.items():  # one notification for many loads
+            notify = partial(self._notify, peer, rank, notes)
+            self._containment.run("telling a peer", notify, None)
+        # A load is reported only when its "abandon" is on its way: the engine may close at once.
+        for action in actions:
             if action.op is LoadAction.REPORT:
-                report = partial(self._report, action, self._contexts[action.load])
+                report = partial(self._report, action, self._states[action.load])
                 self._containment.run("reporting a load", report, None)
 
     def _do(
-        self, action: Action, context: LoadState, tell: dict[tuple[Peer, int], list[Release]]
+        self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
     ) -> None:
+        """Perform one action, except that a report comes later, and a release is only collected."""
         if action.op is LoadAction.READ:
-            self._read(action, context)
+            self._read(action, state)
         elif action.op in (LoadAction.CHECK, LoadAction.FENCE):
             if action.op is LoadAction.FENCE:
-                self._renewer.settle(context.renewal, action.rank)
-            self._words.add(self._word_read(action, context))
+                self._lease_renewal.settle(state.renewal, action.rank)
+            self._slot_reads.add(self._slot_read(action, state))
         elif action.op is LoadAction.CANCEL:
-            self._cancel(action)
-        elif action.op in (LoadAction.DONE, LoadAction.ABANDON) and context.peer is not None:
-            tell[context.peer, action.rank].append(self._release(action, context))
+            self._cancel(action, state)
+        elif action.op in (LoadAction.DONE, LoadAction.ABANDON) and state.peer is not None:
+            releases[state.peer, action.rank].append(self._release(action, state))
 
     def _fail(self, action: Action, error: KVFerryError) -> None:
-        """An action was not performed. What is to be read has not been posted then, so it is over;
-        a read that could not be cancelled goes on until it ends, or is ended."""
+        """Tell ``Loads`` of an action that could not be performed.
+
+        What was to be read has not been posted then, so that part of the load is over. A read that
+        could not be cancelled goes on until it ends, or is ended.
+        """
         if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.FENCE):
             self._loads.lost(action.load, action.rank, error)
 
     # Handshake.
 
-    def _refuse(self, load_id: LoadId, error: KVFerryError) -> None:
+    def _on_not_connected(self, load_id: LoadId, error: KVFerryError) -> None:
         self._loads.handshake_failed(load_id, error)
-        self._loads.abort(load_id, error)  # if it had begun to read
-        self._maybe_over.add(load_id)
+        self._loads.abort(load_id, error)  # if only what followed the handshake failed
+        self._touched.add(load_id)
 
     def _on_connected(self, load_id: LoadId, peer: Peer) -> None:
-        context = self._contexts[load_id]
-        context.peer, context.handshake_succeeded = peer, time.perf_counter()
-        peer.loads += 1
-        self._maybe_over.add(load_id)
+        state = self._states[load_id]
+        state.peer, state.handshake_succeeded = peer, time.perf_counter()
+        peer.acquire(PeerUse.LOAD)
+        self._touched.add(load_id)
         try:
-            peer.check(context.load.ticket)
-            if context.load.reads and self._loads.wanted(load_id):
-                self._zero(unwritten(self._own.layout, peer.plan, context.request))
+            peer.check(state.load.ticket)
+            if state.load.reads and self._loads.wanted(load_id):
+                # Before the first read is posted: what it writes must not be zeroed again.
+                self._zero(unwritten(self._own.layout, peer.plan, state.request))
         except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own
-            self._refuse(load_id, as_ours(exc))
+            self._on_not_connected(load_id, as_ours(exc))
         else:
-            self._renew(load_id, context, peer)
+            self._renew(load_id, state, peer)
             self._loads.handshake_succeeded(load_id, peer.parties)
 
-    def _renew(self, load_id: LoadId, context: LoadState, peer: Peer) -> None:
-        if context.load.reads and self._loads.wanted(load_id):
-            context.renewal = self._renewer.begin(
+    def _renew(self, load_id: LoadId, state: LoadState, peer: Peer) -> None:
+        if state.load.reads and self._loads.wanted(load_id):
+            state.renewal = self._lease_renewal.begin(
                 peer,
-                context.load.ticket.hold,
+                state.load.ticket.hold,
                 now=self._clock(),
                 at_once=False,
                 ended=lambda error: self._loads.abort(load_id, error),
@@ -333,155 +362,161 @@ class LoadManager:
 
     # The data.
 
-    def _read(self, action: Action, context: LoadState) -> None:
+    def _read(self, action: Action, state: LoadState) -> None:
         load_id, rank = action.load, action.rank
 
         def build() -> Copies:
-            peer = context.known_peer
-            return copies(peer.sources[rank], context.request, self._workspace)
+            peer = state.known_peer
+            return copies(peer.sources[rank], state.request, self._workspace)
 
         def finished(outcome: Outcome) -> None:
             try:
-                self._finished(action, context, outcome)
+                self._on_read_ended(action, state, outcome)
             except Exception as exc:  # noqa: BLE001  the read is over, so its load can fail
                 error = self._containment.caught("a read that has ended", exc)
                 self._loads.lost(load_id, rank, error)
 
-        peer = context.known_peer
+        peer = state.known_peer
         if rank not in peer.ids:
-            self._lost(action, peer.gone())
+            self._on_lost(action, peer.gone())
             return
-        job = Read(
+        read = Read(
             peer=peer.ids[rank],
             build=build,
             finished=finished,
-            failing=lambda error: self._failing(action, error),
+            failing=lambda error: self._on_failing(action, error),
             tags={(load_id, rank)},
         )
-        self._transfers.add(job)
+        self._transfers.add(read)
 
-    def _finished(self, action: Action, context: LoadState, outcome: Outcome) -> None:
-        context.add(outcome)
+    def _on_read_ended(self, action: Action, state: LoadState, outcome: Outcome) -> None:
+        state.add(outcome)
         if outcome.error is None:
             self._loads.read(action.load, action.rank)
         else:
-            self._lost(action, outcome.error)
+            self._on_lost(action, outcome.error)
 
-    def _word_read(self, action: Action, context: LoadState) -> SlotRead:
-        tells = action.op is LoadAction.FENCE and not context.load.shared
+    def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
+        """Return the read of a check, or of a fence with "done" bound to it."""
+        tells = action.op is LoadAction.FENCE and not state.load.shared
         return SlotRead(
             tag=(action.load, action.rank),
-            peer=context.known_peer,
+            peer=state.known_peer,
             rank=action.rank,
-            slot=context.load.ticket.hold.slot,
-            note=self._release(action, context) if tells else None,
-            landed=lambda value, seconds: self._word(action, value, seconds),
-            lost=lambda error: self._lost(action, error),
-            failing=lambda error: self._failing(action, error),
+            slot=state.load.ticket.hold.slot,
+            note=self._release(action, state) if tells else None,
+            landed=lambda value, seconds: self._on_word(action, value, seconds),
+            lost=lambda error: self._on_lost(action, error),
+            failing=lambda error: self._on_failing(action, error),
         )
 
-    def _lost(self, action: Action, error: KVFerryError) -> None:
+    def _on_lost(self, action: Action, error: KVFerryError) -> None:
         self._loads.lost(action.load, action.rank, error)
-        self._on_peer_error(self._contexts[action.load].known_peer, action.rank, error)
+        self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Something failed with a rank of a peer."""
+        """Draw the consequences for a peer of what failed with one of its ranks."""
         if not peer.connected:
             return
         if isinstance(error, PeerLostError):
-            self._cut(peer.links[rank], error)
+            self._close_connection(peer.links[rank], error)
         elif isinstance(error, TransportError) and not isinstance(error, TransferCancelledError):
             peer.suspect = True
 
-    def _failing(self, action: Action, error: KVFerryError) -> None:
-        """Bytes may still land. A read that was cancelled, or of which the driver says nothing, is
-        given time to end by itself."""
+    def _on_failing(self, action: Action, error: KVFerryError) -> None:
+        """Tell ``Loads`` of a read that will fail, and of which bytes may still land.
+
+        One that was cancelled, or whose state the driver cannot tell, has its grace to end by
+        itself: ``Loads`` cancels it.
+        """
         self._loads.failing(action.load, action.rank, error)
         if not isinstance(error, (TransferCancelledError, StatusUnknownError)):
-            self._failing_word(self._contexts[action.load].known_peer, action.rank, error)
+            self._on_peer_failing(self._states[action.load].known_peer, action.rank, error)
 
-    def _failing_word(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Where only a disconnect proves quiet, disconnect; also if the peer is given up, as others
-        may use the connection."""
+    def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
+        """Disconnect where only that proves that a read which has failed is quiet.
+
+        Also if the peer is given up already: others may use the connection.
+        """
         after_disconnect = self._quiescence is Quiescence.AFTER_DISCONNECT
         if after_disconnect or isinstance(error, StatusUnknownError):
-            why = PeerLostError("disconnected, to end a read that had failed")
-            self._cut(peer.links[rank], why)
+            lost = PeerLostError("disconnected, to end a read that had failed")
+            self._close_connection(peer.links[rank], lost)
 
-    def _cut(self, connection: PeerId, error: KVFerryError) -> None:
-        """Close a connection: it is lost, or nothing less ends what runs on it.
+    def _close_connection(self, connection: PeerId, error: KVFerryError) -> None:
+        """Close a connection that is lost, or on which nothing less ends a read.
 
-        All engines that use it are given up, also those on which nothing failed: they are told of
-        nothing else by the driver, and the next ticket connects them anew.
+        All peers that use it are given up, also those with which nothing failed: the driver would
+        tell them nothing else, and the next ticket connects them anew.
         """
         for peer in self._peers.using(connection):
-            self._part(peer, error)
-        self._peers.close_connection(connection)  # an engine that is being connected may hold it
+            self._give_up_peer(peer, error)
+        self._connections.close(connection)  # a peer that is being connected may use it
 
-    def _part(self, peer: Peer, error: KVFerryError) -> None:
+    def _give_up_peer(self, peer: Peer, error: KVFerryError) -> None:
         """Give a peer up: its loads fail now, and are reported when they are quiet."""
         if not peer.connected:
             return
-        lines.given_up(peer, error)
+        log_messages.given_up(peer, error)
         self._peers.lose(peer)
-        for load_id, context in self._contexts.items():
-            if context.peer is peer:
+        for load_id, state in self._states.items():
+            if state.peer is peer:
                 self._loads.abort(load_id, error)
 
-    def _cancel(self, action: Action) -> None:
-        """A check or fence that was not yet posted is simply not made."""
-        if self._words.remove((action.load, action.rank)):
+    def _cancel(self, action: Action, state: LoadState) -> None:
+        tag: _Tag = action.load, action.rank
+        if self._slot_reads.remove(tag):  # it was not posted yet, and is simply not made
             self._loads.lost(action.load, action.rank, EndpointClosedError("cancelled"))
-        self._transfers.cancel((action.load, action.rank))
-        self._cancelled.setdefault(action.load, self._clock() + CANCEL_SECONDS)
+        if state.grace is None:  # one for all ranks, which are cancelled at once
+            state.grace = Grace(escalate=partial(self._end_lingering, state))
+        self._transfers.cancel(tag, state.grace)
 
-    def _word(self, action: Action, value: int, seconds: float) -> None:
+    def _on_word(self, action: Action, value: int, seconds: float) -> None:
         if action.op is LoadAction.CHECK:
             self._loads.checked(action.load, action.rank, value)
         else:
-            context = self._contexts[action.load]
-            context.fence_seconds = max(context.fence_seconds, seconds)
+            state = self._states[action.load]
+            state.fence_seconds = max(state.fence_seconds, seconds)
             self._loads.fenced(action.load, action.rank, value)
 
     # "done" and "abandon".
 
-    def _release(self, action: Action, context: LoadState) -> Release:
-        ticket = context.load.ticket
+    def _release(self, action: Action, state: LoadState) -> Release:
+        ticket = state.load.ticket
         return Release(
             incarnation=ticket.incarnation,
             slot=ticket.hold.slot,
             generation=ticket.hold.generation,
             engine=self._own.engine,
             rank=self._own.rank,
-            expected=context.known_peer.plan.readers[action.rank],
+            expected=state.known_peer.plan.readers[action.rank],
             abandoned=action.op is LoadAction.ABANDON,
         )
 
-    def _tell(self, peer: Peer, rank: int, releases: list[Release]) -> None:
-        for part in fitting(releases, self._max_notification):
+    def _notify(self, peer: Peer, rank: int, releases: list[Release]) -> None:
+        """Send a rank of a peer what is over. What cannot be sent is left to the holds' leases."""
+        for batch in fitting(releases, self._max_notification):
             try:
                 if rank in peer.ids:
-                    self._transport.notify(peer.ids[rank], encode(part))
+                    self._transport.notify(peer.ids[rank], encode(batch))
             except Exception as exc:  # noqa: BLE001  whatever a driver raises: the lease ends it
-                self._figures.add(UNTOLD, len(part), peer=peer.key.engine[:MAX_NAME])
-                lines.untold(peer, rank, len(part), as_ours(exc))
+                self._metrics.add(UNTOLD, len(batch), peer=peer.key.engine[:MAX_NAME])
+                log_messages.untold(peer, rank, len(batch), as_ours(exc))
 
     # The end.
 
-    def _report(self, action: Action, context: LoadState) -> None:
-        load = context.load
-        self._renewer.end(context.renewal)
-        if self._by_request.get(load.request) == action.load:
-            del self._by_request[load.request]
-        if action.error is None and context.peer is not None and load.reads:
-            self._peers.path(context.peer)
-        self._reported(load, action.error, context.record(action.error, action.stage))
+    def _report(self, action: Action, state: LoadState) -> None:
+        load = state.load
+        self._lease_renewal.end(state.renewal)
+        if action.error is None and state.peer is not None and load.reads:
+            self._peers.path(state.peer)  # kept by the peer, for the record below
+        self._reported(load, action.error, state.record(action.error, action.stage))
 
-    def _drop_what_is_over(self) -> None:
-        for load_id in self._maybe_over:
-            if load_id not in self._loads and load_id in self._contexts:
-                peer = self._contexts.pop(load_id).peer
-                self._cancelled.pop(load_id, None)
+    def _drop_ended(self) -> None:
+        """Forget the loads that are over, once all their actions have been performed."""
+        for load_id in self._touched:
+            if load_id not in self._loads and load_id in self._states:
+                peer = self._states.pop(load_id).peer
                 if peer is not None:
-                    peer.loads -= 1
-        self._maybe_over.clear()
+                    peer.release(PeerUse.LOAD)
+        self._touched.clear()

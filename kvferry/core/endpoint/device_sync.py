@@ -1,4 +1,4 @@
-"""Loads whose pages the device has yet to let go of."""
+"""Loads that wait until the device has passed the work that was enqueued on their pages before."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Waits:
+class _WaitingLoad:
     load: Load
     passed: Callable[[], bool]
     until: float
 
 
 class DeviceSync:
-    """Loads that begin when the device has passed the work that was enqueued before them.
+    """Begin loads when the device has passed the work that was enqueued before them.
 
-    What the engine enqueued for their pages, zeroing them say, would otherwise overwrite what was
-    read. Loads begin in the order in which they came, as the device works.
+    What the engine enqueued for their pages (zeroing them, for example) would otherwise overwrite
+    what was read. Loads begin in the order in which they came, as the device works. Used by the
+    endpoint's thread only.
 
     Args:
         begin: starts a load; with an error it is one that has failed already, and touches no page.
-        clock: seconds, monotonic, and ``patience``: how many of them the device has.
+        clock: seconds, monotonic.
+        patience: seconds after which a load fails that the device does not let begin.
     """
 
     def __init__(
@@ -42,37 +44,44 @@ class DeviceSync:
         self._begin = begin
         self._clock = clock
         self._patience = patience
-        self._waiting: deque[_Waits] = deque()
+        self._waiting: deque[_WaitingLoad] = deque()
 
     def __len__(self) -> int:
-        """Loads that have not begun."""
+        """Return how many loads have not begun."""
         return len(self._waiting)
 
     def add(self, load: Load, passed: Callable[[], bool]) -> None:
-        """Begin a load as soon as ``passed`` says so."""
+        """Begin a load as soon as ``passed`` returns ``True``."""
         until = self._clock() + self._patience
-        self._waiting.append(_Waits(load=load, passed=passed, until=until))
+        self._waiting.append(_WaitingLoad(load=load, passed=passed, until=until))
 
     def progress(self) -> bool:
-        """Begin what may begin, or must be given up; whether there was anything."""
+        """Begin the loads that may begin, or that have failed.
+
+        Returns:
+            Whether there were any.
+        """
         begun = False
         while self._waiting:
-            over, error = self._asked(self._waiting[0])
-            if not over:
+            is_over, error = self._check(self._waiting[0])
+            if not is_over:
                 break
             begun = True
             self._begin(self._waiting.popleft().load, error)
         return begun
 
     def give_up(self, request: RequestId | None = None) -> None:
-        """Let one request's load fail, or all of them, and touch no page."""
-        gone = [one for one in self._waiting if request in (None, one.load.request)]
-        for one in gone:
+        """Let loads that have not begun fail; they touch no page.
+
+        Args:
+            request: whose load is given up; ``None`` for all.
+        """
+        for one in [one for one in self._waiting if request in (None, one.load.request)]:
             self._waiting.remove(one)
             self._begin(one.load, EndpointClosedError("given up by this engine"))
 
-    def _asked(self, one: _Waits) -> tuple[bool, KVFerryError | None]:
-        """Whether it waits no more, and why it has failed, if it has."""
+    def _check(self, one: _WaitingLoad) -> tuple[bool, KVFerryError | None]:
+        """Return whether a load waits no more, and why it has failed, if it has."""
         try:
             if one.passed():
                 return True, None

@@ -1,4 +1,4 @@
-"""Unexpected exceptions: what they concern fails, and the endpoint's thread goes on."""
+"""Containment of unexpected exceptions: what they concern fails, the endpoint's thread goes on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 REPEATED = 3
-"""An activity that failed so many times in a row is a problem of the endpoint's health."""
+"""Failures in a row after which an activity is a problem of the endpoint's health."""
 
 
 def as_ours(exc: Exception) -> KVFerryError:
-    """Any exception as one of ours, so that it fails what it concerns and nothing else."""
+    """Return an exception as a ``KVFerryError``, so that it can fail what it concerns."""
     if isinstance(exc, KVFerryError):
         return exc
     error = TransportError(f"unexpected {type(exc).__name__}: {exc}")
@@ -29,8 +29,8 @@ def as_ours(exc: Exception) -> KVFerryError:
 class ErrorContainment:
     """Log and count the unexpected exceptions of one endpoint's thread.
 
-    The code that catches one knows what it concerns (a load, a peer, a message), and fails that.
-    Activities are named in a few fixed words, as a subject: "the driver's poll".
+    The code that catches an exception knows what it concerns (a load, a peer, a message), and fails
+    that. An activity has a fixed name, which is the subject of a sentence: "the driver's poll".
 
     Used by the endpoint's thread only, but for ``problems``.
     """
@@ -38,19 +38,16 @@ class ErrorContainment:
     def __init__(self) -> None:
         self._logged: set[tuple[str, type[Exception]]] = set()
         self._streaks: dict[str, tuple[int, Exception]] = {}
+        self._problems: tuple[str, ...] = ()
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Activities that have failed repeatedly and not succeeded since. From any thread.
+        """Return which activities have failed repeatedly and not succeeded since.
 
-        The same words while it lasts, so that an engine's health changes only when they begin.
+        From any thread. The same words while it lasts, so that an engine's health changes only when
+        they begin.
         """
-        return tuple(
-            f"{activity} failed, again and again, first with {type(error).__name__}: "
-            f"{on_one_line(str(error))}; restart the engine if that lasts"
-            for activity, (count, error) in list(self._streaks.items())
-            if count >= REPEATED
-        )
+        return self._problems
 
     def caught(self, activity: str, error: Exception, *, serves_all: bool = False) -> KVFerryError:
         """Log an exception, with its traceback if it is the first of its kind.
@@ -67,6 +64,8 @@ class ErrorContainment:
         if serves_all:
             count, first = self._streaks.get(activity, (0, error))
             self._streaks[activity] = count + 1, first
+            if count + 1 == REPEATED:
+                self._publish()
         kind = activity, type(error)
         if kind not in self._logged:
             self._logged.add(kind)
@@ -79,16 +78,24 @@ class ErrorContainment:
         return as_ours(error)
 
     def succeeded(self, activity: str) -> None:
-        """End the row of failures of an activity."""
-        self._streaks.pop(activity, None)
+        """Note that an activity has succeeded, which ends its row of failures."""
+        count, _ = self._streaks.pop(activity, (0, None))
+        if count >= REPEATED:
+            self._publish()
 
     def run(
         self, activity: str, call: Callable[[], T], otherwise: T, *, serves_all: bool = False
     ) -> T:
-        """Make a call; for the arguments see ``caught``.
+        """Make a call, and contain what it raises.
+
+        Args:
+            activity: as for ``caught``.
+            call: to be made.
+            otherwise: returned if it raises.
+            serves_all: as for ``caught``.
 
         Returns:
-            What it returned, or ``otherwise`` if it raised.
+            What the call returned, or ``otherwise``.
         """
         try:
             result = call()
@@ -98,3 +105,12 @@ class ErrorContainment:
         if serves_all:
             self.succeeded(activity)
         return result
+
+    def _publish(self) -> None:
+        """Replace the tuple that other threads read, which is never changed."""
+        self._problems = tuple(
+            f"{activity} failed, again and again, first with {type(error).__name__}: "
+            f"{on_one_line(str(error))}; restart the engine if that lasts"
+            for activity, (count, error) in self._streaks.items()
+            if count >= REPEATED
+        )

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvferry.core.endpoint.options import EndpointOptions
 from kvferry.core.error_causes import MORE
 from kvferry.core.errors import HandshakeError, KVFerryError
+from kvferry.core.handshake import agree
+from kvferry.core.handshake.client import EngineReply, fetching
+from kvferry.core.handshake.dialer import Dialer
+from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.messages import RankPayload
 from kvferry.core.planner.plan import Plan
+from kvferry.core.planner.plan_cache import PlanCache
+from kvferry.core.security.proof import load_library
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +80,10 @@ class HandshakeResult:
     numeric: str = ""
     memory: Mapping[int, int] = field(default_factory=dict)
 
+
+DECODED = 5
+"""A payload takes so many times as much when it is decoded, at most."""
+RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
 
 Heard = Callable[[HandshakeResult | KVFerryError], None]
 
@@ -171,7 +184,7 @@ class Handshakes:
     def _start(self, key: PeerKey) -> None:
         """Daemon threads: a host that never answers must not keep the process from ending."""
         self._running += 1
-        name = f"kvferry-shake-{key.engine[:16]}"
+        name = f"kvferry-handshake-{key.engine[:16]}"
         try:
             threading.Thread(target=self._run, args=(key,), name=name, daemon=True).start()
         except RuntimeError as exc:
@@ -203,3 +216,130 @@ def _forget_frames(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+class HandshakeWorker:
+    """Make handshakes for one rank of an engine; ``perform`` runs on threads of its own.
+
+    Args:
+        options: whom to connect to, how long it may take, and which differences are accepted.
+    """
+
+    def __init__(self, options: EndpointOptions) -> None:
+        self._options = options
+        self._own: tuple[RankPayload, ...] = ()
+        self._rank = 0
+        self._planner = PlanCache((), 0)
+        self._reply_limits = ReplyLimits()
+
+    def join(self, own: Sequence[RankPayload], rank: int) -> None:
+        """Take all ranks of the own engine, and which one this is: the plan needs them all."""
+        self._own, self._rank = tuple(own), rank
+        self._planner = PlanCache([payload.layout for payload in own], rank)
+
+    def used(self, result: HandshakeResult) -> None:
+        """Count a result no more as one that waits to be used."""
+        self._reply_limits.used(sum(result.memory.values()))
+
+    def perform(self, key: PeerKey) -> HandshakeResult:
+        """On a thread of its own: everything that needs no transport."""
+        if not self._own:
+            raise HandshakeError("this endpoint has not joined its engine: call join() first")
+        begun, options = time.perf_counter(), self._options
+        with ExitStack() as turn:
+            place, fetched = self._fetch(key, turn)
+            info, mine = fetched.info, self._own[self._rank]
+            if info.ticket_key:
+                load_library()
+            agreed = [agree(mine, theirs, options.judgements) for theirs in info.ranks]
+            plan = self._planner.plan([payload.layout for payload in info.ranks])
+            memory = memory_of(info.ranks, fetched.sizes, plan)
+            self._reply_limits.made(sum(memory.values()))
+        return HandshakeResult(
+            payloads=info.ranks,
+            plan=plan,
+            overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
+            begun=begun,
+            place=place,
+            ticket_key=info.ticket_key,
+            numeric=fetched.numeric,
+            memory=memory,
+        )
+
+    def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
+        """Ask at each place until one answers as the engine of the ticket.
+
+        All share the handshake's time, so one that is silent leaves some for the next.
+
+        Args:
+            key: says where to ask.
+            turn: keeps the turn to read the answer, until it is closed.
+
+        Raises:
+            HandshakeError: none did; says why not of each.
+        """
+        deadline = time.monotonic() + self._options.handshake_timeout
+        places, failures = list(key.places), list[HandshakeError]()
+        while True:
+            place, left = places.pop(0), max(deadline - time.monotonic(), 0.0)
+            call = self._call(place, left / (1 + len(places)))
+            try:
+                with ExitStack() as attempt:
+                    fetched = attempt.enter_context(
+                        fetching(call, place.engine, self._reply_limits)
+                    )
+                    # Where another key is published, an engine of the same name may listen: every
+                    # host has a loopback address of its own.
+                    if fetched.info.ticket_key == key.ticket_key or not places:
+                        turn.push(attempt.pop_all())
+                        return place, fetched
+            except HandshakeError as exc:
+                failures.append(exc)
+                if not places:
+                    raise type(exc)("; and ".join(map(str, failures))) from exc
+
+    def _call(self, place: PeerKey, timeout: float) -> Dialer:
+        return Dialer(
+            host=place.host,
+            port=place.port,
+            timeout=timeout,
+            context=None,
+            access=self._options.access,
+            key=place.key,
+        )
+
+
+def memory_of(
+    payloads: Sequence[RankPayload], sizes: Sequence[int], plan: Plan
+) -> Mapping[int, int]:
+    """Estimate what keeping a producer takes.
+
+    Args:
+        payloads: of its ranks, and ``sizes``: in bytes, as they came.
+        plan: of it.
+
+    Returns:
+        Bytes, by the ``id`` of what takes them: for as long as the producer is kept nothing else
+        has that.
+    """
+    memory = {id(plan): sum(map(_own_bytes, payloads))}
+    for payload, size in zip(payloads, sizes, strict=True):
+        memory[id(payload.layout.fields)] = DECODED * size
+    for source in plan.sources:
+        for batch in (batch for match in source.matches for batch in match.batches):
+            memory[id(batch.local)] = batch.local.nbytes
+            memory[id(batch.remote)] = batch.remote.nbytes
+            memory[id(plan)] += CUT_BYTES * (1 + len(batch.cuts))
+    return memory
+
+
+def _own_bytes(payload: RankPayload) -> int:
+    """What no other producer shares."""
+    facts = sum(len(name) + len(value) for name, value in payload.agreement.items())
+    return (
+        RANK_BYTES
+        + REGION_BYTES * len(payload.layout.regions)
+        + FACT_BYTES * len(payload.agreement)
+        + facts
+        + len(payload.address)
+    )

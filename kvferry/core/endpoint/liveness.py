@@ -282,7 +282,7 @@ class _Poller:
         self._numbers = itertools.count()
         self._ended = False
         try:
-            threading.Thread(target=self._run, name="kvferry-watch", daemon=True).start()
+            threading.Thread(target=self._run, name="kvferry-liveness", daemon=True).start()
         except RuntimeError:
             self._close()
             raise

@@ -1,4 +1,4 @@
-"""A load, and what an endpoint knows of it that the ``Loads`` machine need not know."""
+"""A load: what is asked for, and its state while it goes on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.core.endpoint.peers import Peer
-from kvferry.core.endpoint.transfers import Outcome
+from kvferry.core.endpoint.transfers import Grace, Outcome
 from kvferry.core.errors import EndpointClosedError, KVFerryError
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.lifecycle.loads import LoadId
 from kvferry.core.lifecycle.renewals import RenewalId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import LoadRecord, Stage
@@ -20,17 +21,17 @@ from kvferry.core.planner.build_copies import Pages, ReadRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A request's pages to be pulled.
+    """A request's pages, to be pulled from a producer.
 
     Attributes:
-        request: what this engine calls the request.
+        request: this engine's id of the request.
         ticket: from the producer.
         ranges: per local group, the tokens ``[first, last)`` to pull, or ``None`` for none of the
             group; ``(0, T)`` for a state.
-        local: per local group, the pages that are this load's to fill, with their positions. They
-            belong to the load until it is reported.
-        report: whether the outcome is reported; a load that pulls nothing (the prompt was cached
-            here) only tells the producer.
+        local: per local group, the pages to fill, with their positions. They belong to the load
+            until it is reported.
+        report: whether the outcome is reported. A load that pulls nothing (the prompt was cached
+            here) only tells the producer that the hold is over.
         shared: whether other requests of this engine use the ticket's hold. The producer is then
             told neither "done" nor "abandon", and another load must follow that tells it; one
             that neither reads nor reports only ends the wait that ``prepare`` began.
@@ -45,33 +46,39 @@ class Load:
 
     @property
     def reads(self) -> bool:
-        """Whether there is anything to pull."""
+        """Return whether there is anything to pull."""
         return any(wanted is not None for wanted in self.ranges)
-
-
-STAGES = {
-    "handshake": Stage.HANDSHAKE,
-    "checking": Stage.CHECK,
-    "recheck": Stage.CHECK,
-    "reading": Stage.TRANSFER,
-    "fencing": Stage.FENCE,
-}
-"""By what ``Loads.stage`` calls them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadState:
-    """What the endpoint knows of a load that the machine need not know."""
+    """What an endpoint keeps of one load, from its begin until nothing more can come of it.
 
+    How far the load is with each producer rank, and what comes next, is kept by ``Loads``.
+
+    Attributes:
+        load_id: by which ``Loads`` knows it.
+        load: what was asked for.
+        begun: when, by ``time.perf_counter``, as is ``handshake_succeeded``.
+        grace: of its reads, once it is cancelled.
+        peer: the producer, once its handshake has succeeded.
+        renewal: of its hold, while it is renewed.
+        copies, nbytes: what was read so far.
+        failed_at: the stage in which it failed, if that was before ``Loads`` knew of it.
+        wait_seconds: how long the request had waited for pages.
+        check_seconds, post_seconds, transfer_seconds, fence_seconds: see ``LoadRecord``.
+    """
+
+    load_id: LoadId
     load: Load
     begun: float
+    grace: Grace | None = None
     peer: Peer | None = None
     renewal: RenewalId | None = None
     handshake_succeeded: float = 0.0
     copies: int = 0
     nbytes: int = 0
     failed_at: Stage | None = None
-    """Where it failed, if that was before it began."""
     wait_seconds: float = 0.0
     check_seconds: float = 0.0
     post_seconds: float = 0.0
@@ -81,7 +88,7 @@ class LoadState:
 
     @property
     def request(self) -> ReadRequest:
-        """What to read. Made when it is first asked for, from a ticket that was checked by then."""
+        """Return what to read. Ask only once the ticket has been checked."""
         if self._request is None:
             ticket = self.load.ticket
             remote = tuple(
@@ -94,32 +101,39 @@ class LoadState:
 
     @property
     def known_peer(self) -> Peer:
-        """The producer of a load whose handshake is over."""
+        """Return the producer.
+
+        Raises:
+            EndpointClosedError: the handshake is not over.
+        """
         if self.peer is None:
             raise EndpointClosedError("a load has no peer: its handshake is not over")
         return self.peer
 
     @property
     def pages(self) -> int:
-        """How many pages are the load's to fill."""
+        """Return how many pages are the load's to fill."""
         return sum(int(np.count_nonzero(pages.ids != HOLE)) for pages in self.load.local)
 
     def add(self, outcome: Outcome) -> None:
-        """A read of the load's pages has ended."""
+        """Count a read of the load's pages that has ended.
+
+        Of several producer ranks bytes are added, and the longest times count.
+        """
         self.copies += outcome.copies
         self.nbytes += outcome.nbytes
         if outcome.begun:
             self.check_seconds = max(self.check_seconds, outcome.begun - self.handshake_succeeded)
             self.post_seconds = max(self.post_seconds, outcome.post_seconds)
-            moved = outcome.seconds - outcome.post_seconds
-            self.transfer_seconds = max(self.transfer_seconds, moved)
+            transfer_seconds = outcome.seconds - outcome.post_seconds
+            self.transfer_seconds = max(self.transfer_seconds, transfer_seconds)
 
-    def record(self, error: KVFerryError | None, stage: str) -> LoadRecord:
-        """Figures, now that the load is over.
+    def record(self, error: KVFerryError | None, stage: Stage | None) -> LoadRecord:
+        """Return the figures of a load that is over.
 
         Args:
-            error: why it failed.
-            stage: where, as ``Loads`` says it.
+            error: why it failed; ``None`` if it succeeded.
+            stage: the stage in which ``Loads`` saw it fail.
         """
         now = time.perf_counter()
         return LoadRecord(
@@ -128,7 +142,7 @@ class LoadState:
             reached=self.peer is not None,
             path=(self.peer.path or "") if self.peer is not None else "",
             error=error,
-            stage=None if error is None else self.failed_at or STAGES.get(stage, Stage.HANDSHAKE),
+            stage=None if error is None else self.failed_at or stage,
             reads=self.load.reads,
             tokens=max((last - first for first, last in filter(None, self.load.ranges)), default=0),
             copies=self.copies,

@@ -1,5 +1,7 @@
-"""What an endpoint logs: of every failure one line, with the request, the peer, the stage, the
-cause, and what to do."""
+"""What an endpoint logs.
+
+Every failure gives one line, with the request, the peer, the stage, the cause, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def loaded(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-    """A load is over; ``error`` is why it failed."""
+    """Log that a load is over; ``error`` is why it failed, or ``None``."""
     if error is not None:
         _not_loaded(load, error, record)
     elif not load.reads:
@@ -49,7 +51,7 @@ def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
 
 
 def given_up(peer: Peer, error: KVFerryError) -> None:
-    """A producer is given up, with its loads, each of which has a line of its own."""
+    """Log that a producer is given up, with its loads, each of which has a line of its own."""
     logger.warning(
         "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
         on_one_line(peer.key.engine),
@@ -61,7 +63,7 @@ def given_up(peer: Peer, error: KVFerryError) -> None:
 
 
 def untold(peer: Peer, rank: int, count: int, error: KVFerryError) -> None:
-    """A rank of a producer could not be told that ``count`` requests are over."""
+    """Log that a rank of a producer could not be told that ``count`` requests are over."""
     logger.warning(
         "%d requests: rank %d of engine %s was not told that they are over (stage release, cause "
         "%s): %s; their leases end them, so nothing is to be done",

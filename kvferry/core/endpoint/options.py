@@ -1,4 +1,4 @@
-"""Who an endpoint is, its times, and what it says of what is over."""
+"""What an endpoint is given (its identity and options), and what it returns (its results)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvferry.core.security import OPEN, Access
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who a rank is.
+    """The identity of one rank of an engine.
 
     Attributes:
         engine: the engine's id.
         incarnation: one random number for all ranks of one start of the engine.
         rank: this rank's index among the engine's.
-        coordinates: where it stands.
+        coordinates: its position in the parallel layout of the engine.
         agreement: what two engines must agree on, name to value.
     """
 
@@ -34,17 +34,18 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointOptions:
-    """Times, in seconds, and what else may be chosen.
+    """Options of an endpoint. Times are in seconds.
 
     Attributes:
-        handshake_timeout: until a producer must have answered.
-        lease: what a renewal gives a hold of this rank's. (A ticket says with ``Orders`` what it
-            gives at first.)
-        load_timeout: a load that is not over after this fails.
-        liveness_interval: between two pings of a producer; 0 for none.
-        liveness_misses: so many pings without an answer mean that it is dead.
-        engine_ttl: a producer from which nothing was loaded for so long is let go of.
-        judgements: which differences from a producer are not refused for certain.
+        handshake_timeout: time in which a producer must have answered.
+        lease: time for which a renewal extends one of this rank's holds. (The first lease comes
+            with ``HoldOrders``.)
+        load_timeout: time after which a load fails that is not over.
+        liveness_interval: time between two pings of a producer; 0 for no pings.
+        liveness_misses: number of pings in a row without an answer after which a producer counts
+            as dead.
+        engine_ttl: time after which a producer is released from which nothing was loaded.
+        judgements: an operator's decisions about differences between two engines.
         access: this engine's keys, and to whom it may connect.
     """
 
@@ -63,13 +64,13 @@ DEFAULTS = EndpointOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What is over since the last call; each request exactly once per direction.
+    """What is over since the last call. Each request comes exactly once per direction.
 
     Attributes:
         sent: requests whose pages nobody reads any more: they may be given back.
-        received: requests whose pages no byte lands in any more.
+        received: requests in whose pages no byte lands any more.
         failed: those of ``received`` whose pages must not be used, and why.
-        loads: figures of every load, also of those that are not reported.
+        loads: figures of every load that is over, also of those that are not reported.
     """
 
     sent: frozenset[RequestId] = frozenset()

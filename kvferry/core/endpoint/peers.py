@@ -2,58 +2,65 @@
 
 from __future__ import annotations
 
+import enum
 import logging
+import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvferry.core.endpoint.blocking_calls import BlockingCalls
 from kvferry.core.endpoint.connections import Connections
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.handshakes import HandshakeResult, Handshakes, PeerKey
+from kvferry.core.endpoint.handshakes import HandshakeResult, Handshakes, HandshakeWorker, PeerKey
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.endpoint.peer_memory import (
-    MAX_KEPT_BYTES,
-    PeerMemoryBudget,
-    memory_of,
-    most_peers,
-)
-from kvferry.core.endpoint.peer_status import PeerStatus
-from kvferry.core.endpoint.transfers import Transfers
 from kvferry.core.error_causes import MORE
 from kvferry.core.errors import (
     ConnectError,
-    HandshakeError,
     KVFerryError,
     PeerLostError,
     TicketError,
 )
-from kvferry.core.handshake import agree
-from kvferry.core.handshake.client import EngineReply, fetching
-from kvferry.core.handshake.dialer import Dialer
-from kvferry.core.handshake.reply_limits import ReplyLimits
 from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.lifecycle.loads import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket, check_against, check_maker, page_limits
 from kvferry.core.messages import RankPayload
-from kvferry.core.metrics import LOST_PEERS, MAX_NAME, Metrics, Stage
+from kvferry.core.metrics import LOST_PEERS, MAX_NAME, PEERS_DOWN, PEERS_UP, Metrics, Stage
 from kvferry.core.planner.plan import Plan, Source
-from kvferry.core.planner.plan_cache import PlanCache
-from kvferry.core.security.proof import load_library
 from kvferry.core.transport import PeerId, Transport
 
 if TYPE_CHECKING:
-    from kvferry.core.endpoint.fingerprints import FingerprintReads
+    from kvferry.core.endpoint.slot_reads import FingerprintReads
 
 logger = logging.getLogger(__name__)
 
+MAX_PEERS = 1024
+"""Engines that a rank is connected to; fewer where the process may open few files. A deployment
+may have a thousand producers (``docs/scale.md``), and each that is given up costs a handshake when
+it is used again."""
+FILES_PER_PEER = 8
+"""Two are its watch's. An eighth of a process's files are those of watches at most, therefore a
+quarter, and there is room for the driver and for those who connect to us."""
+MAX_KEPT_BYTES = 48 << 20
+"""For what all of them publish, and the plans of it. An engine of 8 ranks and 80 layers takes 2 MB,
+a further one that is laid out alike some 20 kB."""
+MAX_DOWN = 1 << 12
+"""Engines that are down: clients choose whom a ticket names."""
 
 Name = tuple[str, int, bytes]
 """Of a producer: its engine, its incarnation, and the key by which it proves its tickets. Without
 the key, whoever is the first to claim an engine's name would answer for it."""
+
+
+class PeerUse(enum.Enum):
+    """What keeps a producer from being released."""
+
+    LOAD = enum.auto()
+    """A load from it that is not over."""
+    TICKET = enum.auto()
+    """A ticket of it whose request waits for pages."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -69,12 +76,8 @@ class Peer:
     """The same, also once given up: what was begun may still be under way there."""
     sources: dict[int, Source] = field(init=False)
     page_limits: tuple[int, ...] = field(init=False)
-    loads: int = 0
-    """Loads from it that are not over."""
-    waits: int = 0
-    """Tickets of it whose requests wait for pages."""
     used: float = 0.0
-    """When it last had either."""
+    """When it was last used."""
     connected: bool = True
     """It has not been given up."""
     suspect: bool = False
@@ -87,11 +90,30 @@ class Peer:
     """What carries its bytes, in the driver's words, once something was read."""
     ticket_key: bytes = b""
     """The key by which it proves its tickets; empty if it proves none."""
+    _uses: Counter[PeerUse] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
         self.links = dict(self.ids)
         self.sources = {source.remote: source for source in self.plan.sources}
         self.page_limits = page_limits(self.payloads)
+
+    def acquire(self, use: PeerUse) -> None:
+        """Count one more use, which ends with ``release``."""
+        self._uses[use] += 1
+
+    def release(self, use: PeerUse) -> None:
+        """End one use."""
+        self._uses[use] -= 1
+
+    @property
+    def loads(self) -> int:
+        """Return how many loads from it are not over."""
+        return self._uses[PeerUse.LOAD]
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether anything keeps it from being released."""
+        return any(self._uses.values())
 
     @property
     def incarnation(self) -> int:
@@ -141,13 +163,12 @@ class Peers:
     Args:
         transport: to connect with.
         fingerprints: reads those of producers that prove their tickets.
-        transfers: of the same transport.
-        aside: makes the driver's calls that connect and disconnect.
+        connections: of the same transport.
         containment: told of unexpected exceptions; the tickets that they concern fail.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
         options: times, and whom to connect to.
-        figures: told of handshakes, and of who is up and down.
+        metrics: told of handshakes, and of who is up and down.
         lost: called when a producer is dead, or is another one now; it is to be given up.
     """
 
@@ -156,13 +177,12 @@ class Peers:
         *,
         transport: Transport,
         fingerprints: FingerprintReads,
-        transfers: Transfers,
-        aside: BlockingCalls,
+        connections: Connections,
         containment: ErrorContainment,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
         options: EndpointOptions,
-        figures: Metrics,
+        metrics: Metrics,
         lost: Callable[[Peer, KVFerryError], None],
     ) -> None:
         self._transport = transport
@@ -171,41 +191,27 @@ class Peers:
         self._post = post
         self._clock = clock
         self._options = options
-        self._figures = figures
-        self._standing = PeerStatus(figures, clock, options.engine_ttl)
+        self._metrics = metrics
+        self._status = PeerStatus(metrics, clock, options.engine_ttl)
         self._lost = lost
         self._warned: set[Name] = set()
-        self._own: tuple[RankPayload, ...] = ()
         self._rank = 0
-        self._planner = PlanCache((), 0)
-        self._known: dict[Name, Peer] = {}
-        self._watching = LivenessChecks(options)
-        self._watches: dict[Peer, Callable[[], None]] = {}
+        self._by_name: dict[Name, Peer] = {}
+        self._liveness = LivenessChecks(options)
+        self._stop_watching: dict[Peer, Callable[[], None]] = {}
         """What ends the watch of each."""
-        self._keeping = PeerMemoryBudget()
-        self._reading = ReplyLimits()
-        self._handshakes = Handshakes(
-            self._shake, post, clock, lambda shake: self._reading.used(sum(shake.memory.values()))
-        )
-        self._connections = Connections(transport, transfers, aside, clock)
+        self._memory = PeerMemoryBudget()
+        self._worker = HandshakeWorker(options)
+        self._handshakes = Handshakes(self._worker.perform, post, clock, self._worker.used)
+        self._connections = connections
         self._connecting: dict[Name, list[tuple[Ready, Failed]]] = {}
-        self._resting: dict[Peer, list[Callable[[], None]]] = {}
+        self._deferred: dict[Peer, list[Callable[[], None]]] = {}
         """Tickets that wait until a suspect peer has no loads."""
-
-    @property
-    def not_quiesced(self) -> int:
-        """How many connections did not fall silent when they were closed."""
-        return self._connections.not_quiesced
-
-    @property
-    def parting(self) -> int:
-        """How many connections are being closed."""
-        return self._connections.closing
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
         """All ranks of the own engine, and which one this is: the plan needs them all."""
-        self._own, self._rank = tuple(own), rank
-        self._planner = PlanCache([payload.layout for payload in own], rank)
+        self._rank = rank
+        self._worker.join(own, rank)
 
     def reach(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
         """Call one of the two with the ticket's producer, at once or when the handshake is over.
@@ -220,12 +226,12 @@ class Peers:
             loads: whether a load is to begin. It waits while loads go on from a suspect producer:
                 otherwise loads that overlap would keep it from being connected anew for ever.
         """
-        known = self._known.get((ticket.engine, ticket.incarnation, ticket.ticket_key))
+        known = self._by_name.get((ticket.engine, ticket.incarnation, ticket.ticket_key))
         if known is not None and known.suspect and not known.loads:
             self._forget_with_idle(known)
             known = None
         if known is not None and known.suspect and loads:
-            again = self._resting.setdefault(known, [])
+            again = self._deferred.setdefault(known, [])
             again.append(lambda: self.reach(ticket, ready, failed, loads=True))
         elif known is not None:
             known.used = self._clock()
@@ -278,13 +284,13 @@ class Peers:
         """Give a peer up: what runs on its connections is ended, unless others use them, too. The
         next ticket shakes hands."""
         known = peer.name
-        if self._known.get(known) is peer:
-            del self._known[known]
-            self._standing.released(known)
-        if (stop := self._watches.pop(peer, None)) is not None:
+        if self._by_name.get(known) is peer:
+            del self._by_name[known]
+            self._status.released(known)
+        if (stop := self._stop_watching.pop(peer, None)) is not None:
             stop()
         memory, peer.memory = peer.memory, {}
-        self._keeping.remove(memory)
+        self._memory.remove(memory)
         peer.connected = False
         ids, peer.ids = peer.ids, {}
         for connection in ids.values():
@@ -292,25 +298,13 @@ class Peers:
 
     def lose(self, peer: Peer) -> None:
         """As ``forget``, because it failed."""
-        self._figures.add(LOST_PEERS, peer=peer.key.engine[:MAX_NAME])
-        self._standing.lost(peer.key.engine)
+        self._metrics.add(LOST_PEERS, peer=peer.key.engine[:MAX_NAME])
+        self._status.lost(peer.key.engine)
         self.forget(peer)
-
-    def has_not_quiesced(self, peer: Peer) -> bool:
-        """Whether a connection to it did not fall silent when it was closed."""
-        return any(self._connections.has_not_quiesced(each) for each in peer.links.values())
 
     def using(self, connection: PeerId) -> list[Peer]:
         """Producers that are connected by this connection."""
-        return [peer for peer in self._known.values() if connection in peer.ids.values()]
-
-    def is_open(self, connection: PeerId) -> bool:
-        """Whether it stands, for whomever."""
-        return self._connections.is_open(connection)
-
-    def close_connection(self, connection: PeerId) -> None:
-        """Close a connection under whoever still uses it; ends what runs on it."""
-        self._connections.close(connection)
+        return [peer for peer in self._by_name.values() if connection in peer.ids.values()]
 
     def path(self, peer: Peer) -> str:
         """What carries a peer's bytes, in the driver's words; empty if it cannot tell."""
@@ -326,13 +320,12 @@ class Peers:
         """Start handshakes that had to wait, close what is quiet, release who is idle."""
         self._handshakes.progress(now)
         self._fingerprints.progress(now)
-        self._connections.progress(now)
-        self._standing.progress(now)
-        for peer in [each for each in self._resting if not (each.connected and each.loads)]:
-            for again in self._resting.pop(peer):
+        self._status.progress(now)
+        for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
+            for again in self._deferred.pop(peer):
                 again()
-        for peer in list(self._known.values()):
-            if peer.loads or peer.waits:
+        for peer in list(self._by_name.values()):
+            if peer.is_used:
                 peer.used = now
             elif now - peer.used >= self._options.engine_ttl:
                 logger.info("engine %s: idle, released", peer.key.engine)
@@ -341,80 +334,15 @@ class Peers:
     def close(self) -> None:
         """Watch nobody; wait for no handshake. Closing the transport ends the connections."""
         self._handshakes.close()
-        self._watching.close()
-
-    def _shake(self, key: PeerKey) -> HandshakeResult:
-        """On a thread of its own: everything that needs no transport."""
-        if not self._own:
-            raise HandshakeError("this endpoint has not joined its engine: call join() first")
-        begun, options = time.perf_counter(), self._options
-        with ExitStack() as turn:
-            place, fetched = self._fetch(key, turn)
-            info, mine = fetched.info, self._own[self._rank]
-            if info.ticket_key:
-                load_library()
-            agreed = [agree(mine, theirs, options.judgements) for theirs in info.ranks]
-            plan = self._planner.plan([payload.layout for payload in info.ranks])
-            memory = memory_of(info.ranks, fetched.sizes, plan)
-            self._reading.made(sum(memory.values()))
-        return HandshakeResult(
-            payloads=info.ranks,
-            plan=plan,
-            overridden=tuple(dict.fromkeys(text for each in agreed for text in each.overridden)),
-            begun=begun,
-            place=place,
-            ticket_key=info.ticket_key,
-            numeric=fetched.numeric,
-            memory=memory,
-        )
-
-    def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
-        """Ask at each place until one answers as the engine of the ticket.
-
-        All share the handshake's time, so one that is silent leaves some for the next.
-
-        Args:
-            key: says where to ask.
-            turn: keeps the turn to read the answer, until it is closed.
-
-        Raises:
-            HandshakeError: none did; says why not of each.
-        """
-        deadline = time.monotonic() + self._options.handshake_timeout
-        places, failures = list(key.places), list[HandshakeError]()
-        while True:
-            place, left = places.pop(0), max(deadline - time.monotonic(), 0.0)
-            call = self._call(place, left / (1 + len(places)))
-            try:
-                with ExitStack() as attempt:
-                    fetched = attempt.enter_context(fetching(call, place.engine, self._reading))
-                    # Where another key is published, an engine of the same name may listen: every
-                    # host has a loopback address of its own.
-                    if fetched.info.ticket_key == key.ticket_key or not places:
-                        turn.push(attempt.pop_all())
-                        return place, fetched
-            except HandshakeError as exc:
-                failures.append(exc)
-                if not places:
-                    raise type(exc)("; and ".join(map(str, failures))) from exc
-
-    def _call(self, place: PeerKey, timeout: float) -> Dialer:
-        return Dialer(
-            host=place.host,
-            port=place.port,
-            timeout=timeout,
-            context=None,
-            access=self._options.access,
-            key=place.key,
-        )
+        self._liveness.close()
 
     def _on_connected(
         self, key: PeerKey, result: HandshakeResult | KVFerryError, ready: Ready, failed: Failed
     ) -> None:
         if isinstance(result, KVFerryError):
-            self._standing.lost(key.engine)
+            self._status.lost(key.engine)
             failed(result)
-        elif (peer := self._known.get(_name(key, result))) is not None:
+        elif (peer := self._by_name.get(_name(key, result))) is not None:
             self._tell(peer, ready, failed)
         else:
             self._connect(key, result, ready, failed)
@@ -437,8 +365,8 @@ class Peers:
     def _make_room(self, shake: HandshakeResult) -> ConnectError | None:
         """Give up idle producers until one more fits, those first that were used longest ago; why
         it does not fit, if all are in use."""
-        self._keeping.add(shake.memory)
-        idle = (peer for peer in list(self._known.values()) if not peer.loads and not peer.waits)
+        self._memory.add(shake.memory)
+        idle = (peer for peer in list(self._by_name.values()) if not peer.is_used)
         for peer in sorted(idle, key=lambda peer: peer.used):
             if self._has_room():
                 break
@@ -446,24 +374,24 @@ class Peers:
             self.forget(peer)
         if self._has_room():
             return None
-        kept = self._keeping.nbytes
-        self._keeping.remove(shake.memory)
+        kept = self._memory.nbytes
+        self._memory.remove(shake.memory)
         return ConnectError(
-            f"there is no room for another engine: with it {len(self._known)} are in use and "
+            f"there is no room for another engine: with it {len(self._by_name)} are in use and "
             f"{len(self._connecting)} are being connected, of {most_peers()} that may be, and "
             f"what they publish takes {kept} bytes of {MAX_KEPT_BYTES}; send requests from fewer "
             f"prefill engines at once to each decode engine, or {MORE}"
         )
 
     def _has_room(self) -> bool:
-        count = len(self._known) + len(self._connecting)
-        return count <= most_peers() and self._keeping.nbytes <= MAX_KEPT_BYTES
+        count = len(self._by_name) + len(self._connecting)
+        return count <= most_peers() and self._memory.nbytes <= MAX_KEPT_BYTES
 
     def _connected(
         self, key: PeerKey, shake: HandshakeResult, made: dict[int, PeerId] | KVFerryError
     ) -> None:
         if isinstance(made, KVFerryError):
-            self._keeping.remove(shake.memory)
+            self._memory.remove(shake.memory)
         met = made if isinstance(made, KVFerryError) else self._peer(key, shake, made)
         if isinstance(met, Peer) and met.ticket_key:
             self._fingerprints.check(met, lambda error: self._proved(key, shake, met, error))
@@ -485,7 +413,7 @@ class Peers:
         met = made if isinstance(made, KVFerryError) else self._meet(key, shake, made)
         if isinstance(met, KVFerryError):
             self._handshakes.failed(key)
-            self._standing.lost(key.engine)
+            self._status.lost(key.engine)
             for _, failed in waiting:
                 failed(met)
             return
@@ -509,7 +437,7 @@ class Peers:
                 memory=shake.memory,
             )
         except Exception as exc:  # noqa: BLE001  of what a peer published: only it fails
-            self._keeping.remove(shake.memory)
+            self._memory.remove(shake.memory)
             for connection in ids.values():
                 self._connections.release(connection)
             return self._containment.caught("a producer that is connected", exc)
@@ -521,10 +449,10 @@ class Peers:
             self.forget(peer)
             return error
         self._forget_earlier(key.engine)
-        self._known[known] = peer
-        self._standing.connected(key.engine, known)
+        self._by_name[known] = peer
+        self._status.connected(key.engine, known)
         seconds = time.perf_counter() - shake.begun
-        self._figures.count_stage(Stage.HANDSHAKE, seconds, key.engine)
+        self._metrics.count_stage(Stage.HANDSHAKE, seconds, key.engine)
         self._warn(known, shake)
         return peer
 
@@ -537,7 +465,7 @@ class Peers:
             self._post(lambda: self._lost(peer, error) if peer.connected else None)
 
         try:
-            self._watches[peer] = self._watching.start(
+            self._stop_watching[peer] = self._liveness.start(
                 peer.key, peer.numeric, Incarnation(peer.incarnation), lost=lost
             )
         except (OSError, RuntimeError) as exc:  # no file descriptor, or no thread, is to be had
@@ -557,10 +485,91 @@ class Peers:
 
     def _forget_earlier(self, engine: str) -> None:
         """Earlier lives of an engine; one with loads under way ends by their errors instead."""
-        for (name, *_), peer in list(self._known.items()):
+        for (name, *_), peer in list(self._by_name.items()):
             if name == engine and not peer.loads:
                 self.forget(peer)
 
 
 def _name(key: PeerKey, shake: HandshakeResult) -> Name:
     return key.engine, shake.payloads[0].incarnation, shake.ticket_key
+
+
+class PeerStatus:
+    """Used by the endpoint's thread only.
+
+    Args:
+        metrics: told of every change.
+        clock: seconds, monotonic.
+        keep: for how many seconds an engine is called down that nobody asks for any more.
+    """
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float], keep: float) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._keep = keep
+        self._up: set[Hashable] = set()
+        self._down: dict[str, float] = {}
+
+    def connected(self, engine: str, start: Hashable) -> None:
+        """This start of an engine can be read from."""
+        self._up.add(start)
+        self._down.pop(engine, None)
+        self._tell()
+
+    def released(self, start: Hashable) -> None:
+        """It is not connected any more."""
+        self._up.discard(start)
+        self._tell()
+
+    def lost(self, engine: str) -> None:
+        """The engine could not be reached, or failed."""
+        self._down.pop(engine, None)
+        if len(self._down) >= MAX_DOWN:
+            del self._down[next(iter(self._down))]
+        self._down[engine] = self._clock() + self._keep
+        self._tell()
+
+    def progress(self, now: float) -> None:
+        """Forget who has been down for long, and nobody has asked for since."""
+        over = [engine for engine, until in self._down.items() if until <= now]
+        for engine in over:
+            del self._down[engine]
+        if over:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._metrics.set(PEERS_UP, len(self._up))
+        self._metrics.set(PEERS_DOWN, len(self._down))
+
+
+class PeerMemoryBudget:
+    """Bytes that are kept, each once however many keep them."""
+
+    def __init__(self) -> None:
+        self._users: Counter[int] = Counter()
+        self._sizes: dict[int, int] = {}
+        self.nbytes = 0
+
+    def add(self, memory: Mapping[int, int]) -> None:
+        """Somebody keeps these."""
+        for key, nbytes in memory.items():
+            self._users[key] += 1
+            if self._users[key] == 1:
+                self._sizes[key] = nbytes
+                self.nbytes += nbytes
+
+    def remove(self, memory: Mapping[int, int]) -> None:
+        """Somebody who kept these keeps them no more."""
+        for key in memory:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                self.nbytes -= self._sizes.pop(key)
+
+
+def most_peers() -> int:
+    """How many engines this process may be connected to."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return MAX_PEERS
+    return max(min(MAX_PEERS, files // FILES_PER_PEER), 1)

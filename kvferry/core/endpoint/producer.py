@@ -10,22 +10,58 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvferry.core.endpoint.slot_table import SlotTable
+import numpy as np
+
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import WireError
-from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.holds import WORD_BYTES, Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, MAX_SILENT, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
+from kvferry.core.memory import Region, region_of
 from kvferry.core.messages import Heartbeat, Note, Renewal, decode_notes
 from kvferry.core.metrics import EXPIRED, IGNORED, LATE, Metrics
+from kvferry.core.security.proof import FINGERPRINT_BYTES
 from kvferry.core.transport import Notification
 
 logger = logging.getLogger(__name__)
 
+FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
+
+
+class SlotTable:
+    """One word per slot, in CPU memory that peers read one-sidedly.
+
+    Before the words stands a header: the fingerprint of the key that proves the engine's tickets,
+    or zeros. Owns its memory, which stays where it is for the table's life.
+
+    Attributes:
+        region: the words of the slots.
+        header: the words of the fingerprint.
+    """
+
+    def __init__(self, slots: int) -> None:
+        memory = np.zeros(FINGERPRINT_WORDS + max(slots, 1), dtype=np.uint64)
+        self._header, self._words = memory[:FINGERPRINT_WORDS], memory[FINGERPRINT_WORDS:]
+        self.region: Region = region_of(self._words)
+        self.header: Region = region_of(self._header)
+
+    def write_fingerprint(self, fingerprint: bytes) -> None:
+        """Write a fingerprint into the header."""
+        self._header[:] = np.frombuffer(fingerprint, dtype="<u8")
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, slot: int) -> int:
+        return int(self._words[slot])
+
+    def __setitem__(self, slot: int, word: int) -> None:
+        self._words[slot] = word  # one aligned 8-byte store: a peer sees the old or the new word
+
 
 @dataclass(slots=True, kw_only=True)
-class _Awaited:
+class _ComputingHold:
     """A hold that is ready once the device has passed all its work."""
 
     hold: Hold
@@ -60,10 +96,10 @@ class HoldServer:
         clock: Callable[[], float],
         figures: Metrics,
     ) -> None:
-        self._keeper = WorkerHolds(table, incarnation)
+        self._holds = WorkerHolds(table, incarnation)
         self._clock = clock
-        self._figures = figures
-        self._awaited: list[_Awaited] = []
+        self._metrics = figures
+        self._computing: list[_ComputingHold] = []
         self._listened = clock()
         """Until when all that consumers said was heard."""
         self._lock = threading.Lock()
@@ -72,17 +108,17 @@ class HoldServer:
     def held(self) -> int:
         """How many holds stand."""
         with self._lock:
-            return self._keeper.held
+            return self._holds.held
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None) -> None:
         """Words of drops and take-ons are written before this returns."""
         with self._lock:
-            self._keeper.apply(orders, self._clock())
+            self._holds.apply(orders, self._clock())
             for hold, _ in orders.ready:
                 if passed is None:
-                    self._keeper.ready(hold, self._clock())
+                    self._holds.ready(hold, self._clock())
                 else:
-                    self._awaited.append(_Awaited(hold=hold, passed=passed))
+                    self._computing.append(_ComputingHold(hold=hold, passed=passed))
 
     def hear(self, notifications: Iterable[Notification]) -> None:
         """Messages from consumers; what is not one is dropped."""
@@ -111,16 +147,16 @@ class HoldServer:
         with self._lock:
             now = self._clock()
             waiting = []
-            for awaited in self._awaited:
-                if awaited.hold not in self._keeper:
+            for awaited in self._computing:
+                if awaited.hold not in self._holds:
                     continue
                 if awaited.has_passed():
-                    self._keeper.ready(awaited.hold, now)
+                    self._holds.ready(awaited.hold, now)
                 else:
                     waiting.append(awaited)
-            self._awaited = waiting
-            expired = self._keeper.expire(now)
-            self._figures.add(EXPIRED, len(expired))
+            self._computing = waiting
+            expired = self._holds.expire(now)
+            self._metrics.add(EXPIRED, len(expired))
         for request in expired:
             logger.warning(
                 "request %s: nobody read its pages within the lease; they are given back (stage "
@@ -135,27 +171,27 @@ class HoldServer:
         Their ages are of when this rank last listened: who could not be heard is not gone.
         """
         with self._lock:
-            return self._keeper.silent(self._listened, GONE_SECONDS, MAX_SILENT)
+            return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)
 
     def take_sent(self) -> list[RequestId]:
         """Requests to report sent."""
         with self._lock:
-            return self._keeper.take_sent()
+            return self._holds.take_sent()
 
     def close(self) -> None:
         """Clear every word: no read that ends after this is valid."""
         with self._lock:
-            self._keeper.end_all()
+            self._holds.end_all()
 
     def _take(self, note: Note) -> None:
         if isinstance(note, Renewal):
-            self._keeper.renew(note, self._clock())  # the slot word says how it went
+            self._holds.renew(note, self._clock())  # the slot word says how it went
             return
         if isinstance(note, Heartbeat):
-            self._keeper.heartbeat(note, self._clock())  # an engine may have ended its last claim
+            self._holds.heartbeat(note, self._clock())  # an engine may have ended its last claim
             return
-        verdict = self._keeper.release(note)
+        verdict = self._holds.release(note)
         if verdict is NoteOutcome.LATE:
-            self._figures.add(LATE)
+            self._metrics.add(LATE)
         elif verdict is NoteOutcome.UNKNOWN:
-            self._figures.add(IGNORED)
+            self._metrics.add(IGNORED)

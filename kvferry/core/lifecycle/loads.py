@@ -16,6 +16,7 @@ from typing import NewType
 
 from kvferry.core.errors import DeadlineError, KVFerryError, StaleError
 from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.metrics import Stage
 
 LoadId = NewType("LoadId", int)
 """Names one load; a request id may come back, a load id never does."""
@@ -44,14 +45,14 @@ class LoadAction(enum.Enum):
 class Action:
     """One thing to do; ``rank`` is the producer rank that it concerns, -1 for a report.
 
-    A report of a failure says where the load stood, as ``Loads.stage`` does.
+    A report of a failure has the stage in which the load failed.
     """
 
     op: LoadAction
     load: LoadId
     rank: int = -1
     error: KVFerryError | None = None
-    stage: str = field(default="", compare=False)
+    stage: Stage | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,20 @@ class _At(enum.Enum):
         """Whether an outcome is still to come."""
         return self in (_At.CHECKING, _At.READING, _At.FENCING)
 
+    @property
+    def stage(self) -> Stage | None:
+        """Return the stage that this counts as; ``None`` if it is over."""
+        return _STAGES[self]
+
+
+_STAGES = {
+    _At.CHECKING: Stage.CHECK,
+    _At.RECHECK: Stage.CHECK,
+    _At.READING: Stage.TRANSFER,
+    _At.FENCING: Stage.FENCE,
+    _At.OVER: None,
+}
+
 
 @dataclass(slots=True, kw_only=True)
 class _Load:
@@ -86,15 +101,20 @@ class _Load:
     parties: tuple[RemoteRank, ...] | None = None
     at: dict[int, _At] = field(default_factory=dict)
     failure: KVFerryError | None = None
-    failed_at: str = ""
+    failed_at: Stage | None = None
     reported: bool = False
 
     @property
-    def stage(self) -> str:
-        """Where it stands, in a word."""
+    def stage(self) -> Stage | None:
+        """Return the stage of the first producer rank that is not over; ``None`` if all are."""
         if self.parties is None:
-            return "handshake"
-        return next((at.name.lower() for at in self.at.values() if at is not _At.OVER), "over")
+            return Stage.HANDSHAKE
+        return next((at.stage for at in self.at.values() if at is not _At.OVER), None)
+
+    @property
+    def is_computing(self) -> bool:
+        """Return whether a check has found that the producer still computes the pages."""
+        return _At.RECHECK in self.at.values()
 
 
 class Loads:
@@ -122,12 +142,10 @@ class Loads:
         actions, self._actions = self._actions, []
         return actions
 
-    def stage(self, load_id: LoadId) -> str:
-        """Where a load stands, in a word for a log line."""
+    def stage(self, load_id: LoadId) -> Stage | None:
+        """Return the stage that a load is in; ``None`` if it is over."""
         load = self._loads.get(load_id)
-        if load is None or load.reported:
-            return "over"
-        return load.stage
+        return None if load is None or load.reported else load.stage
 
     def wanted(self, load_id: LoadId) -> bool:
         """Whether the pages are still the load's to fill: it has neither failed nor ended."""
@@ -257,16 +275,10 @@ class Loads:
             if load.reported:
                 continue
             if load.failure is None and now >= load.deadline:
-                self._fail(load_id, load, self._late(load_id))
+                self._fail(load_id, load, _late(load))
                 continue
             for rank in [r for r, at in load.at.items() if at is _At.RECHECK]:
                 self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
-
-    def _late(self, load_id: LoadId) -> DeadlineError:
-        return DeadlineError(
-            f"the load was not over within load_timeout (stage: {self.stage(load_id)}): look at "
-            "what holds that stage up, or set a longer load_timeout on the engine that decodes"
-        )
 
     def _at(self, load_id: LoadId, rank: int, at: _At) -> _Load | None:
         load = self._loads.get(load_id)
@@ -284,7 +296,7 @@ class Loads:
 
     def _over(self, load_id: LoadId, load: _Load, rank: int, error: KVFerryError | None) -> None:
         if error is not None:
-            load.failed_at = load.failed_at or load.at[rank].name.lower()
+            load.failed_at = load.failed_at or load.at[rank].stage
         load.at[rank] = _At.OVER
         if error is not None:
             self._fail(load_id, load, error)
@@ -331,6 +343,14 @@ class Loads:
 def gone() -> StaleError:
     """What a renewal that finds another word does to a request."""
     return _stale("when their lease was to be renewed")
+
+
+def _late(load: _Load) -> DeadlineError:
+    computing = ", the producer still computes the pages" if load.is_computing else ""
+    return DeadlineError(
+        f"the load was not over within load_timeout (stage: {load.stage}{computing}): look at what "
+        "holds that stage up, or set a longer load_timeout on the engine that decodes"
+    )
 
 
 def _stale(when: str) -> StaleError:

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint import peer_status as standing_module
+from kvferry.core.endpoint import peers as peers_module
 from kvferry.core.endpoint.device_sync import DeviceSync
-from kvferry.core.endpoint.lease_renewal import LeaseRenewal
-from kvferry.core.endpoint.load import STAGES, Load, LoadState
-from kvferry.core.endpoint.peer_status import PeerStatus
-from kvferry.core.endpoint.pending_tickets import LOOK_SECONDS, PendingTickets
+from kvferry.core.endpoint.lease_renewal import LOOK_SECONDS, LeaseRenewal, PendingTickets
+from kvferry.core.endpoint.load import Load, LoadState
+from kvferry.core.endpoint.peers import PeerStatus, PeerUse
 from kvferry.core.endpoint.slot_reads import SlotRead
-from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Outcome
+from kvferry.core.endpoint.transfers import Grace, Outcome, Read
 from kvferry.core.errors import (
     DeadlineError,
     EndpointClosedError,
@@ -28,10 +27,11 @@ from kvferry.core.errors import (
 )
 from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.holds import NOTHING, Hold, Incarnation, RequestId
-from kvferry.core.lifecycle.loads import RemoteRank
+from kvferry.core.lifecycle.loads import LoadId, RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import PEERS_DOWN, PEERS_UP, Stage
 from kvferry.core.planner.build_copies import Pages
+from kvferry.core.transport import PeerId
 
 HOLD = Hold(slot=3, generation=7)
 
@@ -114,7 +114,7 @@ def test_who_is_down_is_forgotten_when_nobody_asks_for_it() -> None:
 
 
 def test_of_who_is_down_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standing_module, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(peers_module, "MAX_DOWN", 2)
     gauges = Gauges()
     for engine in "abac":
         gauges.standing.lost(engine)
@@ -135,7 +135,7 @@ def outcome(**how: Any) -> Outcome:
 
 
 def test_of_several_ranks_bytes_are_added_and_the_longest_times_count() -> None:
-    context = LoadState(load=load(), begun=1.0, handshake_succeeded=2.0)
+    context = LoadState(load_id=LoadId(1), load=load(), begun=1.0, handshake_succeeded=2.0)
     context.add(outcome())
     context.add(outcome(begun=4.0, seconds=7.0, post_seconds=2.5))
     context.add(outcome(begun=0.0, seconds=100.0, post_seconds=50.0))  # never posted
@@ -145,8 +145,8 @@ def test_of_several_ranks_bytes_are_added_and_the_longest_times_count() -> None:
 
 
 def test_a_load_is_recorded_with_where_it_failed() -> None:
-    context = LoadState(load=load(), begun=1.0, handshake_succeeded=1.5)
-    record = context.record(None, "over")
+    context = LoadState(load_id=LoadId(1), load=load(), begun=1.0, handshake_succeeded=1.5)
+    record = context.record(None, None)
     assert (record.request, record.engine, record.reached, record.path) == (
         "d-1", "prefill", False, "",
     )  # fmt: skip
@@ -154,25 +154,24 @@ def test_a_load_is_recorded_with_where_it_failed() -> None:
     assert (record.handshake_seconds, record.fence_seconds) == (0.5, 0.0)
     assert record.seconds > 0
     error = StaleError("late")
-    for said, stage in STAGES.items():
-        assert context.record(error, said).stage is stage
-    assert context.record(error, "?").stage is Stage.HANDSHAKE
+    for stage in Stage:
+        assert context.record(error, stage).stage is stage
     context.failed_at = Stage.WAIT
-    assert context.record(error, "reading").stage is Stage.WAIT
+    assert context.record(error, Stage.TRANSFER).stage is Stage.WAIT
     context.handshake_succeeded = 0.0
-    assert context.record(error, "").handshake_seconds == 0.0
-    assert context.record(error, "").error is error
+    assert context.record(error, Stage.HANDSHAKE).handshake_seconds == 0.0
+    assert context.record(error, Stage.HANDSHAKE).error is error
 
 
 def test_a_load_that_reads_nothing_has_no_tokens() -> None:
     nothing = load(ranges=(None, None))
     assert not nothing.reads
-    record = LoadState(load=nothing, begun=0.0).record(None, "")
+    record = LoadState(load_id=LoadId(1), load=nothing, begun=0.0).record(None, None)
     assert (record.tokens, record.reads) == (0, False)
 
 
 def test_holes_are_no_pages_of_a_load_and_its_request_names_the_tickets() -> None:
-    context = LoadState(load=load(), begun=0.0)
+    context = LoadState(load_id=LoadId(1), load=load(), begun=0.0)
     assert context.pages == 2
     [remote] = context.request.remote
     assert (remote.ids.tolist(), remote.first_index) == ([1, 2], 4)
@@ -256,6 +255,14 @@ class FakePeer:
         self.page_limits = ()
         self.heartbeats: dict[int, Any] = {}
 
+    def acquire(self, use: PeerUse) -> None:
+        assert use is PeerUse.TICKET
+        self.waits += 1
+
+    def release(self, use: PeerUse) -> None:
+        assert use is PeerUse.TICKET
+        self.waits -= 1
+
 
 class Renewing:
     """A renewer whose reads the test answers."""
@@ -265,6 +272,7 @@ class Renewing:
         self.reads: list[SlotRead] = []
         self.told: list[object] = []
         self.cancelled: list[object] = []
+        self.graces: list[Grace] = []
         self.lost: list[tuple[object, int, KVFerryError]] = []
         self.failing: list[tuple[object, int, KVFerryError]] = []
         self.ended: list[KVFerryError] = []
@@ -272,9 +280,8 @@ class Renewing:
             engine="decode",
             life=5,
             notify=lambda peer, _: self.told.append(peer),
-            words=self,  # type: ignore[arg-type]
+            slot_reads=self,  # type: ignore[arg-type]
             transfers=self,  # type: ignore[arg-type]
-            clock=lambda: self.now,
             lost=lambda *what: self.lost.append(what),
             failing=lambda *what: self.failing.append(what),
         )
@@ -282,8 +289,9 @@ class Renewing:
     def add(self, read: SlotRead) -> None:
         self.reads.append(read)
 
-    def cancel(self, tag: object) -> None:
+    def cancel(self, tag: object, grace: Grace) -> None:
         self.cancelled.append(tag)
+        self.graces.append(grace)
 
     def begin(self, peer: Any, *, at_once: bool = True) -> Any:
         return self.renewer.begin(
@@ -356,7 +364,16 @@ def test_a_rank_whose_fence_is_posted_is_renewed_no_more() -> None:
     assert [read.rank for read in renewing.due(1.0)] == [2]
 
 
-def test_a_renewal_that_is_not_answered_is_cancelled_and_has_a_second_to_end() -> None:
+def under_way(failure: KVFerryError | None) -> Read:
+    """A read of a renewal that goes on after its grace."""
+
+    def never(*_: object) -> Any:
+        raise AssertionError("the renewal does not ask")
+
+    return Read(peer=PeerId(1), build=never, finished=never, failing=never, failure=failure)
+
+
+def test_a_renewal_that_is_not_answered_is_cancelled_and_has_its_grace_to_end() -> None:
     renewing, peer = Renewing(), FakePeer()
     renewing.begin(peer)
     first, second = renewing.due(0.0)
@@ -366,14 +383,23 @@ def test_a_renewal_that_is_not_answered_is_cancelled_and_has_a_second_to_end() -
     first.failing(cancelled)
     second.failing(cancelled)
     second.lost(cancelled)
-    assert renewing.due(10.0 + CANCEL_SECONDS - 0.1) == []
     assert not renewing.failing
-    renewing.due(10.0 + CANCEL_SECONDS)
+    assert not renewing.graces[0].escalate([under_way(cancelled)]), "that is said once"
     assert renewing.failing == [(peer, 0, cancelled)]
     assert renewing.lost == [(peer, 2, cancelled)]
-    renewing.due(12.0)
-    assert len(renewing.failing) == 1
     assert [read.rank for read in renewing.due(20.0)] == [2], "the other is still under way"
+
+
+def test_a_renewal_that_goes_on_is_left_alone_until_the_driver_says_that_it_will_fail() -> None:
+    renewing, peer = Renewing(), FakePeer()
+    renewing.begin(peer)
+    renewing.due(0.0)
+    renewing.due(10.0)
+    assert renewing.graces[1].escalate([under_way(None)]), "it is looked at again"
+    assert not renewing.failing
+    cancelled = TransferCancelledError("cancelled")
+    assert not renewing.graces[1].escalate([under_way(cancelled)])
+    assert renewing.failing == [(peer, 2, cancelled)]
 
 
 def test_a_renewal_that_fails_without_being_cancelled_is_said_at_once() -> None:

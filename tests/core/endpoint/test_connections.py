@@ -14,9 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.core.endpoint import blocking_calls as aside
-from kvferry.core.endpoint.blocking_calls import BlockingCalls
-from kvferry.core.endpoint.connections import Connections
+from kvferry.core.endpoint import connections as module
+from kvferry.core.endpoint.connections import BlockingCalls, Connections
 from kvferry.core.errors import ConnectError, KVFerryError, TransportError, TransportUsageError
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.engines import Clock
@@ -42,10 +41,10 @@ class Driver:
         self.now = 0.0
         self._ids = 0
 
-    def leave(self, peer: PeerId) -> None:
+    def begin_disconnect(self, peer: PeerId) -> None:
         self.leaving.add(peer)
 
-    def left(self, peer: PeerId, *, closed: bool) -> None:
+    def end_disconnect(self, peer: PeerId, *, closed: bool) -> None:
         self.leaving.discard(peer)
         self.left_as.append((peer, closed))
 
@@ -447,7 +446,7 @@ def test_nobody_waits_for_a_connection_that_is_closed_slowly() -> None:
     table.progress(1000.0)
     assert driver.disconnected == [quick], "it is told twice at once"
     assert calls.stuck == 0
-    clock.skip(aside.STUCK_SECONDS + 1)
+    clock.skip(module.STUCK_SECONDS + 1)
     assert calls.stuck == 1
     assert not calls.wait(time.monotonic())
     driver.let_go.set()

@@ -301,7 +301,7 @@ def test_a_message_that_the_producer_cannot_take_is_one_message(
     """Whatever is wrong with it, or with the producer."""
     with engine("prefill") as prefill, engine("decode") as decode:
         (rank,) = prefill.ranks
-        server = rank.endpoint._server
+        server = rank.endpoint._hold_server
         real = server._take
         failed: list[object] = []
 
@@ -377,7 +377,7 @@ def test_a_callback_that_raises_fails_its_load(
 ) -> None:
     """What is known of a load by then: its read is over, so it is reported at once."""
     with engine("prefill") as prefill, engine("decode") as decode:
-        machine = decode.ranks[0].endpoint._puller._loads
+        machine = decode.ranks[0].endpoint._load_manager._loads
         real: Callable[..., None] = getattr(machine, method)
         failed: list[object] = []
 

@@ -8,8 +8,7 @@ import pytest
 
 from kvferry.core import messages as wire
 from kvferry.core.endpoint import EndpointOptions, endpoint
-from kvferry.core.endpoint.producer import HoldServer
-from kvferry.core.endpoint.slot_table import SlotTable
+from kvferry.core.endpoint.producer import HoldServer, SlotTable
 from kvferry.core.errors import StaleError, TransportError
 from kvferry.core.lifecycle.holds import Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, HEARTBEAT_SECONDS
@@ -99,8 +98,8 @@ def test_who_is_gone_is_silent_after_three_seconds_and_its_late_read_is_stale() 
 
 def prefill_listens(driver: Watched, prefill: Engine) -> None:
     """Wait until the producer has looked for messages since now."""
-    listened = prefill.ranks[0].endpoint._server._listened
-    eventually(lambda: prefill.ranks[0].endpoint._server._listened > listened, "it listens")
+    listened = prefill.ranks[0].endpoint._hold_server._listened
+    eventually(lambda: prefill.ranks[0].endpoint._hold_server._listened > listened, "it listens")
 
 
 def test_a_producer_that_could_not_listen_takes_nobody_for_gone() -> None:

@@ -75,7 +75,7 @@ def test_a_producer_that_lives_is_left_alone() -> None:
 
 def test_nobody_is_watched_when_the_endpoint_is_closed() -> None:
     def watching() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name == "kvferry-watch"}
+        return {thread for thread in threading.enumerate() if thread.name == "kvferry-liveness"}
 
     before = watching()
     with engine("prefill") as prefill, engine("decode") as decode:

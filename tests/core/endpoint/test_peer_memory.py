@@ -16,10 +16,10 @@ import pytest
 import zmq
 
 from kvferry.core.endpoint import EndpointOptions, peers
-from kvferry.core.endpoint import peer_memory as keeping
-from kvferry.core.endpoint.handshakes import PeerKey
+from kvferry.core.endpoint import peers as peers_module
+from kvferry.core.endpoint.handshakes import PeerKey, memory_of
 from kvferry.core.endpoint.liveness import LivenessChecks
-from kvferry.core.endpoint.peer_memory import PeerMemoryBudget, memory_of, most_peers
+from kvferry.core.endpoint.peers import PeerMemoryBudget, most_peers
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from kvferry.core.handshake.sockets import Context
 from kvferry.core.layout import Layout
@@ -193,7 +193,7 @@ def anybody(like: Engine, *more: RankPayload) -> Iterator[int]:
 def test_hundreds_of_claimed_names_take_few_threads_and_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeping, "MAX_PEERS", 25)
+    monkeypatch.setattr(peers_module, "MAX_PEERS", 25)
     driver = Anywhere()
     with (
         engine("prefill") as prefill,

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.endpoint.slot_table import SlotTable
+from kvferry.core.endpoint.producer import SlotTable
 from kvferry.core.errors import (
     HandshakeError,
     KVFerryError,
@@ -403,7 +403,7 @@ def test_a_fingerprint_whose_read_fails_leaves_none_on_a_connection_that_others_
 
 def test_the_header_stands_before_the_slots_and_is_nobody_s_slot() -> None:
     table = SlotTable(3)
-    table.bear(bytes(range(FINGERPRINT_BYTES)))
+    table.write_fingerprint(bytes(range(FINGERPRINT_BYTES)))
     assert [table[slot] for slot in range(len(table))] == [0, 0, 0]
     assert table.header.end == table.region.address
     assert table.region.nbytes == 8 * 3
@@ -484,7 +484,7 @@ def test_the_two_addresses_share_the_time_of_a_handshake(monkeypatch: pytest.Mon
         raise HandshakeError(f"{call.host} is silent")
 
     with engine("prefill", ticket_key=KEY) as prefill, engine("decode") as decode:
-        monkeypatch.setattr("kvferry.core.endpoint.peers.fetching", fetching)
+        monkeypatch.setattr("kvferry.core.endpoint.handshakes.fetching", fetching)
         ticket = routed(prefill.serve("p-1", [1, 2], 8), 1, "router")
         failure(decode, "d-1", ticket, [5, 6])
         [(first, half), (second, rest)] = asked

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions
-from kvferry.core.endpoint import lease_renewal as renewing
+from kvferry.core.endpoint import EndpointOptions, transfers
 from kvferry.core.errors import StaleError, TransferCancelledError
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.messages import Renewal, decode_notes
@@ -209,7 +208,7 @@ class Unanswered(Watched):
 def test_a_renewal_that_is_cancelled_has_a_while_to_end_by_itself(
     ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(renewing, "CANCEL_SECONDS", 2 * LEASE)  # longer than this test takes
+    monkeypatch.setattr(transfers, "CANCEL_SECONDS", 2 * LEASE)  # longer than this test takes
     clock, driver = Clock(), Unanswered()
     with (
         engine("prefill") as prefill,

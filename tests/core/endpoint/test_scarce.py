@@ -24,10 +24,10 @@ def load(prefill: Engine, decode: Engine, number: int) -> KVFerryError | None:
 @pytest.mark.parametrize(
     ("name", "outcome"),
     [
-        ("kvferry-shake", HandshakeError),
+        ("kvferry-handshake", HandshakeError),
         ("kvferry-resolve", HandshakeError),
-        ("kvferry-watch", ConnectError),
-        ("kvferry-aside", None),
+        ("kvferry-liveness", ConnectError),
+        ("kvferry-driver-call", None),
     ],
 )
 def test_no_more_threads(name: str, outcome: type[KVFerryError] | None) -> None:

@@ -128,5 +128,5 @@ def test_one_that_needs_nothing_ends_only_its_own_wait(needs_pages: bool) -> Non
         decode.pull("d-2", ticket, [2] if needs_pages else [], nothing=not needs_pages)
         assert not needs_pages or not decode.outcome("d-2").failed
         prefill.released("p-1")
-        assert not decode.ranks[0].endpoint._puller._waiting._waits
+        assert not decode.ranks[0].endpoint._load_manager._pending_tickets._tickets
         assert [release.abandoned for release in releases(driver)] == [False]

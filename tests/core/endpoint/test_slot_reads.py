@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.slot_reads import MAX_BATCH, SlotRead, SlotReads, fitting
-from kvferry.core.endpoint.slot_table import ScratchWords, SlotTable
+from kvferry.core.endpoint.producer import SlotTable
+from kvferry.core.endpoint.slot_reads import MAX_BATCH, ScratchWords, SlotRead, SlotReads, fitting
 from kvferry.core.endpoint.transfers import Outcome, Read
 from kvferry.core.errors import KVFerryError, PeerLostError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, WORD_BYTES
@@ -159,7 +159,7 @@ def test_words_of_one_rank_are_read_in_one_batch_with_what_is_said_of_all() -> N
     assert len(words.reads) == 0
     assert [job.peer for job in jobs] == [5, 6, 5, 5]
     assert [job.tags for job in jobs] == [{"a3", "a9"}, {"b"}, {"check"}, {"renew"}]
-    assert all(job.ahead for job in jobs)
+    assert all(job.urgent for job in jobs)
     assert jobs[0].notify is not None
     assert decode_notes(jobs[0].notify) == [release(3), release(9)]
     assert [job.notify is None for job in jobs] == [False, False, True, False]

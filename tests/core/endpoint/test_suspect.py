@@ -164,20 +164,19 @@ def test_a_load_that_is_given_up_before_its_handshake_has_failed_leaves_nothing_
         engine("decode", options=options) as decode,
     ):
         (rank,) = decode.ranks
-        puller = rank.endpoint._puller
+        load_manager = rank.endpoint._load_manager
         ticket = dataclasses.replace(
             prefill.serve("p-1", [1], TOKENS), engine="mute", port=mute.getsockname()[1]
         )
         for number in (1, 2, 3):
             decode.pull(f"d-{number}", ticket, [number])
-        eventually(lambda: len(puller._contexts) == 3, "all wait for the handshake")
+        eventually(lambda: len(load_manager._states) == 3, "all wait for the handshake")
         for number in (1, 2):
             rank.endpoint.abort(RequestId(f"d-{number}"))
         assert all(failures(decode, 1, 2)), "reported at once"
-        assert len(puller._contexts) == 3
+        assert len(load_manager._states) == 3
         assert all(failures(decode, 3)), "by the handshake's failure"
-        eventually(lambda: not puller._contexts, "nothing is left of those that were given up")
-        assert not puller._by_request
-        assert not puller._cancelled
-        assert not puller._maybe_over
+        eventually(lambda: not load_manager._states, "nothing is left of those that were given up")
+        assert not load_manager._touched
+        assert not rank.endpoint._transfers._graces
         assert rank.endpoint.pending == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.core.endpoint import transfers as module
 from kvferry.core.endpoint.error_containment import ErrorContainment
-from kvferry.core.endpoint.transfers import Outcome, Read, Transfers
+from kvferry.core.endpoint.transfers import CANCEL_SECONDS, Grace, Outcome, Read, Transfers
 from kvferry.core.errors import (
     KVFerryError,
     PageError,
@@ -79,8 +80,8 @@ class Driver:
 class Reads:
     """Jobs by name, and what was heard of each."""
 
-    def __init__(self, driver: Any) -> None:
-        self.transfers = Transfers(driver, ErrorContainment())
+    def __init__(self, driver: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self.transfers = Transfers(driver, ErrorContainment(), clock)
         self.outcomes: dict[str, Outcome] = {}
         self.failing: dict[str, KVFerryError] = {}
         self.heard: list[str] = []
@@ -91,7 +92,7 @@ class Reads:
         peer: PeerId = ONE,
         *,
         nbytes: int = 8,
-        ahead: bool = False,
+        urgent: bool = False,
         tags: Sequence[str] = (),
         build: Callable[[], Copies] | None = None,
         notify: bytes | None = None,
@@ -111,7 +112,7 @@ class Reads:
             build=build or (lambda: copies(nbytes)),
             finished=finished,
             failing=failing,
-            ahead=ahead,
+            urgent=urgent,
             notify=notify,
             tags={*tags, name},
         )
@@ -164,7 +165,7 @@ def test_the_drivers_limit_is_kept() -> None:
     driver = Driver(limit=2)
     reads = Reads(driver)
     for name in "abc":
-        reads.add(name, ahead=name == "c")
+        reads.add(name, urgent=name == "c")
     reads.transfers.progress()
     assert len(driver.posted) == 2
     assert not reads.transfers.progress()
@@ -180,7 +181,7 @@ def test_peers_take_turns_and_what_is_ahead_goes_first() -> None:
     for nbytes, peer in ((1, ONE), (2, ONE), (3, ONE), (4, OTHER)):
         reads.add(str(nbytes), peer, nbytes=nbytes)
     for nbytes in (5, 6):
-        reads.add(str(nbytes), nbytes=nbytes, ahead=True)
+        reads.add(str(nbytes), nbytes=nbytes, urgent=True)
     reads.transfers.progress()
     assert [nbytes for _, nbytes, _ in driver.posted] == [5, 6, 1, 4, 2, 3]
 
@@ -196,7 +197,7 @@ def test_of_a_peer_with_enough_under_way_only_what_is_ahead_is_posted(
     reads.add("other", OTHER, nbytes=6)
     reads.transfers.progress()
     assert [nbytes for _, nbytes, _ in driver.posted] == [9, 6, 1]
-    reads.add("word", nbytes=8, ahead=True)
+    reads.add("word", nbytes=8, urgent=True)
     reads.transfers.progress()
     assert [nbytes for _, nbytes, _ in driver.posted] == [9, 6, 1, 8]
     driver.says[TransferId(4)] = DONE
@@ -304,8 +305,8 @@ def test_of_queued_reads_only_the_one_that_is_cancelled_ends() -> None:
     reads = Reads(driver)
     for name in "abc":
         reads.add(name)
-    reads.add("d", ahead=True)
-    reads.add("e", ahead=True)
+    reads.add("d", urgent=True)
+    reads.add("e", urgent=True)
     reads.transfers.cancel("b")
     assert isinstance(reads.error("b"), TransferCancelledError)
     assert (reads.outcomes["b"].begun, reads.outcomes["b"].seconds) == (0.0, 0.0)
@@ -348,20 +349,97 @@ def test_a_read_that_is_under_way_is_cancelled_when_nobody_wants_it() -> None:
     assert not reads.outcomes
 
 
-def test_reads_that_linger_are_known_by_those_that_gave_them_up() -> None:
-    driver = Driver()
-    reads = Reads(driver)
-    reads.add("a", tags=["x"])
-    reads.add("b", OTHER, tags=["x"])
-    reads.transfers.progress()
-    lingering = reads.transfers.lingering
-    assert lingering({"x", "a"}) == set()
-    reads.transfers.cancel("x")
-    assert lingering({"x"}) == {ONE, OTHER}
-    assert lingering({"a", "b"}) == set()
-    driver.says[TransferId(2)] = ended(TransferCancelledError("cancelled"))
-    reads.transfers.progress()
-    assert lingering({"x", "b"}) == {ONE}
+class Graces:
+    """Reads that are cancelled on a clock of the test's, and what is escalated of them."""
+
+    def __init__(self) -> None:
+        self.driver = Driver()
+        self.now = 100.0
+        self.reads = Reads(self.driver, lambda: self.now)
+        self.transfers = self.reads.transfers
+        self.escalated: list[set[PeerId]] = []
+        self.again = True
+
+    def grace(self) -> Grace:
+        def escalate(reads: Sequence[Read]) -> bool:
+            self.escalated.append({read.peer for read in reads})
+            return self.again
+
+        return Grace(escalate=escalate)
+
+    def after(self, seconds: float) -> list[set[PeerId]]:
+        """What is escalated now."""
+        self.now += seconds
+        self.escalated.clear()
+        self.transfers.escalate(self.now)
+        return list(self.escalated)
+
+
+def test_reads_that_go_on_after_their_grace_are_escalated_to_those_that_gave_them_up() -> None:
+    graces = Graces()
+    graces.reads.add("a", tags=["x"])
+    graces.reads.add("b", OTHER, tags=["x"])
+    graces.transfers.progress()
+    graces.transfers.cancel("x", graces.grace())
+    assert graces.after(CANCEL_SECONDS - 0.1) == []
+    assert graces.after(0.1) == [{ONE, OTHER}]
+    assert graces.after(CANCEL_SECONDS - 0.1) == [], "they have as long again"
+    graces.driver.says[TransferId(2)] = ended(TransferCancelledError("cancelled"))
+    graces.transfers.progress()
+    assert graces.after(0.1) == [{ONE}]
+    graces.driver.says[TransferId(1)] = DONE
+    graces.transfers.progress()
+    assert graces.after(CANCEL_SECONDS) == []
+    assert not graces.transfers._graces
+
+
+def test_what_ends_by_itself_within_its_grace_is_not_escalated() -> None:
+    graces = Graces()
+    for name in "ab":
+        graces.reads.add(name)
+    graces.transfers.progress()
+    graces.transfers.cancel("a", graces.grace())
+    graces.driver.says[TransferId(1)] = ended(TransferCancelledError("cancelled"))
+    graces.transfers.progress()
+    assert graces.after(CANCEL_SECONDS) == []
+    assert "b" not in graces.reads.outcomes
+
+
+def test_one_grace_of_several_tags_is_over_when_the_first_of_them_is() -> None:
+    graces = Graces()
+    graces.reads.add("a")
+    graces.reads.add("b", OTHER)
+    graces.transfers.progress()
+    grace = graces.grace()
+    graces.transfers.cancel("a", grace)
+    graces.now += CANCEL_SECONDS / 2
+    graces.transfers.cancel("b", grace)
+    assert graces.after(CANCEL_SECONDS / 2) == [{ONE, OTHER}]
+
+
+def test_a_grace_whose_owner_has_done_what_it_can_is_not_looked_at_again() -> None:
+    graces = Graces()
+    graces.reads.add("a")
+    graces.transfers.progress()
+    graces.transfers.cancel("a", graces.grace())
+    graces.again = False
+    assert graces.after(CANCEL_SECONDS) == [{ONE}]
+    assert graces.after(CANCEL_SECONDS) == []
+    graces.driver.says[TransferId(1)] = DONE
+    graces.transfers.progress()
+    assert graces.reads.error("a") is None
+
+
+def test_a_read_that_others_want_has_no_grace_before_it_is_posted() -> None:
+    graces = Graces()
+    graces.transfers._limit = 0
+    graces.reads.add("a", tags=["x", "y"])
+    graces.transfers.cancel("x", graces.grace())
+    assert graces.after(CANCEL_SECONDS) == []
+    graces.transfers._limit = None
+    graces.transfers.progress()
+    assert graces.driver.cancelled == []
+    assert graces.after(CANCEL_SECONDS) == [{ONE}]
 
 
 # Connections that are closed.
@@ -372,11 +450,11 @@ def test_what_waits_for_a_connection_that_is_closed_fails_and_others_go_on() -> 
     reads = Reads(driver)
     reads.add("under way")
     reads.transfers.progress()
-    for name, peer, ahead in (
+    for name, peer, urgent in (
         ("a", ONE, False), ("b", ONE, True), ("c", OTHER, False), ("d", ONE, False),
     ):  # fmt: skip
-        reads.add(name, peer, ahead=ahead)
-    reads.transfers.leave(ONE)
+        reads.add(name, peer, urgent=urgent)
+    reads.transfers.begin_disconnect(ONE)
     assert sorted(reads.outcomes) == ["a", "b", "d"]
     assert all(isinstance(reads.error(name), PeerLostError) for name in "abd")
     assert len(reads.transfers) == 2
@@ -396,7 +474,7 @@ def test_what_ends_with_one_may_end_others_that_wait() -> None:
         finished(outcome)
 
     job.finished = ends_others
-    reads.transfers.leave(ONE)
+    reads.transfers.begin_disconnect(ONE)
     assert sorted(reads.heard) == ["a", "b", "c"]
     assert len(reads.transfers) == 0
 
@@ -408,13 +486,13 @@ def test_nothing_under_way_is_named_while_its_connection_is_closed(closed: bool)
     reads.add("a")
     reads.add("other", OTHER)
     reads.transfers.progress()
-    reads.transfers.leave(ONE)
+    reads.transfers.begin_disconnect(ONE)
     driver.polls.clear()
     reads.transfers.cancel("a")
     reads.transfers.progress()
     assert driver.cancelled == []
     assert driver.polls == [[TransferId(2)]]
-    reads.transfers.left(ONE, closed=closed)
+    reads.transfers.end_disconnect(ONE, closed=closed)
     driver.says[TransferId(1)] = ended(PeerLostError("disconnected"))
     reads.transfers.progress()
     assert isinstance(reads.error("a"), PeerLostError)
@@ -437,8 +515,8 @@ def test_a_read_of_which_nothing_can_be_said_is_over_when_its_connection_is_clos
     assert isinstance(reads.failing["a"], StatusUnknownError)
     for closed in (False, True):
         assert "a" not in reads.outcomes
-        reads.transfers.leave(ONE)
-        reads.transfers.left(ONE, closed=closed)
+        reads.transfers.begin_disconnect(ONE)
+        reads.transfers.end_disconnect(ONE, closed=closed)
         reads.transfers.progress()
     assert isinstance(reads.error("a"), StatusUnknownError)
     assert "other" not in reads.outcomes, "its connection stands"
@@ -466,11 +544,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.names: list[str] = []
         self.leaving: set[PeerId] = set()
 
-    @rule(peer=st.sampled_from([ONE, OTHER]), ahead=st.booleans(), nbytes=st.integers(1, 100))
-    def adds(self, peer: PeerId, ahead: bool, nbytes: int) -> None:
+    @rule(peer=st.sampled_from([ONE, OTHER]), urgent=st.booleans(), nbytes=st.integers(1, 100))
+    def adds(self, peer: PeerId, urgent: bool, nbytes: int) -> None:
         if peer not in self.leaving:
             self.names.append(f"job {len(self.names)}")
-            self.reads.add(self.names[-1], peer, ahead=ahead, nbytes=nbytes, tags=["all"])
+            self.reads.add(self.names[-1], peer, urgent=urgent, nbytes=nbytes, tags=["all"])
 
     @precondition(lambda self: self.names)
     @rule(data=st.data(), everybody=st.booleans())
@@ -492,13 +570,13 @@ class AnyOrder(RuleBasedStateMachine):
     def leaves(self, peer: PeerId) -> None:
         if peer not in self.leaving:
             self.leaving.add(peer)
-            self.reads.transfers.leave(peer)
+            self.reads.transfers.begin_disconnect(peer)
 
     @rule(peer=st.sampled_from([ONE, OTHER]))
-    def left(self, peer: PeerId) -> None:
+    def end_disconnect(self, peer: PeerId) -> None:
         if peer in self.leaving:
             self.leaving.discard(peer)
-            self.reads.transfers.left(peer, closed=False)
+            self.reads.transfers.end_disconnect(peer, closed=False)
 
     @rule()
     def progresses(self) -> None:
@@ -517,7 +595,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.driver.unclear.clear()
         for peer in list(self.leaving):
-            self.left(peer)
+            self.end_disconnect(peer)
         for _ in range(2 * len(self.names) + 2):
             for transfer in self.driver.says:
                 self.driver.says[transfer] = DONE

@@ -58,7 +58,7 @@ def claimed(engine: Any) -> int:
     """How many holds some consumer engine claims."""
     from tests.integrations.vllm import ranks
 
-    keeper = ranks.endpoint()._server._keeper
+    keeper = ranks.endpoint()._hold_server._holds
     return sum(bool(held.claimants) for held in list(keeper._held.values()))
 
 

@@ -102,7 +102,7 @@ def _address(worker: Any) -> bytes:
 
 
 def _word(worker: Any, slot: int) -> int:
-    return endpoint()._table[slot]
+    return endpoint()._slot_table[slot]
 
 
 def _gate(worker: Any, rank: int, gate: str) -> None:
