@@ -25,6 +25,7 @@ from kvferry.core.lifecycle.loads import LoadAction, LoadId, Loads, RemoteRank
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, Renewal
+from kvferry.core.metrics import Stage
 from kvferry.core.planner.build_copies import Pages, ReadRequest, copies, unwritten
 from kvferry.core.planner.plan import plan
 from tests.core.layouts import DIM, heads, layout, paged
@@ -49,11 +50,10 @@ def test_no_picture_is_left_over() -> None:
 # The states of a load.
 
 STAGES = {
-    "handshake": "handshake",
-    "checking": "check",
-    "recheck": "wait",
-    "reading": "read",
-    "fencing": "fence",
+    Stage.HANDSHAKE: "handshake",
+    Stage.CHECK: "check",
+    Stage.TRANSFER: "read",
+    Stage.FENCE: "fence",
 }
 """What the code calls a stage to what the picture calls it."""
 
@@ -76,7 +76,9 @@ class OneLoad:
         if self.outcome:
             return self.outcome
         stage = self.loads.stage(self.id)
-        return STAGES[stage] if self.loads.wanted(self.id) else "winding down"
+        if stage is None or not self.loads.wanted(self.id):
+            return "winding down"
+        return "wait" if self.loads.is_computing(self.id) else STAGES[stage]
 
 
 LOAD_EVENTS: tuple[Callable[[Loads, LoadId], None], ...] = (

@@ -19,7 +19,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from kvferry.core import messages as wire
-from kvferry.core.endpoint.slot_table import SlotTable
+from kvferry.core.endpoint.producer import SlotTable
 from kvferry.core.errors import TicketError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.holds import Hold
@@ -412,7 +412,7 @@ LAST_HOLD = Hold(slot=2, generation=LARGEST)
 def _slot_table() -> bytes:
     """Return the memory of a slot table, with the fingerprint in front of it."""
     table = SlotTable(3)
-    table.bear(fingerprint(TICKET_KEY.public))
+    table.write_fingerprint(fingerprint(TICKET_KEY.public))
     table[HOLD.slot], table[LAST_HOLD.slot] = HOLD.computing, LAST_HOLD.ready
     nbytes = table.region.end - table.header.address
     return ctypes.string_at(table.header.address, nbytes)

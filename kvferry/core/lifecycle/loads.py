@@ -147,6 +147,11 @@ class Loads:
         load = self._loads.get(load_id)
         return None if load is None or load.reported else load.stage
 
+    def is_computing(self, load_id: LoadId) -> bool:
+        """Return whether a check has found that the producer still computes the pages."""
+        load = self._loads.get(load_id)
+        return load is not None and load.is_computing
+
     def wanted(self, load_id: LoadId) -> bool:
         """Whether the pages are still the load's to fill: it has neither failed nor ended."""
         load = self._loads.get(load_id)
