@@ -1,4 +1,7 @@
-"""What the user sets in ``kv_connector_extra_config``, and every way in which it can be wrong."""
+"""The connector's settings: the keys of ``kv_connector_extra_config``, validated.
+
+``Config`` documents every setting, with its unit, range and default.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 HIGHEST_PORT = 65535
 ANYWHERE = "anywhere"
+"""The value of ``allowed_peers`` that accepts every address."""
 
-Place = Annotated[str, Meta(min_length=1, max_length=4096)]
+Source = Annotated[str, Meta(min_length=1, max_length=4096)]
+"""Where a key or secret is: ``file:PATH`` or ``env:NAME``; for a public key also the key itself."""
 
 NIXL_KEYS = {
     "backends": "pass them to a driver that has them, in driver_options",
@@ -32,87 +37,114 @@ NIXL_KEYS = {
     "kv_recompute_threshold": "there is no second turn, from decode back to prefill, yet",
     "decoder_kv_blocks_ttl": "there is no second turn, from decode back to prefill, yet",
 }
-"""NixlConnector's keys that are not ours, each with what to do, or why there is nothing."""
+"""NixlConnector's keys that do not exist here, each with the remedy."""
 
 NIXL_ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "side_channel_host",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "side_channel_port",
     "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "kv_lease_duration",
 }
-"""NixlConnector's environment variables, each with the key that does the same here."""
+"""NixlConnector's environment variables, each with the setting that replaces it here."""
 
 
 class ConfigError(KVFerryError, ValueError):
-    """The engine's configuration is refused; names what was set, and the remedy."""
+    """The engine's configuration is refused; the message names the setting and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """``kv_connector_extra_config``, checked.
+    """The settings of one engine: ``kv_connector_extra_config``, validated.
 
-    Attributes:
-        driver: name of the transport, as ``kvferry drivers`` lists it.
-        driver_options: go to the driver as they are.
-        side_channel_host: where the handshake is served, and what tickets tell other hosts.
-        side_channel_port: 0 for a free one; a fixed one counts up by the data-parallel index.
-        kv_lease_duration: for how many seconds a producer keeps a finished request's pages for
-            its consumer, unless that renews it, which it does while the request waits.
-        max_held_fraction: how much of the cache may be held for consumers; beyond it, the oldest
-            ticket is given up.
-        drain_timeout: for how many seconds a worker that vLLM shuts down waits for held pages to
-            be read (docs/protocol.md, Shutting down).
-        handshake_timeout: seconds until a producer must have answered.
-        load_timeout: seconds that a load may take, once there are pages to load into.
-        liveness_interval: seconds between two pings of a producer; 0 for none.
-        liveness_misses: so many pings without an answer mean that it is dead.
-        engine_ttl: seconds after which a producer that is not used is disconnected.
-        enforce_handshake_compat: refuse a producer that differs in a name only (model, revision).
-            Off, such differences are warned of; others are refused all the same.
-        verify_prompt: refuse a ticket that was made for another prompt. Off only in tests that
-            swap caches on purpose.
-        ticket_secrets: where the secrets are that sign tickets (the first) and check them (all);
-            ``file:PATH`` or ``env:NAME`` each. None: tickets are not signed.
-        curve_secret_key: where this engine's secret key is, likewise; with it, its side channel is
-            encrypted.
-        curve_peers: public keys of the engines that may ask there, and that may be asked; or where
-            they are.
-        allowed_peers: networks in CIDR notation that peers must be in, or ``ANYWHERE``; ``None``
-            for this host and private networks.
+    Numbers outside their range and unknown keys are refused at start.
     """
 
     driver: Annotated[str, Meta(min_length=1)] = "loopback"
+    """Name of the transport driver that moves the pages; ``kvferry drivers`` lists those that are
+    installed. Both engines must use the same one."""
+
     driver_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the driver, passed on unchanged. The driver checks them."""
+
     side_channel_host: Annotated[str, Meta(min_length=1, max_length=256)] = "127.0.0.1"
+    """Host name or address on which the side channel (handshake and health) listens. Tickets name
+    it too, so engines on other hosts need an address that they can reach. 1 to 256 characters."""
+
     side_channel_port: Annotated[int, Meta(ge=0, le=HIGHEST_PORT)] = 0
+    """TCP port of the side channel, 0 to 65535. 0 takes a free port; to another number the
+    data-parallel index of the engine is added."""
+
     kv_lease_duration: Annotated[float, Meta(ge=0.001, le=86400)] = 30.0
+    """Seconds for which a producer holds the pages of a finished request for its consumer, 0.001 to
+    86400. The consumer renews the lease while the request waits."""
+
     max_held_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """The fraction of the cache's blocks that may be held for consumers, above 0 and up to 1. If
+    more would be held, the oldest ticket is given up."""
+
     drain_timeout: Annotated[float, Meta(ge=0, le=86400)] = 2.0
+    """Seconds for which a worker that vLLM shuts down waits until held pages have been read, 0 to
+    86400 (docs/protocol.md, Shutting down)."""
+
     handshake_timeout: Annotated[float, Meta(ge=0.001, le=3600)] = 10.0
+    """Seconds within which a producer must answer the handshake, 0.001 to 3600."""
+
     load_timeout: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0
+    """Seconds that a load may take, 0.001 to 86400, from the time that its request has blocks to
+    load into."""
+
     liveness_interval: Annotated[float, Meta(ge=0, le=3600)] = 5.0
+    """Seconds between two pings of a producer, 0 to 3600. 0 turns pings off."""
+
     liveness_misses: Annotated[int, Meta(ge=1, le=1000)] = 3
+    """After how many unanswered pings in a row a producer counts as dead, 1 to 1000."""
+
     engine_ttl: Annotated[float, Meta(ge=0.001, le=86400 * 365)] = 600.0
+    """Seconds after which a producer that is not used is disconnected, 0.001 to 31536000 (a
+    year)."""
+
     enforce_handshake_compat: bool = True
+    """Whether a producer is refused that differs only in a name, such as that of the model or its
+    revision. If false, such a difference is logged; differences that would corrupt the cache are
+    always refused."""
+
     verify_prompt: bool = True
-    ticket_secrets: Annotated[tuple[Place, ...], Meta(max_length=8)] = ()
+    """Whether a ticket is refused that was made for another prompt. Set it to false only in tests
+    that exchange caches on purpose."""
+
+    ticket_secrets: Annotated[tuple[Source, ...], Meta(max_length=8)] = ()
+    """Where the secrets are with which tickets are signed, ``file:PATH`` or ``env:NAME`` each; up
+    to 8. The first one signs, and each of them is accepted. Empty leaves tickets unsigned."""
+
     curve_secret_key: Annotated[str, Meta(max_length=4096)] = ""
-    curve_peers: Annotated[tuple[Place, ...], Meta(max_length=4096)] = ()
-    allowed_peers: Annotated[tuple[Place, ...], Meta(max_length=4096)] | str | None = None
+    """Where the secret key of this engine's side channel is, ``file:PATH`` or ``env:NAME``
+    (``kvferry keygen`` makes one). With it the side channel is encrypted; empty leaves it
+    unencrypted."""
+
+    curve_peers: Annotated[tuple[Source, ...], Meta(max_length=4096)] = ()
+    """Public keys of the engines that may ask this one's side channel and that this one may ask, or
+    ``file:PATH`` or ``env:NAME`` of such keys; up to 4096."""
+
+    allowed_peers: Annotated[tuple[Source, ...], Meta(max_length=4096)] | str | None = None
+    """Networks in CIDR notation in which other engines must be, up to 4096, or ``"anywhere"``. By
+    default (``None``) this host and private networks."""
 
 
 KEYS = tuple(f.name for f in fields(Config))
-"""The keys that there are."""
+"""The names of all settings."""
 
 
 def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
-    """Check what the user wrote.
+    """Validate what the user set.
 
     Args:
         extra: ``kv_connector_extra_config``.
-        data_parallel_index: of this engine; a fixed port counts up by it.
+        data_parallel_index: The engine's data-parallel index, which is added to a fixed port.
+
+    Returns:
+        The settings, with the port that this engine uses.
 
     Raises:
-        ConfigError: an unknown key, or a value of the wrong type or out of bounds.
+        ConfigError: A key is unknown, or a value has the wrong type or is out of range.
     """
     for key in extra:
         _check_key(key)
@@ -136,8 +168,15 @@ def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
     return replace(config, side_channel_port=port)
 
 
-def of_engine(vllm_config: VllmConfig) -> Config:
-    """The configuration of an engine. Raises ``ConfigError``."""
+def engine_config(vllm_config: VllmConfig) -> Config:
+    """Return the validated settings of an engine.
+
+    Args:
+        vllm_config: The engine's configuration.
+
+    Raises:
+        ConfigError: A setting is refused; see ``parse``.
+    """
     return parse(
         vllm_config.kv_transfer_config.kv_connector_extra_config,
         data_parallel_index=vllm_config.parallel_config.data_parallel_index,
@@ -145,7 +184,12 @@ def of_engine(vllm_config: VllmConfig) -> Config:
 
 
 def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
-    """Say at start what is ignored, and what is not safe to serve with."""
+    """Log at start which environment variables are ignored, and which settings are unsafe.
+
+    Args:
+        config: The settings.
+        environment: The environment variables.
+    """
     ignored = [
         f"{name} (set {NIXL_ENVIRONMENT.get(name, 'driver_options')} instead)"
         for name in sorted(environment)
@@ -161,6 +205,11 @@ def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _check_key(key: str) -> None:
+    """Refuse a key that is no setting, and name the nearest one.
+
+    Raises:
+        ConfigError: The key is unknown, or NixlConnector's.
+    """
     if key in KEYS:
         return
     if key in NIXL_KEYS:

@@ -19,7 +19,7 @@ INDEX_ROWS = 1 << 20
 """How many pieces are indexed at a time."""
 
 
-def zero_of(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
+def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
     """What zeroes spans of these tensors' memory, and returns when that is done.
 
     It keeps the memory alive.
@@ -27,11 +27,11 @@ def zero_of(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
     tensors = list(caches)
     if all(tensor.device.type == CPU for tensor in tensors):
         return zero_cpu
-    return device_zero(tensors)
+    return device_zero_function(tensors)
 
 
-def device_zero(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
-    """As ``zero_of``, through torch, which knows every device."""
+def device_zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
+    """As ``zero_function``, through torch, which knows every device."""
     memory = {region_of(tensor): _bytes_of(tensor) for tensor in caches}
 
     def zero(spans: Spans) -> None:

@@ -2,5 +2,5 @@
 
 A new kind of cache is an entry in one of three tables: ``specs.SPECS`` (is a page a run of tokens,
 a state, or refused), ``packings.PACKINGS`` (how an attention backend fills a page, with a function
-of ``insides``), or ``states.STATES`` (the parts of a recurrent state).
+of ``insides``), or ``states.STATE_LAYOUTS`` (the parts of a recurrent state).
 """

@@ -1,7 +1,8 @@
 """vLLM's cache tensors and specs, as a layout.
 
 The shape of a cache tensor does not say what its bytes mean: that is knowledge about the kernels
-which read them, and it stands in two tables, ``packings.PACKINGS`` and ``states.STATES``. What is
+which read them, and it stands in two tables, ``attention_pages.PACKINGS`` and
+``state_pages.STATE_LAYOUTS``. What is
 in neither is opaque: it moves whole between equals, and is refused otherwise.
 """
 
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout
 from kvferry.core.memory import Region, region_of
-from kvferry.integrations.vllm.caches.packings import pack
-from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, Page, TensorPlace, spec_of
-from kvferry.integrations.vllm.caches.state_pages import STATES, whole
+from kvferry.integrations.vllm.caches.attention_pages import pack
+from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, Page, ShardPosition, spec_of
+from kvferry.integrations.vllm.caches.state_pages import STATE_LAYOUTS, whole
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ def describe(
     config: KVCacheConfig,
     *,
     facts: Mapping[str, LayerFacts],
-    place: TensorPlace = ALONE,
+    position: ShardPosition = ALONE,
 ) -> Layout:
     """The layout of one rank.
 
@@ -38,12 +39,14 @@ def describe(
         config: which layers form which group; groups that are not transferred are left out, and
             one may have no layer on this rank.
         facts: what else is known, by layer.
-        place: which rank this is.
+        position: which rank this is.
 
     Raises:
         LayoutError: a tensor is missing, or is not what its spec and its kernels should have.
     """
-    rank = _Rank(caches=caches, blocks=config.num_blocks, facts=facts, place=place, regions=[])
+    rank = _Rank(
+        caches=caches, blocks=config.num_blocks, facts=facts, position=position, regions=[]
+    )
     described = [rank.group(index, group) for index, group in enumerate(config.transfer_groups)]
     return Layout(
         regions=tuple(rank.regions),
@@ -59,7 +62,7 @@ class _Rank:
     caches: Mapping[str, torch.Tensor]
     blocks: int
     facts: Mapping[str, LayerFacts]
-    place: TensorPlace
+    position: ShardPosition
     regions: list[Region]
 
     def group(self, index: int, group: KVCacheGroupSpec) -> tuple[Group, tuple[Field, ...]]:
@@ -68,7 +71,9 @@ class _Rank:
             for layer, tensor in _distinct(self.caches, group)
         ]
         if is_state(group.kv_cache_spec):
-            fields = [f for page in pages for f in STATES.get(page.facts.backend, whole)(page)]
+            fields = [
+                f for page in pages for f in STATE_LAYOUTS.get(page.facts.backend, whole)(page)
+            ]
             return Group(kind=GroupKind.STATE, block_tokens=0), tuple(fields)
         kind, packed = pack(pages)
         tokens = group.kv_cache_spec.block_size
@@ -78,8 +83,10 @@ class _Rank:
         """A cache that is not sharded holds all tokens on every context rank."""
         if not group.kv_cache_spec.dcp_sharded:
             return ContextParallel()
-        place = self.place
-        return ContextParallel(size=place.dcp_size, rank=place.dcp, interleave=place.interleave)
+        position = self.position
+        return ContextParallel(
+            size=position.dcp_size, rank=position.dcp, interleave=position.interleave
+        )
 
     def _page(self, layer: str, tensor: torch.Tensor, spec: KVCacheSpec, group: int) -> Page:
         region = region_of(tensor)
@@ -92,7 +99,7 @@ class _Rank:
             layer=layer,
             facts=self.facts[layer],
             spec=spec,
-            place=self.place,
+            position=self.position,
             shape=tuple(tensor.shape[1:]),
             strides=tuple(strides),
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -122,8 +129,8 @@ def _distinct(
     for layer in group.layer_names:
         if layer not in caches:
             raise LayoutError(f"vLLM registered no cache for layer {layer!r}")
-        if (place := caches[layer].data_ptr()) not in seen:
-            seen.add(place)
+        if (address := caches[layer].data_ptr()) not in seen:
+            seen.add(address)
             yield layer, caches[layer]
 
 

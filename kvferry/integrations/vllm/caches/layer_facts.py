@@ -6,8 +6,8 @@ import re
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
-from kvferry.integrations.vllm.caches.encodings import encoded
-from kvferry.integrations.vllm.caches.pages import LayerFacts, TensorPlace, share, spec_of
+from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share, spec_of
+from kvferry.integrations.vllm.caches.quantization import encoded
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def layer_facts(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, place: TensorPlace
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, position: ShardPosition
 ) -> dict[str, LayerFacts]:
     """The facts of every layer that has a cache which is transferred.
 
@@ -33,14 +33,14 @@ def layer_facts(
             spec = spec_of(name, group)
             draft = is_draft(name, vllm_config)
             if isinstance(spec, MambaSpec):
-                facts[name] = _state_facts(layers[name], draft, place)
+                facts[name] = _state_facts(layers[name], draft, position)
                 continue
             facts[name] = LayerFacts(
                 backend=_backend_name(layers[name]),
                 draft=draft,
-                heads=_heads(name, spec, _model_of(vllm_config, draft), place),
+                heads=_heads(name, spec, _model_of(vllm_config, draft), position),
             )
-    return encoded(facts, layers, place)
+    return encoded(facts, layers, position)
 
 
 def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
@@ -60,17 +60,17 @@ def _model_of(vllm_config: VllmConfig, draft: bool) -> ModelConfig:
     return vllm_config.model_config
 
 
-def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, place: TensorPlace) -> int:
+def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPosition) -> int:
     """How many KV heads there are on all ranks; the specs know only how many are here."""
     here = getattr(spec, "num_kv_heads", 1)
     if getattr(spec, "max_tp_shards", None) == 1 or not hasattr(spec, "num_kv_heads"):
         return 1
-    for total in (model.get_total_num_kv_heads(), here * place.tp_size):
-        first, last = share(total, place)
+    for total in (model.get_total_num_kv_heads(), here * position.tp_size):
+        first, last = share(total, position)
         if last - first == here and (here > 1 or total == model.get_total_num_kv_heads()):
             return int(total)
     raise LayoutError(
-        f"layer {layer!r} has {here} KV head(s) on each of {place.tp_size} ranks, and the model "
+        f"layer {layer!r} has {here} KV head(s) on each of {position.tp_size} ranks, and the model "
         f"{model.get_total_num_kv_heads()}: it cannot be told which of the layer's heads are here"
     )
 
@@ -81,7 +81,7 @@ def _backend_name(layer: object) -> str:
     return f"{name}/{kernel}" if kernel else name
 
 
-def _state_facts(layer: object, draft: bool, place: TensorPlace) -> LayerFacts:
+def _state_facts(layer: object, draft: bool, position: ShardPosition) -> LayerFacts:
     """What is known of a recurrent layer; the modules say what their specs do not."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
     from vllm.platforms import current_platform
@@ -91,13 +91,13 @@ def _state_facts(layer: object, draft: bool, place: TensorPlace) -> LayerFacts:
     return LayerFacts(
         backend=name if gpu else f"{name}/{current_platform.device_type}",
         draft=draft,
-        groups=_groups(layer, place),
+        groups=_groups(layer, position),
         kernel=_kernel(layer),
         channels_first=is_conv_state_dim_first(),
     )
 
 
-def _groups(layer: object, place: TensorPlace) -> int:
+def _groups(layer: object, position: ShardPosition) -> int:
     """How many groups B and C have in the model, 0 if unknown.
 
     The mixer's own number includes copies, as many as there are ranks; its norm has the model's.
@@ -105,7 +105,7 @@ def _groups(layer: object, place: TensorPlace) -> int:
     groups = getattr(getattr(layer, "norm", None), "n_groups", None)
     if groups is None:
         padded = getattr(layer, "n_groups", 0)
-        groups = 0 if place.tp_size == padded > 1 else padded
+        groups = 0 if position.tp_size == padded > 1 else padded
     return int(groups)
 
 

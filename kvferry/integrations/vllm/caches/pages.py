@@ -16,7 +16,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlace:
+class ShardPosition:
     """Where a rank stands among those that share out the caches of its layers.
 
     Attributes:
@@ -32,7 +32,7 @@ class TensorPlace:
     interleave: int = 1
 
 
-ALONE = TensorPlace()
+ALONE = ShardPosition()
 """The only rank of its engine."""
 
 
@@ -75,7 +75,7 @@ class Page:
         layer: vLLM's name of the layer.
         facts: what else is known of it.
         spec: vLLM's.
-        place: this rank's.
+        position: this rank's.
         shape: of a kernel block: (head slots, entries, elements of one head of one entry).
         strides: of that shape, in bytes.
         dtype, itemsize: of an element.
@@ -91,7 +91,7 @@ class Page:
     layer: str
     facts: LayerFacts
     spec: KVCacheSpec
-    place: TensorPlace
+    position: ShardPosition
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]
     dtype: str
@@ -123,7 +123,7 @@ class Page:
     @property
     def heads(self) -> tuple[int, int]:
         """The global range of KV heads that this rank holds; ranks beyond them hold replicas."""
-        return share(self.facts.heads, self.place)
+        return share(self.facts.heads, self.position)
 
     def field(
         self,
@@ -173,15 +173,15 @@ class Page:
         )
 
 
-def share(total: int, place: TensorPlace) -> tuple[int, int]:
+def share(total: int, position: ShardPosition) -> tuple[int, int]:
     """The part of ``total`` things that a tensor-parallel rank holds.
 
     Fewer things than ranks are held by several ranks each, neighbours holding the same.
     """
-    if place.tp_size >= total:
-        first = place.tp * total // place.tp_size
+    if position.tp_size >= total:
+        first = position.tp * total // position.tp_size
         return first, first + 1
-    return place.tp * total // place.tp_size, (place.tp + 1) * total // place.tp_size
+    return position.tp * total // position.tp_size, (position.tp + 1) * total // position.tp_size
 
 
 def spec_of(layer: str, group: KVCacheGroupSpec) -> KVCacheSpec:

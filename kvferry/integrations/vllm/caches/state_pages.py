@@ -1,4 +1,4 @@
-"""How recurrent layers keep their state inside a page: one table, ``STATES``.
+"""How recurrent layers keep their state inside a page: one table, ``STATE_LAYOUTS``.
 
 A page holds a layer's state tensors one after the other, without gaps: as a rule the convolution's
 last inputs, channels by columns, and then the recurrence itself. vLLM's specs give each tensor's
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field
-from kvferry.integrations.vllm.caches.pages import Page, Pairs, TensorPlace
+from kvferry.integrations.vllm.caches.pages import Page, Pairs, ShardPosition
 
 State = Callable[[Page], tuple[Field, ...]]
 
@@ -87,7 +87,7 @@ def linear(page: Page) -> tuple[Field, ...]:
     return (_recurrence(page, tensor),) if len(tensor.shape) == 3 else whole(page)
 
 
-STATES: Mapping[str, State] = {
+STATE_LAYOUTS: Mapping[str, State] = {
     "MAMBA1_ATTN": mamba1,
     "MAMBA1_ATTN/cpu": mamba1,
     "MAMBA2_ATTN": mamba2,
@@ -115,12 +115,12 @@ def whole(page: Page) -> tuple[Field, ...]:
     shapes = ", ".join(
         f"{tensor.dtype} {'x'.join(map(str, tensor.shape))}" for tensor in _every_tensor(page)
     )
-    place = _place(page)
+    position = _position(page)
     return (
         page.field(
             f"state[{page.facts.backend}: {shapes}]",
             unit=page.spec.state_content_size_bytes,
-            shard=(place.tp, place.tp + 1),
+            shard=(position.tp, position.tp + 1),
             dtype="uint8",
         ),
     )
@@ -169,14 +169,14 @@ def _every_tensor(page: Page) -> list[_Tensor]:
     return tensors
 
 
-def _place(page: Page) -> TensorPlace:
+def _position(page: Page) -> ShardPosition:
     """Among whom a state is shared out: among nobody where every rank holds all of it."""
-    return TensorPlace() if page.spec.tp_replicated else page.place
+    return ShardPosition() if page.spec.tp_replicated else page.position
 
 
 def _even(page: Page, here: int) -> tuple[int, int]:
     """The range of what is dealt out evenly, so many to each rank."""
-    rank = _place(page).tp
+    rank = _position(page).tp
     return rank * here, (rank + 1) * here
 
 
@@ -195,7 +195,7 @@ def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
     here, rest = divmod(channels, 2 * size)
     if rest or here < 1:
         return None
-    ranks = _place(page).tp_size
+    ranks = _position(page).tp_size
     total = page.facts.groups or (here if ranks == 1 else 0)
     if total == here * ranks:
         return _even(page, here * size)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.core.endpoint import Identity
 from kvferry.core.handshake import Judgements
 from kvferry.core.lifecycle.holds import Incarnation
-from kvferry.integrations.vllm.caches.encodings import cache_format
+from kvferry.integrations.vllm.caches.quantization import cache_format
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.rank_position import RankPosition
 
@@ -26,18 +26,20 @@ MAX_WORDS = 1000
 """Longer values are cut, and end with a digest of the whole."""
 
 
-def identity_of(vllm_config: VllmConfig, incarnation: Incarnation, seat: RankPosition) -> Identity:
+def rank_identity(
+    vllm_config: VllmConfig, incarnation: Incarnation, position: RankPosition
+) -> Identity:
     """Who a rank is."""
     return Identity(
         engine=vllm_config.kv_transfer_config.engine_id,
         incarnation=incarnation,
-        rank=seat.rank,
-        coordinates=seat.coordinates,
-        agreement=agreement_of(vllm_config),
+        rank=position.rank,
+        coordinates=position.coordinates,
+        agreement=compatibility_facts(vllm_config),
     )
 
 
-def agreement_of(vllm_config: VllmConfig) -> dict[str, str]:
+def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
     """What this engine says about itself, name to value; what it has nothing to say of is left
     out."""
     said = {name: says(vllm_config) for name, says in {**FACTS, **JUDGEMENTS}.items()}

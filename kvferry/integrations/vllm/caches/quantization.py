@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvferry.integrations.vllm.caches.pages import LayerFacts, TensorPlace, share
+from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share
 
 Scales = tuple[tuple[float, ...], tuple[float, ...]]
 """Of K and of V: one number, or one per KV head that this rank holds."""
@@ -22,7 +22,7 @@ Gather = Callable[[dict[str, Scales]], Sequence[Mapping[str, Scales]]]
 def encoded(
     facts: Mapping[str, LayerFacts],
     layers: Mapping[str, object],
-    place: TensorPlace,
+    position: ShardPosition,
     gather: Gather | None = None,
 ) -> dict[str, LayerFacts]:
     """The facts, and what there is to say about each layer's elements.
@@ -33,7 +33,7 @@ def encoded(
     Args:
         facts: by layer.
         layers: vLLM's modules, by layer.
-        place: this rank's.
+        position: this rank's.
         gather: how the ranks exchange scales; through vLLM's process group unless given.
     """
     formats = {
@@ -42,8 +42,8 @@ def encoded(
     own = {name: _scales(layers[name]) for name, known in formats.items() if known}
     if not own:
         return dict(facts)
-    ranks = (gather or _gather)(own) if place.tp_size > 1 else [own]
-    texts = {name: _text(formats[name], name, facts[name].heads, place, ranks) for name in own}
+    ranks = (gather or _gather)(own) if position.tp_size > 1 else [own]
+    texts = {name: _text(formats[name], name, facts[name].heads, position, ranks) for name in own}
     return {name: replace(fact, encoding=texts.get(name, "")) for name, fact in facts.items()}
 
 
@@ -76,13 +76,17 @@ def _numbers(scale: object) -> tuple[float, ...]:
 
 
 def _text(
-    known: str, layer: str, heads: int, place: TensorPlace, ranks: Sequence[Mapping[str, Scales]]
+    known: str,
+    layer: str,
+    heads: int,
+    position: ShardPosition,
+    ranks: Sequence[Mapping[str, Scales]],
 ) -> str:
     both = []
     for which, name in enumerate("kv"):
         by_head: dict[int, float] = {}
         for tp, scales in enumerate(ranks):
-            first, last = share(heads, replace(place, tp=tp))
+            first, last = share(heads, replace(position, tp=tp))
             here = scales[layer][which]
             here = here if len(here) == last - first else here[:1] * (last - first)
             by_head |= dict(zip(range(first, last), here, strict=True))
