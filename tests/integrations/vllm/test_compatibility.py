@@ -10,7 +10,7 @@ import pytest
 from kvferry.integrations.vllm.compatibility import (
     FACTS,
     JUDGEMENTS,
-    MAX_WORDS,
+    MAX_CHARACTERS,
     compatibility_facts,
     judgements,
 )
@@ -155,6 +155,6 @@ def test_factors_that_the_longest_prompt_chooses() -> None:
 def test_long_values_are_cut_but_compared_whole() -> None:
     one, other = ("x" * 10000 + end for end in "ab")
     assert differ(engine(model=one), engine(model=other)) == {"model"}
-    assert len(compatibility_facts(engine(model=one))["model"]) < MAX_WORDS + 100
-    longest = "m" * MAX_WORDS
+    assert len(compatibility_facts(engine(model=one))["model"]) < MAX_CHARACTERS + 100
+    longest = "m" * MAX_CHARACTERS
     assert compatibility_facts(engine(model=longest))["model"] == longest

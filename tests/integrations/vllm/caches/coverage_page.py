@@ -6,13 +6,12 @@ engine uses and from the source of the vLLM that is installed.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvferry.integrations.vllm.caches.attention_pages import PACKINGS, unknown
 from kvferry.integrations.vllm.caches.cache_specs import SPECS
-from kvferry.integrations.vllm.caches.state_pages import STATE_LAYOUTS
+from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.caches import census
 
 PAGE = Path(__file__).parents[4] / "docs" / "coverage.md"
@@ -93,8 +92,8 @@ def _backends() -> Iterator[Sequence[str]]:
 
 
 def _states() -> Iterator[Sequence[str]]:
-    for name, state in sorted(STATE_LAYOUTS.items()):
-        yield f"`{name}`", "described", (inspect.getdoc(state) or "").partition("\n")[0]
+    for name, packing in sorted(STATE_PACKINGS.items()):
+        yield f"`{name}`", "described", packing.inside
 
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:

@@ -14,7 +14,7 @@ import pytest
 from kvferry.core.layout import GroupKind
 from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
 from kvferry.integrations.vllm.caches.cache_specs import SPECS, Handling, refusals
-from kvferry.integrations.vllm.caches.state_pages import STATE_LAYOUTS
+from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.caches import census, coverage_page
 from tests.integrations.vllm.caches.views import Rank, group
 
@@ -57,8 +57,8 @@ def test_every_backend_has_a_verdict() -> None:
     assert paged >= {"FLASH_ATTN", "TRITON_FLASHINFER", "CPU_ATTN"}
     assert paged - known == set(), "add each to PACKINGS, opaque if need be"
     assert known - paged == set(), "vLLM has these no more"
-    assert states - set(STATE_LAYOUTS) == set(), "add each to STATE_LAYOUTS"
-    assert {name.partition("/")[0] for name in STATE_LAYOUTS} - states == set()
+    assert states - set(STATE_PACKINGS) == set(), "add each to STATE_PACKINGS"
+    assert {name.partition("/")[0] for name in STATE_PACKINGS} - states == set()
 
 
 def test_every_enumerated_backend_was_found() -> None:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, ShardPosition
-from kvferry.integrations.vllm.caches.quantization import Scales, cache_format, encoded
+from kvferry.integrations.vllm.caches.pages import SINGLE_RANK, LayerFacts, ShardPosition
+from kvferry.integrations.vllm.caches.quantization import Scales, cache_format, with_encodings
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -23,7 +23,7 @@ def layer(dtype: str, key: object = 1.0, value: object = 1.0) -> SimpleNamespace
 
 
 def said(
-    module: object, *, heads: int = 4, position: ShardPosition = ALONE, others: object = None
+    module: object, *, heads: int = 4, position: ShardPosition = SINGLE_RANK, others: object = None
 ) -> str:
     """The encoding of one layer; ``others`` are the scales of all tensor-parallel ranks."""
     facts = {"layer": LayerFacts(backend="B", heads=heads)}
@@ -33,7 +33,7 @@ def said(
         assert own["layer"] == others[position.tp]
         return [{"layer": scales} for scales in others]
 
-    return encoded(facts, {"layer": module}, position, gather)["layer"].encoding
+    return with_encodings(facts, {"layer": module}, position, gather)["layer"].encoding
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])

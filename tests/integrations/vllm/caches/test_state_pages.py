@@ -17,7 +17,7 @@ from kvferry.core.layout import GroupKind, Layout
 from kvferry.core.planner.build_copies import Pages, ReadRequest, copies
 from kvferry.core.planner.plan import plan
 from kvferry.integrations.vllm.caches.pages import ShardPosition
-from kvferry.integrations.vllm.caches.state_pages import STATE_LAYOUTS
+from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.caches.recurrent import KINDS, Model, Rank, Setup, Truth
 
 pytestmark = [
@@ -216,4 +216,4 @@ def test_states_are_whole_or_nothing(kind: str) -> None:
 
 
 def test_every_kind_says_what_it_is() -> None:
-    assert all(state.__doc__ for state in STATE_LAYOUTS.values())
+    assert all(packing.inside for packing in STATE_PACKINGS.values())

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvferry.core.layout import Axis, Field, Layout
 from kvferry.integrations.vllm.caches.cache_layout import describe
-from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, ShardPosition
+from kvferry.integrations.vllm.caches.pages import SINGLE_RANK, LayerFacts, ShardPosition
 
 Places = npt.NDArray[np.int64]
 """(pages, token entries, shard indices, bytes of an entry), each a byte's offset in its region."""
@@ -174,7 +174,7 @@ class Rank:
         blocks: int = 3,
         kernels: list[int] | None = None,
         heads: int | None = None,
-        position: ShardPosition = ALONE,
+        position: ShardPosition = SINGLE_RANK,
         shared: Mapping[str, str] | None = None,
     ) -> None:
         import torch
