@@ -10,11 +10,17 @@ from rich.console import Console
 
 from kvferry.cli.plan import report
 from kvferry.cli.plan.advice import Advice, advise, advise_alike, is_small
-from kvferry.cli.plan.engines import Engine, draw, read_engine, write_engine
-from kvferry.cli.plan.estimate import Estimate, estimate
+from kvferry.cli.plan.engines import (
+    Engine,
+    PlanSettings,
+    SettingsError,
+    make_engine,
+    parse,
+    read_engine,
+    write_engine,
+)
+from kvferry.cli.plan.estimate import Estimate, estimate_reads
 from kvferry.cli.plan.model import Model, read_model
-from kvferry.cli.plan.record import record
-from kvferry.cli.plan.settings import PlanSettings, SettingsError, parse
 
 
 class _Side(NamedTuple):
@@ -43,7 +49,7 @@ def run(
         prefill, decode: settings such as ``tp=2,block_size=16,layout=LBHNC``, or a JSON file.
         tokens: how long the request is.
         dtype: element type of the cache; that of the config file if None.
-        svg: where to draw a picture.
+        svg: where to make_engine a picture.
         as_json: print JSON instead of tables.
         write_layouts: folder for both engines' layouts as JSON.
 
@@ -55,7 +61,7 @@ def run(
         raise SettingsError("--dtype is for a model's config file; JSON layouts say their own")
     producer = _side("prefill", prefill, drawn, tokens)
     consumer = _side("decode", decode, drawn, tokens)
-    found = estimate(producer.engine, consumer.engine, tokens)
+    found = estimate_reads(producer.engine, consumer.engine, tokens)
     advice = _advice(drawn, producer, consumer, found) if is_small(found) else None
     if write_layouts is not None:
         for side in (producer, consumer):
@@ -63,7 +69,9 @@ def run(
     if svg is not None:
         _draw(svg, found, producer, consumer)
     if as_json:
-        Console().print_json(json.dumps(record(found, producer.engine, consumer.engine, advice)))
+        Console().print_json(
+            json.dumps(report.json_record(found, producer.engine, consumer.engine, advice))
+        )
     else:
         _print(drawn, found, producer, consumer, advice)
 
@@ -78,7 +86,7 @@ def _side(name: str, said: str, model: Model | None, tokens: int) -> _Side:
             "give a JSON file with the engine's layouts"
         )
     settings = parse(said, option)
-    return _Side(name, draw(model, settings, tokens), settings)
+    return _Side(name, make_engine(model, settings, tokens), settings)
 
 
 def _advice(model: Model | None, prefill: _Side, decode: _Side, found: Estimate) -> Advice:
@@ -93,13 +101,13 @@ def _print(
 ) -> None:
     console = Console(highlight=False)
     if model is not None:
-        report.model(console, model)
-    report.engines(console, (prefill, decode))
-    report.total(console, found)
-    report.reads(console, found, prefill.engine, decode.engine)
-    report.served(console, found, prefill.engine)
+        report.print_model(console, model)
+    report.print_engines(console, (prefill, decode))
+    report.print_total(console, found)
+    report.print_reads(console, found, prefill.engine, decode.engine)
+    report.print_served(console, found, prefill.engine)
     if advice is not None:
-        report.advice(console, found, advice)
+        report.print_advice(console, found, advice)
 
 
 def _draw(path: Path, found: Estimate, prefill: _Side, decode: _Side) -> None:

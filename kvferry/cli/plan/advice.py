@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvferry.cli.plan.engines import Engine, draw
-from kvferry.cli.plan.estimate import ByteCounts, Estimate, estimate
+from kvferry.cli.formatting import counted
+from kvferry.cli.plan.engines import ORDERS, WHOLE, Engine, PlanSettings, make_engine
+from kvferry.cli.plan.estimate import ByteCounts, Estimate, estimate_reads
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.reasons import reasons
-from kvferry.cli.plan.settings import ORDERS, WHOLE, PlanSettings
 from kvferry.core.errors import KVFerryError
+from kvferry.core.layout import ContextParallel, Field, length
+from kvferry.core.planner.plan import Match
+from kvferry.core.planner.strips import Overlap
 
 SMALL = 16 << 10
 """Copies below this many bytes are small: what each costs then outweighs what its bytes cost. A
@@ -82,10 +84,10 @@ def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, found: Est
     Decode rank 0 stands for all while trying; what is advised is then counted as a whole.
     """
     old, tokens = (prefill, decode), found.tokens
-    engine = functools.cache(lambda settings: draw(model, settings, tokens))
+    engine = functools.cache(lambda settings: make_engine(model, settings, tokens))
 
     def counted(pair: Pair, ranks: Sequence[int] | None) -> ByteCounts:
-        return estimate(engine(pair[0]), engine(pair[1]), tokens, ranks).sizes
+        return estimate_reads(engine(pair[0]), engine(pair[1]), tokens, ranks).sizes
 
     changes: dict[Change, Pair] = {}
     for near, far in _candidates(*old):
@@ -107,8 +109,8 @@ def advise_alike(prefill: Engine, decode: Engine, found: Estimate) -> Advice:
     """Try, for engines that are only known by their layouts, each against its equal."""
     own = "the ranks, order and pages of {}"
     changes = [
-        _change((own.format("decode"), ""), estimate(decode, decode, found.tokens).sizes),
-        _change(("", own.format("prefill")), estimate(prefill, prefill, found.tokens).sizes),
+        _change((own.format("decode"), ""), estimate_reads(decode, decode, found.tokens).sizes),
+        _change(("", own.format("prefill")), estimate_reads(prefill, prefill, found.tokens).sizes),
     ]
     return Advice(reasons=reasons(found), changes=_best(changes, found.sizes))
 
@@ -172,3 +174,78 @@ def _difference(old: Pair, new: Pair) -> tuple[str, str]:
         for one, other in zip(before, after, strict=True)
     ]
     return changed[0], changed[1]
+
+
+def reasons(found: Estimate) -> tuple[str, ...]:
+    """Why there is no more in one piece; a sentence each."""
+    said = {
+        reason: None
+        for read in found.reads
+        for match in read.source.matches
+        for overlap in match.overlaps
+        for reason in _reasons(match, overlap)
+    }
+    return tuple(said) or ("Each copy is already all that lies in one piece on both.",)
+
+
+def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
+    sides = {"prefill": overlap.remote, "decode": overlap.local}
+    inside = {name: _shards_inside(f) for name, f in sides.items()}
+    wanted = overlap.shard[1] - overlap.shard[0]
+    if wanted > 1 and set(inside.values()) == {True, False}:
+        first, then = sorted(inside, key=lambda name: not inside[name])
+        yield (
+            f"{first.capitalize()} keeps the heads of a token together (NHD), {then} the tokens "
+            "of a head (HND): no more than one head of one token is in one piece on both."
+        )
+        return
+    for name, f in sides.items():
+        if inside[name] and wanted < length(f.shard):
+            yield (
+                f"{name.capitalize()} keeps the heads of a token together (NHD), and only {wanted} "
+                f"of a rank's {length(f.shard)} cross to or from one rank."
+            )
+    if not match.pairing.alike or not (inside["prefill"] or inside["decode"]):
+        yield from _kernel_reasons(sides)
+        yield from _token_reasons(match)
+
+
+def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
+    """Where kernels cut the pages of one side into blocks that the other side does not have."""
+    blocks = {name: f.tokens[-1].count if f.tokens else 1 for name, f in sides.items()}
+    for name, f in sides.items():
+        if len(f.tokens) > 1 and len(set(blocks.values())) > 1:
+            yield (
+                f"The kernels of {name} cut its pages into blocks of "
+                f"{counted(blocks[name], 'token')}."
+            )
+
+
+def _token_reasons(match: Match) -> Iterator[str]:
+    """Why no more tokens are in one piece on both."""
+    local, remote = match.pairing.local, match.pairing.remote
+    most = counted(match.pairing.grain, "token")
+    if not match.pairing.alike:
+        yield (
+            f"A request's tokens are spread over {_turns(remote.context)} on prefill and "
+            f"{_turns(local.context)} on decode: at most {most} in one piece on both."
+        )
+        return
+    near, far = local.block_tokens, remote.block_tokens
+    if near != far:
+        yield (
+            f"Pages hold {counted(far, 'token')} on prefill and {near:,} on decode: at most {most} "
+            "in one page on both."
+        )
+
+
+def _turns(context: ContextParallel) -> str:
+    by = f" by {context.interleave}" if context.size > 1 else ""
+    return counted(context.size, "rank") + by
+
+
+def _shards_inside(f: Field) -> bool | None:
+    """Whether the heads of a token lie closer than the tokens of a head; None if it has but one
+    of either."""
+    tokens, shard = ([d.stride for d in axis if d.count > 1] for axis in (f.tokens, f.shard))
+    return min(shard) < min(tokens) if tokens and shard else None

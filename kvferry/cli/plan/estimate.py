@@ -62,7 +62,7 @@ class ByteCounts:
         return int(self.nbytes[np.searchsorted(upto, (upto[-1] + 1) // 2)])
 
 
-def together(all_sizes: Iterable[ByteCounts]) -> ByteCounts:
+def merged(all_sizes: Iterable[ByteCounts]) -> ByteCounts:
     """The copies of several reads as one."""
     sizes = list(all_sizes)
     nbytes = np.concatenate([np.empty(0, np.int64), *(s.nbytes for s in sizes)])
@@ -117,11 +117,11 @@ class Estimate:
     @property
     def sizes(self) -> ByteCounts:
         """All copies of the request."""
-        return together(read.sizes for read in self.reads)
+        return merged(read.sizes for read in self.reads)
 
     def sizes_of(self, reads: Sequence[ReadEstimate]) -> ByteCounts:
         """The copies of some of the reads."""
-        return together(read.sizes for read in reads)
+        return merged(read.sizes for read in reads)
 
     def of_decode(self, rank: int) -> tuple[ReadEstimate, ...]:
         """What a decode rank reads."""
@@ -136,7 +136,7 @@ class Estimate:
         return tuple(read for read in self.reads if read.prefill == rank)
 
 
-def estimate(
+def estimate_reads(
     prefill: Engine, decode: Engine, tokens: int, ranks: Sequence[int] | None = None
 ) -> Estimate:
     """Plan for these decode ranks (all of them if None), and count their copies.
@@ -181,7 +181,7 @@ def _counted(
             made = copies(source, request, workspace).nbytes
             nbytes, counts = np.unique(made.astype(np.int64), return_counts=True)
             found.append(ByteCounts(nbytes=nbytes, counts=counts * times))
-    return together(found)
+    return merged(found)
 
 
 def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from kvferry.cli.plan.words import numbers
+from kvferry.cli.formatting import numbers
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ELEMENT_BYTES
 from kvferry.core.untrusted import MALFORMED

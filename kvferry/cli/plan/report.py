@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -10,12 +10,13 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from kvferry.cli.formatting import counted, numbers, size
 from kvferry.cli.plan.advice import SMALL, Advice, Change
 from kvferry.cli.plan.engines import Engine
-from kvferry.cli.plan.estimate import ByteCounts, Estimate
+from kvferry.cli.plan.estimate import ByteCounts, Estimate, ReadEstimate
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.names import of_fields, rank_name, what_of
-from kvferry.cli.plan.words import counted, numbers, size
+from kvferry.core.messages import Coordinates
+from kvferry.core.planner.strips import Overlap
 
 VLLM = {
     "layout": "VLLM_KV_CACHE_LAYOUT={} (if its attention backend can)",
@@ -27,7 +28,7 @@ VLLM = {
 SIDES = ("prefill", "decode")
 
 
-def model(console: Console, drawn: Model) -> None:
+def print_model(console: Console, drawn: Model) -> None:
     """What the config file was understood to say."""
     windows = sorted({window for window in drawn.windows.values() if window})
     entry = " + ".join(f"{name} {elements}" for name, elements in drawn.parts.items())
@@ -44,7 +45,7 @@ def model(console: Console, drawn: Model) -> None:
         console.print(f"[yellow]{note}[/]")
 
 
-def engines(console: Console, sides: Sequence[tuple[str, Engine, object]]) -> None:
+def print_engines(console: Console, sides: Sequence[tuple[str, Engine, object]]) -> None:
     """Who takes part: name, layouts, and what they were made from."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, engine, said in sides:
@@ -53,7 +54,7 @@ def engines(console: Console, sides: Sequence[tuple[str, Engine, object]]) -> No
     console.print()
 
 
-def total(console: Console, found: Estimate) -> None:
+def print_total(console: Console, found: Estimate) -> None:
     """The answer in a sentence."""
     sizes = found.sizes
     console.print(
@@ -62,7 +63,7 @@ def total(console: Console, found: Estimate) -> None:
     )
 
 
-def reads(console: Console, found: Estimate, prefill: Engine, decode: Engine) -> None:
+def print_reads(console: Console, found: Estimate, prefill: Engine, decode: Engine) -> None:
     """Per decode rank, what it reads from whom."""
     table = Table(box=None, pad_edge=False)
     for heading in ("decode rank", "from prefill", "what"):
@@ -95,7 +96,7 @@ def _reading(
         yield ("none", "nothing"), "dim"
 
 
-def served(console: Console, found: Estimate, prefill: Engine) -> None:
+def print_served(console: Console, found: Estimate, prefill: Engine) -> None:
     """Per prefill rank, who reads it and whom it waits for."""
     table = Table(box=None, pad_edge=False)
     for heading in ("prefill rank", "holds", "to decode"):
@@ -116,7 +117,7 @@ def served(console: Console, found: Estimate, prefill: Engine) -> None:
     console.print()
 
 
-def advice(console: Console, found: Estimate, given: Advice) -> None:
+def print_advice(console: Console, found: Estimate, given: Advice) -> None:
     """That copies are small, why, and what would help."""
     console.print(
         f"[bold yellow]Small copies:[/] {_sizes(found.sizes)}. Below {size(SMALL)}, what a copy "
@@ -173,3 +174,140 @@ def _flags(said: str) -> str:
     pairs = [pair.partition("=") for pair in said.split(",")]
     flags = [VLLM[name].format(value) for name, _, value in pairs if name in VLLM]
     return ", ".join(flags)
+
+
+Record = dict[str, object]
+
+
+def json_record(found: Estimate, prefill: Engine, decode: Engine, given: Advice | None) -> Record:
+    """All figures, sizes in bytes; ``advice`` is null where copies are not small."""
+    return {
+        "tokens": found.tokens,
+        "total": _byte_counts(found.sizes),
+        "reads": [_read(read) for read in found.reads],
+        "prefill": [_rank(prefill, rank) | _prefill_reads(found, rank) for rank in _ranks(prefill)],
+        "decode": [_rank(decode, rank) | _decode_reads(found, rank) for rank in _ranks(decode)],
+        "advice": None if given is None else asdict(given),
+    }
+
+
+def _ranks(engine: Engine) -> Iterable[int]:
+    return range(len(engine.ranks))
+
+
+def _read(read: ReadEstimate) -> Record:
+    keys: dict[tuple[int, int], list[str]] = {}
+    for overlap in read.overlaps:
+        keys.setdefault(overlap.shard, []).append(overlap.local.key)
+    fields = [{"shard": list(shard), "keys": found} for shard, found in keys.items()]
+    return {"decode": read.decode, "prefill": read.prefill, "fields": fields} | _byte_counts(
+        read.sizes
+    )
+
+
+def _rank(engine: Engine, rank: int) -> Record:
+    where = engine.coordinates[rank] if engine.coordinates else None
+    return {"rank": rank, "coordinates": None if where is None else _coordinates(where)}
+
+
+def _coordinates(where: Coordinates) -> Record:
+    return {name: getattr(where, name) for name in where.__struct_fields__}
+
+
+def _prefill_reads(found: Estimate, rank: int) -> Record:
+    reads = found.of_prefill(rank)
+    return {
+        "read_by": [read.decode for read in reads],
+        "told_by": found.told.get(rank),
+        "readers": found.readers[rank],
+    } | _byte_counts(found.sizes_of(reads))
+
+
+def _decode_reads(found: Estimate, rank: int) -> Record:
+    reads = found.of_decode(rank)
+    return {
+        "reads": [read.prefill for read in reads],
+        "tells": found.told_by(rank),
+    } | _byte_counts(found.sizes_of(reads))
+
+
+def _byte_counts(sizes: ByteCounts) -> Record:
+    return {
+        "copies": sizes.copies,
+        "bytes": sizes.total,
+        "smallest": sizes.smallest,
+        "median": sizes.median,
+        "largest": sizes.largest,
+    }
+
+
+NAMED = 3
+"""So many places without a number are named; of more, the rest are three dots."""
+
+Place = tuple[str, int | None]
+"""Of a field: what it belongs to, such as ``model.layers``, and which of these."""
+
+
+def rank_name(engine: Engine, rank: int) -> str:
+    """Such as ``3 (pp 1, tp 1)``: only what tells the ranks of this engine apart."""
+    if not engine.coordinates:
+        return str(rank)
+    names = [
+        name
+        for name in ("pp", "tp", "pcp", "dcp")
+        if len({getattr(other, name) for other in engine.coordinates}) > 1
+    ]
+    mine = engine.coordinates[rank]
+    where = ", ".join(f"{name} {getattr(mine, name)}" for name in names)
+    return f"{rank} ({where})" if where else str(rank)
+
+
+def what_of(overlaps: Sequence[Overlap]) -> str:
+    """Such as ``layers 0-39, heads 0-1``: which fields, and which part of each."""
+    return of_fields((overlap.local.key, overlap.shard) for overlap in overlaps)
+
+
+def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
+    """As ``what_of``, from keys and shard ranges."""
+    places: dict[tuple[str, tuple[int, int]], list[Place]] = {}
+    for key, shard in fields:
+        prefix, _, name = key.rpartition("/")
+        places.setdefault((name, shard), []).append(_place(prefix))
+    alike: dict[tuple[tuple[Place, ...], tuple[int, int]], list[str]] = {}
+    for (name, shard), found in places.items():
+        alike.setdefault((tuple(found), shard), []).append(name)
+    owners = {owner for found, _ in alike for owner, number in found if number is not None}
+    return "; ".join(
+        f"{_layers(found, several=len(owners) > 1)}{_parts(names, shard)}"
+        for (found, shard), names in alike.items()
+    )
+
+
+def _place(prefix: str) -> Place:
+    words = prefix.split(".")
+    at = next((n for n, word in enumerate(words) if word.isdecimal()), None)
+    return (prefix, None) if at is None else (".".join(words[:at]), int(words[at]))
+
+
+def _layers(places: Sequence[Place], *, several: bool) -> str:
+    """Layers by number, and whose they are where there are several such; the rest by name."""
+    numbered: dict[str, list[int]] = {}
+    for owner, number in places:
+        if number is not None:
+            numbered.setdefault(owner, []).append(number)
+    said = [
+        f"layer{'s' if len(known) > 1 else ''} {numbers(known)}{f' of {owner}' if several else ''}"
+        for owner, known in numbered.items()
+    ]
+    others = [owner for owner, number in places if number is None]
+    return ", ".join([*said, *others[:NAMED], *(["..."] if others[NAMED:] else [])])
+
+
+def _parts(names: Sequence[str], shard: tuple[int, int]) -> str:
+    start, stop = shard
+    held = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
+    if set(names) == {"k", "v"}:
+        return f", head{'s' if stop - start > 1 else ''} {held}"
+    if shard == (0, 1):
+        return f", {' and '.join(names)}"
+    return f", {' and '.join(names)} {held}"
