@@ -28,7 +28,7 @@ from kvferry.core.memory import Region
 from kvferry.core.messages import Coordinates, RankPayload
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.proof import verify
-from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read
+from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read_ticket
 
 BLOCKS = (1, 256, 8000)
 TOKENS = 16
@@ -106,7 +106,10 @@ def measured(blocks: int, rounds: int) -> list[rows.Row]:
     made, prompt = offer(blocks), blocks * TOKENS
     # Both are signed: a ticket that is neither signed nor proved is not read.
     plain, proved = made.params(SECRETS), made.params(SECRETS, KEY)
-    tickets = read(plain, SECRETS, prompt=prompt), read(proved, SECRETS, prompt=prompt)
+    tickets = (
+        read_ticket(plain, SECRETS, prompt=prompt),
+        read_ticket(proved, SECRETS, prompt=prompt),
+    )
     ranks = [payload(blocks)]
     limits = page_limits(ranks)
 
@@ -121,8 +124,8 @@ def measured(blocks: int, rounds: int) -> list[rows.Row]:
             lambda: made.params(SECRETS),
         ),
         "per load, in the scheduler half, with ticket_secrets": (
-            lambda: read(proved, SECRETS, prompt=prompt),
-            lambda: read(plain, SECRETS, prompt=prompt),
+            lambda: read_ticket(proved, SECRETS, prompt=prompt),
+            lambda: read_ticket(plain, SECRETS, prompt=prompt),
         ),
         "per load and rank": (lambda: check(tickets[1]), lambda: check(tickets[0])),
     }

@@ -1,4 +1,4 @@
-"""For whoever writes a driver: the conformance suite, and a transport with faults.
+"""Tools for authors of drivers: the conformance suite, and a transport with faults.
 
 Install ``kvferry[testing]``, and put this into a test module of your distribution::
 
@@ -8,20 +8,21 @@ Install ``kvferry[testing]``, and put this into a test module of your distributi
         factory = "mine.transport:MyTransport"    # importable: other processes make one, too
         options = {"port": 0}                     # what the constructor takes, if anything
 
-Then ``pytest``. Every rule of ``kvferry.core.transport`` is a test with a name that says the rule,
-run against transports of this process and of processes that the suite starts, kills and stops.
+Then run ``pytest``. Each rule of ``kvferry.core.transport`` is a test whose name states the rule.
+The tests use transports of this process and of processes that the suite starts, kills and stops.
 What your ``capabilities`` deny is not skipped: it must be refused. The suite fills and inspects
-memory itself, without your transport; ``memory = "cuda"`` makes it device memory, and
+memory itself, without your transport; ``memory = "cuda"`` tests device memory, and
 ``memory = "package.module:function"`` any that you can allocate (``kvferry.testing.memory``).
 
-``ContractSettings`` has the other settings: above all ``lasting_bytes``, what a transfer has to
-move to take some seconds. While a driver grows, inherit single topics instead (``TransferTests``,
-``RefusalTests``, ...: they are the bases of ``TransportContract``). ``-m "not slow"`` leaves out
-the transfer of 1 GiB. Where the driver cannot run at all, say why with ``pytest.skip`` in your
-module; and give tests a time limit (pytest-timeout), so that a hang has a name.
+``ContractSettings`` has the other settings, above all ``lasting_bytes``: how much a transfer has to
+move to take some seconds. While you write a driver, inherit single topics instead
+(``TransferTests``, ``RefusalTests``, ...: the bases of ``TransportContract``). ``-m "not slow"``
+leaves out the transfer of 1 GiB. If the driver cannot run on a machine, say why with
+``pytest.skip`` in your module. Give tests a time limit (pytest-timeout), so that a hang is reported
+by the test's name.
 
-``FaultyTransport`` wraps any driver and delays, fails, dooms, truncates, drops or dies, on a
-schedule or by seed: for tests of what uses a transport.
+``FaultyTransport`` wraps any driver and injects faults into its transfers, by schedule or by seed,
+for tests of code that uses a transport.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ __all__ = [
     "TransportContract",
 ]
 
-_HOMES = {
+_MODULES = {
     "Buffer": "kvferry.testing.memory",
     "Fault": "kvferry.testing.faulty",
     "FaultyTransport": "kvferry.testing.faulty",
@@ -76,11 +77,11 @@ _HOMES = {
 }
 
 
-# Lazily: the pytest plugin and the peers' processes import this package, and need neither pytest
-# nor Hypothesis.
+# Imported when used: the pytest plugin and the peers' processes import this package and need
+# neither pytest nor Hypothesis.
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES.get(name, "kvferry.testing.contract")
-    value: object = getattr(importlib.import_module(home), name)
+    module = _MODULES.get(name, "kvferry.testing.contract")
+    value: object = getattr(importlib.import_module(module), name)
     return value

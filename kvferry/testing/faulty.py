@@ -1,13 +1,13 @@
-"""A transport with faults: wraps any driver, for tests of what uses a transport.
+"""A transport with faults: it wraps any driver, for tests of code that uses a transport.
 
     transport = FaultyTransport(LoopbackTransport(), Schedule(at={2: Fault.DOOM, 5: Fault.DIE}))
 
-The third call of ``read``, ``write`` or ``notify`` begins a transfer that is failing for a while
-and then fails; at the sixth, the transport dies. Or by seed, the same faults for the same seed:
+The third call of ``read``, ``write`` or ``notify`` begins a transfer that is FAILING for a while
+and then FAILED; at the sixth call the transport dies. Faults can also be random, by seed:
 
     Schedule(seed=7, rate=0.1, faults=(Fault.DELAY, Fault.FAIL))
 
-All faults but ``LIE`` are within the contract: a user of the transport has to survive them.
+All faults but ``LIE`` are within the contract of a transport: its users have to cope with them.
 """
 
 from __future__ import annotations
@@ -45,34 +45,35 @@ class Fault(enum.Enum):
     """What goes wrong with one transfer, or one notification."""
 
     DELAY = "delay"
-    """It is PENDING for some more polls than it takes, and then as it ended."""
+    """The transfer stays PENDING for some polls after it has ended."""
     FAIL = "fail"
-    """No byte moves; FAILED."""
+    """No byte moves, and the transfer is FAILED."""
     TRUNCATE = "truncate"
-    """The first half of the copies moves, the notification is not sent; FAILED."""
+    """The first half of the copies moves, no notification is sent, and the transfer is FAILED."""
     DOOM = "doom"
-    """All bytes move while it is FAILING; FAILED after some more polls, or after ``disconnect``
-    where ``quiescence`` says so."""
+    """All bytes move while the transfer is FAILING. It is FAILED after some polls, or after
+    ``disconnect`` if ``quiescence`` is AFTER_DISCONNECT."""
     DROP = "drop"
-    """The notification, bound or free, is never sent; DONE. (A peer may have missed it.)"""
+    """The notification, bound or free, is never sent, and the transfer is DONE. (A peer may lose
+    notifications.)"""
     LIE = "lie"
-    """The first half of the copies moves; DONE, and the notification is sent. No driver may: for
-    tests of what is to find that out."""
+    """The first half of the copies moves, the notification is sent, and the transfer is DONE. No
+    driver may do that; the fault is for tests of what has to detect it."""
     DIE = "die"
-    """The transport closes underneath: peers see it gone, its own transfers fail, nothing
+    """The wrapped transport is closed: its peers lose it, its own transfers fail, and it no longer
     connects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Which calls go wrong. Calls of ``read``, ``write`` and ``notify`` count from 0.
+    """Which calls get a fault. Calls of ``read``, ``write`` and ``notify`` are counted from 0.
 
     Attributes:
-        at: by call.
-        seed: for the calls that ``at`` does not name.
-        rate: how many of those, 0 to 1.
-        faults: what may happen to them.
-        polls: how many polls longer DELAY and DOOM last.
+        at: Faults by the number of the call.
+        seed: Of the random faults of all other calls.
+        rate: Which fraction of the other calls gets a fault, 0 to 1.
+        faults: The faults from which those are chosen.
+        polls: For how many more polls DELAY and DOOM last.
     """
 
     at: Mapping[int, Fault] = field(default_factory=dict)
@@ -82,7 +83,11 @@ class Schedule:
     polls: int = 3
 
     def fault(self, call: int) -> Fault | None:
-        """What goes wrong with a call; the same every time one asks."""
+        """Return the fault of a call, always the same for the same call.
+
+        Args:
+            call: The number of the call.
+        """
         if call in self.at:
             return self.at[call]
         chance = random.Random(f"{self.seed}/{call}")
@@ -94,7 +99,16 @@ _PENDING = Status(state=State.PENDING)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Transfer:
-    """A transfer: the inner one (none, if it was begun after death), and what goes wrong."""
+    """A transfer and its fault.
+
+    Attributes:
+        inner: The wrapped driver's transfer; 0 if it was started after the transport died.
+        peer: Its peer.
+        regions: The local memory that it uses.
+        fault: What goes wrong with it, if anything.
+        polls: How many more polls the fault lasts.
+        status: Its status as shown to the caller.
+    """
 
     inner: TransferId
     peer: PeerId
@@ -105,13 +119,13 @@ class _Transfer:
 
 
 class FaultyTransport(Transport):
-    """Hands every call on, and lets some go wrong.
+    """Pass every call on to a driver, and inject faults into some.
 
     Args:
-        inner: the driver; this transport closes it.
-        schedule: which calls go wrong.
-        quiescence: what to declare, if not what the driver does. With AFTER_DISCONNECT a failing
-            transfer stays so until ``disconnect``.
+        inner: The driver's transport. This transport owns and closes it.
+        schedule: Which calls get a fault; none by default.
+        quiescence: What ``capabilities`` declare; by default what the driver declares. With
+            AFTER_DISCONNECT a FAILING transfer stays so until ``disconnect``.
     """
 
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
@@ -137,17 +151,20 @@ class FaultyTransport(Transport):
 
     @property
     def name(self) -> str:
+        """The wrapped driver's name."""
         return self._name
 
     @property
     def capabilities(self) -> Capabilities:
+        """The wrapped driver's capabilities, with the declared quiescence."""
         return self._capabilities
 
     def path(self, peer: PeerId) -> str:
+        """Return the wrapped driver's path to a peer."""
         return self._inner.path(peer)
 
     def die(self) -> None:
-        """Die now, as by ``Fault.DIE``."""
+        """Die now, as with ``Fault.DIE``."""
         if self._dead:
             return
         self._last_address = self._inner.address()
@@ -158,81 +175,94 @@ class FaultyTransport(Transport):
             if not transfer.status.state.final:
                 transfer.status = lost
 
-    # What is handed on.
+    # Calls that are passed on.
 
     def register(self, region: Region) -> None:
+        """Register memory, unless the transport has died."""
         if self._alive():
             self._inner.register(region)
 
     def deregister(self, region: Region) -> None:
+        """Deregister memory that no transfer uses any more."""
         for transfer, one in self._transfers.items():
             if not one.status.state.final and region in one.regions and self._alive():
-                self._look(one, count=False)
+                self._update(one, count=False)
                 if not one.status.state.final:
                     raise TransportUsageError(f"transfer {transfer} still uses {region}")
         if self._alive():
             self._inner.deregister(region)
 
     def address(self) -> bytes:
+        """Return the wrapped driver's address; after death the last one."""
         if self._alive() or self._last_address is None:
             return self._inner.address()
         return self._last_address
 
     def connect(self, address: bytes) -> PeerId:
+        """Connect to a peer; refuse after death."""
         if not self._alive():
             raise ConnectError(f"{self._name} has died")
         return self._inner.connect(address)
 
     def disconnect(self, peer: PeerId) -> None:
+        """Disconnect from a peer, and end what was failing until then."""
         if not self._alive():
             return
         self._inner.disconnect(peer)
         for transfer in list(self._transfers.values()):  # others may begin meanwhile
             if transfer.peer == peer:
                 transfer.polls = 0
-                self._look(transfer, count=False, quiet=True)
+                self._update(transfer, count=False, disconnected=True)
 
     def notifications(self) -> list[Notification]:
+        """Return what has arrived; nothing after death."""
         return self._inner.notifications() if self._alive() else []
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
+        """Send a notification, unless its fault is DROP."""
         fault = self._next_fault()
         if self._alive() and fault is not Fault.DROP:
             self._inner.notify(peer, payload)
 
     def cancel(self, transfer: TransferId) -> None:
-        found = self._found(transfer)
+        """Cancel a transfer."""
+        record = self._record(transfer)
         if self._alive():
-            self._inner.cancel(found.inner)
+            self._inner.cancel(record.inner)
 
     def close(self) -> None:
+        """Close the wrapped driver's transport."""
         self._closed = True
         self._inner.close()
 
     # Transfers.
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        """Start a read, maybe with a fault."""
         return self._start("read", peer, copies, notify)
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        """Start a write, maybe with a fault."""
         return self._start("write", peer, copies, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        found = [self._found(transfer) for transfer in transfers]
+        """Return the statuses of transfers, with their faults."""
+        records = [self._record(transfer) for transfer in transfers]
         if self._alive():
             self._inner.poll([])
-            for transfer in dict.fromkeys(found):
-                self._look(transfer, count=True)
-        return [transfer.status for transfer in found]
+            for transfer in dict.fromkeys(records):
+                self._update(transfer, count=True)
+        return [transfer.status for transfer in records]
 
     def forget(self, transfer: TransferId) -> None:
-        found = self._found(transfer)
+        """Forget a final transfer."""
+        record = self._record(transfer)
         if self._alive():
-            self._look(found, count=False)
-        if not found.status.state.final:
+            self._update(record, count=False)
+        if not record.status.state.final:
             raise TransportUsageError(f"transfer {transfer} is not final: poll until it is")
         if not self._dead:
-            self._inner.forget(found.inner)
+            self._inner.forget(record.inner)
         del self._transfers[transfer]
 
     def _start(self, op: str, peer: PeerId, copies: Copies, notify: bytes | None) -> TransferId:
@@ -248,7 +278,7 @@ class FaultyTransport(Transport):
             # An empty notification is a mistake, and stays one.
             dropped = fault in (Fault.FAIL, Fault.TRUNCATE, Fault.DOOM, Fault.DROP)
             transfer.inner = getattr(self._inner, op)(
-                peer, _left_of(copies, fault), None if dropped and notify else notify
+                peer, _remaining_copies(copies, fault), None if dropped and notify else notify
             )
         else:
             error = PeerLostError(f"{self._name} has died")
@@ -257,8 +287,14 @@ class FaultyTransport(Transport):
         self._transfers[number] = transfer
         return number
 
-    def _look(self, transfer: _Transfer, *, count: bool, quiet: bool = False) -> None:
-        """Bring a status up to date; ``quiet``: its peer has been disconnected."""
+    def _update(self, transfer: _Transfer, *, count: bool, disconnected: bool = False) -> None:
+        """Update the status of a transfer.
+
+        Args:
+            transfer: The transfer.
+            count: Whether this counts as a poll.
+            disconnected: Whether its peer has just been disconnected.
+        """
         if transfer.status.state.final:
             return
         (status,) = self._inner.poll([transfer.inner])
@@ -269,7 +305,7 @@ class FaultyTransport(Transport):
             case Fault.DELAY:
                 transfer.status = _PENDING if held else status
             case Fault.DOOM:
-                stays = self._quiescence is Quiescence.AFTER_DISCONNECT and not quiet
+                stays = self._quiescence is Quiescence.AFTER_DISCONNECT and not disconnected
                 state = State.FAILING if held or stays else State.FAILED
                 transfer.status = Status(state=state, error=_injected(transfer.fault))
             case Fault.FAIL | Fault.TRUNCATE if status.state is State.DONE:
@@ -278,16 +314,22 @@ class FaultyTransport(Transport):
                 transfer.status = status
 
     def _next_fault(self) -> Fault | None:
+        """Return the fault of the next call, and die if it is DIE."""
         fault = self._schedule.fault(next(self._calls))
         if fault is Fault.DIE and not self._closed:
             self.die()
         return fault
 
     def _alive(self) -> bool:
-        """Whether the driver lives. After ``close`` it does: to refuse as it does."""
+        """Return whether calls are passed on; after ``close`` the driver refuses them."""
         return not self._dead or self._closed
 
-    def _found(self, transfer: TransferId) -> _Transfer:
+    def _record(self, transfer: TransferId) -> _Transfer:
+        """Return a transfer by its id.
+
+        Raises:
+            TransportUsageError: The transport is closed, or the transfer is not known.
+        """
         if self._closed:
             raise TransportUsageError(f"{self._name} is closed")
         if transfer not in self._transfers:
@@ -295,8 +337,8 @@ class FaultyTransport(Transport):
         return self._transfers[transfer]
 
 
-def _left_of(copies: Copies, fault: Fault | None) -> Copies:
-    """What of a batch is to move."""
+def _remaining_copies(copies: Copies, fault: Fault | None) -> Copies:
+    """Return the part of a batch that moves despite the fault."""
     if fault is Fault.FAIL:
         return replace(copies, nbytes=np.zeros_like(copies.nbytes))
     if fault not in (Fault.TRUNCATE, Fault.LIE):
@@ -317,4 +359,5 @@ def _left_of(copies: Copies, fault: Fault | None) -> Copies:
 
 
 def _injected(fault: Fault) -> TransportError:
+    """Return the error of a transfer that fails because of a fault."""
     return TransportError(f"injected: {fault.value}")

@@ -1,4 +1,4 @@
-"""Memory that a test fills and inspects without a transport.
+"""Memory that tests fill and inspect without a transport.
 
 ``allocate`` knows the kinds ``cpu`` and ``cuda`` (by torch, ``cuda:1`` being the second device).
 For any other, name a function that takes a number of bytes and returns a ``Buffer``, as
@@ -24,26 +24,38 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Buffer(ABC):
-    """A piece of memory. It is given back when nothing refers to the buffer any more."""
+    """A piece of memory. It is freed when nothing refers to the buffer any more."""
 
     @property
     @abstractmethod
     def region(self) -> Region:
-        """All of it."""
+        """The whole memory, as a region."""
 
     @abstractmethod
     def get(self, offset: int = 0, nbytes: int | None = None) -> Bytes:
-        """A copy, in CPU memory, of bytes from ``offset`` on (all that follow, by default).
+        """Return a copy of some bytes in CPU memory, after all device work that is enqueued.
 
-        It is what they are after all device work that has been enqueued.
+        Args:
+            offset: Index of the first byte.
+            nbytes: How many; by default all that follow.
         """
 
     @abstractmethod
     def put(self, data: Bytes, offset: int = 0) -> None:
-        """Overwrite from ``offset`` on; has happened when it returns."""
+        """Overwrite bytes, and return when that is done.
+
+        Args:
+            data: The bytes.
+            offset: Index of the first byte to overwrite.
+        """
 
     def part(self, offset: int, nbytes: int) -> Region:
-        """The region of some of its bytes."""
+        """Return the region of some bytes.
+
+        Args:
+            offset: Index of the first byte.
+            nbytes: How many.
+        """
         whole = self.region
         return Region(
             address=whole.address + offset, nbytes=nbytes, kind=whole.kind, device=whole.device
@@ -51,7 +63,11 @@ class Buffer(ABC):
 
 
 class CpuBuffer(Buffer):
-    """Anonymous memory of this process, from the start of a page."""
+    """Anonymous memory of this process, aligned to a page.
+
+    Args:
+        nbytes: Its size.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._map(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -62,17 +78,27 @@ class CpuBuffer(Buffer):
 
     @property
     def region(self) -> Region:
+        """The whole memory, as a region."""
         return self._region
 
     def get(self, offset: int = 0, nbytes: int | None = None) -> Bytes:
+        """Return a copy of some bytes; see ``Buffer.get``."""
         return self._bytes[offset:][:nbytes].copy()
 
     def put(self, data: Bytes, offset: int = 0) -> None:
+        """Overwrite bytes; see ``Buffer.put``."""
         self._bytes[offset : offset + len(data)] = data
 
 
 class SharedBuffer(CpuBuffer):
-    """A file's memory: whoever maps it sees what it is, also while another's process is stopped."""
+    """The memory of a file, which several processes can map.
+
+    It can be inspected while the process that registered it is stopped.
+
+    Args:
+        path: The file.
+        nbytes: Its size.
+    """
 
     def __init__(self, path: str, nbytes: int) -> None:
         self.path = path
@@ -83,8 +109,8 @@ class SharedBuffer(CpuBuffer):
             os.close(file)
 
     @classmethod
-    def made(cls, nbytes: int) -> Self:
-        """A new one. By ``path`` others can map it, as long as it is there."""
+    def create(cls, nbytes: int) -> Self:
+        """Return a new buffer, which other processes can map by ``path`` while it exists."""
         file = os.memfd_create("kvferry-testing", os.MFD_CLOEXEC)
         os.ftruncate(file, nbytes)
         made = cls(f"/proc/{os.getpid()}/fd/{file}", nbytes)
@@ -93,10 +119,14 @@ class SharedBuffer(CpuBuffer):
 
 
 class CudaBuffer(Buffer):
-    """Memory of a CUDA device, by torch.
+    """Memory of a CUDA device, allocated by torch.
+
+    Args:
+        nbytes: Its size.
+        device: Index of the device.
 
     Raises:
-        RuntimeError: there is no torch, or none that sees this device; says which.
+        RuntimeError: Torch is missing or does not see the device.
     """
 
     def __init__(self, nbytes: int, device: int = 0) -> None:
@@ -113,30 +143,33 @@ class CudaBuffer(Buffer):
 
     @property
     def region(self) -> Region:
+        """The whole memory, as a region."""
         return self._region
 
     def get(self, offset: int = 0, nbytes: int | None = None) -> Bytes:
+        """Return a copy of some bytes in CPU memory; see ``Buffer.get``."""
         self._torch.cuda.synchronize(self._region.device)
         copied: Bytes = self._bytes[offset:][:nbytes].cpu().numpy()
         return copied
 
     def put(self, data: Bytes, offset: int = 0) -> None:
+        """Overwrite bytes of the device; see ``Buffer.put``."""
         source = self._torch.from_numpy(np.ascontiguousarray(data))
         self._bytes[offset : offset + len(data)] = source.to(self._bytes.device)
         self._torch.cuda.synchronize(self._region.device)
 
 
 def allocate(memory: str, nbytes: int) -> Buffer:
-    """A buffer of zeros.
+    """Return a new buffer of zeros.
 
     Args:
         memory: ``cpu``, ``shared:PATH`` (of ``SharedBuffer``), ``cuda``, ``cuda:INDEX``, or
             ``package.module:function``.
-        nbytes: its size.
+        nbytes: Its size.
 
     Raises:
-        ImportError: the function is not there.
-        RuntimeError: the device is not there; says why.
+        ImportError: The function does not exist.
+        RuntimeError: The device is not available; says why.
     """
     kind, _, rest = memory.partition(":")
     if kind == "cpu":
@@ -150,12 +183,16 @@ def allocate(memory: str, nbytes: int) -> Buffer:
 
 
 def available(kind: str) -> bool:
-    """Whether ``allocate`` can make memory of this kind on this machine."""
+    """Return whether ``allocate`` can make memory of this kind on this machine.
+
+    Args:
+        kind: ``cpu`` or ``cuda``.
+    """
     return kind == "cpu" or (kind == "cuda" and not _why_no_cuda(0))
 
 
 def _why_no_cuda(device: int) -> str:
-    """What is missing for memory of a CUDA device; empty if nothing is."""
+    """Return why a CUDA device cannot be used; empty if it can."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
@@ -167,11 +204,14 @@ def _why_no_cuda(device: int) -> str:
     return ""
 
 
-def imported(name: str) -> Any:  # noqa: ANN401 - whoever asks knows what it is
-    """What ``package.module:attribute`` names.
+def imported(name: str) -> Any:  # noqa: ANN401 - the caller knows its type
+    """Return the object that ``package.module:attribute`` names.
+
+    Args:
+        name: The name.
 
     Raises:
-        ImportError: there is no such module, or no such attribute in it.
+        ImportError: The module does not exist, or does not have the attribute.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -181,5 +221,10 @@ def imported(name: str) -> Any:  # noqa: ANN401 - whoever asks knows what it is
 
 
 def pattern(nbytes: int, seed: int) -> Bytes:
-    """Bytes that tell their place, and none of them zero."""
+    """Return random bytes without zeros, so that a byte at a wrong place is noticed.
+
+    Args:
+        nbytes: How many.
+        seed: Of the random numbers.
+    """
     return np.random.default_rng(seed).integers(1, 256, nbytes, np.uint8)

@@ -1,7 +1,7 @@
-"""The far end of ``Process``: a process with one transport and one buffer, that obeys its parent.
+"""The child process of ``peers.Process``: one transport and one buffer, controlled by the parent.
 
-It keeps its hands off the transport between commands where the driver says that peers are served
-without calls (``background_progress``), and polls it where the driver says that they are not.
+Between commands it does not call the transport if the driver serves peers without calls
+(``background_progress``), and polls it if the driver does not.
 """
 
 from __future__ import annotations
@@ -26,12 +26,23 @@ from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import Bytes, allocate, imported, pattern
 
 _TURN_SECONDS = 0.002
+"""How often a transport without progress of its own is polled."""
 _STAY_SECONDS = 300
+"""After how long a forked child that nobody kills ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commands:
-    """What a peer is made of; sent as the first message."""
+class PeerSetup:
+    """How to set up the process; the first message to it.
+
+    Attributes:
+        server: The class that executes commands, as ``package.module:name``.
+        factory: What makes the transport, likewise.
+        options: Keyword arguments of the factory.
+        memory: The kind of memory of the buffer (``memory.allocate``).
+        nbytes: Its size.
+        seed: Of its content (``memory.pattern``).
+    """
 
     server: str
     factory: str
@@ -43,7 +54,13 @@ class Commands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A notification, and the first byte of the receiver's buffer when it was seen."""
+    """A notification that arrived.
+
+    Attributes:
+        sender: Name of the transport that sent it.
+        payload: Its payload.
+        first: The first byte of the receiver's buffer when the notification was returned.
+    """
 
     sender: str
     payload: bytes
@@ -51,21 +68,26 @@ class Seen:
 
 
 class PeerServer:
-    """Each public method is a command."""
+    """Execute commands of the parent; each public method is one.
 
-    def __init__(self, orders: Commands) -> None:
-        self.buffer = allocate(orders.memory, orders.nbytes)
-        self._content = pattern(orders.nbytes, orders.seed)
+    Args:
+        setup: How to set up transport and buffer.
+    """
+
+    def __init__(self, setup: PeerSetup) -> None:
+        self.buffer = allocate(setup.memory, setup.nbytes)
+        self._content = pattern(setup.nbytes, setup.seed)
         self.buffer.put(self._content)
-        self.transport: Transport = imported(orders.factory)(**orders.options)
+        self.transport: Transport = imported(setup.factory)(**setup.options)
         self.transport.register(self.buffer.region)
         self.region = self.buffer.region
 
     def address(self) -> bytes:
+        """Return the transport's address."""
         return self.transport.address()
 
     def reset(self) -> None:
-        """Begin anew: the first content, and nothing heard."""
+        """Restore the first content, and drop the notifications that have arrived."""
         self.buffer.put(self._content)
         self.turn()
         while self.transport.notifications():
@@ -73,38 +95,44 @@ class PeerServer:
             self.turn()
 
     def get(self) -> bytes:
+        """Return the buffer's bytes."""
         return self.buffer.get().tobytes()
 
     def put(self, data: Bytes) -> None:
+        """Overwrite the buffer from its start."""
         self.buffer.put(data)
 
     def register(self, region: Region) -> None:
+        """Register memory."""
         self.transport.register(region)
 
     def deregister(self, region: Region) -> None:
+        """Deregister memory."""
         self.transport.deregister(region)
 
     def notifications(self, count: int, seconds: float) -> list[Seen]:
-        """Wait until so many have arrived, or the time is up."""
-        found: list[Seen] = []
+        """Return ``count`` notifications, or fewer if the time is up before they arrive."""
+        seen: list[Seen] = []
         deadline = time.monotonic() + seconds
-        while len(found) < count and time.monotonic() < deadline:
+        while len(seen) < count and time.monotonic() < deadline:
             self.turn()
             arrived = self.transport.notifications()
             first = int(self.buffer.get(0, 1)[0]) if arrived else 0
-            found += [Seen(sender=n.sender, payload=n.payload, first=first) for n in arrived]
+            seen += [Seen(sender=n.sender, payload=n.payload, first=first) for n in arrived]
             time.sleep(0.0005)
-        return found
+        return seen
 
     def connect(self, address: bytes) -> PeerId:
+        """Connect to a peer."""
         return self.transport.connect(address)
 
     def notify(self, peer: PeerId, payloads: list[bytes]) -> None:
+        """Send notifications."""
         for payload in payloads:
             self.transport.notify(peer, payload)
 
     def start(self, op: str, peer: PeerId, copies: Copies, seconds: float) -> Status:
-        """Run a transfer of this side's to its end, or until the time is up."""
+        """Start a read or write here, and return its status when it ends or the time is up."""
         transfer = getattr(self.transport, op)(peer, copies)
         deadline = time.monotonic() + seconds
         while True:
@@ -114,10 +142,10 @@ class PeerServer:
             time.sleep(0.0005)
 
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
-        """What a forked child could do with the transport that it should not have been able to."""
+        """Fork, use the transport in the child, and return a line for each rule that it broke."""
         get, put = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that threads and fork do not mix is what this tests
+            warnings.simplefilter("ignore")  # Forking with threads is what this tests.
             child = os.fork()
         if child == 0:
             os.write(put, "\n".join(self._in_a_fork(peer, copies)).encode())
@@ -129,12 +157,12 @@ class PeerServer:
         return [line for line in wrong.splitlines() if line] + [f"ended with {code}"] * bool(code)
 
     def fork_and_stay(self) -> int:
-        """A child that holds all that a fork inherits, and does nothing; its pid."""
+        """Fork a child that keeps all inherited descriptors and does nothing; return its pid."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             child = os.fork()
         if child == 0:
-            # Whoever started this process kills the child; if that one is killed itself, the clock.
+            # The test kills the child. If the test is killed itself, the alarm ends the child.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_STAY_SECONDS)
             while True:
@@ -142,24 +170,24 @@ class PeerServer:
         return child
 
     def _in_a_fork(self, peer: PeerId, copies: Copies) -> list[str]:
-        wrong = self._not_refused(peer, copies)
+        wrong = self._unrefused_calls(peer, copies)
         try:
             self.transport.close()
         except Exception as exc:  # noqa: BLE001 - likewise
             wrong.append(f"close raised {exc!r}")
-        # Nor may it harm the parent that nothing refers to it any more.
+        # Garbage collection in the child must not harm the parent's transport either.
         del self.transport
         gc.collect()
         return wrong
 
-    def _not_refused(self, peer: PeerId, copies: Copies) -> list[str]:
+    def _unrefused_calls(self, peer: PeerId, copies: Copies) -> list[str]:
         wrong = []
         for name, call in calls(self.transport, self.region, peer, copies).items():
             try:
                 call()
             except TransportUsageError:
                 continue
-            # Whatever it is, the parent gets to know.
+            # Any other error is reported to the parent.
             except Exception as exc:  # noqa: BLE001
                 wrong.append(f"{name} raised {exc!r}, not TransportUsageError")
             else:
@@ -167,10 +195,11 @@ class PeerServer:
         return wrong
 
     def close(self) -> None:
+        """Close the transport."""
         self.transport.close()
 
     def turn(self) -> None:
-        """Let a transport without threads of its own go on."""
+        """Poll a transport that makes no progress of its own."""
         if not self.transport.capabilities.background_progress:
             self.transport.poll([])
 
@@ -178,7 +207,17 @@ class PeerServer:
 def calls(
     transport: Transport, region: Region, peer: PeerId, copies: Copies
 ) -> dict[str, Callable[[], object]]:
-    """A call of every method that refuses once a transport is closed, or is a fork's."""
+    """Return a call of every method that must be refused after ``close`` and in a forked child.
+
+    Args:
+        transport: The transport.
+        region: Memory to register.
+        peer: A peer of the transport.
+        copies: What to read or write.
+
+    Returns:
+        The calls, by the method's name.
+    """
     can = transport.capabilities
     sends = {"notify": lambda: transport.notify(peer, b"x")} if can.max_notification else {}
     ops = {op: partial(getattr(transport, op), peer, copies) for op in can.ops}
@@ -198,9 +237,13 @@ def calls(
 
 
 def serve(connection: Connection) -> None:
-    """Obey until the parent is gone. An error is an answer, too."""
-    orders: Commands = connection.recv()
-    server: PeerServer = imported(orders.server)(orders)
+    """Execute the parent's commands until it closes the connection; errors are sent as answers.
+
+    Args:
+        connection: To the parent.
+    """
+    setup: PeerSetup = connection.recv()
+    server: PeerServer = imported(setup.server)(setup)
     connection.send((True, (server.transport.name, server.region)))
     closed = False
     while True:
@@ -223,7 +266,7 @@ def _answer(server: PeerServer, command: str, args: tuple[Any, ...]) -> tuple[bo
         return True, getattr(server, command)(*args)
     except KVFerryError as exc:
         return False, exc
-    # The parent raises it again, with what is needed to find it.
+    # The parent raises it again, with this process's traceback.
     except Exception:  # noqa: BLE001
         return False, RuntimeError(traceback.format_exc())
 
@@ -232,7 +275,7 @@ def main() -> None:
     """Serve the connection whose descriptor is the first argument; never returns."""
     try:
         serve(Connection(int(sys.argv[1])))
-    except BaseException:  # noqa: BLE001 - said, and then the process ends
+    except BaseException:  # noqa: BLE001 - printed, and the process ends
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Peers of the transport under test: in this process, or in one that can be killed and stopped."""
+"""Peers of the transport under test, in processes of their own that tests kill and stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, Status
 from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import Bytes, pattern
-from kvferry.testing.peer_process import Commands, Seen
+from kvferry.testing.peer_process import PeerSetup, Seen
 
 _START_SECONDS = 60.0
 _TURN_SECONDS = 0.002
@@ -28,17 +28,21 @@ _MAIN = "from kvferry.testing.peer_process import main; main()"
 
 
 class TransportPeer(Protocol):
-    """A transport with one buffer, all of which it has registered."""
+    """A peer: a transport with one buffer, which is registered."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its transport's name."""
+
     @property
-    def region(self) -> Region: ...
+    def region(self) -> Region:
+        """Its buffer's region."""
+
     def address(self) -> bytes:
-        """Its transport's address."""
+        """Return its transport's address."""
 
     def get(self) -> Bytes:
-        """Its buffer's bytes, as it sees them itself."""
+        """Return its buffer's bytes, as its own process sees them."""
 
     def put(self, data: Bytes) -> None:
         """Overwrite its buffer from the start."""
@@ -47,30 +51,31 @@ class TransportPeer(Protocol):
         """Register a part of its buffer."""
 
     def deregister(self, region: Region) -> None:
-        """Deregister what was registered."""
+        """Deregister a part of its buffer."""
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
-        """Those that arrive until there are so many, or the time is up."""
+        """Return ``count`` notifications, or fewer if the time is up before they arrive."""
 
 
 class Process:
-    """A peer in a process of its own. Each method is one command to it, but the signals.
+    """A peer in a process of its own. Except for signals, each method is a command to it.
 
     Args:
-        factory: what makes its transport, and ``options``: its keyword arguments.
-        memory: of which kind its buffer is.
-        nbytes: how large that is.
-        seed: of its content, ``kvferry.testing.memory.pattern``.
-        server: the class that obeys there, for commands of one's own (by ``ask``).
-        wait: whether it has started when this returns; if not, ``started`` waits.
+        factory: What makes its transport, as ``package.module:name``.
+        options: Keyword arguments of the factory.
+        memory: The kind of memory of its buffer (``kvferry.testing.memory.allocate``).
+        nbytes: The buffer's size.
+        seed: Of its content, ``kvferry.testing.memory.pattern``.
+        server: The class that executes the commands, for additional ones (``ask``).
+        wait: Whether to wait until it has started; if not, call ``started``.
 
     Attributes:
-        meanwhile: called again and again while a command is obeyed, if it is set: for transports
-            of this process that move nothing unless they are polled.
-        patience: how many seconds it waits for notifications, by default.
+        meanwhile: Called repeatedly while a command runs, if set: for transports of this process
+            that move nothing unless they are polled.
+        patience: For how many seconds it waits for notifications by default.
 
     Raises:
-        RuntimeError: the process ended at once; what it wrote to stderr says why.
+        RuntimeError: The process ended at once; its stderr says why.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class Process:
         self.patience = 20.0
         self._connection = Connection(ours.detach())
         self._connection.send(
-            Commands(
+            PeerSetup(
                 server=server,
                 factory=factory,
                 options=dict(options),
@@ -111,10 +116,10 @@ class Process:
             self.started()
 
     def started(self) -> Self:
-        """Wait until it has started.
+        """Wait until the process has started, and return this peer.
 
         Raises:
-            RuntimeError: it ended at once.
+            RuntimeError: The process ended at once.
         """
         try:
             self.name, self.region = self._answer("start", _START_SECONDS)
@@ -135,103 +140,109 @@ class Process:
         self.end()
 
     def end(self) -> None:
-        """Kill it, in whatever state it is, and wait until it is gone."""
+        """Kill the process in any state, wait for its end, and close the connection."""
         self.process.kill()
         self.process.wait()
         self._connection.close()
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Send SIGKILL and wait for the end of the process."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> None:
-        """SIGSTOP, and wait until it has stopped (or is gone)."""
+        """Send SIGSTOP and wait until the process has stopped or ended."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
     def address(self) -> bytes:
+        """Return the peer's address."""
         address: bytes = self.ask("address")
         return address
 
     def reset(self) -> None:
-        """Write its first content again, and drop the notifications that it has got."""
+        """Restore the buffer's first content, and drop the notifications that have arrived."""
         self.ask("reset")
 
     def get(self) -> Bytes:
+        """Return the buffer's bytes."""
         return np.frombuffer(self.ask("get"), np.uint8)
 
     def put(self, data: Bytes) -> None:
+        """Overwrite the buffer from its start."""
         self.ask("put", data)
 
     def register(self, region: Region) -> None:
+        """Let the peer register memory."""
         self.ask("register", region)
 
     def deregister(self, region: Region) -> None:
+        """Let the peer deregister memory."""
         self.ask("deregister", region)
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
+        """Return ``count`` notifications, or fewer if the time is up before they arrive."""
         self.expect(count, seconds)
         return self.expected()
 
     def expect(self, count: int, seconds: float | None = None) -> None:
-        """Begin to wait for notifications; ``expected`` says what came of it."""
+        """Let the peer wait for notifications; ``expected`` returns them."""
         limit = self.patience if seconds is None else seconds
         self._connection.send(("notifications", (count, limit)))
 
     def expected(self) -> list[Seen]:
-        """What arrived since ``expect``."""
-        found: list[Seen] = self._answer("notifications", 60.0)
-        return found
+        """Return the notifications that have arrived since ``expect``."""
+        seen: list[Seen] = self._answer("notifications", 60.0)
+        return seen
 
     def connect(self, address: bytes) -> PeerId:
-        """Let it connect."""
+        """Let the peer connect to an address."""
         peer: PeerId = self.ask("connect", address)
         return peer
 
     def notify(self, peer: PeerId, payloads: Sequence[bytes]) -> None:
-        """Let it send."""
+        """Let the peer send notifications."""
         self.ask("notify", peer, list(payloads))
 
     def begin(self, op: str, peer: PeerId, copies: Copies, seconds: float = 20.0) -> None:
-        """Let it read or write; ``ended`` says what came of it."""
+        """Let the peer start a read or write; ``ended`` waits for its outcome."""
         self._connection.send(("start", (op, peer, copies, seconds)))
 
     def answered(self) -> bool:
-        """Whether what was begun has ended."""
+        """Return whether the command that was begun has ended."""
         return self._connection.poll(0)
 
     def ended(self) -> Status:
-        """The outcome of what ``begin`` began."""
+        """Return the outcome of the transfer that ``begin`` started."""
         status: Status = self._answer("start", 60.0)
         return status
 
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
-        """Let it fork, and let the child use the transport; what went wrong there."""
+        """Let the peer fork and its child use the transport; return the rules that it broke."""
         wrong: list[str] = self.ask("fork", peer, copies)
         return wrong
 
     def fork_and_stay(self) -> int:
-        """Let it fork; the child, whose pid this is, does nothing until somebody kills it."""
+        """Let the peer fork a child that does nothing until it is killed; return its pid."""
         child: int = self.ask("fork_and_stay")
         return child
 
     def close(self) -> None:
-        """Let it close its transport; the process lives on."""
+        """Let the peer close its transport; the process continues."""
         self.ask("close")
 
-    # Answers are what the commands of ``PeerServer`` return; each method says its type.
+    # The answers are what the methods of ``PeerServer`` return, so their types differ.
     def ask(self, command: str, *args: object) -> Any:  # noqa: ANN401
-        """Let it obey a command: a method of its server."""
+        """Execute a method of the peer's server, and return its answer."""
         self.tell(command, *args)
         return self._answer(command, 60.0)
 
     def tell(self, command: str, *args: object) -> None:
-        """Send a command that does not answer."""
+        """Send a command without waiting for an answer."""
         self._connection.send((command, args))
 
     def _answer(self, command: str, seconds: float) -> Any:  # noqa: ANN401
@@ -261,7 +272,11 @@ class Process:
 
 
 class Spares:
-    """Processes for one use each: from the second on, the next one starts while one is used."""
+    """Processes for one test each; from the second on, the next one starts in advance.
+
+    Args:
+        make: Starts a process without waiting for it.
+    """
 
     def __init__(self, make: Callable[[], Process]) -> None:
         self._make = make
@@ -269,13 +284,13 @@ class Spares:
         self._taken = 0
 
     def take(self) -> Process:
-        """One that has started; its user ends it."""
+        """Return a process that has started; the caller ends it."""
         taken = self._next or self._make()
         self._taken += 1
         self._next = self._make() if self._taken > 1 else None
         return taken.started()
 
     def end(self) -> None:
-        """Kill the one that is left."""
+        """Kill the process that was started in advance."""
         if self._next is not None:
             self._next.end()

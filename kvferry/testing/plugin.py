@@ -1,10 +1,10 @@
-"""The pytest plugin: what every run knows where kvferry is installed. It imports nothing else."""
+"""The pytest plugin, loaded in every run where kvferry is installed. It imports only pytest."""
 
 from __future__ import annotations
 
 import pytest
 
-# The suite's modules assert in plain words, which pytest makes speak.
+# The suite's modules use plain asserts, which pytest rewrites to show their values.
 pytest.register_assert_rewrite("kvferry.testing.contract")
 
 

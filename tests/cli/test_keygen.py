@@ -15,7 +15,7 @@ from kvferry.cli import app
 from kvferry.core.errors import SecretError
 from kvferry.core.handshake import HandshakeServer, ping
 from kvferry.integrations.vllm.config import parse
-from kvferry.integrations.vllm.security import SecuritySettings, admission_of
+from kvferry.integrations.vllm.security import SecuritySettings, read_security_settings
 from tests.core.messages import encoded, payload
 
 
@@ -35,7 +35,7 @@ def printed(output: str) -> dict[str, dict[str, Any]]:
 
 
 def admission(settings: dict[str, Any]) -> SecuritySettings:
-    return admission_of(parse(settings), {})
+    return read_security_settings(parse(settings), {})
 
 
 def test_settings_work_as_printed(tmp_path: Path) -> None:

@@ -12,10 +12,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.engines import Engine, EngineError, draw, read_engine, write_engine
-from kvferry.cli.plan.estimate import estimate
+from kvferry.cli.plan.engines import (
+    ORDERS,
+    Engine,
+    EngineError,
+    PlanSettings,
+    SettingsError,
+    make_engine,
+    parse,
+    read_engine,
+    write_engine,
+)
+from kvferry.cli.plan.estimate import estimate_reads
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.settings import ORDERS, PlanSettings, SettingsError, parse
 from kvferry.core.layout import length
 from kvferry.core.planner.build_copies import Pages, ReadRequest, copies
 from kvferry.core.planner.plan import plan
@@ -72,7 +81,7 @@ def test_an_engine_written_is_the_engine_read(
     tmp_path_factory: pytest.TempPathFactory, given_: tuple[Model, PlanSettings, PlanSettings]
 ) -> None:
     model, one, _ = given_
-    engine = draw(model, one, 50)
+    engine = make_engine(model, one, 50)
     file = tmp_path_factory.getbasetemp() / "engine.json"
     write_engine(file, engine)
     assert read_engine(file) == engine
@@ -94,8 +103,8 @@ def test_every_byte_that_decode_holds_of_a_request_is_read_once(
     model, one, other = given_
     model = replace(model, windows=dict.fromkeys(model.windows, 0))
     tokens = 2 * math.lcm(*(side.block_size * side.dcp for side in (one, other)))
-    prefill, decode = draw(model, one, tokens), draw(model, other, tokens)
-    found = estimate(prefill, decode, tokens)
+    prefill, decode = make_engine(model, one, tokens), make_engine(model, other, tokens)
+    found = estimate_reads(prefill, decode, tokens)
     for rank, layout in enumerate(decode.ranks):
         held = sum(f.entry_bytes * length(f.shard) for f in layout.fields) * tokens // other.dcp
         assert found.sizes_of(found.of_decode(rank)).total == held
@@ -110,8 +119,8 @@ def test_stretches_stand_for_all_the_copies_of_a_request(
     given_: tuple[Model, PlanSettings, PlanSettings], tokens: int
 ) -> None:
     model, one, other = given_
-    prefill, decode = draw(model, one, tokens), draw(model, other, tokens)
-    for read in estimate(prefill, decode, tokens, ranks=[0]).reads:
+    prefill, decode = make_engine(model, one, tokens), make_engine(model, other, tokens)
+    for read in estimate_reads(prefill, decode, tokens, ranks=[0]).reads:
         nbytes, counts = np.unique(
             _at_once(prefill, decode, tokens, read.prefill), return_counts=True
         )

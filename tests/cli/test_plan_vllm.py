@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.plan.engines import Engine, draw
+from kvferry.cli.plan.engines import ORDERS, WHOLE, Engine, PlanSettings, make_engine
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.settings import ORDERS, WHOLE, PlanSettings
 from kvferry.core.layout import Field, length
 
 pytestmark = pytest.mark.vllm
@@ -56,7 +55,7 @@ def model(windows: list[int]) -> Model:
 
 def drawn(order: str, kernel: int = 0) -> Engine:
     settings = PlanSettings(block_size=TOKENS, layout=order, kernel_block=kernel)
-    return draw(model([0] * LAYERS), settings, (BLOCKS - 1) * TOKENS)
+    return make_engine(model([0] * LAYERS), settings, (BLOCKS - 1) * TOKENS)
 
 
 def place(f: Field) -> list[int]:
@@ -80,7 +79,7 @@ def test_kernels_cut_pages_as_in_vllm(facts: dict[str, Any], order: str) -> None
 
 @pytest.mark.parametrize("case", range(len(WINDOWS)))
 def test_layers_share_block_ids_as_in_vllm(facts: dict[str, Any], case: int) -> None:
-    [layout] = draw(model(WINDOWS[case]), PlanSettings(), 16).ranks
+    [layout] = make_engine(model(WINDOWS[case]), PlanSettings(), 16).ranks
     groups: dict[int, list[int]] = {}
     for f in layout.fields:
         if f.key.endswith("/k"):
@@ -91,7 +90,7 @@ def test_layers_share_block_ids_as_in_vllm(facts: dict[str, Any], case: int) -> 
 @pytest.mark.parametrize("case", range(len(PIPELINES)))
 def test_pipelines_have_the_layers_that_vllm_gives_them(facts: dict[str, Any], case: int) -> None:
     layers, pp = PIPELINES[case]
-    ranks = draw(model([0] * layers), PlanSettings(pp=pp), 16).ranks
+    ranks = make_engine(model([0] * layers), PlanSettings(pp=pp), 16).ranks
     found = [sorted({int(f.key.split(".")[1]) for f in layout.fields}) for layout in ranks]
     assert [[stage[0], stage[-1] + 1] for stage in found] == facts["stages"][case]
     assert list(chain(*found)) == list(range(layers))

@@ -74,8 +74,8 @@ REQUESTS = [wire.encode(each) for each in (ASK, PING, wire.Health(), wire.Health
 def decode_ticket(data: bytes) -> None:
     """As a router's JSON, signed or not."""
     params = json.loads(data)
-    tickets.read(params)
-    tickets.read(params, SECRETS)
+    tickets.read_ticket(params)
+    tickets.read_ticket(params, SECRETS)
 
 
 def wrong_ticket(mutator: Mutator) -> bytes:

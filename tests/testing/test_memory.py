@@ -54,7 +54,7 @@ def test_memory_of_ones_own_is_made_by_a_function() -> None:
 
 
 def test_what_one_writes_into_shared_memory_another_that_maps_it_sees() -> None:
-    one = SharedBuffer.made(4096)
+    one = SharedBuffer.create(4096)
     other = allocate(f"shared:{one.path}", 4096)
     one.put(pattern(100, 1), 7)
     np.testing.assert_array_equal(other.get(7, 100), pattern(100, 1))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvferry.cli.plan.words import size
+from kvferry.cli.formatting import size
 from kvferry.core.errors import KVFerryError
 from kvferry.core.memory import I64Array, Region
 from kvferry.core.transport.copies import Copies, Segment

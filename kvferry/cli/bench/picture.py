@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from kvferry.cli.bench.grid import BenchError
 from kvferry.cli.bench.measure import Result
-from kvferry.cli.plan.words import size
+from kvferry.cli.formatting import size
 
 WIDTH, HEIGHT = 5.2, 4.0
 """Inches of a panel."""

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kvferry.cli.bench.grid import BenchError
 from kvferry.cli.bench.measure import Result
-from kvferry.cli.plan.words import size
+from kvferry.cli.formatting import size
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import installed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.cli.doctor.finding import Finding, bad, ok, warn
-from kvferry.cli.plan.words import size
+from kvferry.cli.formatting import size
 from kvferry.core.errors import DriverError
 from kvferry.drivers.loopback.procfs import allow_readers, vm_peek, why_forbidden
 

@@ -1,4 +1,4 @@
-"""``kvferry plan``: who reads what from whom, before any engine runs."""
+"""``kvferry plan``: which rank reads what from which, before any engine runs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from rich.console import Console
 
 from kvferry.cli.plan import report
 from kvferry.cli.plan.advice import Advice, advise, advise_alike, is_small
-from kvferry.cli.plan.engines import Engine, draw, read_engine, write_engine
-from kvferry.cli.plan.estimate import Estimate, estimate
+from kvferry.cli.plan.engines import (
+    Engine,
+    PlanSettings,
+    SettingsError,
+    make_engine,
+    parse,
+    read_engine,
+    write_engine,
+)
+from kvferry.cli.plan.estimate import Estimate, estimate_reads
 from kvferry.cli.plan.model import Model, read_model
-from kvferry.cli.plan.record import record
-from kvferry.cli.plan.settings import PlanSettings, SettingsError, parse
 
 
 class _Side(NamedTuple):
-    """One engine, and how it was given: as settings, or else as a file."""
+    """One engine, and the settings or the file that describe it."""
 
     name: str
     engine: Engine
-    said: PlanSettings | Path
+    source: PlanSettings | Path
 
 
 def run(
@@ -36,73 +42,80 @@ def run(
     as_json: bool = False,
     write_layouts: Path | None = None,
 ) -> None:
-    """Plan, and print who reads what from whom.
+    """Plan a request, and print which decode rank reads what from which prefill rank.
 
     Args:
-        model: a model's ``config.json`` or its folder; None if both engines are JSON files.
-        prefill, decode: settings such as ``tp=2,block_size=16,layout=LBHNC``, or a JSON file.
-        tokens: how long the request is.
-        dtype: element type of the cache; that of the config file if None.
-        svg: where to draw a picture.
-        as_json: print JSON instead of tables.
-        write_layouts: folder for both engines' layouts as JSON.
+        model: A model's ``config.json`` or its folder; ``None`` if both engines are JSON files.
+        prefill: Settings such as ``tp=2,block_size=16,layout=LBHNC``, or a JSON file.
+        decode: The same of the decoding engine.
+        tokens: The length of the request.
+        dtype: Element type of the cache; by default that of the config file.
+        svg: File for a picture.
+        as_json: Whether to print JSON instead of tables.
+        write_layouts: Folder for both engines' layouts as JSON.
 
     Raises:
-        KVFerryError: something given is wrong, or the layouts cannot be matched; says what.
+        KVFerryError: An argument is wrong, or the layouts cannot be matched.
     """
-    drawn = None if model is None else read_model(model, dtype)
-    if drawn is None and dtype is not None:
+    described = None if model is None else read_model(model, dtype)
+    if described is None and dtype is not None:
         raise SettingsError("--dtype is for a model's config file; JSON layouts say their own")
-    producer = _side("prefill", prefill, drawn, tokens)
-    consumer = _side("decode", decode, drawn, tokens)
-    found = estimate(producer.engine, consumer.engine, tokens)
-    advice = _advice(drawn, producer, consumer, found) if is_small(found) else None
+    producer = _side("prefill", prefill, described, tokens)
+    consumer = _side("decode", decode, described, tokens)
+    estimate = estimate_reads(producer.engine, consumer.engine, tokens)
+    advice = _advice(described, producer, consumer, estimate) if is_small(estimate) else None
     if write_layouts is not None:
         for side in (producer, consumer):
             write_engine(write_layouts / f"{side.name}.json", side.engine)
     if svg is not None:
-        _draw(svg, found, producer, consumer)
+        _draw(svg, estimate, producer, consumer)
     if as_json:
-        Console().print_json(json.dumps(record(found, producer.engine, consumer.engine, advice)))
+        Console().print_json(
+            json.dumps(report.json_record(estimate, producer.engine, consumer.engine, advice))
+        )
     else:
-        _print(drawn, found, producer, consumer, advice)
+        _print(described, estimate, producer, consumer, advice)
 
 
-def _side(name: str, said: str, model: Model | None, tokens: int) -> _Side:
+def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
+    """Return the engine that an option describes."""
     option = f"--{name}"
-    if said.endswith(".json") or "=" not in said:
-        return _Side(name, read_engine(Path(said)), Path(said))
+    if text.endswith(".json") or "=" not in text:
+        return _Side(name, read_engine(Path(text)), Path(text))
     if model is None:
         raise SettingsError(
-            f"{option} {said!r} is how a model is set up: name the model's config.json first, or "
+            f"{option} {text!r} is how a model is set up: name the model's config.json first, or "
             "give a JSON file with the engine's layouts"
         )
-    settings = parse(said, option)
-    return _Side(name, draw(model, settings, tokens), settings)
+    settings = parse(text, option)
+    return _Side(name, make_engine(model, settings, tokens), settings)
 
 
-def _advice(model: Model | None, prefill: _Side, decode: _Side, found: Estimate) -> Advice:
-    one, other = prefill.said, decode.said
+def _advice(model: Model | None, prefill: _Side, decode: _Side, estimate: Estimate) -> Advice:
+    """Return what would make small copies larger."""
+    one, other = prefill.source, decode.source
     if model is not None and isinstance(one, PlanSettings) and isinstance(other, PlanSettings):
-        return advise(model, one, other, found)
-    return advise_alike(prefill.engine, decode.engine, found)
+        return advise(model, one, other, estimate)
+    return advise_alike(prefill.engine, decode.engine, estimate)
 
 
 def _print(
-    model: Model | None, found: Estimate, prefill: _Side, decode: _Side, advice: Advice | None
+    model: Model | None, estimate: Estimate, prefill: _Side, decode: _Side, advice: Advice | None
 ) -> None:
+    """Print the tables and the advice."""
     console = Console(highlight=False)
     if model is not None:
-        report.model(console, model)
-    report.engines(console, (prefill, decode))
-    report.total(console, found)
-    report.reads(console, found, prefill.engine, decode.engine)
-    report.served(console, found, prefill.engine)
+        report.print_model(console, model)
+    report.print_engines(console, (prefill, decode))
+    report.print_total(console, estimate)
+    report.print_reads(console, estimate, prefill.engine, decode.engine)
+    report.print_served(console, estimate, prefill.engine)
     if advice is not None:
-        report.advice(console, found, advice)
+        report.print_advice(console, estimate, advice)
 
 
-def _draw(path: Path, found: Estimate, prefill: _Side, decode: _Side) -> None:
+def _draw(path: Path, estimate: Estimate, prefill: _Side, decode: _Side) -> None:
+    """Write the picture, if matplotlib is installed."""
     try:
         from kvferry.cli.plan.picture import draw_svg
     except ModuleNotFoundError as exc:
@@ -111,4 +124,6 @@ def _draw(path: Path, found: Estimate, prefill: _Side, decode: _Side) -> None:
         raise SettingsError(
             "--svg draws with matplotlib, which is not installed: pip install 'kvferry[plot]'"
         ) from exc
-    draw_svg(path, found, (prefill.engine, str(prefill.said)), (decode.engine, str(decode.said)))
+    draw_svg(
+        path, estimate, (prefill.engine, str(prefill.source)), (decode.engine, str(decode.source))
+    )

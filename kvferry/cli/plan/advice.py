@@ -1,46 +1,54 @@
-"""Whether copies are small, and which setting would make them large: found by trying."""
+"""Advice about small copies: why they are small, and which settings would make them larger.
+
+The settings are estimate by planning with others.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvferry.cli.plan.engines import Engine, draw
-from kvferry.cli.plan.estimate import ByteCounts, Estimate, estimate
+from kvferry.cli.formatting import counted
+from kvferry.cli.plan.engines import ORDERS, WHOLE, Engine, PlanSettings, make_engine
+from kvferry.cli.plan.estimate import ByteCounts, Estimate, estimate_reads
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.reasons import reasons
-from kvferry.cli.plan.settings import ORDERS, WHOLE, PlanSettings
 from kvferry.core.errors import KVFerryError
+from kvferry.core.layout import ContextParallel, Field, length
+from kvferry.core.planner.plan import Match
+from kvferry.core.planner.strips import Overlap
 
 SMALL = 16 << 10
-"""Copies below this many bytes are small: what each costs then outweighs what its bytes cost. A
-read between two processes moves 16 KiB at half of memcpy's rate and 4 KiB at a quarter, and a
-transport for networks pays more still (docs/performance.md)."""
+"""Copies of fewer bytes are small: the cost per copy then exceeds the cost of its bytes. A read
+between two processes moves copies of 16 KiB at half of memcpy's rate and of 4 KiB at a quarter; a
+transport for networks loses even more (docs/performance.md)."""
 
 WORTH = 2
-"""A change that does not save half of the copies, or more, is not worth advising."""
+"""By which factor a change has to reduce the number of copies to be advised."""
 
 TRIED = ("block_size", "layout", "interleave")
-"""The settings that are tried; never other ranks."""
+"""The settings that are varied; the number of ranks is not."""
 
 Pair = tuple[PlanSettings, PlanSettings]
-"""Of prefill and of decode."""
+"""The settings of prefill and of decode."""
 
 Other = dict[str, Any]
-"""Settings that are tried instead, by name."""
+"""Changed settings, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Other settings, and what would come of them.
+    """Changed settings, and the copies that a request would then take.
 
     Attributes:
-        prefill, decode: what would have to be set on each side, such as ``layout=LBHNC``; empty
-            where nothing has to.
-        copies: how many copies a request would take.
-        smallest, median, largest: bytes of such a copy.
+        prefill: The settings to change on the prefill side, such as ``layout=LBHNC``; empty if
+            none.
+        decode: The settings to change on the decode side, likewise.
+        copies: Number of copies.
+        smallest: Bytes of the smallest copy.
+        median: Bytes of the median copy.
+        largest: Bytes of the largest copy.
     """
 
     prefill: str
@@ -52,7 +60,7 @@ class Change:
 
     @property
     def effort(self) -> int:
-        """How much would have to change: 1 one setting, 2 more of one engine, 3 both engines."""
+        """How much has to change: 1 for one setting, 2 for several of one engine, 3 for both."""
         return 3 if self.prefill and self.decode else 1 + ("," in self.prefill + self.decode)
 
 
@@ -61,75 +69,95 @@ class Advice:
     """What to do about small copies.
 
     Attributes:
-        reasons: why there is no more in one piece, a sentence each.
-        changes: settings that would make the copies larger: the best single one and, where they
-            are far better still, the best for one engine and the best for both.
+        reasons: Why copies are not larger, a sentence each.
+        changes: Changes that would make them larger: the best single setting and, if they are much
+            better still, the best for one engine and the best for both.
     """
 
     reasons: tuple[str, ...]
     changes: tuple[Change, ...]
 
 
-def is_small(found: Estimate) -> bool:
-    """Whether half of the copies, or more, are below ``SMALL``."""
-    sizes = found.sizes
+def is_small(estimate: Estimate) -> bool:
+    """Return whether at least half of the copies are smaller than ``SMALL``.
+
+    Args:
+        estimate: The estimate of a request.
+    """
+    sizes = estimate.sizes
     return sizes.copies > 0 and sizes.median < SMALL
 
 
-def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, found: Estimate) -> Advice:
-    """Try other settings of engines that were drawn from a model.
+def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: Estimate) -> Advice:
+    """Return advice for engines that were computed from a model and settings.
 
-    Decode rank 0 stands for all while trying; what is advised is then counted as a whole.
+    Other settings are tried with decode rank 0 only; those that are advised are then counted with
+    all ranks.
+
+    Args:
+        model: The model of both engines.
+        prefill: The settings of the prefill engine.
+        decode: The settings of the decode engine.
+        estimate: The estimate with these settings.
     """
-    old, tokens = (prefill, decode), found.tokens
-    engine = functools.cache(lambda settings: draw(model, settings, tokens))
+    old, tokens = (prefill, decode), estimate.tokens
+    engine = functools.cache(lambda settings: make_engine(model, settings, tokens))
 
     def counted(pair: Pair, ranks: Sequence[int] | None) -> ByteCounts:
-        return estimate(engine(pair[0]), engine(pair[1]), tokens, ranks).sizes
+        return estimate_reads(engine(pair[0]), engine(pair[1]), tokens, ranks).sizes
 
     changes: dict[Change, Pair] = {}
     for near, far in _candidates(*old):
         try:
             pair = replace(prefill, **near), replace(decode, **far)
             sizes = counted(pair, [0])
-        except KVFerryError:  # these settings do not go together: not what one would advise
+        except KVFerryError:  # No engine can have these settings.
             continue
         changes[_change(_difference(old, pair), sizes)] = pair
-    best = _best(list(changes), found.sizes_of(found.of_decode(0)))
+    best = _best(list(changes), estimate.sizes_of(estimate.of_decode(0)))
     whole = {c: counted(changes[c], None) for c in best}
     return Advice(
-        reasons=reasons(found),
+        reasons=reasons(estimate),
         changes=tuple(_change((c.prefill, c.decode), sizes) for c, sizes in whole.items()),
     )
 
 
-def advise_alike(prefill: Engine, decode: Engine, found: Estimate) -> Advice:
-    """Try, for engines that are only known by their layouts, each against its equal."""
+def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
+    """Return advice for engines of which only the layouts are known: use two equal ones.
+
+    Args:
+        prefill: The prefill engine.
+        decode: The decode engine.
+        estimate: The estimate with these engines.
+    """
     own = "the ranks, order and pages of {}"
     changes = [
-        _change((own.format("decode"), ""), estimate(decode, decode, found.tokens).sizes),
-        _change(("", own.format("prefill")), estimate(prefill, prefill, found.tokens).sizes),
+        _change((own.format("decode"), ""), estimate_reads(decode, decode, estimate.tokens).sizes),
+        _change(
+            ("", own.format("prefill")), estimate_reads(prefill, prefill, estimate.tokens).sizes
+        ),
     ]
-    return Advice(reasons=reasons(found), changes=_best(changes, found.sizes))
+    return Advice(reasons=reasons(estimate), changes=_best(changes, estimate.sizes))
 
 
 def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
-    """The best of each effort, as long as more effort is worth it."""
+    """Return the best change of each effort, while more effort pays."""
     best: list[Change] = []
     copies = now.copies
     for effort in (1, 2, 3):
-        some = [change for change in changes if change.effort == effort]
-        change = min(some, key=lambda c: c.copies, default=None)
+        candidates = [change for change in changes if change.effort == effort]
+        change = min(candidates, key=lambda c: c.copies, default=None)
         if change is not None and change.copies * WORTH <= copies:
             best.append(change)
             copies = change.copies
     return tuple(best)
 
 
-def _change(said: tuple[str, str], sizes: ByteCounts) -> Change:
+def _change(settings: tuple[str, str], sizes: ByteCounts) -> Change:
+    """Return a change with its copies."""
     return Change(
-        prefill=said[0],
-        decode=said[1],
+        prefill=settings[0],
+        decode=settings[1],
         copies=sizes.copies,
         smallest=sizes.smallest,
         median=sizes.median,
@@ -138,7 +166,7 @@ def _change(said: tuple[str, str], sizes: ByteCounts) -> Change:
 
 
 def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[Other, Other]]:
-    """Layouts, block sizes and interleaves, on one side and on both; some do not go together."""
+    """Yield changes of layout, block size and interleave, some of them not possible."""
     one, two = {"block_size": prefill.block_size}, {"block_size": decode.block_size}
     larger = max(one, two, key=lambda size: size["block_size"])
     yield {}, one
@@ -157,13 +185,14 @@ def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[O
 
 
 def _ordered(settings: PlanSettings, order: str) -> Other:
-    """Where kernels cannot cut pages, these have to be theirs."""
+    """Return the change of the order, and of the block size if kernels cannot split its pages."""
     if settings.kernel_block and not order.startswith(WHOLE):
         return {"layout": order, "block_size": settings.kernel_block}
     return {"layout": order}
 
 
 def _difference(old: Pair, new: Pair) -> tuple[str, str]:
+    """Return the changed settings of each side as text."""
     before, after = (
         [{name: getattr(side, name) for name in TRIED} for side in pair] for pair in (old, new)
     )
@@ -172,3 +201,86 @@ def _difference(old: Pair, new: Pair) -> tuple[str, str]:
         for one, other in zip(before, after, strict=True)
     ]
     return changed[0], changed[1]
+
+
+def reasons(estimate: Estimate) -> tuple[str, ...]:
+    """Return why copies are not larger, a sentence each.
+
+    Args:
+        estimate: The estimate of a request.
+    """
+    sentences = {
+        reason: None
+        for read in estimate.reads
+        for match in read.source.matches
+        for overlap in match.overlaps
+        for reason in _reasons(match, overlap)
+    }
+    return tuple(sentences) or ("Each copy is already all that lies in one piece on both.",)
+
+
+def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
+    """Yield why the copies of one pair of fields are not larger."""
+    sides = {"prefill": overlap.remote, "decode": overlap.local}
+    inside = {name: _shards_inside(f) for name, f in sides.items()}
+    wanted = overlap.shard[1] - overlap.shard[0]
+    if wanted > 1 and set(inside.values()) == {True, False}:
+        first, then = sorted(inside, key=lambda name: not inside[name])
+        yield (
+            f"{first.capitalize()} keeps the heads of a token together (NHD), {then} the tokens "
+            "of a head (HND): no more than one head of one token is in one piece on both."
+        )
+        return
+    for name, f in sides.items():
+        if inside[name] and wanted < length(f.shard):
+            yield (
+                f"{name.capitalize()} keeps the heads of a token together (NHD), and only {wanted} "
+                f"of a rank's {length(f.shard)} cross to or from one rank."
+            )
+    if not match.pairing.alike or not (inside["prefill"] or inside["decode"]):
+        yield from _kernel_reasons(sides)
+        yield from _token_reasons(match)
+
+
+def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
+    """Yield that kernels split the pages of one side into other blocks than the other's."""
+    blocks = {name: f.tokens[-1].count if f.tokens else 1 for name, f in sides.items()}
+    for name, f in sides.items():
+        if len(f.tokens) > 1 and len(set(blocks.values())) > 1:
+            yield (
+                f"The kernels of {name} cut its pages into blocks of "
+                f"{counted(blocks[name], 'token')}."
+            )
+
+
+def _token_reasons(match: Match) -> Iterator[str]:
+    """Yield why no more tokens are contiguous on both sides."""
+    local, remote = match.pairing.local, match.pairing.remote
+    most = counted(match.pairing.grain, "token")
+    if not match.pairing.alike:
+        yield (
+            f"A request's tokens are spread over {_distribution(remote.context)} on prefill and "
+            f"{_distribution(local.context)} on decode: at most {most} in one piece on both."
+        )
+        return
+    near, far = local.block_tokens, remote.block_tokens
+    if near != far:
+        yield (
+            f"Pages hold {counted(far, 'token')} on prefill and {near:,} on decode: at most {most} "
+            "in one page on both."
+        )
+
+
+def _distribution(context: ContextParallel) -> str:
+    """Return over how many ranks tokens are distributed, and by how many at a time."""
+    by = f" by {context.interleave}" if context.size > 1 else ""
+    return counted(context.size, "rank") + by
+
+
+def _shards_inside(f: Field) -> bool | None:
+    """Return whether the heads of a token are closer together than the tokens of a head.
+
+    ``None`` if there is only one head or one token.
+    """
+    tokens, shard = ([d.stride for d in axis if d.count > 1] for axis in (f.tokens, f.shard))
+    return min(shard) < min(tokens) if tokens and shard else None

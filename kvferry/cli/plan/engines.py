@@ -1,15 +1,16 @@
-"""Engines as layouts: drawn from a model and settings, or read from JSON.
+"""Engines for ``kvferry plan``: their settings as text, and their layouts, computed or from JSON.
 
-What is drawn follows how vLLM 0.32 lays memory out: one buffer per rank, which all groups start at
-the front of; logically (layers, blocks, heads, tokens, content), nested as the layout's name says;
-an entry's K before its V (``v1/kv_cache_layout.py`` and ``create_kv_cache_views`` there).
+Layouts are computed as vLLM 0.32 lays out memory: one buffer per rank, at whose start all groups
+begin; logically (layers, blocks, heads, tokens, content), nested as the layout's name says; K of an
+entry before its V (``v1/kv_cache_layout.py`` and ``create_kv_cache_views`` there).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -17,7 +18,6 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.settings import PlanSettings
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import (
     ELEMENT_BYTES,
@@ -32,27 +32,174 @@ from kvferry.core.memory import Region
 from kvferry.core.messages import MAX_RANKS, Coordinates
 from kvferry.core.untrusted import MALFORMED
 
+ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+"""Orders of memory, outermost first: Layers, Blocks, Heads, tokeNs, Content (K, then V)."""
+
+WHOLE = "LB"
+"""How the orders begin in which the pages of a layer are contiguous and adjacent."""
+
+ALIASES: Mapping[str, str] = {"HND": "LBHNC", "NHD": "LBNHC"}
+
+LIMITS: Mapping[str, int] = {
+    "tp": 1 << 10,
+    "pp": 1 << 10,
+    "dcp": 1 << 10,
+    "interleave": 1 << 16,
+    "block_size": 1 << 16,
+    "kernel_block": 1 << 16,
+}
+
+
+class SettingsError(KVFerryError):
+    """A setting is refused; the message names it, what is allowed, and the nearest name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """The settings of one engine, written as ``tp=2,pp=1,block_size=16,layout=LBHNC``.
+
+    Attributes:
+        tp: Number of tensor-parallel ranks, which share the heads.
+        pp: Number of pipeline-parallel ranks, which share the layers.
+        dcp: Over how many of the tensor-parallel ranks a request's tokens are distributed; these
+            ranks store the same heads.
+        interleave: How many consecutive tokens one of these ranks stores.
+        block_size: Tokens of a page on one rank.
+        layout: Order of memory, one of ``ORDERS``.
+        kernel_block: Tokens of the blocks into which kernels split a page; 0 if they do not.
+
+    Raises:
+        SettingsError: No engine can have these settings, whatever the model.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+    block_size: int = 16
+    layout: str = "LBNHC"
+    kernel_block: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tp * self.pp > MAX_RANKS:
+            raise SettingsError(f"tp={self.tp},pp={self.pp} are more than {MAX_RANKS} ranks")
+        if self.tp % self.dcp:
+            raise SettingsError(
+                f"dcp={self.dcp} does not divide tp={self.tp}: tokens are spread over ranks that "
+                "share the heads"
+            )
+        if self.block_size % self.interleave:
+            raise SettingsError(
+                f"interleave={self.interleave} does not divide block_size={self.block_size}"
+            )
+        self._check_kernel_block()
+
+    def _check_kernel_block(self) -> None:
+        if self.kernel_block and self.block_size % self.kernel_block:
+            raise SettingsError(
+                f"kernel_block={self.kernel_block} does not divide block_size={self.block_size}"
+            )
+        if self.kernels > 1 and not self.layout.startswith(WHOLE):
+            raise SettingsError(
+                f"layout={self.layout} scatters the pages of a layer, so kernels cannot cut them: "
+                f"use block_size={self.kernel_block} or a layout that starts with {WHOLE}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks; a rank's number is ``pp * tp_size + tp``."""
+        return self.tp * self.pp
+
+    @property
+    def kernels(self) -> int:
+        """Into how many blocks kernels split a page."""
+        return self.block_size // self.kernel_block if self.kernel_block else 1
+
+    def __str__(self) -> str:
+        """Return the text that ``parse`` reads, without most defaults."""
+        optional = asdict(PlanSettings())
+        shown = {k: v for k, v in asdict(self).items() if k in SHOWN or v != optional[k]}
+        return ",".join(f"{key}={value}" for key, value in shown.items())
+
+
+SHOWN = ("tp", "pp", "block_size", "layout")
+
+
+def parse(text: str, option: str) -> PlanSettings:
+    """Return the settings of one engine.
+
+    Args:
+        text: ``key=value`` pairs, separated by commas.
+        option: The command's option, for messages.
+
+    Raises:
+        SettingsError: A key is unknown or repeated, or a value is unknown or out of range.
+    """
+    values: dict[str, int | str] = {}
+    for pair in text.split(","):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        name = _check_name(
+            option, "setting", key.replace("-", "_"), [f.name for f in fields(PlanSettings)]
+        )
+        if not equals or not value:
+            raise SettingsError(f"{option}: {key!r} has no value: write {key}=...")
+        if name in values:
+            raise SettingsError(f"{option}: {name!r} stands twice")
+        values[name] = _order(option, value) if name == "layout" else _count(option, name, value)
+    try:
+        return PlanSettings(**values)  # type: ignore[arg-type]  # each value is of its field's type
+    except SettingsError as exc:
+        raise SettingsError(f"{option}: {exc}") from None
+
+
+def _order(option: str, value: str) -> str:
+    """Return an order of memory by its name or alias."""
+    name = value.upper()
+    return ALIASES.get(name) or _check_name(option, "layout", name, [*ORDERS, *ALIASES])
+
+
+def _count(option: str, name: str, value: str) -> int:
+    """Return a number within its setting's limit."""
+    limit = LIMITS[name]
+    if not (value.isascii() and value.isdecimal() and len(value) < 10 and 1 <= int(value) <= limit):
+        raise SettingsError(f"{option}: {name}={value[:32]} must be a number in 1 to {limit}")
+    return int(value)
+
+
+def _check_name(option: str, what: str, name: str, allowed: list[str]) -> str:
+    """Return a name if it is allowed, or else name the nearest one."""
+    if name in allowed:
+        return name
+    near = get_close_matches(name, allowed, 1, 0.5)
+    meant = f": did you mean {near[0]!r}?" if near else ""
+    raise SettingsError(
+        f"{option}: unknown {what} {name[:32]!r}{meant} Allowed are {', '.join(allowed)}"
+        if meant
+        else f"{option}: unknown {what} {name[:32]!r}; allowed are {', '.join(allowed)}"
+    )
+
+
 MAX_FILE_BYTES = 1 << 26
 ADDRESS = 1 << 40
-"""Where a drawn buffer starts: anywhere, nothing is read."""
+"""Where a computed buffer starts. Any address will do, since nothing is read."""
 
 UNEVEN = 1.5
-"""Where no kind of layer has this many times as many layers as another, vLLM pads the groups to
-the larger number instead of splitting them (``_get_kv_cache_groups_uniform_page_size`` there)."""
+"""Below this ratio between the numbers of layers of two kinds, vLLM pads the smaller groups to the
+size of the larger instead of splitting them (``_get_kv_cache_groups_uniform_page_size`` there)."""
 
 
 class EngineError(KVFerryError):
-    """A model cannot be spread like that, or a file does not describe an engine; says why."""
+    """A model cannot be distributed as set, or a file does not describe an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """All ranks of an engine; also the form of a JSON file.
+    """The layouts of all ranks of an engine; also the schema of the JSON files.
 
     Attributes:
-        ranks: the layout of each.
-        coordinates: where each stands; none if nobody said.
-        windows: per group, how many tokens back its layers look; 0, or nothing, if all the way.
+        ranks: The layout of each rank.
+        coordinates: The coordinates of each rank; empty if unknown.
+        windows: Per group, the window of its layers in tokens; 0, or empty, without windows.
     """
 
     ranks: Annotated[tuple[Layout, ...], Meta(min_length=1, max_length=MAX_RANKS)]
@@ -69,30 +216,30 @@ class Engine:
             raise EngineError(f"{len(self.windows)} windows for {groups} groups")
 
     def window(self, group: int) -> int:
-        """How many tokens back the layers of a group look; 0: all the way."""
+        """Return the window of a group's layers in tokens, or 0 if they have none."""
         return self.windows[group] if self.windows else 0
 
     def first_token(self, group: int, tokens: int) -> int:
-        """The first token that decoding after ``tokens`` tokens looks back to."""
+        """Return the first token to which the token after ``tokens`` tokens attends."""
         window = self.window(group)
         return max(0, tokens - window + 1) if window else 0
 
 
 def read_engine(path: Path) -> Engine:
-    """The engine that a JSON file describes: ``{"ranks": [layout, ...]}``, or one layout alone.
+    """Return the engine that a JSON file describes: ``{"ranks": [layout, ...]}`` or one layout.
 
     Raises:
-        EngineError: the file cannot be read, or what it describes is no engine.
+        EngineError: The file cannot be read, or does not describe an engine.
     """
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise EngineError(f"{path} has more than {MAX_FILE_BYTES} bytes")
-        found = msgspec.json.decode(data)
-        if isinstance(found, dict) and "ranks" not in found and "fields" in found:
-            found = {"ranks": [found]}
-        return msgspec.convert(found, Engine)
+        content = msgspec.json.decode(data)
+        if isinstance(content, dict) and "ranks" not in content and "fields" in content:
+            content = {"ranks": [content]}
+        return msgspec.convert(content, Engine)
     except OSError as exc:
         raise EngineError(f"{path} cannot be read: {exc.strerror}") from exc
     except EngineError as exc:
@@ -102,10 +249,10 @@ def read_engine(path: Path) -> Engine:
 
 
 def write_engine(path: Path, engine: Engine) -> None:
-    """What ``read_engine`` reads.
+    """Write a JSON file that ``read_engine`` reads.
 
     Raises:
-        EngineError: the file cannot be written.
+        EngineError: The file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,31 +261,39 @@ def write_engine(path: Path, engine: Engine) -> None:
         raise EngineError(f"{path} cannot be written: {exc.strerror}") from exc
 
 
-def draw(model: Model, settings: PlanSettings, tokens: int) -> Engine:
-    """The layouts of an engine that runs a model.
+def make_engine(model: Model, settings: PlanSettings, tokens: int) -> Engine:
+    """Return the layouts of an engine that runs a model.
 
     Args:
-        model: what it runs.
-        settings: how it is set up.
-        tokens: how long the requests are that must fit.
+        model: The model.
+        settings: The engine's settings.
+        tokens: The length of a request that must fit into its cache.
 
     Raises:
-        EngineError: the model cannot be spread over these ranks.
-        LayoutError: the cache would be beyond all bounds.
+        EngineError: The model cannot be distributed over these ranks.
+        LayoutError: The cache would be larger than a layout can describe.
     """
     check_spread(model, settings)
     groups = _groups(model)
     pages = 1 + sum(-(-tokens // (settings.block_size * settings.dcp)) for _ in groups)
-    places = list(itertools.product(range(settings.pp), range(settings.tp)))
+    ranks = list(itertools.product(range(settings.pp), range(settings.tp)))
     return Engine(
-        ranks=tuple(_rank(model, settings, groups, pages, pp, tp) for pp, tp in places),
-        coordinates=tuple(Coordinates(pp=pp, tp=tp, dcp=tp % settings.dcp) for pp, tp in places),
+        ranks=tuple(_rank(model, settings, groups, pages, pp, tp) for pp, tp in ranks),
+        coordinates=tuple(Coordinates(pp=pp, tp=tp, dcp=tp % settings.dcp) for pp, tp in ranks),
         windows=tuple(model.windows[layers[0]] for layers in groups),
     )
 
 
 def check_spread(model: Model, settings: PlanSettings) -> None:
-    """Raises ``EngineError`` where a model cannot be spread over that many ranks."""
+    """Refuse settings with more ranks than a model can be distributed over.
+
+    Args:
+        model: The model.
+        settings: The engine's settings.
+
+    Raises:
+        EngineError: Names the setting and the limit.
+    """
     tp, heads = settings.tp, model.kv_heads
     if model.attention_heads % tp:
         raise EngineError(f"tp={tp} does not divide the {model.attention_heads} attention heads")
@@ -154,7 +309,7 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
 
 
 def _groups(model: Model) -> list[list[int]]:
-    """Layers that share block ids: as many layers in each, one window in each."""
+    """Return the cache groups: layers that share block ids, equally many and with one window."""
     kinds: dict[int, list[int]] = {}
     for layer, window in model.windows.items():
         kinds.setdefault(window, []).append(layer)
@@ -171,7 +326,7 @@ def _groups(model: Model) -> list[list[int]]:
 
 
 def _stage(layers: int, pp: int, rank: int) -> range:
-    """The layers of a pipeline rank; what is left over goes to the last but one, and before it."""
+    """Return the layers of a pipeline rank; the remainder goes to the ranks before the last one."""
     each, over = divmod(layers, pp)
     sizes = [each + (pp - 1 - over <= stage < pp - 1) for stage in range(pp)]
     start = sum(sizes[:rank])
@@ -179,7 +334,7 @@ def _stage(layers: int, pp: int, rank: int) -> range:
 
 
 class _Strides(NamedTuple):
-    """Bytes from one to the next along each logical axis."""
+    """Strides of the logical axes, in bytes."""
 
     layer: int
     block: int
@@ -189,24 +344,28 @@ class _Strides(NamedTuple):
 
 
 def _strides(settings: PlanSettings, shape: Sequence[int], block: int) -> _Strides:
-    """Of a shape (layers, blocks, heads, tokens, bytes); ``block`` where blocks are outermost."""
-    stride, found = 1, {}
+    """Return the strides of a shape (layers, blocks, heads, tokens, bytes).
+
+    If blocks are outermost, ``block`` is their stride.
+    """
+    stride, strides = 1, {}
     for name in reversed(settings.layout):
-        found[name] = stride
+        strides[name] = stride
         stride *= shape["LBHNC".index(name)]
     if settings.layout.startswith("B"):
-        found["B"] = block
-    return _Strides(*(found[name] for name in "LBHNC"))
+        strides["B"] = block
+    return _Strides(*(strides[name] for name in "LBHNC"))
 
 
 def _rank(
     model: Model, settings: PlanSettings, groups: list[list[int]], pages: int, pp: int, tp: int
 ) -> Layout:
+    """Return the layout of one rank."""
     stage = _stage(model.layers, settings.pp, pp)
-    mine = [[layer for layer in layers if layer in stage] for layers in groups]
+    layers_here = [[layer for layer in layers if layer in stage] for layers in groups]
     heads = _heads(model.kv_heads, settings.tp, tp)
     page = (heads[1] - heads[0]) * settings.block_size * model.entry_bytes
-    block = max(map(len, mine)) * page
+    block = max(map(len, layers_here)) * page
     context = ContextParallel(
         size=settings.dcp, rank=tp % settings.dcp, interleave=settings.interleave
     )
@@ -216,14 +375,14 @@ def _rank(
         groups=(kind,) * len(groups),
         fields=tuple(
             f
-            for group, layers in enumerate(mine)
+            for group, layers in enumerate(layers_here)
             for f in _fields(model, settings, group, layers, pages, heads, block)
         ),
     )
 
 
 def _heads(total: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The KV heads of a tensor-parallel rank; more ranks than heads hold replicas."""
+    """Return the range of KV heads of a tensor-parallel rank; surplus ranks store replicas."""
     start = rank * total // ranks
     return start, max(start + 1, (rank + 1) * total // ranks)
 
@@ -237,11 +396,12 @@ def _fields(
     heads: tuple[int, int],
     block: int,
 ) -> Iterator[Field]:
+    """Yield the fields of one group on one rank."""
     kernels, held = settings.kernels, heads[1] - heads[0]
     tokens = settings.block_size // kernels
     shape = (len(layers), pages * kernels, held, tokens, model.entry_bytes)
     step = _strides(settings, shape, block)
-    cut = ((kernels, step.block),) if kernels > 1 else ()
+    split = ((kernels, step.block),) if kernels > 1 else ()
     item = ELEMENT_BYTES[model.dtype]
     for index, layer in enumerate(layers):
         offset = index * step.layer
@@ -255,7 +415,7 @@ def _fields(
                 pages=pages,
                 dtype=model.dtype,
                 unit=elements * item,
-                tokens=axis(*cut, (tokens, step.token)),
+                tokens=axis(*split, (tokens, step.token)),
                 shard=axis((held, step.head)),
                 shard_range=heads,
             )

@@ -1,7 +1,8 @@
-"""Who reads how much from whom, for a request of so many tokens.
+"""Estimate the copies of one request: how many, of which sizes, between which ranks.
 
-Counts come from the copies that core would make, not from formulas. The pages of a request are
-taken to lie apart, as in an engine that has run for a while: two of them never make one copy.
+They are counted from the copies that the planner makes, not from formulas. The pages of a request
+are assumed to be scattered, as in an engine that has run for a while, so that two pages are never
+merged into one copy.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class ByteCounts:
     """How many copies there are of each size.
 
     Attributes:
-        nbytes: (n,) int64, the sizes, ascending.
-        counts: (n,) int64, how many copies have each.
+        nbytes: (n,) int64, the sizes in bytes, ascending.
+        counts: (n,) int64, the number of copies of each size.
     """
 
     nbytes: I64Array
@@ -35,12 +36,12 @@ class ByteCounts:
 
     @property
     def copies(self) -> int:
-        """How many."""
+        """The number of copies."""
         return int(self.counts.sum())
 
     @property
     def total(self) -> int:
-        """The bytes of all."""
+        """The bytes of all copies."""
         return int((self.nbytes * self.counts).sum())
 
     @property
@@ -55,15 +56,19 @@ class ByteCounts:
 
     @property
     def median(self) -> int:
-        """Half of the copies are not larger; 0 if there is none."""
+        """The median size of a copy in bytes; 0 if there is none."""
         if not len(self.nbytes):
             return 0
         upto = np.cumsum(self.counts)
         return int(self.nbytes[np.searchsorted(upto, (upto[-1] + 1) // 2)])
 
 
-def together(all_sizes: Iterable[ByteCounts]) -> ByteCounts:
-    """The copies of several reads as one."""
+def merged(all_sizes: Iterable[ByteCounts]) -> ByteCounts:
+    """Return the counts of several reads together.
+
+    Args:
+        all_sizes: The counts of each read.
+    """
     sizes = list(all_sizes)
     nbytes = np.concatenate([np.empty(0, np.int64), *(s.nbytes for s in sizes)])
     counts = np.concatenate([np.empty(0, np.int64), *(s.counts for s in sizes)])
@@ -78,9 +83,9 @@ class ReadEstimate:
     """What one decode rank reads from one prefill rank.
 
     Attributes:
-        decode: the rank that reads.
-        source: what it reads, and from which prefill rank.
-        sizes: the copies that take it over for one request.
+        decode: The rank that reads.
+        source: What it reads, and from which prefill rank.
+        sizes: The copies for one request.
     """
 
     decode: int
@@ -89,24 +94,24 @@ class ReadEstimate:
 
     @property
     def prefill(self) -> int:
-        """The rank that is read."""
+        """The prefill rank that is read."""
         return self.source.remote
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
-        """The fields that meet, and which part of each is read."""
+        """The pairs of fields, and which part of each is read."""
         return tuple(overlap for match in self.source.matches for overlap in match.overlaps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Estimate:
-    """Who reads how much from whom.
+    """The reads of one request.
 
     Attributes:
-        tokens: of the request.
-        reads: by decode rank, then by prefill rank.
-        readers: per prefill rank, from how many decode ranks it hears "done".
-        told: prefill rank that nobody reads, to the decode rank that tells it so.
+        tokens: The length of the request.
+        reads: The reads, by decode rank, then by prefill rank.
+        readers: Per prefill rank, how many decode ranks send it "done".
+        told: Of prefill ranks that no rank reads, the decode rank that sends "done" to each.
     """
 
     tokens: int
@@ -117,33 +122,43 @@ class Estimate:
     @property
     def sizes(self) -> ByteCounts:
         """All copies of the request."""
-        return together(read.sizes for read in self.reads)
+        return merged(read.sizes for read in self.reads)
 
     def sizes_of(self, reads: Sequence[ReadEstimate]) -> ByteCounts:
-        """The copies of some of the reads."""
-        return together(read.sizes for read in reads)
+        """Return the copies of some of the reads.
+
+        Args:
+            reads: Those reads.
+        """
+        return merged(read.sizes for read in reads)
 
     def of_decode(self, rank: int) -> tuple[ReadEstimate, ...]:
-        """What a decode rank reads."""
+        """Return the reads of a decode rank."""
         return tuple(read for read in self.reads if read.decode == rank)
 
     def told_by(self, rank: int) -> list[int]:
-        """The prefill ranks that a decode rank tells that nobody reads them."""
+        """Return the prefill ranks that no rank reads and that a decode rank releases."""
         return [told for told, teller in self.told.items() if teller == rank]
 
     def of_prefill(self, rank: int) -> tuple[ReadEstimate, ...]:
-        """What is read from a prefill rank."""
+        """Return the reads from a prefill rank."""
         return tuple(read for read in self.reads if read.prefill == rank)
 
 
-def estimate(
+def estimate_reads(
     prefill: Engine, decode: Engine, tokens: int, ranks: Sequence[int] | None = None
 ) -> Estimate:
-    """Plan for these decode ranks (all of them if None), and count their copies.
+    """Plan the reads of decode ranks, and count their copies.
+
+    Args:
+        prefill: The engine that is read.
+        decode: The engine that reads.
+        tokens: The length of the request.
+        ranks: Which decode ranks; by default all.
 
     Raises:
-        PlanError: the layouts cannot be matched.
-        EngineError: a cache is too small for the request.
+        PlanError: The layouts cannot be matched.
+        EngineError: A cache is too small for the request.
     """
     workspace = Workspace()
     reads: list[ReadEstimate] = []
@@ -160,6 +175,7 @@ def estimate(
 
 
 def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
+    """Return the plan of one decode rank."""
     try:
         return plan(decode.ranks, prefill.ranks, rank)
     except PlanError as exc:
@@ -169,24 +185,24 @@ def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
 def _counted(
     planned: Plan, source: Source, decode: Engine, tokens: int, workspace: Workspace
 ) -> ByteCounts:
+    """Return the copies of one read."""
     local = _pages("decode", source.local_layout, tokens)
     remote = _pages("prefill", source.remote_layout, tokens)
-    found: list[ByteCounts] = []
+    counts_of_stretches: list[ByteCounts] = []
     for group in {match.local_group for match in source.matches}:
         first = decode.first_token(group, tokens)
         for start, stop, times in _stretches(source, group, first, tokens):
             ranges: list[tuple[int, int] | None] = [None] * len(local)
             ranges[group] = start, stop
             request = ReadRequest(ranges=tuple(ranges), local=local, remote=remote)
-            made = copies(source, request, workspace).nbytes
-            nbytes, counts = np.unique(made.astype(np.int64), return_counts=True)
-            found.append(ByteCounts(nbytes=nbytes, counts=counts * times))
-    return together(found)
+            batch = copies(source, request, workspace).nbytes
+            nbytes, counts = np.unique(batch.astype(np.int64), return_counts=True)
+            counts_of_stretches.append(ByteCounts(nbytes=nbytes, counts=counts * times))
+    return merged(counts_of_stretches)
 
 
 def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
-    """Page lists that hold the request, from its last page id down: no page lies after the one
-    before it, so no two make one copy."""
+    """Return page lists for the request, with descending ids so that no two pages are adjacent."""
     lists = []
     for index, group in enumerate(layout.groups):
         needed = 1 if group.kind is GroupKind.STATE else -(-tokens // _span(group))
@@ -202,15 +218,15 @@ def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
 
 
 def _span(group: Group) -> int:
-    """Tokens of a request that lie between the starts of two pages."""
+    """Return how many tokens of a request lie between the starts of two pages."""
     return max(1, group.block_tokens) * group.context.size
 
 
 def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """``[first, last)`` as (start, stop, how many times).
+    """Yield stretches of the tokens ``[first, last)`` as (start, stop, how many times).
 
-    Pages on both sides start together every so many tokens, and from one such token to the next
-    the copies are always the same: one stretch stands for all.
+    Pages of both sides start at the same token once per period, and every whole period has the same
+    copies. So one period is counted and multiplied.
     """
     kinds = [m.pairing for m in source.matches if m.local_group == group]
     if kinds[0].local.kind is GroupKind.STATE:

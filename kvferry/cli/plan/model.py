@@ -1,7 +1,7 @@
-"""What a model's config file says about its KV cache.
+"""Read the shape of a model's KV cache from its config file.
 
-Only keys of the file are looked at, never the name of a model. What a key says is there and cannot
-be drawn from the file is refused by that key.
+Only keys of the file are used, never the name of a model. A cache that the file does not describe
+completely is refused, with the key that shows it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from kvferry.cli.plan.words import numbers
+from kvferry.cli.formatting import numbers
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ELEMENT_BYTES
 from kvferry.core.untrusted import MALFORMED
 
 FILE_LIMIT = 1 << 24
-"""Bytes of a config file; real ones have some thousand."""
+"""Largest size of a config file, in bytes; real ones have some thousands."""
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Where a model of text and more keeps what is said about text."""
+"""Keys under which a multimodal model keeps the configuration of its text model."""
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -35,7 +35,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("torch_dtype",),
     "layer_types": ("layers_block_type",),
 }
-"""Other names of the same thing, older or of fewer models."""
+"""Other names of a key, older ones or those of some models."""
 
 DTYPES: Mapping[str, str] = {
     "bf16": "bfloat16",
@@ -49,23 +49,23 @@ DTYPES: Mapping[str, str] = {
 }
 
 EVERY_TOKEN = frozenset({"full_attention", "attention", "chunked_attention"})
-"""Chunked layers too: vLLM keeps all of their tokens unless told otherwise."""
+"""Types of layers that keep every token; vLLM keeps those of chunked layers too, by default."""
 WINDOWED = frozenset({"sliding_attention"})
 
 STATES = re.compile(
     r"mamba_|ssm_|ssm$|linear_(num|conv|key|value|attn)|rwkv|conv_kernel$|conv_L_cache$|state_size$"
     r"|hybrid_override_pattern$|full_attention_interval$|attn_layer_|attn_type_list$|lru_|block_types$"
 )
-"""Keys of models that have states beside, or instead of, attention."""
+"""Keys of models that have recurrent states beside attention or instead of it."""
 
-UNLIKE: Mapping[str, str] = {
+UNSUPPORTED: Mapping[str, str] = {
     "index_topk": "a second cache in every layer, for finding tokens",
     "compress_ratios": "entries that stand for several tokens",
     "block_configs": "layers that are unlike each other",
     "global_head_dim": "heads of two sizes",
     "num_global_key_value_heads": "layers with unlike numbers of heads",
 }
-"""Keys of caches that need more than this file says, and what they have."""
+"""Keys of models whose cache the file does not describe completely, and what they have."""
 
 REMEDY = "describe both engines as JSON layouts instead (kvferry plan --help)"
 
@@ -73,11 +73,11 @@ Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class ModelError(KVFerryError):
-    """A config file cannot be read, or its cache cannot be drawn from it; names the key."""
+    """A config file cannot be read, or does not describe the cache; the message names the key."""
 
 
 class _Config(Struct):
-    """The keys that say what the cache looks like."""
+    """The keys that describe the cache."""
 
     num_hidden_layers: Size
     num_attention_heads: Size
@@ -100,17 +100,17 @@ class _Config(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What of a model decides who reads what.
+    """The properties of a model that decide which rank reads what.
 
     Attributes:
-        layers: how many, for dealing them out to pipeline ranks.
-        windows: per layer that has a cache of its own, its number to its window in tokens; 0 where
-            every token is kept.
-        attention_heads: those of the queries.
-        kv_heads: those of the cache; 1 for a latent, which every rank holds.
-        parts: what an entry (one head of one token) holds, one after the other: name to elements.
-        dtype: of an element, a key of ``ELEMENT_BYTES``.
-        notes: what the file does not say and was taken to be so.
+        layers: Number of layers, which pipeline ranks share.
+        windows: Window in tokens by layer number, for layers with a cache of their own; 0 if every
+            token is kept.
+        attention_heads: Number of query heads.
+        kv_heads: Number of KV heads; 1 for a latent, which every rank stores.
+        parts: Parts of an entry (one head of one token) in order: name to number of elements.
+        dtype: Element type, a key of ``ELEMENT_BYTES``.
+        notes: Assumptions about what the file does not say.
     """
 
     layers: int
@@ -133,18 +133,18 @@ class Model:
 
 
 def read_model(path: Path, dtype: str | None = None) -> Model:
-    """The model of a config file.
+    """Return the model of a config file.
 
     Args:
-        path: a ``config.json``, or the folder that holds one.
-        dtype: element type of the cache; that of the file if it is None or ``auto``.
+        path: A ``config.json``, or the folder that contains one.
+        dtype: Element type of the cache; that of the file if it is ``None`` or ``auto``.
 
     Raises:
-        ModelError: the file cannot be read, or says of the cache what is not drawn from it.
+        ModelError: The file cannot be read, or does not describe the cache completely.
     """
     file = path / "config.json" if path.is_dir() else path
     flat = _flat(_parsed(file))
-    _refuse_unlike(file, flat)
+    _refuse_unsupported(file, flat)
     config = _converted(file, flat)
     windows, notes = _windows(config)
     latent = config.kv_lora_rank is not None
@@ -162,10 +162,13 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
 
 
 def element_type(name: str | None) -> str:
-    """A key of ``ELEMENT_BYTES``, from what people and files call it; bfloat16 for None.
+    """Return the key of ``ELEMENT_BYTES`` for an element type.
+
+    Args:
+        name: One of its names in files and options; ``None`` for bfloat16.
 
     Raises:
-        ModelError: there is no such type.
+        ModelError: The type is unknown.
     """
     plain = (name or "bfloat16").removeprefix("torch.")
     plain = DTYPES.get(plain, plain)
@@ -177,6 +180,7 @@ def element_type(name: str | None) -> str:
 
 
 def _parsed(file: Path) -> dict[str, Any]:
+    """Return the keys of a config file."""
     try:
         with file.open("rb") as stream:
             data = stream.read(FILE_LIMIT + 1)
@@ -190,13 +194,14 @@ def _parsed(file: Path) -> dict[str, Any]:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """What is said about text, with what holds for the whole where nothing else is said."""
+    """Return the text model's keys, and the whole model's where the text model has none."""
     inner = next((config[name] for name in NESTED if isinstance(config.get(name), dict)), None)
     return config if inner is None else _flat({**config, **dict.fromkeys(NESTED), **inner})
 
 
-def _refuse_unlike(file: Path, config: Mapping[str, Any]) -> None:
-    for key, what in UNLIKE.items():
+def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
+    """Refuse models whose cache the file does not describe completely."""
+    for key, what in UNSUPPORTED.items():
         if config.get(key):
             raise ModelError(f"{file} has {key!r}, {what}: that is not drawn from a file; {REMEDY}")
     typed = any(config.get(key) for key in ("layer_types", *ALIASES["layer_types"]))
@@ -209,25 +214,28 @@ def _refuse_unlike(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _converted(file: Path, config: Mapping[str, Any]) -> _Config:
-    said = {key: value for key, value in config.items() if value is not None}
+    """Return the validated keys, under their usual names."""
+    present = {key: value for key, value in config.items() if value is not None}
     named = {
-        key: said[name]
+        key: present[name]
         for key, others in ALIASES.items()
-        if (name := next((n for n in (key, *others) if n in said), None))
+        if (name := next((n for n in (key, *others) if n in present), None))
     }
     try:
-        return msgspec.convert({**said, **named}, _Config)
+        return msgspec.convert({**present, **named}, _Config)
     except msgspec.ValidationError as exc:
         raise ModelError(f"{file} does not say what a KV cache is made of: {exc}") from exc
 
 
 def _kv_heads(config: _Config) -> int:
+    """Return the number of KV heads."""
     if config.multi_query and not config.new_decoder_architecture:
         return 1
     return config.num_key_value_heads or config.num_attention_heads
 
 
 def _head_dim(file: Path, config: _Config) -> int:
+    """Return the number of elements of one head."""
     if config.is_encoder_decoder:
         raise ModelError(f"{file} is of an encoder and a decoder: only decoders are drawn")
     if config.head_dim is not None:
@@ -238,7 +246,7 @@ def _head_dim(file: Path, config: _Config) -> int:
 
 
 def _windows(config: _Config) -> tuple[dict[int, int], tuple[str, ...]]:
-    """Layer to window, and what was assumed about it."""
+    """Return the window of each layer, and the assumptions about it."""
     layers = config.num_hidden_layers - (config.num_kv_shared_layers or 0)
     window = config.sliding_window or 0
     if config.layer_types is not None:
@@ -257,6 +265,7 @@ def _windows(config: _Config) -> tuple[dict[int, int], tuple[str, ...]]:
 
 
 def _windows_by_type(types: list[str], declared: int, layers: int, window: int) -> dict[int, int]:
+    """Return the window of each layer, from the types of layers."""
     if len(types) < declared:
         raise ModelError(f"'layer_types' has {len(types)} entries for {declared} layers")
     unknown = {n: t for n, t in enumerate(types[:layers]) if t not in EVERY_TOKEN | WINDOWED}

@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, PathPatch
 from matplotlib.path import Path as Outline
 
+from kvferry.cli.formatting import counted, size
 from kvferry.cli.plan.engines import Engine, EngineError
 from kvferry.cli.plan.estimate import Estimate, ReadEstimate
-from kvferry.cli.plan.names import of_fields, rank_name
-from kvferry.cli.plan.words import counted, size
+from kvferry.cli.plan.report import of_fields, rank_name
 
 STEP = 0.62
 """Inches from one rank to the next."""

@@ -1,8 +1,8 @@
-"""What ``kvferry plan`` prints."""
+"""The output of ``kvferry plan``: tables and advice, or JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -10,42 +10,43 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from kvferry.cli.formatting import counted, numbers, size
 from kvferry.cli.plan.advice import SMALL, Advice, Change
 from kvferry.cli.plan.engines import Engine
-from kvferry.cli.plan.estimate import ByteCounts, Estimate
+from kvferry.cli.plan.estimate import ByteCounts, Estimate, ReadEstimate
 from kvferry.cli.plan.model import Model
-from kvferry.cli.plan.names import of_fields, rank_name, what_of
-from kvferry.cli.plan.words import counted, numbers, size
+from kvferry.core.messages import Coordinates
+from kvferry.core.planner.strips import Overlap
 
 VLLM = {
     "layout": "VLLM_KV_CACHE_LAYOUT={} (if its attention backend can)",
     "block_size": "--block-size {}",
     "interleave": "--cp-kv-cache-interleave-size {}",
 }
-"""Settings, as vLLM is given them."""
+"""vLLM's options for the settings."""
 
 SIDES = ("prefill", "decode")
 
 
-def model(console: Console, drawn: Model) -> None:
-    """What the config file was understood to say."""
-    windows = sorted({window for window in drawn.windows.values() if window})
-    entry = " + ".join(f"{name} {elements}" for name, elements in drawn.parts.items())
-    heads = "one latent per token" if drawn.latent else counted(drawn.kv_heads, "KV head")
-    per_token = len(drawn.windows) * drawn.kv_heads * drawn.entry_bytes
+def print_model(console: Console, described: Model) -> None:
+    """Print what was read from the config file."""
+    windows = sorted({window for window in described.windows.values() if window})
+    entry = " + ".join(f"{name} {elements}" for name, elements in described.parts.items())
+    heads = "one latent per token" if described.latent else counted(described.kv_heads, "KV head")
+    per_token = len(described.windows) * described.kv_heads * described.entry_bytes
     console.print(
-        f"{counted(len(drawn.windows), 'layer')}, {heads} ({entry}, {drawn.dtype}): "
+        f"{counted(len(described.windows), 'layer')}, {heads} ({entry}, {described.dtype}): "
         f"{size(per_token)} per token"
     )
     for window in windows:
-        layers = [layer for layer, found in drawn.windows.items() if found == window]
+        layers = [layer for layer, length in described.windows.items() if length == window]
         console.print(f"layers {numbers(layers)} look back {window:,} tokens")
-    for note in drawn.notes:
+    for note in described.notes:
         console.print(f"[yellow]{note}[/]")
 
 
-def engines(console: Console, sides: Sequence[tuple[str, Engine, object]]) -> None:
-    """Who takes part: name, layouts, and what they were made from."""
+def print_engines(console: Console, sides: Sequence[tuple[str, Engine, object]]) -> None:
+    """Print both engines: name, number of ranks, and settings or file."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, engine, said in sides:
         table.add_row(name, counted(len(engine.ranks), "rank"), escape(str(said)))
@@ -53,17 +54,17 @@ def engines(console: Console, sides: Sequence[tuple[str, Engine, object]]) -> No
     console.print()
 
 
-def total(console: Console, found: Estimate) -> None:
-    """The answer in a sentence."""
-    sizes = found.sizes
+def print_total(console: Console, estimate: Estimate) -> None:
+    """Print the number and size of copies in a sentence."""
+    sizes = estimate.sizes
     console.print(
-        f"A request of {counted(found.tokens, 'token')} takes [bold]{size(sizes.total)}[/] in "
+        f"A request of {counted(estimate.tokens, 'token')} takes [bold]{size(sizes.total)}[/] in "
         f"[bold]{counted(sizes.copies, 'copy')}[/] of {_sizes(sizes)}, its pages lying apart.\n"
     )
 
 
-def reads(console: Console, found: Estimate, prefill: Engine, decode: Engine) -> None:
-    """Per decode rank, what it reads from whom."""
+def print_reads(console: Console, estimate: Estimate, prefill: Engine, decode: Engine) -> None:
+    """Print what each decode rank reads from which prefill rank."""
     table = Table(box=None, pad_edge=False)
     for heading in ("decode rank", "from prefill", "what"):
         table.add_column(heading, overflow="fold")
@@ -71,7 +72,7 @@ def reads(console: Console, found: Estimate, prefill: Engine, decode: Engine) ->
         table.add_column(heading, justify="right", no_wrap=True)
     for rank in range(len(decode.ranks)):
         name = rank_name(decode, rank)
-        for cells, style in _reading(found, prefill, rank):
+        for cells, style in _reading(estimate, prefill, rank):
             table.add_row(name, *cells, style=style)
             name = ""
     console.print(table)
@@ -79,35 +80,35 @@ def reads(console: Console, found: Estimate, prefill: Engine, decode: Engine) ->
 
 
 def _reading(
-    found: Estimate, prefill: Engine, rank: int
+    estimate: Estimate, prefill: Engine, rank: int
 ) -> Iterator[tuple[tuple[str, ...], str | None]]:
-    """The rows of one decode rank, without its name."""
-    mine, told = found.of_decode(rank), found.told_by(rank)
-    for read in mine:
+    """Yield the rows of one decode rank, without its name."""
+    reads, released = estimate.of_decode(rank), estimate.told_by(rank)
+    for read in reads:
         what = escape(what_of(read.overlaps))
-        yield (rank_name(prefill, read.prefill), what, *_figures(read.sizes)), None
-    if len(mine) > 1:
-        yield (f"{len(mine)} ranks", "", *_figures(found.sizes_of(mine))), "dim"
-    if told:
-        whom = "it" if len(told) == 1 else "them"
-        yield (numbers(told), f"nothing, and tells {whom} so"), "dim"
-    if not mine and not told:
+        yield (rank_name(prefill, read.prefill), what, *_copy_cells(read.sizes)), None
+    if len(reads) > 1:
+        yield (f"{len(reads)} ranks", "", *_copy_cells(estimate.sizes_of(reads))), "dim"
+    if released:
+        whom = "it" if len(released) == 1 else "them"
+        yield (numbers(released), f"nothing, and tells {whom} so"), "dim"
+    if not reads and not released:
         yield ("none", "nothing"), "dim"
 
 
-def served(console: Console, found: Estimate, prefill: Engine) -> None:
-    """Per prefill rank, who reads it and whom it waits for."""
+def print_served(console: Console, estimate: Estimate, prefill: Engine) -> None:
+    """Print which decode ranks read each prefill rank, or release it."""
     table = Table(box=None, pad_edge=False)
     for heading in ("prefill rank", "holds", "to decode"):
         table.add_column(heading, overflow="fold")
     for heading in ("copies", "bytes"):
         table.add_column(heading, justify="right", no_wrap=True)
     for rank, layout in enumerate(prefill.ranks):
-        readers = found.of_prefill(rank)
-        sizes = found.sizes_of(readers)
+        readers = estimate.of_prefill(rank)
+        sizes = estimate.sizes_of(readers)
         by = numbers(read.decode for read in readers)
-        if rank in found.told:
-            by = f"none; {found.told[rank]} tells it so"
+        if rank in estimate.told:
+            by = f"none; {estimate.told[rank]} tells it so"
         held = of_fields((f.key, f.shard_range) for f in layout.fields)
         table.add_row(
             rank_name(prefill, rank), escape(held), by, f"{sizes.copies:,}", size(sizes.total)
@@ -116,16 +117,16 @@ def served(console: Console, found: Estimate, prefill: Engine) -> None:
     console.print()
 
 
-def advice(console: Console, found: Estimate, given: Advice) -> None:
-    """That copies are small, why, and what would help."""
+def print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
+    """Print that copies are small, why, and what would help."""
     console.print(
-        f"[bold yellow]Small copies:[/] {_sizes(found.sizes)}. Below {size(SMALL)}, what a copy "
+        f"[bold yellow]Small copies:[/] {_sizes(estimate.sizes)}. Below {size(SMALL)}, what a copy "
         "costs outweighs what its bytes cost."
     )
     for reason in given.reasons:
         console.print(_indented(reason, 2))
     for change in given.changes:
-        console.print(_indented(_outcome(found, change), 2))
+        console.print(_indented(_outcome(estimate, change), 2))
         for line in _for_vllm(change):
             console.print(_indented(line, 4), style="dim")
     if not given.changes:
@@ -133,28 +134,33 @@ def advice(console: Console, found: Estimate, given: Advice) -> None:
 
 
 def _indented(text: str, by: int) -> Padding:
+    """Return text that is indented."""
     return Padding(text, (0, 0, 0, by), expand=False)
 
 
-def _outcome(found: Estimate, change: Change) -> str:
-    fewer = found.sizes.copies / change.copies
+def _outcome(estimate: Estimate, change: Change) -> str:
+    """Return a change and what it achieves, as a sentence."""
+    fewer = estimate.sizes.copies / change.copies
     return (
         f"Try [bold]{_wording(change)}[/]: {counted(change.copies, 'copy')} of {_sizes(change)}; "
         f"{fewer:,.0f} times fewer."
     )
 
 
-def _figures(sizes: ByteCounts) -> tuple[str, str, str]:
+def _copy_cells(sizes: ByteCounts) -> tuple[str, str, str]:
+    """Return the cells of a read: copies, bytes and sizes."""
     return f"{sizes.copies:,}", size(sizes.total), _sizes(sizes)
 
 
 def _sizes(sizes: ByteCounts | Change) -> str:
+    """Return the range of sizes and the median."""
     if sizes.smallest == sizes.largest:
         return size(sizes.median)
     return f"{size(sizes.smallest)} to {size(sizes.largest)}, median {size(sizes.median)}"
 
 
 def _wording(change: Change) -> str:
+    """Return the settings to change, as text."""
     said = {"prefill": change.prefill, "decode": change.decode}
     if change.prefill == change.decode:
         return f"{change.prefill} on both"
@@ -162,7 +168,7 @@ def _wording(change: Change) -> str:
 
 
 def _for_vllm(change: Change) -> list[str]:
-    """The same, as vLLM is told."""
+    """Return vLLM's options for a change."""
     told = {side: _flags(said) for side, said in asdict(change).items() if side in SIDES and said}
     if len(told) > 1 and len(set(told.values())) == 1:
         return [f"vLLM: {told['decode']}"]
@@ -170,6 +176,166 @@ def _for_vllm(change: Change) -> list[str]:
 
 
 def _flags(said: str) -> str:
+    """Return settings as vLLM's options."""
     pairs = [pair.partition("=") for pair in said.split(",")]
     flags = [VLLM[name].format(value) for name, _, value in pairs if name in VLLM]
     return ", ".join(flags)
+
+
+Record = dict[str, object]
+
+
+def json_record(
+    estimate: Estimate, prefill: Engine, decode: Engine, given: Advice | None
+) -> Record:
+    """Return the whole result for ``--json``, sizes in bytes.
+
+    Args:
+        estimate: The estimate of the request.
+        prefill: The prefill engine.
+        decode: The decode engine.
+        given: Advice; ``None`` if copies are not small.
+    """
+    return {
+        "tokens": estimate.tokens,
+        "total": _byte_counts(estimate.sizes),
+        "reads": [_read(read) for read in estimate.reads],
+        "prefill": [
+            _rank(prefill, rank) | _prefill_reads(estimate, rank) for rank in _ranks(prefill)
+        ],
+        "decode": [_rank(decode, rank) | _decode_reads(estimate, rank) for rank in _ranks(decode)],
+        "advice": None if given is None else asdict(given),
+    }
+
+
+def _ranks(engine: Engine) -> Iterable[int]:
+    """Return the ranks' numbers."""
+    return range(len(engine.ranks))
+
+
+def _read(read: ReadEstimate) -> Record:
+    """Return one read."""
+    keys: dict[tuple[int, int], list[str]] = {}
+    for overlap in read.overlaps:
+        keys.setdefault(overlap.shard, []).append(overlap.local.key)
+    fields = [{"shard": list(shard), "keys": names} for shard, names in keys.items()]
+    return {"decode": read.decode, "prefill": read.prefill, "fields": fields} | _byte_counts(
+        read.sizes
+    )
+
+
+def _rank(engine: Engine, rank: int) -> Record:
+    """Return a rank and its coordinates."""
+    where = engine.coordinates[rank] if engine.coordinates else None
+    return {"rank": rank, "coordinates": None if where is None else _coordinates(where)}
+
+
+def _coordinates(where: Coordinates) -> Record:
+    """Return coordinates by name."""
+    return {name: getattr(where, name) for name in where.__struct_fields__}
+
+
+def _prefill_reads(estimate: Estimate, rank: int) -> Record:
+    """Return which decode ranks read or release a prefill rank."""
+    reads = estimate.of_prefill(rank)
+    return {
+        "read_by": [read.decode for read in reads],
+        "told_by": estimate.told.get(rank),
+        "readers": estimate.readers[rank],
+    } | _byte_counts(estimate.sizes_of(reads))
+
+
+def _decode_reads(estimate: Estimate, rank: int) -> Record:
+    """Return which prefill ranks a decode rank reads or releases."""
+    reads = estimate.of_decode(rank)
+    return {
+        "reads": [read.prefill for read in reads],
+        "tells": estimate.told_by(rank),
+    } | _byte_counts(estimate.sizes_of(reads))
+
+
+def _byte_counts(sizes: ByteCounts) -> Record:
+    """Return number and sizes of copies."""
+    return {
+        "copies": sizes.copies,
+        "bytes": sizes.total,
+        "smallest": sizes.smallest,
+        "median": sizes.median,
+        "largest": sizes.largest,
+    }
+
+
+MAX_NAMED_LAYERS = 3
+"""How many layers without a number are named; further ones become three dots."""
+
+FieldLayer = tuple[str, int | None]
+"""A field's owner, such as ``model.layers``, and the layer's number."""
+
+
+def rank_name(engine: Engine, rank: int) -> str:
+    """Return a rank's name, such as ``3 (pp 1, tp 1)``, with the coordinates that differ."""
+    if not engine.coordinates:
+        return str(rank)
+    names = [
+        name
+        for name in ("pp", "tp", "pcp", "dcp")
+        if len({getattr(other, name) for other in engine.coordinates}) > 1
+    ]
+    mine = engine.coordinates[rank]
+    where = ", ".join(f"{name} {getattr(mine, name)}" for name in names)
+    return f"{rank} ({where})" if where else str(rank)
+
+
+def what_of(overlaps: Sequence[Overlap]) -> str:
+    """Return the parts of fields, such as ``layers 0-39, heads 0-1``."""
+    return of_fields((overlap.local.key, overlap.shard) for overlap in overlaps)
+
+
+def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
+    """Return the parts of fields, from their keys and shard ranges."""
+    layers_by_part: dict[tuple[str, tuple[int, int]], list[FieldLayer]] = {}
+    for key, shard in fields:
+        prefix, _, name = key.rpartition("/")
+        layers_by_part.setdefault((name, shard), []).append(_layer_of(prefix))
+    alike: dict[tuple[tuple[FieldLayer, ...], tuple[int, int]], list[str]] = {}
+    for (name, shard), layers in layers_by_part.items():
+        alike.setdefault((tuple(layers), shard), []).append(name)
+    owners = {owner for layers, _ in alike for owner, number in layers if number is not None}
+    return "; ".join(
+        f"{_layers(layers, several=len(owners) > 1)}{_parts(names, shard)}"
+        for (layers, shard), names in alike.items()
+    )
+
+
+def _layer_of(prefix: str) -> FieldLayer:
+    """Return a field's owner and layer number."""
+    words = prefix.split(".")
+    at = next((n for n, word in enumerate(words) if word.isdecimal()), None)
+    return (prefix, None) if at is None else (".".join(words[:at]), int(words[at]))
+
+
+def _layers(layers_by_part: Sequence[FieldLayer], *, several: bool) -> str:
+    """Return layers by number, with their owner if there are several; others by name."""
+    numbered: dict[str, list[int]] = {}
+    for owner, number in layers_by_part:
+        if number is not None:
+            numbered.setdefault(owner, []).append(number)
+    said = [
+        f"layer{'s' if len(known) > 1 else ''} {numbers(known)}{f' of {owner}' if several else ''}"
+        for owner, known in numbered.items()
+    ]
+    others = [owner for owner, number in layers_by_part if number is None]
+    return ", ".join(
+        [*said, *others[:MAX_NAMED_LAYERS], *(["..."] if others[MAX_NAMED_LAYERS:] else [])]
+    )
+
+
+def _parts(names: Sequence[str], shard: tuple[int, int]) -> str:
+    """Return the names of fields and the range of heads."""
+    start, stop = shard
+    held = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
+    if set(names) == {"k", "v"}:
+        return f", head{'s' if stop - start > 1 else ''} {held}"
+    if shard == (0, 1):
+        return f", {' and '.join(names)}"
+    return f", {' and '.join(names)} {held}"

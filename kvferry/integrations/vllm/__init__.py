@@ -1,7 +1,7 @@
 """The vLLM connector: ``--kv-transfer-config '{"kv_connector": "KVFerryConnector", ...}'``.
 
-vLLM imports this module in every process, also where nothing is transferred, so the connector is
-loaded when it is asked for.
+vLLM imports this module in every process, also in those that transfer nothing, so the connector is
+imported only when it is used.
 """
 
 from __future__ import annotations

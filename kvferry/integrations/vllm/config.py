@@ -1,4 +1,7 @@
-"""What the user sets in ``kv_connector_extra_config``, and every way in which it can be wrong."""
+"""The connector's settings: the keys of ``kv_connector_extra_config``, validated.
+
+``Config`` documents every setting, with its unit, range and default.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 HIGHEST_PORT = 65535
 ANYWHERE = "anywhere"
+"""The value of ``allowed_peers`` that accepts every address."""
 
-Place = Annotated[str, Meta(min_length=1, max_length=4096)]
+Source = Annotated[str, Meta(min_length=1, max_length=4096)]
+"""Where a key or secret is: ``file:PATH`` or ``env:NAME``; for a public key also the key itself."""
 
 NIXL_KEYS = {
     "backends": "pass them to a driver that has them, in driver_options",
@@ -32,23 +37,25 @@ NIXL_KEYS = {
     "kv_recompute_threshold": "there is no second turn, from decode back to prefill, yet",
     "decoder_kv_blocks_ttl": "there is no second turn, from decode back to prefill, yet",
 }
-"""NixlConnector's keys that are not ours, each with what to do, or why there is nothing."""
+"""NixlConnector's keys that do not exist here, each with the remedy."""
 
 NIXL_ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "side_channel_host",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "side_channel_port",
     "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "kv_lease_duration",
 }
-"""NixlConnector's environment variables, each with the key that does the same here."""
+"""NixlConnector's environment variables, each with the setting that replaces it here."""
 
 
 class ConfigError(KVFerryError, ValueError):
-    """The engine's configuration is refused; names what was set, and the remedy."""
+    """The engine's configuration is refused; the message names the setting and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """``kv_connector_extra_config``, checked.
+    """The settings of one engine: ``kv_connector_extra_config``, validated.
+
+    Numbers outside their range and unknown keys are refused at start.
 
     Attributes:
         driver: Name of the driver that moves the bytes; ``kvferry drivers`` lists those that are
@@ -105,25 +112,28 @@ class Config:
     engine_ttl: Annotated[float, Meta(ge=0.001, le=86400 * 365)] = 600.0
     enforce_handshake_compat: bool = True
     verify_prompt: bool = True
-    ticket_secrets: Annotated[tuple[Place, ...], Meta(max_length=8)] = ()
+    ticket_secrets: Annotated[tuple[Source, ...], Meta(max_length=8)] = ()
     curve_secret_key: Annotated[str, Meta(max_length=4096)] = ""
-    curve_peers: Annotated[tuple[Place, ...], Meta(max_length=4096)] = ()
-    allowed_peers: Annotated[tuple[Place, ...], Meta(max_length=4096)] | str | None = None
+    curve_peers: Annotated[tuple[Source, ...], Meta(max_length=4096)] = ()
+    allowed_peers: Annotated[tuple[Source, ...], Meta(max_length=4096)] | str | None = None
 
 
 KEYS = tuple(f.name for f in fields(Config))
-"""The keys that there are."""
+"""The names of all settings."""
 
 
 def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
-    """Check what the user wrote.
+    """Validate what the user set.
 
     Args:
         extra: ``kv_connector_extra_config``.
-        data_parallel_index: of this engine; a fixed port counts up by it.
+        data_parallel_index: The engine's data-parallel index, which is added to a fixed port.
+
+    Returns:
+        The settings, with the port that this engine uses.
 
     Raises:
-        ConfigError: an unknown key, or a value of the wrong type or out of bounds.
+        ConfigError: A key is unknown, or a value has the wrong type or is out of range.
     """
     for key in extra:
         _check_key(key)
@@ -147,8 +157,15 @@ def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
     return replace(config, side_channel_port=port)
 
 
-def of_engine(vllm_config: VllmConfig) -> Config:
-    """The configuration of an engine. Raises ``ConfigError``."""
+def engine_config(vllm_config: VllmConfig) -> Config:
+    """Return the validated settings of an engine.
+
+    Args:
+        vllm_config: The engine's configuration.
+
+    Raises:
+        ConfigError: A setting is refused; see ``parse``.
+    """
     return parse(
         vllm_config.kv_transfer_config.kv_connector_extra_config,
         data_parallel_index=vllm_config.parallel_config.data_parallel_index,
@@ -156,7 +173,12 @@ def of_engine(vllm_config: VllmConfig) -> Config:
 
 
 def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
-    """Say at start what is ignored, and what is not safe to serve with."""
+    """Log at start which environment variables are ignored, and which settings are unsafe.
+
+    Args:
+        config: The settings.
+        environment: The environment variables.
+    """
     ignored = [
         f"{name} (set {NIXL_ENVIRONMENT.get(name, 'driver_options')} instead)"
         for name in sorted(environment)
@@ -172,6 +194,11 @@ def warn(config: Config, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _check_key(key: str) -> None:
+    """Refuse a key that is no setting, and name the nearest one.
+
+    Raises:
+        ConfigError: The key is unknown, or NixlConnector's.
+    """
     if key in KEYS:
         return
     if key in NIXL_KEYS:

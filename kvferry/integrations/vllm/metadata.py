@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker half in each step, and what it hears at start."""
+"""Messages between the scheduler half and the worker halves, as vLLM transports them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,35 @@ from kvferry.core.lifecycle.ticket import Ticket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """A rank's payload (``wire.RankPayload``), encoded; goes to the scheduler half at start."""
+    """What a rank sends to the scheduler half at start.
+
+    Attributes:
+        payload: Its encoded ``messages.RankPayload``.
+    """
 
     payload: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport(KVConnectorWorkerMetadata):
-    """What some ranks tell the scheduler half in a step, beside what is over.
+    """What ranks report to the scheduler half in a step, apart from finished requests.
 
     Attributes:
-        problems: what is wrong, by rank, where that has changed; none for one that is well again.
-        silent: ticketed holds whose consumer seems to be gone, the oldest first, by rank; only of
-            ranks that were asked in this step.
+        problems: By rank, its current problems, for ranks whose problems have changed; an empty
+            tuple if a rank's problems have ended.
+        silent: By rank, the holds with a ticket whose consumer seems to be gone, oldest first; only
+            from ranks that were asked in this step.
     """
 
     problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     silent: Mapping[int, tuple[Silence, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
-        """These and those of other ranks."""
+        """Return these reports and those of other ranks together.
+
+        Args:
+            other: Reports of other ranks; those of another connector are left out.
+        """
         if not isinstance(other, RankReport):
             return self
         return RankReport(
@@ -48,19 +57,19 @@ class RankReport(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetadata(KVConnectorMetadata):
-    """One engine step's messages, applied by the worker in the order of the attributes.
+    """The scheduler half's messages to the workers in one step, applied in this order.
 
     Attributes:
-        ranks: the payloads of all ranks of this engine, once, before the first load.
-        ticket_key: the public key that proves this engine's tickets, with ``ranks``.
-        orders: about requests that this engine computes for others.
-        prepare: tickets that came in: their engines can be shaken hands with already.
-        loads: what to pull, or only to say "done" about.
-        refused: requests whose ticket was refused, with the reason.
-        aborted: requests that were given up while their load was under way.
-        asks_silent: requests wait for blocks: every rank is to report holds whose consumer seems to
-            be gone.
-        idle: the engine runs no token in this step, and may wait for a load instead.
+        ranks: The encoded payloads of all ranks of this engine; sent once, before the first load.
+        ticket_key: The public key that proves this engine's tickets; sent with ``ranks``.
+        orders: Orders for the holds of requests that this engine computes for others.
+        prepare: Tickets of new requests, so that workers can connect to their engines early.
+        loads: What to read, or holds to release without reading.
+        refused: Ids of requests whose ticket was refused, each with the reason.
+        aborted: Ids of requests that ended while their load was under way.
+        asks_silent: Whether every rank is to report the holds whose consumer seems to be gone,
+            because requests wait for blocks.
+        idle: Whether the engine runs no token in this step, so that workers may wait for a load.
     """
 
     ranks: tuple[bytes, ...] = ()

@@ -1,7 +1,8 @@
-"""Figures, from the workers and the scheduler to vLLM's log line and its Prometheus metrics.
+"""Metrics of workers and scheduler, for vLLM's log line and its Prometheus endpoint.
 
-They travel as plain dictionaries (``kvferry.core.metrics.Data``): those of each rank to the
-scheduler, where vLLM adds them up, and the sum to the process that logs and serves the metrics.
+They travel as plain dictionaries (``kvferry.core.metrics.Data``): from each rank to the scheduler,
+where vLLM adds them up, and the sum from there to the process that logs and serves the metrics.
+What is counted is defined in ``metric_definitions``.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from kvferry.core.metrics import (
     merge,
 )
 from kvferry.integrations.vllm.config import Config
-from kvferry.integrations.vllm.ticket_metrics import (
+from kvferry.integrations.vllm.metric_definitions import (
     BY_NAME,
     EVICTED,
     FAILED,
-    FIGURES,
     HELD,
     LOADS,
+    METRICS,
     NO_TICKETS,
     ORPHANED,
     TOKENS,
@@ -50,18 +51,23 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PREFIX = "vllm:kvferry_"
+"""How the Prometheus names of the metrics begin."""
 
 SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Upper bounds of the histograms' buckets, in seconds."""
 
-KNOWN = {
+LABEL_VALUES = {
     STAGE_SECONDS: tuple(Stage),
     REFUSED: tuple(TicketReason),
     NO_TICKETS: tuple(NoTicket),
 }
-"""Figures of which all labels beside the driver's are known. They, and those with no other label,
-are there and 0 from the start: what appears with its first failure hides that from a rate."""
+"""All values of the second label, for the metrics of which they are known in advance.
 
-TROUBLE = {
+These metrics, and those with the label ``driver`` alone, are exported as 0 from the start: a
+counter that appears only with its first failure hides that failure from a rate.
+"""
+
+LOGGED_PROBLEMS = {
     FAILED: "failed",
     STALE: "stale reads",
     REFUSED: "refused tickets",
@@ -72,51 +78,66 @@ TROUBLE = {
     PEERS_DOWN: "peers down",
     QUARANTINED: "quarantined pages",
 }
-"""In the log line if there is any, and by these names."""
+"""Counts that the log line shows if they are not 0, and their names there."""
 
 
 class FerryStats(KVConnectorStats):
-    """An interval's figures; ``data`` is ``kvferry.core.metrics.Data``.
+    """The metrics of an interval; ``data`` is ``kvferry.core.metrics.Data``.
 
-    The scheduler counts loads and their tokens, since a load is one, and fails as one, however many
-    ranks take part; the ranks count what each of them has done."""
+    The scheduler counts loads and their tokens, because a load succeeds or fails as a whole,
+    however many ranks take part. The ranks count what each of them did.
+    """
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all values."""
         self.data: Data = {}
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
-        """Add another's figures to these; where they are of one moment, it is the later one."""
+        """Add other metrics to these; of gauges the later value counts.
+
+        Args:
+            other: Metrics of another process or a later interval.
+
+        Returns:
+            These metrics.
+        """
         merge(BY_NAME, self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line."""
-        figures: dict[str, int | float] = {}
+        """Return the values for vLLM's log line, by name."""
+        line: dict[str, int | float] = {}
         if loads := self._total(LOADS):
-            figures |= {"loads": int(loads), "tokens": int(self._total(TOKENS))}
+            line |= {"loads": int(loads), "tokens": int(self._total(TOKENS))}
         if nbytes := self._total(BYTES):
-            figures["MB"] = round(nbytes / 1e6, 3)
-        if seconds := [each for _, some in flat(LOAD_SECONDS, self.data) for each in some]:
-            figures["average ms"] = round(1e3 * sum(seconds) / len(seconds), 1)
-            figures["longest ms"] = round(1e3 * max(seconds), 1)
+            line["MB"] = round(nbytes / 1e6, 3)
+        if seconds := [value for _, values in flat(LOAD_SECONDS, self.data) for value in values]:
+            line["average ms"] = round(1e3 * sum(seconds) / len(seconds), 1)
+            line["longest ms"] = round(1e3 * max(seconds), 1)
         if HELD.name in self.data:
-            figures["held pages"] = int(self._total(HELD))
-        trouble = {name: int(self._total(figure)) for figure, name in TROUBLE.items()}
-        return figures | {name: count for name, count in trouble.items() if count}
+            line["held pages"] = int(self._total(HELD))
+        problems = {name: int(self._total(metric)) for metric, name in LOGGED_PROBLEMS.items()}
+        return line | {name: count for name, count in problems.items() if count}
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Return whether there are no values."""
         return not self.data
 
-    def _total(self, figure: Metric) -> float:
-        """Of all; of peers, which all ranks have in common, the most that one has."""
-        values = [value for _, value in flat(figure, self.data)]
-        return float(max(values, default=0) if figure is PEERS_DOWN else sum(values))
+    def _total(self, metric: Metric) -> float:
+        """Return the sum over all labels; of peers, which ranks share, the largest count."""
+        values = [value for _, value in flat(metric, self.data)]
+        return float(max(values, default=0) if metric is PEERS_DOWN else sum(values))
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):
-    """The figures as Prometheus metrics."""
+    """The metrics as Prometheus metrics.
+
+    Args:
+        vllm_config: The engines' configuration.
+        metric_types: vLLM's classes of counters, gauges and histograms.
+        labelnames: The names of vLLM's labels.
+        per_engine_labelvalues: Their values by engine index.
+    """
 
     def __init__(
         self,
@@ -127,12 +148,17 @@ class FerryPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._peers = PeerNames()
-        self._metrics = {figure: self._metric(figure) for figure in FIGURES}
+        self._metrics = {metric: self._make(metric) for metric in METRICS}
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._start_at_zero(str(extra.get("driver", Config().driver)))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count what an engine reported."""
+        """Add what an engine reported.
+
+        Args:
+            transfer_stats_data: The data of its ``FerryStats``.
+            engine_idx: The engine's index.
+        """
         for name in transfer_stats_data:
             if name in BY_NAME:
                 for labels, value in flat(BY_NAME[name], transfer_stats_data):
@@ -140,44 +166,48 @@ class FerryPromMetrics(KVConnectorPromMetrics):
 
     def _count(
         self,
-        figure: Metric,
+        metric: Metric,
         labels: tuple[str, ...],
         value: Any,  # noqa: ANN401
         engine: int,
     ) -> None:
-        child = self._child(figure, labels, engine)
-        if figure.kind is MetricKind.HISTOGRAM:
-            for each in value:
-                child.observe(each)
-        elif figure.kind is MetricKind.COUNTER:
+        child = self._child(metric, labels, engine)
+        if metric.kind is MetricKind.HISTOGRAM:
+            for observed in value:
+                child.observe(observed)
+        elif metric.kind is MetricKind.COUNTER:
             child.inc(value)
         else:
             child.set(value)
 
-    def _child(self, figure: Metric, labels: tuple[str, ...], engine: int) -> Any:  # noqa: ANN401
+    def _child(self, metric: Metric, labels: tuple[str, ...], engine: int) -> Any:  # noqa: ANN401
         bounded = [
             self._peers(value) if label == "peer" else value
-            for label, value in zip(figure.labels, labels, strict=True)
+            for label, value in zip(metric.labels, labels, strict=True)
         ]
-        return self._metrics[figure].labels(*self.per_engine_labelvalues[engine], *bounded)
+        return self._metrics[metric].labels(*self.per_engine_labelvalues[engine], *bounded)
 
     def _start_at_zero(self, driver: str) -> None:
-        alone = {(figure, (driver,)) for figure in FIGURES if figure.labels == ("driver",)}
-        known = {(each, (driver, str(value))) for each, values in KNOWN.items() for value in values}
-        for figure, labels in alone | known:
+        driver_only = {(metric, (driver,)) for metric in METRICS if metric.labels == ("driver",)}
+        enumerated = {
+            (metric, (driver, str(value)))
+            for metric, values in LABEL_VALUES.items()
+            for value in values
+        }
+        for metric, labels in driver_only | enumerated:
             for engine in self.per_engine_labelvalues:
-                self._child(figure, labels, engine)
+                self._child(metric, labels, engine)
 
-    def _metric(self, figure: Metric) -> Any:  # noqa: ANN401
+    def _make(self, metric: Metric) -> Any:  # noqa: ANN401
         types: dict[MetricKind, tuple[Any, dict[str, Any]]] = {
             MetricKind.COUNTER: (self._counter_cls, {}),
             MetricKind.GAUGE: (self._gauge_cls, {"multiprocess_mode": "mostrecent"}),
             MetricKind.HISTOGRAM: (self._histogram_cls, {"buckets": SECONDS_BUCKETS}),
         }
-        kind, options = types[figure.kind]
+        kind, options = types[metric.kind]
         return kind(
-            name=PREFIX + figure.name,
-            documentation=figure.text,
-            labelnames=[*self._labelnames, *figure.labels],
+            name=PREFIX + metric.name,
+            documentation=metric.text,
+            labelnames=[*self._labelnames, *metric.labels],
             **options,
         )

@@ -1,4 +1,4 @@
-"""Makes the connector known to vLLM by name (entry point ``vllm.general_plugins``)."""
+"""The plugin that registers the connector with vLLM (entry point ``vllm.general_plugins``)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ MODULE = "kvferry.integrations.vllm"
 
 
 def register() -> None:
-    """Register ``KVFerryConnector`` with vLLM; again in the same process: no effect.
+    """Register ``KVFerryConnector`` with vLLM.
 
-    vLLM runs this in each of its processes, in some more than once.
+    vLLM calls this in each of its processes, in some more than once; later calls have no effect.
 
     Raises:
-        KVFerryError: another connector has this name already.
+        KVFerryError: Another connector is registered under this name.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

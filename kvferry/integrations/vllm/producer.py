@@ -1,4 +1,9 @@
-"""The scheduler half of an engine that prefills for others (PS in docs/protocol.md)."""
+"""The scheduler half of an engine that prefills for other engines (PS in docs/protocol.md).
+
+A request that asks for ``do_remote_decode`` is prefilled here. When it finishes, its blocks are
+held and its ``kv_transfer_params`` become a ticket, with which another engine reads them. The hold
+ends when that engine has read, when the lease runs out, or when the blocks are needed here.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,15 @@ from kvferry.core.lifecycle.reclamation import BlockPressure, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey, TicketSecrets
-from kvferry.integrations.vllm.groups import CacheGroup
-from kvferry.integrations.vllm.prompts import digest_of, shorten
-from kvferry.integrations.vllm.ticket_metrics import EVICTED, HELD, NO_TICKETS, ORPHANED, NoTicket
+from kvferry.integrations.vllm.cache_groups import CacheGroup
+from kvferry.integrations.vllm.metric_definitions import (
+    EVICTED,
+    HELD,
+    NO_TICKETS,
+    ORPHANED,
+    NoTicket,
+)
+from kvferry.integrations.vllm.prompts import prompt_digest, truncate_prompt
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams
 
 if TYPE_CHECKING:
@@ -27,38 +38,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-"""How a request ends whose prompt was computed (names of vLLM's ``RequestStatus``)."""
+"""Names of vLLM's ``RequestStatus`` with which a request ends whose whole prompt was computed."""
 
-MAX_NAMED = 4
-"""So many engines are named in one line of the log."""
+MAX_ENGINES_LOGGED = 4
+"""How many engines one log line names."""
 
 TRUNCATED = "_p_side_truncated"
-"""Marks, in a request's params, a prompt that was shortened: a preempted request comes back."""
+"""Key in a request's params that marks its prompt as truncated already.
+
+A preempted request passes ``on_new_request`` again, and its prompt must not shrink twice.
+"""
 
 
 class Producer:
-    """Takes requests on for other engines, and makes their tickets.
+    """Hold the blocks of requests that other engines decode, and make their tickets.
 
     Args:
-        groups: the engine's, those that are transferred.
-        figures: told of tickets that were not made, and of what is held.
-        slots: how many requests can be held at once: as many as the engine has blocks.
-        max_held: how many blocks may be held for others; ``None`` for any number.
-        lease: seconds for which the pages of a ticket are kept.
-        backoff: prompt tokens that are left to the consumer.
-        computed: whether nothing writes pages after a request's last token was sampled.
-        sizes: the engine's parallelism.
-        secrets: sign the tickets; ``None`` leaves them unsigned.
-        hands_over: whether other engines load from this one (its role is a producer's).
-        clock: seconds, monotonic.
-        ticket_key: proves them; ``None`` leaves them without a proof.
+        groups: The engine's cache groups that are transferred.
+        metrics: Counts tickets that were not made and holds that were given up.
+        slots: How many requests can be held at once; the engine's number of blocks.
+        lease: Seconds for which the pages of a ticket are held unless the consumer renews it.
+        backoff: How many tokens at a prompt's end are left to the consumer.
+        computed: Whether nothing writes to a request's pages after its last token was sampled.
+        sizes: The engine's parallelism, for the ticket.
+        max_held: How many blocks may be held at once; ``None`` for no limit.
+        secrets: Sign the tickets; ``None`` leaves them unsigned.
+        hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
+        clock: Returns monotonic seconds.
+        ticket_key: Proves that this engine made its tickets; ``None`` leaves out the proof.
     """
 
     def __init__(
         self,
         groups: Sequence[CacheGroup],
         *,
-        figures: Metrics,
+        metrics: Metrics,
         slots: int,
         lease: float,
         backoff: int,
@@ -71,9 +85,9 @@ class Producer:
         ticket_key: TicketKey | None = None,
     ) -> None:
         self._groups = groups
-        self._figures = figures
-        self._bounded = any(group.bounded for group in groups)
-        self._ledger = SchedulerHolds(slots, max_pages=max_held)
+        self._metrics = metrics
+        self._needs_exact_length = any(group.needs_exact_length for group in groups)
+        self._holds = SchedulerHolds(slots, max_pages=max_held)
         self._max_held = max_held
         self._lease = lease
         self._backoff = backoff
@@ -81,33 +95,42 @@ class Producer:
         self._sizes = sizes
         self._secrets = secrets
         self._hands_over = hands_over
-        self._warned_of_role = False
+        self._logged_role_refusal = False
         self._clock = clock
         self._pressure = BlockPressure(slots)
-        self._wanted: dict[str, int] = {}
-        """Requests that vLLM looked at in this scheduling pass and gave no blocks, and how many
-        they need."""
-        self._running_waits = False
+        # Requests to which vLLM gave no blocks in this scheduling pass, with the blocks they need.
+        self._blocks_needed: dict[str, int] = {}
+        self._running_request_waits = False
         self._ticket_key = ticket_key
 
     def on_new_request(self, request: Request) -> None:
-        """Shorten the prompt of a request that is prefilled for another engine, once."""
+        """Truncate the prompt of a request that is prefilled for another engine, once.
+
+        Args:
+            request: vLLM's request, changed in place.
+        """
         params = request.kv_transfer_params or {}
-        if _for_another(request) and not self._hands_over:
+        if _asks_for_remote_decode(request) and not self._hands_over:
             self._refuse_role(request)
         if not self._is_handed_over(request) or not self._backoff or params.get(TRUNCATED):
             return
         if request.num_prompt_tokens <= self._backoff or request.skip_reading_prefix_cache:
             return
-        shorten(request, self._backoff)
-        # Of a copy: requests for several samples of one prompt may have one dictionary together.
+        truncate_prompt(request, self._backoff)
+        # Several samples of one prompt may share one dictionary, so it is replaced, not changed.
         request.kv_transfer_params = {**params, TRUNCATED: True}
 
     def take_on(self, request: Request) -> None:
-        """The request is first computed in the coming step, or again after a preemption."""
+        """Reserve a hold for a request that the coming step computes.
+
+        vLLM calls this again when the request is scheduled again after a preemption.
+
+        Args:
+            request: vLLM's request; ignored unless it asks for ``do_remote_decode``.
+        """
         if not self._is_handed_over(request):
             return
-        if self._ledger.take_on(RequestId(request.request_id)) is None:
+        if self._holds.take_on(RequestId(request.request_id)) is None:
             self._no_ticket(
                 request,
                 NoTicket.NO_HOLD,
@@ -115,18 +138,30 @@ class Producer:
                 "is free: give requests ids of their own",
             )
 
-    def finished(
+    def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]], serving: EngineSideChannel
     ) -> dict[str, Any] | None:
-        """The ticket of a request that ended; ``None`` if its blocks are vLLM's at once."""
+        """Return the ticket of a request that ended.
+
+        Args:
+            request: vLLM's request.
+            block_ids: Its blocks, one list per cache group of vLLM.
+            serving: Where this engine's side channel listens.
+
+        Returns:
+            The ``kv_transfer_params`` for the decoding engine, or ``None`` if no ticket is made and
+            vLLM may free the blocks at once.
+        """
         request_id = RequestId(request.request_id)
-        tokens = self._handed_over(request)
-        wanted = tokens and self._is_handed_over(request)
-        hold = self._hold(request, block_ids) if wanted else None
+        tokens = self._ticket_tokens(request)
+        makes_ticket = tokens and self._is_handed_over(request)
+        hold = self._ticket_hold(request, block_ids) if makes_ticket else None
         if hold is None:
-            self._ledger.drop(request_id)
+            self._holds.drop(request_id)
             return None
-        lists = [group.offered(block_ids[group.index], tokens) for group in self._groups]
+        page_lists = [
+            group.producer_pages(block_ids[group.index], tokens) for group in self._groups
+        ]
         logger.debug("request %s: %d tokens in %s are held", request_id, tokens, hold)
         return TicketParams(
             engine=serving.engine,
@@ -135,31 +170,33 @@ class Producer:
             host=serving.host,
             port=serving.port,
             hold=hold,
-            pages=[ids for _, ids in lists],
-            first_index=[first for first, _ in lists],
+            pages=[ids for _, ids in page_lists],
+            first_index=[first for first, _ in page_lists],
             tokens=tokens,
-            digest=digest_of(request, tokens),
+            digest=prompt_digest(request, tokens),
             computed=self._computed,
             sizes=self._sizes,
             key=serving.key,
         ).params(self._secrets, self._ticket_key)
 
-    def _hold(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Hold | None:
+    def _ticket_hold(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Hold | None:
+        """Return the hold under which a request's blocks stay, or ``None`` if it gets none."""
         blocks = frozenset().union(*block_ids) - {HOLE}
-        if not self._ledger.fits(len(blocks)):
+        if not self._holds.fits(len(blocks)):
             self._no_ticket(
                 request,
                 NoTicket.TOO_LARGE,
                 f"it has {len(blocks)} blocks, and {self._max_held} may be held: set a larger "
                 "max_held_fraction, or decode it here",
             )
-        return self._ledger.ticket(RequestId(request.request_id), self._lease, blocks)
+        return self._holds.ticket(RequestId(request.request_id), self._lease, blocks)
 
     def _no_ticket(self, request: Request, reason: NoTicket, why: str) -> None:
-        self._figures.add(NO_TICKETS, reason=reason.value)
-        if reason is NoTicket.ROLE and self._warned_of_role:
-            return  # a router's setting: every request says the same
-        self._warned_of_role = self._warned_of_role or reason is NoTicket.ROLE
+        """Count and log that a request gets no ticket."""
+        self._metrics.add(NO_TICKETS, reason=reason.value)
+        if reason is NoTicket.ROLE and self._logged_role_refusal:
+            return  # The router's setting is wrong: every request would log the same.
+        self._logged_role_refusal = self._logged_role_refusal or reason is NoTicket.ROLE
         logger.warning(
             "request %s: no ticket is made (stage prefill, cause %s): %s",
             on_one_line(request.request_id),
@@ -177,18 +214,20 @@ class Producer:
         )
 
     def _is_handed_over(self, request: Request) -> bool:
-        return self._hands_over and _for_another(request)
+        """Return whether a request is prefilled here for another engine."""
+        return self._hands_over and _asks_for_remote_decode(request)
 
-    def _handed_over(self, request: Request) -> int:
-        """How many tokens a ticket of this request covers; 0 if it gets none.
+    def _ticket_tokens(self, request: Request) -> int:
+        """Return how many tokens a ticket of this request covers, or 0 if it gets none.
 
-        A request that went on after its prompt has states, and windows, that are past it.
+        After a request has generated tokens, its recurrent states and attention windows are those
+        after the generated tokens, and decode could not continue from them.
         """
         if request.status.name not in COMPLETE:
             return 0
         tokens: int = min(request.num_computed_tokens, request.num_prompt_tokens)
         if (
-            self._bounded
+            self._needs_exact_length
             and request.num_computed_tokens != tokens
             and self._is_handed_over(request)
         ):
@@ -199,7 +238,11 @@ class Producer:
                 f"of its prompt of {request.num_prompt_tokens} are gone: prefill with max_tokens 1",
             )
             return 0
-        if self._bounded and self._is_handed_over(request) and self._kept_whole(request):
+        if (
+            self._needs_exact_length
+            and self._is_handed_over(request)
+            and self._was_left_whole(request)
+        ):
             self._no_ticket(
                 request,
                 NoTicket.SCORED,
@@ -210,25 +253,29 @@ class Producer:
             return 0
         return tokens
 
-    def _kept_whole(self, request: Request) -> bool:
-        """Return whether a prompt was left whole that is otherwise shortened."""
+    def _was_left_whole(self, request: Request) -> bool:
+        """Return whether a prompt was not truncated although it is long enough."""
         scored: bool = request.skip_reading_prefix_cache
         return scored and request.num_prompt_tokens > self._backoff
 
-    def sent(self, request_ids: Sequence[str]) -> None:
-        """All workers have reported the requests sent."""
+    def sends_finished(self, request_ids: Sequence[str]) -> None:
+        """End the holds of requests that all workers have reported as sent.
+
+        Args:
+            request_ids: vLLM's ids of the requests.
+        """
         for request_id in request_ids:
-            self._ledger.sent(RequestId(request_id))
+            self._holds.sent(RequestId(request_id))
 
     def reset(self) -> None:
-        """Give up what is held: tickets become stale, pages come back."""
-        self._ledger.reset()
+        """Give up every hold: tickets become stale and vLLM gets the blocks back."""
+        self._holds.reset()
 
-    def count(self) -> None:
-        """Tell the figures what is held now, and what was given up since the last call."""
-        self._figures.set(HELD, self._ledger.held_pages)
-        for request_id in self._ledger.take_evicted():
-            self._figures.add(EVICTED)
+    def update_metrics(self) -> None:
+        """Record how many blocks are held now, and which holds were evicted since the last call."""
+        self._metrics.set(HELD, self._holds.held_pages)
+        for request_id in self._holds.take_evicted():
+            self._metrics.add(EVICTED)
             logger.warning(
                 "request %s: its ticket was given up before it was used (stage held, cause "
                 "evicted): more than %s blocks were held for other engines; decode requests "
@@ -238,58 +285,83 @@ class Producer:
             )
 
     def drain(self) -> HoldOrders:
-        """What the workers must hear in this step."""
-        return self._ledger.drain()
+        """Return the orders for the workers of this step, each once."""
+        return self._holds.drain()
 
-    # Requests that wait for blocks.
+    # What follows frees held blocks when requests of this engine wait for blocks.
 
-    def published(self, ranks: int) -> None:
-        """So many ranks hold pages for others."""
+    def set_rank_count(self, ranks: int) -> None:
+        """Set how many ranks hold pages for other engines.
+
+        Args:
+            ranks: The number of ranks that published a layout.
+        """
         self._pressure.ranks = ranks
 
-    def looked_at(self, request: Request, computed: int) -> None:
-        """vLLM looks whether it has blocks for a request of which ``computed`` tokens are here.
+    def allocation_attempted(self, request: Request, computed: int) -> None:
+        """Note that vLLM tries to allocate blocks for a request.
 
-        Where ``given_blocks`` does not follow in the same pass, it has none.
+        The attempt failed unless ``blocks_allocated`` follows in the same scheduling pass.
+
+        Args:
+            request: vLLM's request.
+            computed: How many of its tokens are cached here already.
         """
         tokens = request.num_tokens - computed
-        self._wanted[request.request_id] = sum(
+        self._blocks_needed[request.request_id] = sum(
             1 if group.is_state else -(-tokens // group.tokens) for group in self._groups
         )
 
-    def given_blocks(self, request: Request) -> None:
-        """It had."""
-        self._wanted.pop(request.request_id, None)
+    def blocks_allocated(self, request: Request) -> None:
+        """Note that vLLM allocated blocks for a request.
 
-    def running_waits(self) -> bool:
-        """vLLM lacks a block for a running request; whether some will come back soon."""
-        self._running_waits = True
-        return self._ledger.ending
+        Args:
+            request: vLLM's request.
+        """
+        self._blocks_needed.pop(request.request_id, None)
 
-    def relieve(self) -> bool:
-        """At the end of a scheduling pass: give up holds whose consumer is gone, if that helps.
+    def has_pending_block_frees(self) -> bool:
+        """Note that a running request lacks a block.
 
         Returns:
-            Whether the ranks are to say, in the coming step, of which holds they hear nothing.
+            Whether held blocks will be free soon, so that vLLM need not preempt a request.
         """
-        waits, wanted = bool(self._wanted) or self._running_waits, sum(self._wanted.values())
-        self._wanted.clear()
-        self._running_waits = False
-        silent = self._pressure.take_silent()
-        if not waits:
-            return False
-        self._give_up(self._ledger.give_up(silent, self._pressure.enough(wanted)))
-        return self._pressure.ask(self._clock(), held=self._ledger.ticketed)
+        self._running_request_waits = True
+        return self._holds.ending
 
-    def heard_silence(self, reports: Mapping[int, Sequence[Silence]]) -> None:
-        """What the ranks say that were asked."""
+    def relieve_block_pressure(self) -> bool:
+        """Give up holds whose consumer is gone, if requests wait for blocks.
+
+        Call it once, at the end of each scheduling pass.
+
+        Returns:
+            Whether the ranks are to report, in the coming step, the holds whose consumers give no
+            sign of life.
+        """
+        request_waits = bool(self._blocks_needed) or self._running_request_waits
+        needed = sum(self._blocks_needed.values())
+        self._blocks_needed.clear()
+        self._running_request_waits = False
+        silent = self._pressure.take_silent()
+        if not request_waits:
+            return False
+        self._give_up(self._holds.give_up(silent, self._pressure.enough(needed)))
+        return self._pressure.ask(self._clock(), held=self._holds.ticketed)
+
+    def silence_reported(self, reports: Mapping[int, Sequence[Silence]]) -> None:
+        """Take the ranks' reports of silent consumers.
+
+        Args:
+            reports: Per rank, the holds whose consumers give no sign of life.
+        """
         if reports:
             self._pressure.answered(reports)
 
     def _give_up(self, holds: Sequence[Silence]) -> None:
+        """Count and log holds that were given up for want of blocks."""
         if not holds:
             return
-        self._figures.add(ORPHANED, len(holds))
+        self._metrics.add(ORPHANED, len(holds))
         engines = sorted({engine for each in holds for engine in each.engines})
         logger.warning(
             "the pages of %d requests were given back before anybody read them, since other "
@@ -297,21 +369,26 @@ class Producer:
             "for %.1f to %.1f s; restart decode, or if it lives, look whether it reaches this "
             "engine, and hand it its tickets sooner",
             len(holds),
-            _claims(holds, engines),
+            _describe_claims(holds, engines),
             min(each.age for each in holds),
             max(each.age for each in holds),
         )
 
 
-def _claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
-    """Who wanted the pages, for the log."""
+def _describe_claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
+    """Return which engines had claimed the holds, for the log."""
     unclaimed = sum(not each.engines for each in holds)
-    named = ", ".join(on_one_line(engine, 64) for engine in engines[:MAX_NAMED])
-    more = f" and {len(engines) - MAX_NAMED} more" if len(engines) > MAX_NAMED else ""
-    claimed = f"{len(holds) - unclaimed} were claimed by engine {named}{more}"
+    names = ", ".join(on_one_line(engine, 64) for engine in engines[:MAX_ENGINES_LOGGED])
+    more = (
+        f" and {len(engines) - MAX_ENGINES_LOGGED} more"
+        if len(engines) > MAX_ENGINES_LOGGED
+        else ""
+    )
+    claimed = f"{len(holds) - unclaimed} were claimed by engine {names}{more}"
     nobody = f"nobody had come for {unclaimed}"
     return ", ".join(([claimed] if engines else []) + ([nobody] if unclaimed else []))
 
 
-def _for_another(request: Request) -> bool:
+def _asks_for_remote_decode(request: Request) -> bool:
+    """Return whether a request's params say that another engine decodes it."""
     return bool((request.kv_transfer_params or {}).get("do_remote_decode"))

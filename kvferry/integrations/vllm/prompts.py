@@ -1,4 +1,4 @@
-"""A prompt as two engines see it: which one it is, and how much of it is handed over."""
+"""A request's prompt: its digest, and how many of its tokens one engine computes for another."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.core.lifecycle.digest import DIGEST_BYTES, digest
-from kvferry.integrations.vllm.groups import CacheGroup
+from kvferry.integrations.vllm.cache_groups import CacheGroup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 
-def digest_of(request: Request, tokens: int) -> bytes:
-    """What the pages of a request's first ``tokens`` prompt tokens depend on.
+def prompt_digest(request: Request, tokens: int) -> bytes:
+    """Return a digest of everything that the pages of a prompt's first tokens depend on.
 
-    Not vLLM's block hashes: they depend on settings of the process.
+    vLLM's block hashes do not serve, since they depend on settings of the process.
+
+    Args:
+        request: vLLM's request.
+        tokens: How many of the prompt's tokens the pages cover.
+
+    Returns:
+        ``DIGEST_BYTES`` bytes, equal on two engines where token ids, LoRA adapter, media, cache
+        salt and embeddings are equal.
     """
     lora = request.lora_request.lora_name if request.lora_request else None
     media = [
@@ -25,13 +33,15 @@ def digest_of(request: Request, tokens: int) -> bytes:
         for feature in request.mm_features
         if feature.mm_position.offset < tokens
     ]
-    # A client's salt may be text that is not encodable.
+    # The salt is a client's text and may hold lone surrogates.
     salt = request.cache_salt and request.cache_salt.encode("utf-8", "surrogatepass")
     ids = (request.prompt_token_ids or [])[:tokens]
-    return digest(ids, lora, media, salt, _embeddings(request, tokens), *_mask(request, tokens))
+    return digest(
+        ids, lora, media, salt, _embeddings(request, tokens), *_token_id_mask(request, tokens)
+    )
 
 
-def _mask(request: Request, tokens: int) -> tuple[bytes, ...]:
+def _token_id_mask(request: Request, tokens: int) -> tuple[bytes, ...]:
     """Return which of a prompt's first positions are token ids and which are embeddings.
 
     Empty where vLLM gives no such mask, so that every other prompt keeps its digest. A mask that is
@@ -43,7 +53,7 @@ def _mask(request: Request, tokens: int) -> tuple[bytes, ...]:
 
 
 def _embeddings(request: Request, tokens: int) -> bytes | None:
-    """What stands for a prompt's first embeddings; ``None`` if it is of token ids alone."""
+    """Return a digest of a prompt's first embeddings, or ``None`` if it has token ids only."""
     if request.prompt_embeds is None:
         return None
     import torch
@@ -54,20 +64,29 @@ def _embeddings(request: Request, tokens: int) -> bytes | None:
     return state.digest()
 
 
-def backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> int:
-    """How many tokens at a prompt's end the producer leaves to the consumer.
+def prefill_backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> int:
+    """Return how many tokens at a prompt's end the producer leaves to the consumer.
 
-    The consumer computes at least the last token. A state cannot go back, so it must be the one
-    before that token; pages of a window that has moved past it are gone; and a multi-token
-    predictor's whole lookahead must stay with whoever verifies what it drafted (as in vLLM's
-    ``nixl/base_scheduler.py``, ``_prefill_backoff``).
+    The consumer always computes the last token itself. A recurrent state cannot be rewound, so the
+    one that is handed over must end before that token; likewise the pages of a window that has
+    moved past it are gone. A multi-token predictor's whole lookahead must stay with the engine that
+    verifies its drafts (as in ``_prefill_backoff`` of vLLM's ``nixl/base_scheduler.py``).
+
+    Args:
+        vllm_config: The engine's configuration.
+        groups: Its cache groups that are transferred.
     """
     lookahead: int = vllm_config.num_prefill_lookahead_tokens
-    return max(int(any(group.bounded for group in groups)), lookahead - 1)
+    return max(int(any(group.needs_exact_length for group in groups)), lookahead - 1)
 
 
-def shorten(request: Request, tail: int) -> None:
-    """Take the last ``tail`` tokens off a prompt, and ask for one token after the rest."""
+def truncate_prompt(request: Request, tail: int) -> None:
+    """Remove a prompt's last tokens, and let the request generate one token after the rest.
+
+    Args:
+        request: vLLM's request, changed in place.
+        tail: How many tokens to remove.
+    """
     for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
         if (rows := getattr(request, name)) is not None:
             setattr(request, name, rows[:-tail])
@@ -76,12 +95,13 @@ def shorten(request: Request, tail: int) -> None:
     request.max_tokens = 1
 
 
-def handed_over(request: Request, tail: int) -> int:
-    """How many of a prompt's tokens a producer computes for another engine.
+def handed_over_tokens(request: Request, tail: int) -> int:
+    """Return how many of a prompt's tokens a producer computes for another engine.
 
     Args:
-        request: the request, its prompt not shortened.
-        tail: the ``backoff``; a prompt that is not longer is handed over whole.
+        request: vLLM's request, its prompt not truncated.
+        tail: The producer's ``prefill_backoff``; a prompt that is not longer than that is handed
+            over whole.
     """
     tokens: int = request.num_prompt_tokens
     return tokens - tail if tokens > tail else tokens

@@ -1,4 +1,4 @@
-"""Where a worker stands in its engine, and what all of the engine's workers agree on at start."""
+"""A worker's position among the parallel ranks of its engine, and the engine's incarnation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.messages import Coordinates
-from kvferry.integrations.vllm.caches.pages import TensorPlace
+from kvferry.integrations.vllm.caches.pages import ShardPosition
 from kvferry.integrations.vllm.ticket_params import ParallelSizes
 
 if TYPE_CHECKING:
@@ -16,25 +16,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
-    """One worker's.
+    """The position of one worker.
 
     Attributes:
-        place: its part of what the ranks share out.
-        coordinates: for others to see.
-        rank: its index among the ranks that publish a layout; ascending with vLLM's order of
-            their handshakes: by pipeline rank, then by tensor rank.
-        replica: the rank holds nothing that another one does not publish already: it is one of
-            several prefill context ranks that all store all tokens.
+        shard: Which part of its layers' caches it stores.
+        coordinates: Its rank in each kind of parallelism, as published in the handshake.
+        rank: Its index among the ranks that publish a layout. Ascends in the order in which vLLM
+            lists handshakes: by pipeline rank, then by tensor rank.
+        replica: Whether another rank publishes all that it stores. That is so if several prefill
+            context-parallel ranks store all tokens.
     """
 
-    place: TensorPlace
+    shard: ShardPosition
     coordinates: Coordinates
     rank: int
     replica: bool
 
 
-def seat_of(vllm_config: VllmConfig) -> RankPosition:
-    """Where this process stands, by vLLM's groups of processes."""
+def current_rank_position(vllm_config: VllmConfig) -> RankPosition:
+    """Return this process's position, from vLLM's process groups.
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
     from vllm.distributed import parallel_state as groups
 
     parallel = vllm_config.parallel_config
@@ -46,10 +50,11 @@ def seat_of(vllm_config: VllmConfig) -> RankPosition:
     pcp = groups.get_pcp_group().rank_in_group if pcp_size > 1 else 0
     dcp = groups.get_dcp_group().rank_in_group if dcp_size > 1 else 0
     tp_size = parallel.tensor_parallel_size
-    # Only together do the two deal tokens out among the prefill context ranks.
-    dealt = pcp_size if dcp_size > 1 else 1
+    # Prefill context ranks share the tokens only if decode context parallelism is on too.
+    # Otherwise each of them stores all tokens.
+    token_ranks = pcp_size if dcp_size > 1 else 1
     return RankPosition(
-        place=TensorPlace(
+        shard=ShardPosition(
             tp=tp,
             tp_size=tp_size,
             dcp=dcp,
@@ -57,15 +62,16 @@ def seat_of(vllm_config: VllmConfig) -> RankPosition:
             interleave=parallel.cp_kv_cache_interleave_size,
         ),
         coordinates=Coordinates(pp=pp, tp=tp, pcp=pcp, dcp=dcp),
-        rank=(pp * dealt + pcp % dealt) * tp_size + tp,
-        replica=dealt == 1 and pcp > 0,
+        rank=(pp * token_ranks + pcp % token_ranks) * tp_size + tp,
+        replica=token_ranks == 1 and pcp > 0,
     )
 
 
 def shared_incarnation() -> Incarnation:
-    """One random number for all ranks of this start: what the first of them drew.
+    """Return the random number that tells this start of the engine from others.
 
-    Every worker of the engine must call it, once and at the same point of its start.
+    The first rank draws it and broadcasts it. Every worker of the engine must call this, once and
+    at the same point of its start.
     """
     from vllm.distributed import parallel_state as groups
 
@@ -78,8 +84,12 @@ def shared_incarnation() -> Incarnation:
     return incarnation
 
 
-def sizes_of(parallel: ParallelConfig) -> ParallelSizes:
-    """What a ticket says of an engine's parallelism."""
+def parallel_sizes(parallel: ParallelConfig) -> ParallelSizes:
+    """Return an engine's parallel sizes, for its tickets.
+
+    Args:
+        parallel: The engine's parallel configuration.
+    """
     return ParallelSizes(
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,

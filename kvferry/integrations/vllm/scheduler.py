@@ -1,4 +1,8 @@
-"""The scheduler half: what an engine's scheduler tells its workers about requests."""
+"""The scheduler half of the connector: follows requests, and builds the messages for the workers.
+
+``FerryScheduler`` joins the two roles that an engine may have: ``Producer`` (prefills for other
+engines) and ``Consumer`` (decodes what others prefilled). It also owns the side channel.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import TicketKey
 from kvferry.integrations.vllm import config as configuration
-from kvferry.integrations.vllm import security as admission
+from kvferry.integrations.vllm.cache_groups import cache_groups
 from kvferry.integrations.vllm.consumer import Consumer
-from kvferry.integrations.vllm.groups import cache_groups
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
 from kvferry.integrations.vllm.producer import Producer
-from kvferry.integrations.vllm.prompts import backoff
-from kvferry.integrations.vllm.rank_position import sizes_of
+from kvferry.integrations.vllm.prompts import prefill_backoff
+from kvferry.integrations.vllm.rank_position import parallel_sizes
+from kvferry.integrations.vllm.security import read_security_settings, warn_of_open_access
 from kvferry.integrations.vllm.side_channel import EngineSideChannel, serve
 
 if TYPE_CHECKING:
@@ -32,76 +36,86 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNWELL_SECONDS = 60.0
-"""For how long an engine that is not well steps on without requests, from when its problems last
-changed. Some never end, and vLLM neither shuts down nor sleeps while it has to step."""
+PROBLEM_STEPS_SECONDS = 60.0
+"""For how long an engine with problems keeps stepping without requests, after the last change.
+
+Workers report only in steps, so without steps a problem that has ended would stay reported. Some
+problems never end, and vLLM neither shuts down nor sleeps while the connector makes it step.
+"""
 
 
 class FerryScheduler:
-    """Both roles of an engine's scheduler half, which vLLM's hooks reach together.
+    """Follow an engine's requests as producer and as consumer, and serve its side channel.
 
-    A request that is prefilled for another engine and one that was prefilled by another are told
-    apart by their params, not by the engine's role; an engine can be both.
+    Whether a request is prefilled for another engine or was prefilled by one is decided by its
+    params, not by the engine's ``kv_role``: one engine can do both.
+
+    Args:
+        vllm_config: The engine's configuration.
+        kv_cache_config: The engine's cache groups.
 
     Raises:
-        ConfigError: the configuration is refused.
-        SecretError: the library that signs tickets cannot do so here.
+        ConfigError: The configuration is refused.
+        SecretError: The library that signs tickets does not work on this machine.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        self._config = configuration.of_engine(vllm_config)
-        self._admission = admission.admission_of(self._config)
+        self._config = configuration.engine_config(vllm_config)
+        self._security = read_security_settings(self._config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        self._ticket_key = TicketKey()  # one for as long as the incarnation
+        self._ticket_key = TicketKey()  # one per incarnation
         groups = cache_groups(kv_cache_config, parallel.decode_context_parallel_size)
-        tail = backoff(vllm_config, groups)
-        self._figures = Metrics(driver=self._config.driver)
+        backoff = prefill_backoff(vllm_config, groups)
+        self._metrics = Metrics(driver=self._config.driver)
         self._producer = Producer(
             groups,
-            figures=self._figures,
+            metrics=self._metrics,
             slots=kv_cache_config.num_blocks,
             lease=self._config.kv_lease_duration,
-            backoff=tail,
+            backoff=backoff,
             computed=vllm_config.speculative_config is None,
-            sizes=sizes_of(parallel),
+            sizes=parallel_sizes(parallel),
             max_held=int(self._config.max_held_fraction * kv_cache_config.num_blocks),
-            secrets=self._admission.secrets,
+            secrets=self._security.secrets,
             hands_over=transfer.is_kv_producer,
             ticket_key=self._ticket_key,
         )
         self._consumer = Consumer(
             groups,
-            figures=self._figures,
+            metrics=self._metrics,
             engine=transfer.engine_id,
             may_load=transfer.is_kv_consumer,
             verify_prompt=self._config.verify_prompt,
-            backoff=tail,
-            admission=self._admission,
+            backoff=backoff,
+            security=self._security,
         )
         self._serving = EngineSideChannel(
             engine=transfer.engine_id,
             incarnation=random_incarnation(),
             host=self._config.side_channel_host,
-            key=self._admission.access.public,
+            key=self._security.access.public,
         )
-        admission.warn(self._admission, self._config.side_channel_host)
+        warn_of_open_access(self._security, self._config.side_channel_host)
         self._server: HandshakeServer | None = None
         self._problems: dict[int, tuple[str, ...]] = {}
         self._problems_changed = 0.0
-        self._untold_ranks: tuple[bytes, ...] = ()
+        self._unsent_ranks: tuple[bytes, ...] = ()
 
     def serve(self, metadata: Mapping[tuple[int, int], object]) -> None:
-        """Open the side channel.
+        """Open the side channel, on which other engines fetch what the ranks published.
 
         Args:
-            metadata: what the ranks published, by (pipeline rank, tensor rank). Under
-                MultiConnector all children get the first child's; what is not ours is ignored.
+            metadata: What the ranks published, by (pipeline rank, tensor rank). Under
+                MultiConnector every child gets the first child's metadata; that of other
+                connectors is ignored.
 
         Raises:
-            HandshakeError: the address cannot be bound; names the setting to change.
+            HandshakeError: The address cannot be bound; names the setting to change.
         """
-        ours = [value for _, value in sorted(metadata.items()) if isinstance(value, RankHandshake)]
-        if not ours:
+        handshakes = [
+            value for _, value in sorted(metadata.items()) if isinstance(value, RankHandshake)
+        ]
+        if not handshakes:
             logger.warning(
                 "no rank of this engine published anything, so no engine can read from it, nor it "
                 "from others; under MultiConnector, KVFerryConnector must come before any other "
@@ -109,98 +123,133 @@ class FerryScheduler:
             )
             return
         self._close_server()
-        self._untold_ranks = tuple(handshake.payload for handshake in ours)
-        self._producer.published(len(ours))
+        self._unsent_ranks = tuple(handshake.payload for handshake in handshakes)
+        self._producer.set_rank_count(len(handshakes))
         self._serving, self._server = serve(
-            self._untold_ranks,
+            self._unsent_ranks,
             self._config,
-            self._admission.access,
-            self._what_is_wrong,
+            self._security.access,
+            self._current_problems,
             ticket_key=self._ticket_key.public,
         )
 
     def on_new_request(self, request: Request) -> None:
-        """vLLM's hook of the same name."""
+        """Check a new request's ticket, or truncate its prompt.
+
+        Args:
+            request: vLLM's request.
+        """
         self._producer.on_new_request(request)
         self._consumer.on_new_request(request)
 
-    def matched(self, request: Request, computed: int) -> tuple[int, bool]:
-        """How many tokens beyond ``computed`` will be loaded, and whether asynchronously."""
-        self._producer.looked_at(request, computed)
-        tokens = self._consumer.matched(request, computed)
+    def num_matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
+        """Return how many tokens of a request will be loaded, and whether asynchronously.
+
+        Args:
+            request: vLLM's request.
+            computed: How many of its tokens are cached here already.
+        """
+        self._producer.allocation_attempted(request, computed)
+        tokens = self._consumer.num_matched_tokens(request, computed)
         return tokens, tokens > 0
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """A request has blocks; ``external`` of its tokens are to be loaded."""
-        self._producer.given_blocks(request)
-        self._producer.take_on(request)
-        self._consumer.allocated(request, blocks, external)
+    def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Follow up on the allocation of a request's blocks.
 
-    def finished(
+        Args:
+            request: vLLM's request.
+            blocks: Its blocks.
+            external: How many of its tokens are to be loaded into them.
+        """
+        self._producer.blocks_allocated(request)
+        self._producer.take_on(request)
+        self._consumer.blocks_allocated(request, blocks, external)
+
+    def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended: whether its blocks stay pinned, and its ticket's params."""
-        self._consumer.finished(request)
-        params = self._producer.finished(request, block_ids, self._serving)
+        """Return whether a finished request's blocks are held, and its ticket.
+
+        Args:
+            request: vLLM's request.
+            block_ids: Its blocks, one list per cache group.
+
+        Returns:
+            Whether vLLM must keep the blocks until the request is reported as sent, and the
+            ``kv_transfer_params`` for the decoding engine, or ``None``.
+        """
+        self._consumer.request_finished(request)
+        params = self._producer.request_finished(request, block_ids, self._serving)
         return params is not None, params
 
-    def step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """What the workers must hear in this step."""
-        ranks, self._untold_ranks = self._untold_ranks, ()
-        arrivals = self._consumer.drain()
-        asks_silent = self._producer.relieve()
+    def build_step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """Return the messages for the workers of this step.
+
+        Args:
+            scheduler_output: vLLM's plan of the step.
+        """
+        ranks, self._unsent_ranks = self._unsent_ranks, ()
+        loads = self._consumer.drain()
+        asks_silent = self._producer.relieve_block_pressure()
         return StepMetadata(
             ranks=ranks,
             ticket_key=self._ticket_key.public if ranks else b"",
             orders=self._producer.drain(),
-            prepare=arrivals.prepare,
-            loads=arrivals.loads,
-            refused=arrivals.refused,
-            aborted=arrivals.aborted,
+            prepare=loads.prepare,
+            loads=loads.loads,
+            refused=loads.refused,
+            aborted=loads.aborted,
             asks_silent=asks_silent,
             idle=scheduler_output.total_num_scheduled_tokens == 0,
         )
 
-    def heard(self, output: KVConnectorOutput) -> None:
-        """What all workers have reported."""
-        self._producer.sent(output.finished_sending or ())
+    def worker_output(self, output: KVConnectorOutput) -> None:
+        """Take what all workers have reported in a step.
+
+        Args:
+            output: vLLM's sum of the workers' reports.
+        """
+        self._producer.sends_finished(output.finished_sending or ())
         report = output.kv_connector_worker_meta
         if isinstance(report, RankReport):
-            self._producer.heard_silence(report.silent)
+            self._producer.silence_reported(report.silent)
             if report.problems:
                 self._problems = {**self._problems, **report.problems}
                 self._problems_changed = time.monotonic()
-        self._consumer.received(output.finished_recving or (), output.failed_recving or ())
+        self._consumer.loads_finished(output.finished_recving or (), output.failed_recving or ())
 
     def take_stats(self) -> FerryStats | None:
-        """What became of tickets since the last call: loads of all ranks together are one."""
-        self._producer.count()
-        figures = self._figures.take()
-        return FerryStats(data=figures) if figures else None
+        """Return the metrics of requests since the last call, or ``None`` if there are none."""
+        self._producer.update_metrics()
+        data = self._metrics.take()
+        return FerryStats(data=data) if data else None
 
-    def running_waits(self) -> bool:
-        """vLLM lacks a block for a running request; whether held ones will come back soon."""
-        return self._producer.running_waits()
+    def has_pending_block_frees(self) -> bool:
+        """Return whether held blocks will be free soon, for a running request that lacks one."""
+        return self._producer.has_pending_block_frees()
 
     @property
     def pending(self) -> bool:
-        """Whether the engine must step although it may have nothing to run: its workers must hear
-        something, or one fell ill not long ago, and can only say in a step that it is well."""
-        unwell = any(self._problems.values())
-        lately = time.monotonic() < self._problems_changed + UNWELL_SECONDS
-        return self._consumer.pending or (unwell and lately)
+        """Whether the engine must step although it may have nothing to run.
+
+        Messages wait for the workers, or a worker reported a problem not long ago and can report
+        only in a step that it has ended.
+        """
+        has_problems = any(self._problems.values())
+        changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
+        return self._consumer.pending or (has_problems and changed_lately)
 
     def reset(self) -> None:
-        """Give up the holds, so that vLLM's next try to reset its cache succeeds."""
+        """Give up every hold, so that vLLM's next attempt to reset its prefix cache succeeds."""
         self._producer.reset()
 
-    def _what_is_wrong(self) -> list[str]:
-        """On the side channel's thread."""
+    def _current_problems(self) -> list[str]:
+        """Return the ranks' problems, as text. The side channel's thread calls this."""
         problems = sorted(self._problems.items())
         return [f"rank {rank}: {problem}" for rank, each in problems for problem in each]
 
     def close(self) -> None:
-        """Close the side channel; twice is fine."""
+        """Close the side channel. Calling it again has no effect."""
         self._close_server()
 
     def _close_server(self) -> None:

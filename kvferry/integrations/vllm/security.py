@@ -1,4 +1,4 @@
-"""Who may, as the configuration has it: keys and secrets read, and what is open said at start."""
+"""Access control: read the configured keys and secrets, and warn at start of what is open."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecuritySettings:
-    """Who may what.
+    """What an engine accepts, and with what it proves itself.
 
     Attributes:
-        access: who is admitted to the side channel, and to whom this engine connects.
-        secrets: sign and check tickets; ``None`` where they are not signed.
-        exposed: which secrets others may know, and what to do.
+        access: Who is admitted to the side channel, and to whom this engine connects.
+        secrets: Sign and check tickets; ``None`` if tickets are not signed.
+        exposed: A warning for each secret that other users of this host can read.
     """
 
     access: Access = NEARBY
@@ -39,21 +39,27 @@ class SecuritySettings:
     exposed: tuple[str, ...] = ()
 
 
-def admission_of(config: Config, environment: Mapping[str, str] = os.environ) -> SecuritySettings:
+def read_security_settings(
+    config: Config, environment: Mapping[str, str] = os.environ
+) -> SecuritySettings:
     """Read the keys and secrets that the configuration names.
 
-    Raises:
-        ConfigError: one cannot be read or is none, or what belongs together is not there; never
-            shows a secret.
-    """
-    read: list[Secret] = []
+    Args:
+        config: Names files and environment variables.
+        environment: The environment variables.
 
-    def secret_of(place: str) -> Secret:
-        read.append(read_secret(place, environment))
-        return read[-1]
+    Raises:
+        ConfigError: A key or secret cannot be read or is malformed, or one of two settings that
+            belong together is missing. The message never shows a secret.
+    """
+    secrets_read: list[Secret] = []
+
+    def secret_of(source: str) -> Secret:
+        secrets_read.append(read_secret(source, environment))
+        return secrets_read[-1]
 
     try:
-        tickets = [secret_of(place).text for place in config.ticket_secrets]
+        tickets = [secret_of(source).text for source in config.ticket_secrets]
         own = secret_of(config.curve_secret_key) if config.curve_secret_key else None
         access = Access(
             own=KeyPair.of(own.text, own.place) if own else None,
@@ -63,28 +69,28 @@ def admission_of(config: Config, environment: Mapping[str, str] = os.environ) ->
         secrets = TicketSecrets.of(tickets) if tickets else None
     except SecretError as exc:
         raise ConfigError(f"kv_connector_extra_config: {exc}") from exc
-    exposed = tuple(secret.exposed for secret in read if secret.exposed)
+    exposed = tuple(secret.exposed for secret in secrets_read if secret.exposed)
     return SecuritySettings(access=access, secrets=secrets, exposed=exposed)
 
 
-def warn(admission: SecuritySettings, host: str) -> None:
-    """Say at start what is open.
+def warn_of_open_access(security: SecuritySettings, host: str) -> None:
+    """Log at start what others can read or do.
 
     Args:
-        admission: of this engine.
-        host: where its side channel listens. What listens on the loopback address only is taken
-            to be among friends.
+        security: This engine's settings.
+        host: Where its side channel listens. On a loopback address only secrets that other users
+            can read are warned of.
     """
-    for text in admission.exposed:
+    for text in security.exposed:
         logger.warning("%s", text)
-    if _is_private(host):
+    if _is_loopback_host(host):
         return
-    for text in _open(admission, host):
+    for text in _warnings(security, host):
         logger.warning("%s", text)
 
 
 def _networks(config: Config) -> Networks | None:
-    """Return where peers may be; ``None`` for anywhere."""
+    """Return the networks in which peers are accepted, or ``None`` for any."""
     if isinstance(config.allowed_peers, str):
         return None
     if config.allowed_peers is None:
@@ -92,45 +98,47 @@ def _networks(config: Config) -> Networks | None:
     return Networks.of(config.allowed_peers)
 
 
-def _is_private(host: str) -> bool:
+def _is_loopback_host(host: str) -> bool:
+    """Return whether a host resolves to loopback addresses only."""
     try:
         return all(map(is_loopback, numeric_hosts(host, 0)))
     except HandshakeError:
         return False
 
 
-def _open(admission: SecuritySettings, host: str) -> Iterator[str]:
-    if admission.access.own is None:
+def _warnings(security: SecuritySettings, host: str) -> Iterator[str]:
+    """Yield a warning for everything that is open, each with the setting that closes it."""
+    if security.access.own is None:
         yield (
             f"the side channel at {host} is open: whoever reaches it learns where this engine's "
             "KV cache is and how to read it, and nothing there is encrypted. Set curve_secret_key "
             "and curve_peers ('kvferry keygen' makes keys), or let only your engines reach it"
         )
-    if admission.secrets is None:
+    if security.secrets is None:
         yield (
             "tickets are not signed: those that were altered are refused, but a client that may "
             "send kv_transfer_params can name an engine of its own, whose pages are decoded. Set "
             "ticket_secrets, or let only your router send them"
         )
-        if admission.access.networks is None:
+        if security.access.networks is None:
             yield (
                 "a ticket may name any address, and this engine connects to it: allowed_peers is "
                 "'anywhere'. List networks there, or set ticket_secrets"
             )
-    if _is_far(admission.access, host):
+    if _excludes_its_own_network(security.access, host):
         yield (
             f"the side channel at {host} has a public address, and engines of other hosts with "
             "such addresses are neither served nor asked. Set allowed_peers to their networks"
         )
 
 
-def _is_far(access: Access, host: str) -> bool:
-    """Return whether engines like this one are not admitted, and nobody has said so."""
+def _excludes_its_own_network(access: Access, host: str) -> bool:
+    """Return whether the default networks exclude engines with addresses like this host's."""
     networks = access.networks
     if networks is None or not networks.this_host:
         return False
-    others = Networks(networks.networks)
+    listed = Networks(networks.networks)
     try:
-        return not any(numeric in others for numeric in numeric_hosts(host, 0))
+        return not any(numeric in listed for numeric in numeric_hosts(host, 0))
     except HandshakeError:
         return False

@@ -1,4 +1,4 @@
-"""An engine's side channel, and how it is known to others."""
+"""The engine's side channel: where other engines fetch its layouts and check its health."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSideChannel:
-    """What a ticket says about its engine, and what the engine's own workers must know of it.
+    """An engine and the address of its side channel, as tickets name them.
 
     Attributes:
-        engine: its id.
-        incarnation: of this start of it.
-        host, port: where its side channel listens; port 0 while there is none.
-        key: the public key of the side channel; empty if that is not encrypted.
+        engine: The engine's id.
+        incarnation: The random number of this start of the engine.
+        host: Where the side channel listens.
+        port: Its TCP port; 0 before it is open.
+        key: The public key of the side channel; empty if it is not encrypted.
     """
 
     engine: str
@@ -39,20 +40,20 @@ def serve(
     *,
     ticket_key: bytes = b"",
 ) -> tuple[EngineSideChannel, HandshakeServer]:
-    """Serve what this engine's ranks publish.
+    """Open the side channel and serve what this engine's ranks publish.
 
     Args:
-        ranks: the encoded payloads of all of them, in rank order.
-        config: says where.
-        access: says to whom.
-        problems: says what is wrong with the engine, from any thread.
-        ticket_key: the public key that proves its tickets.
+        ranks: The encoded payloads of all ranks, in rank order.
+        config: Host and port to listen on.
+        access: Which peers are admitted.
+        problems: Returns the engine's current problems; called from the server's thread.
+        ticket_key: The public key that proves this engine's tickets.
 
     Returns:
-        What to tell others, and the server, which the caller closes.
+        The address for tickets, and the server, which the caller closes.
 
     Raises:
-        HandshakeError: the address cannot be bound; names the setting to change.
+        HandshakeError: The address cannot be bound; names the setting to change.
     """
     info = engine_info(ranks)
     server = HandshakeServer(
@@ -77,6 +78,7 @@ def serve(
 
 
 def _summary(info: EngineInfo, server: HandshakeServer) -> str:
+    """Return driver, memory, layout and address, for the log."""
     first = info.ranks[0]
     layout = first.layout
     kinds = sorted({region.kind for region in layout.regions})

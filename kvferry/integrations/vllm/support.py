@@ -1,11 +1,11 @@
-"""What of vLLM cannot work with this connector, or is not proven to: refused by name, at start."""
+"""Refuse at start, by name, what of vLLM cannot work with this connector or was not tested."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from kvferry.integrations.vllm.caches.cache_kinds import refusals
+from kvferry.integrations.vllm.caches.cache_specs import refusals
 from kvferry.integrations.vllm.config import ConfigError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-HAND_OVER = frozenset(
+TICKET_CONNECTORS = frozenset(
     {
         "KVFerryConnector",
         "MooncakeConnector",
@@ -23,52 +23,63 @@ HAND_OVER = frozenset(
         "NixlPushConnector",
     }
 )
-"""The connectors that make tickets with NixlConnector's keys."""
+"""The connectors whose tickets use NixlConnector's keys; only one of them may run at a time."""
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
-    """Refuse an engine for what its configuration alone says.
+    """Refuse an engine because of its configuration.
 
-    What vLLM refuses by itself with any connector is not repeated here (``use_replayssm``,
-    allocators that move memory, ``prefix_match_unit`` with one group, ...).
+    What vLLM itself refuses with any connector is not repeated here (``use_replayssm``, allocators
+    that move memory, ``prefix_match_unit`` with one group, ...).
+
+    Args:
+        vllm_config: The engine's configuration.
 
     Raises:
-        ConfigError: names everything that stands in the way, and what to do.
+        ConfigError: Names every setting that is in the way, and the remedy.
     """
-    _refuse("KVFerryConnector cannot work with", _impossible(vllm_config))
+    _refuse("KVFerryConnector cannot work with", _unsupported(vllm_config))
     _refuse(
         "not yet proven to work with KVFerryConnector, and therefore refused:",
-        _unproven(vllm_config),
+        _untested(vllm_config),
     )
 
 
 def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
-    """Refuse what stands around this connector under vLLM's MultiConnector.
+    """Refuse connectors that cannot run beside this one under vLLM's MultiConnector.
 
     Args:
-        own: what configures this connector.
-        engine: what the engine was started with; the same where there is no MultiConnector.
+        own: The configuration of this connector.
+        engine: The configuration with which the engine was started; the same as ``own`` without
+            MultiConnector.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: Names the setting and the remedy.
     """
-    _refuse("KVFerryConnector cannot work with", _impossible_siblings(own, engine))
+    _refuse("KVFerryConnector cannot work with", _unsupported_siblings(own, engine))
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse an engine for the kinds of its caches.
+    """Refuse an engine because of the kinds of its caches.
+
+    Args:
+        kv_cache_config: The engine's cache groups.
 
     Raises:
-        ConfigError: names the kinds.
+        ConfigError: Names the layers and kinds that are refused.
     """
-    _refuse("KVFerryConnector cannot work with", _impossible_groups(kv_cache_config))
+    _refuse("KVFerryConnector cannot work with", _unsupported_groups(kv_cache_config))
 
 
 def check_buffer_device(configured: str, actual: str) -> None:
-    """Refuse staging through another memory than the cache's.
+    """Refuse to stage transfers through memory of another kind than the cache's.
+
+    Args:
+        configured: ``kv_buffer_device``.
+        actual: The type of the device on which the caches are.
 
     Raises:
-        ConfigError: names both.
+        ConfigError: The two differ.
     """
     if configured != actual:
         raise ConfigError(
@@ -77,13 +88,15 @@ def check_buffer_device(configured: str, actual: str) -> None:
         )
 
 
-def _refuse(why: str, problems: Iterable[str]) -> None:
-    found = "; ".join(problems)
-    if found:
-        raise ConfigError(f"{why} {found}")
+def _refuse(reason: str, problems: Iterable[str]) -> None:
+    """Raise one ``ConfigError`` for all problems, if there are any."""
+    text = "; ".join(problems)
+    if text:
+        raise ConfigError(f"{reason} {text}")
 
 
-def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
+def _unsupported(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield the settings with which the connector cannot work."""
     model = vllm_config.model_config
     if model.enable_sleep_mode:
         yield (
@@ -102,10 +115,11 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
             "enable_return_routed_experts: decode has none for the tokens that another engine "
             "computed; start without it"
         )
-    yield from _impossible_transfer(vllm_config)
+    yield from _unsupported_transfer(vllm_config)
 
 
-def _impossible_transfer(vllm_config: VllmConfig) -> Iterator[str]:
+def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield the settings of transfer and parallelism with which the connector cannot work."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     prefill_ranks = parallel.prefill_context_parallel_size
     if prefill_ranks > 1 and parallel.decode_context_parallel_size == 1 and transfer.is_kv_consumer:
@@ -121,14 +135,15 @@ def _impossible_transfer(vllm_config: VllmConfig) -> Iterator[str]:
         )
 
 
-def _impossible_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
+def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
+    """Yield what in a MultiConnector cannot run beside this connector."""
     children = engine.kv_connector_extra_config.get("connectors", [])
     names = [child.get("kv_connector") for child in children]
-    handing_over = [name for name in names if name in HAND_OVER]
-    if len(handing_over) > 1:
+    ticket_connectors = [name for name in names if name in TICKET_CONNECTORS]
+    if len(ticket_connectors) > 1:
         yield (
-            f"{' and '.join(handing_over)} under one MultiConnector: their tickets have the same "
-            "keys; leave one"
+            f"{' and '.join(ticket_connectors)} under one MultiConnector: their tickets have the "
+            "same keys; leave one"
         )
     if own.is_kv_consumer and not engine.is_kv_consumer:
         yield (
@@ -138,7 +153,8 @@ def _impossible_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Ite
         )
 
 
-def _unproven(vllm_config: VllmConfig) -> Iterator[str]:
+def _untested(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield the features that should work and were not tested."""
     model = vllm_config.model_config
     if model.is_multimodal_model:
         yield f"multimodal models such as {model.model!r}"
@@ -146,7 +162,8 @@ def _unproven(vllm_config: VllmConfig) -> Iterator[str]:
         yield "LoRA (start without enable_lora)"
 
 
-def _impossible_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
+def _unsupported_groups(kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    """Yield the cache groups that cannot be handed over."""
     if not kv_cache_config.transfer_groups:
         yield (
             "a model without a cache to hand over: every request would be computed twice; start "

@@ -1,7 +1,7 @@
 """The ticket as vLLM's ``kv_transfer_params``: NixlConnector's keys, and one more, ``kvferry``.
 
 Routers pass the dictionary through, some as JSON, so numbers beyond 53 bits travel as hexadecimal
-text, and whatever comes back is checked as what it is: something from a client.
+text. What comes back is input from a client, and is validated before anything uses it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvferry.core.untrusted import MALFORMED
 
 VERSION = 1
 KEY = "kvferry"
-"""The key under which a ticket carries what NixlConnector's keys have no place for."""
+"""The key for everything that NixlConnector's keys cannot express."""
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", max_length=512)]
 Integer = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
-class _Own(Struct, frozen=True, kw_only=True):
-    """What stands under ``kvferry``."""
+class _FerryParams(Struct, frozen=True, kw_only=True):
+    """The value of the key ``kvferry``."""
 
     version: Integer
     incarnation: Hex
@@ -48,8 +48,8 @@ class _Own(Struct, frozen=True, kw_only=True):
     signature: Hex = ""
 
 
-class _Params(Struct, frozen=True, kw_only=True):
-    """NixlConnector's keys, as far as they are read; others are ignored."""
+class _NixlParams(Struct, frozen=True, kw_only=True):
+    """Those of NixlConnector's keys that are read; others are ignored."""
 
     remote_engine_id: str
     remote_request_id: str
@@ -62,14 +62,20 @@ class _Params(Struct, frozen=True, kw_only=True):
 SIGNATURE = "signature"
 PROOF = "proof"
 ROUTED = ("remote_host", "remote_port")
-"""What routers rewrite where engines and their clients are in different networks."""
+"""The keys that routers rewrite where engines and their clients are in different networks."""
 
 S = TypeVar("S", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSizes:
-    """An engine's parallelism, as NixlConnector's keys have it."""
+    """An engine's parallelism, as NixlConnector's keys express it.
+
+    Attributes:
+        tp: Number of tensor-parallel ranks.
+        pp: Number of pipeline-parallel ranks.
+        dcp: Number of decode context-parallel ranks.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -78,10 +84,10 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketParams:
-    """What a producer says about one request; `Ticket` has the meaning of each.
+    """A producer's ticket for one request; ``Ticket`` explains the attributes.
 
-    Unlike a ticket it is not checked: an engine that serves no handshake, as in a test of its
-    scheduler alone, still hands out params, with port 0, and whoever reads them refuses.
+    Unlike a ``Ticket`` it is not validated: an engine whose side channel is not open yet, as in a
+    test of the scheduler alone, hands out params with port 0, which every reader refuses.
     """
 
     engine: str
@@ -101,11 +107,12 @@ class TicketParams:
     def params(
         self, secrets: TicketSecrets | None = None, ticket_key: TicketKey | None = None
     ) -> dict[str, Any]:
-        """The ``kv_transfer_params`` with which a router asks another engine to decode.
+        """Return the ``kv_transfer_params`` with which a router asks another engine to decode.
 
         Args:
-            secrets: to sign them with.
-            ticket_key: to prove them with; published in the handshake.
+            secrets: Sign the params; ``None`` leaves them unsigned.
+            ticket_key: Makes their proof; its public half is published in the handshake. ``None``
+                leaves out the proof.
         """
         params = self._unsigned()
         if ticket_key is not None:
@@ -114,12 +121,13 @@ class TicketParams:
                 "port": self.port,
                 "ticket_key": ticket_key.public.hex(),
             }
-            params[KEY][PROOF] = ticket_key.sign(_proved(params)).hex()
+            params[KEY][PROOF] = ticket_key.sign(_proven_content(params)).hex()
         if secrets is not None:
-            params[KEY][SIGNATURE] = secrets.sign(_said(params)).hex()
+            params[KEY][SIGNATURE] = secrets.sign(_signed_content(params)).hex()
         return params
 
     def _unsigned(self) -> dict[str, Any]:
+        """Return the params without proof and signature."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -148,21 +156,21 @@ class TicketParams:
         }
 
 
-def read(
+def read_ticket(
     params: Mapping[str, Any], secrets: TicketSecrets | None = None, *, prompt: int = MAX_TOKENS
 ) -> Ticket:
-    """The ticket in a decode request's ``kv_transfer_params``.
+    """Return the ticket in a decode request's ``kv_transfer_params``.
 
     Args:
-        params: from a client.
-        secrets: one of which it must be signed with; ``None`` if none here are signed.
-        prompt: how many tokens the request's has. No page covers less than one, so what a client
-            can have looked at is bounded by what it sent itself.
+        params: The params, from a client.
+        secrets: The ticket must be signed with one of these; ``None`` if tickets are not signed.
+        prompt: How many tokens the request's prompt has. A page covers at least one token, so this
+            bounds how many pages a client can make this engine check.
 
     Raises:
-        TicketError: it is another connector's, of another version, malformed, or longer than the
-            prompt; or it is signed and should not be, or is not signed as it should be; or it has
-            neither a signature nor a proof. Whether its proof fits is known only after the
+        TicketError: The ticket is another connector's, of another version, malformed, or longer
+            than the prompt; it is signed and should not be, or is not signed as it should be; or it
+            has neither a signature nor a proof. The proof itself can be verified only after the
             handshake (``check_against``).
     """
     if KEY not in params:
@@ -171,69 +179,85 @@ def read(
             "KVFerryConnector, and the router pass kv_transfer_params on whole",
             reason=TicketReason.FOREIGN,
         )
-    own = _convert(params[KEY], _Own, f"kv_transfer_params[{KEY!r}]")
-    if own.version != VERSION:
+    ferry = _convert(params[KEY], _FerryParams, f"kv_transfer_params[{KEY!r}]")
+    if ferry.version != VERSION:
         raise TicketError(
-            f"the ticket has version {own.version}; this engine reads {VERSION}",
+            f"the ticket has version {ferry.version}; this engine reads {VERSION}",
             reason=TicketReason.VERSION,
         )
     _check_lengths(params.get("remote_block_ids"), prompt)
-    known = _convert(dict(params), _Params, "kv_transfer_params")
-    _check_signature(params, bytes.fromhex(own.signature), secrets)
-    proof = _proof(own, params)
+    nixl = _convert(dict(params), _NixlParams, "kv_transfer_params")
+    _check_signature(params, bytes.fromhex(ferry.signature), secrets)
+    proof = _proof(ferry, params)
     if proof is None and secrets is None:
-        # Whoever listens somewhere could pass for an engine of an older build, and have any page
-        # of an honest one read by a ticket of his own.
+        # Otherwise any listener could pass for an engine of an older build and, with tickets of
+        # its own, have any page of an honest engine read.
         raise TicketError(
             "the ticket has neither a proof nor a signature: upgrade the kvferry of its engine, "
             "or give both engines ticket_secrets",
             reason=TicketReason.PROOF,
         )
-    host, port, routed = _places(own, known, signed=secrets is not None)
+    host, port, routed = _addresses(ferry, nixl, signed=secrets is not None)
     return Ticket(
-        engine=known.remote_engine_id,
-        incarnation=_number(own.incarnation),
-        request=known.remote_request_id[:MAX_TEXT],  # vLLM's users choose it
+        engine=nixl.remote_engine_id,
+        incarnation=_number(ferry.incarnation),
+        request=nixl.remote_request_id[:MAX_TEXT],  # vLLM's users choose it
         host=host,
         port=port,
-        hold=Hold(slot=own.slot, generation=_number(own.generation)),
-        pages=tuple(map(tuple, known.remote_block_ids)),
-        first_index=tuple(own.first_index),
-        tokens=own.tokens,
-        digest=bytes.fromhex(own.digest),
-        computed=own.computed,
-        tp_size=known.tp_size,
-        key=bytes.fromhex(own.key),
+        hold=Hold(slot=ferry.slot, generation=_number(ferry.generation)),
+        pages=tuple(map(tuple, nixl.remote_block_ids)),
+        first_index=tuple(ferry.first_index),
+        tokens=ferry.tokens,
+        digest=bytes.fromhex(ferry.digest),
+        computed=ferry.computed,
+        tp_size=nixl.tp_size,
+        key=bytes.fromhex(ferry.key),
         routed=routed,
         proof=proof,
     )
 
 
-def _places(own: _Own, known: _Params, *, signed: bool) -> tuple[str, int, tuple[str, int] | None]:
-    """Return where to ask first, and where to ask if nobody answers there.
+def _addresses(
+    ferry: _FerryParams, nixl: _NixlParams, *, signed: bool
+) -> tuple[str, int, tuple[str, int] | None]:
+    """Return the address to ask first, and the one to ask if nobody answers there.
 
-    With ``ticket_secrets`` only the address that they sign is asked.
+    Args:
+        ferry: Has the producer's own address, unless an older version made the ticket.
+        nixl: Has the address that routers may rewrite.
+        signed: Whether the ticket is signed; then only the signed address is asked.
+
+    Returns:
+        Host, port, and a second host and port or ``None``.
     """
-    routed = known.remote_host, known.remote_port
-    if not own.host:
+    routed = nixl.remote_host, nixl.remote_port
+    if not ferry.host:
         return *routed, None
-    mine = own.host, own.port
-    return *mine, None if signed or routed == mine else routed
+    published = ferry.host, ferry.port
+    return *published, None if signed or routed == published else routed
 
 
-def _proof(own: _Own, params: Mapping[str, Any]) -> Proof | None:
-    """Return the proof that a ticket carries; half of one raises ``TicketError``."""
-    if not own.ticket_key and not own.proof:
+def _proof(ferry: _FerryParams, params: Mapping[str, Any]) -> Proof | None:
+    """Return the proof that a ticket carries, or ``None`` if it has none.
+
+    Raises:
+        TicketError: Only a part of the proof is there.
+    """
+    if not ferry.ticket_key and not ferry.proof:
         return None
     return Proof(
-        key=bytes.fromhex(own.ticket_key),
-        content=content_of(_proved(params)),
-        signature=bytes.fromhex(own.proof),
+        key=bytes.fromhex(ferry.ticket_key),
+        content=content_of(_proven_content(params)),
+        signature=bytes.fromhex(ferry.proof),
     )
 
 
 def _check_lengths(lists: object, prompt: int) -> None:
-    """Before anything looks at every page of them."""
+    """Refuse page lists longer than the prompt, before anything looks at every page.
+
+    Raises:
+        TicketError: One of the lists has more pages than the prompt has tokens.
+    """
     for ids in lists if isinstance(lists, list | tuple) else ():
         if isinstance(ids, list | tuple) and len(ids) > prompt:
             raise TicketError(
@@ -246,7 +270,7 @@ def _check_signature(
     params: Mapping[str, Any], signature: bytes, secrets: TicketSecrets | None
 ) -> None:
     if secrets is not None:
-        secrets.check(_said(params), signature)
+        secrets.check(_signed_content(params), signature)
     elif signature:
         raise TicketError(
             "the ticket is signed, and this engine has no ticket_secrets to check it with: give it "
@@ -255,23 +279,29 @@ def _check_signature(
         )
 
 
-def _said(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what secrets sign: all that is read, and all under our own key, also what only newer
-    versions know. What routers may change (``do_remote_prefill``, say) is not read, and the address
-    is the one that the producer means where it says one."""
-    said = {name: params[name] for name in _Params.__struct_fields__}
+def _signed_content(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of the params that a signature covers.
+
+    That is everything that is read, and everything under ``kvferry``, also keys of newer versions.
+    What routers may change (``do_remote_prefill``, for example) is not read. Of the addresses the
+    producer's own is covered, where the ticket has one.
+    """
+    content = {name: params[name] for name in _NixlParams.__struct_fields__}
     own = {name: value for name, value in params[KEY].items() if name != SIGNATURE}
     if own.get("host"):
-        said.update(zip(ROUTED, (own["host"], own.get("port")), strict=True))
-    return {**said, KEY: own}
+        content.update(zip(ROUTED, (own["host"], own.get("port")), strict=True))
+    return {**content, KEY: own}
 
 
-def _proved(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a proof covers: what secrets sign, but for the address that routers rewrite; the
-    producer's own is under our key."""
-    said = {name: params[name] for name in _Params.__struct_fields__ if name not in ROUTED}
+def _proven_content(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of the params that a proof covers.
+
+    It is what a signature covers, without the address that routers may rewrite; the producer's own
+    address is under ``kvferry``.
+    """
+    content = {name: params[name] for name in _NixlParams.__struct_fields__ if name not in ROUTED}
     own = {name: params[KEY][name] for name in params[KEY] if name not in (SIGNATURE, PROOF)}
-    return {**said, KEY: own}
+    return {**content, KEY: own}
 
 
 def _convert(value: object, struct: type[S], where: str) -> S:

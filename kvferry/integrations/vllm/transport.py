@@ -1,4 +1,4 @@
-"""The driver that the configuration names, if it can reach the caches' memory."""
+"""Create the configured driver's transport, if it can reach the caches' memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def make_transport(config: Config, memory: Iterable[str]) -> Transport:
-    """The transport of the configured driver; the caller closes it.
+    """Return a transport of the configured driver; the caller closes it.
 
     Args:
-        config: names the driver.
-        memory: the kinds of memory that the caches lie in.
+        config: Names the driver and its options.
+        memory: The kinds of memory in which the caches are (``Region.kind``).
 
     Raises:
-        ConfigError: the driver cannot reach one of the kinds; names installed drivers that can.
-        DriverError: the driver cannot be used at all.
+        ConfigError: The driver cannot reach one of the kinds; names installed drivers that can.
+        DriverError: The driver cannot be used.
     """
     transport = registry.create(config.driver, config.driver_options)
     missing = sorted(set(memory) - transport.capabilities.memory)

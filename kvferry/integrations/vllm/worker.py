@@ -1,4 +1,9 @@
-"""The worker half: one rank's caches behind an endpoint, and a step's messages applied to it."""
+"""The worker half of the connector: one rank's caches behind an ``Endpoint``.
+
+``start_worker`` describes the caches that vLLM allocated and makes an endpoint of them. From then
+on ``FerryWorker.apply`` passes on the scheduler's messages of each step, and ``results`` returns
+what is over.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +16,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvferry.core import messages as wire
 from kvferry.core.endpoint import Endpoint, EndpointOptions
 from kvferry.core.errors import TicketError
-from kvferry.core.lifecycle.holds import Incarnation, RequestId
+from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.integrations.vllm import config as configuration
 from kvferry.integrations.vllm import support
-from kvferry.integrations.vllm.agreement import identity_of, judgements
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
+from kvferry.integrations.vllm.compatibility import judgements, rank_identity
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics import FerryStats
-from kvferry.integrations.vllm.rank_position import RankPosition, seat_of, shared_incarnation
-from kvferry.integrations.vllm.security import admission_of
+from kvferry.integrations.vllm.rank_position import (
+    RankPosition,
+    current_rank_position,
+    shared_incarnation,
+)
+from kvferry.integrations.vllm.security import read_security_settings
 from kvferry.integrations.vllm.transport import make_transport
-from kvferry.integrations.vllm.unread_rank import UnreadRankWorker
-from kvferry.integrations.vllm.zeroing import zero_of
+from kvferry.integrations.vllm.zeroing import zero_function
 
 if TYPE_CHECKING:
     import torch
@@ -33,30 +42,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.005
-"""How long a step that runs nothing waits for a load, or for this rank to be well, with the
-interpreter's lock released: a spinning engine would starve the endpoint's thread. A request that
-comes meanwhile waits as long."""
+"""How long a step that runs nothing waits for a load, or for a problem of this rank to end.
+
+The wait releases the interpreter's lock; an engine that spins would starve the endpoint's thread. A
+request that arrives meanwhile waits no longer than this.
+"""
 
 
 class FerryWorker:
-    """One rank's worker half. ``start_worker`` makes it; it owns the endpoint.
+    """Apply the scheduler's messages to one rank's endpoint, and report what is over.
+
+    ``start_worker`` makes it. It owns the endpoint and closes it.
 
     Args:
-        endpoint: of this rank.
-        passed: called when requests are ordered ready or pages are to be read; what it returns says
-            whether the device has passed all work that was enqueued before that call.
-        drain: seconds for which ``close`` waits for held pages to be read.
+        endpoint: The endpoint of this rank.
+        mark_work: Marks the device work that is enqueued now. It returns a function that says
+            whether the device has done all of that work, or ``None`` if there is none to wait for.
+            Called in steps with requests that become readable or pages to load.
+        drain: Seconds for which ``close`` waits until held pages have been read.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
-        passed: Callable[[], Callable[[], bool] | None],
+        mark_work: Callable[[], Callable[[], bool] | None],
         drain: float = 0.0,
     ) -> None:
         self._endpoint = endpoint
         self._drain = drain
-        self._passed = passed
+        self._mark_work = mark_work
         self._idle = False
         self._asks_silent = False
         self._problems: tuple[str, ...] = ()
@@ -68,20 +82,20 @@ class FerryWorker:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         caches: Mapping[str, torch.Tensor],
-        seat: RankPosition,
+        position: RankPosition,
         incarnation: Incarnation,
     ) -> FerryWorker:
-        """Describe a rank's caches and make them readable by others; see ``start_worker``."""
-        config = configuration.of_engine(vllm_config)
+        """Describe a rank's caches and start its endpoint; see ``start_worker``."""
+        config = configuration.engine_config(vllm_config)
         support.check_groups(kv_cache_config)
         configured = vllm_config.kv_transfer_config.kv_buffer_device
-        # A pipeline stage may have no layer with a cache.
+        # A pipeline stage may have no layer with a cache: then the configured device counts.
         device = next((cache.device.type for cache in caches.values()), configured)
         support.check_buffer_device(configured, device)
-        facts = layer_facts(vllm_config, kv_cache_config, seat.place)
-        layout = describe(caches, kv_cache_config, facts=facts, place=seat.place)
+        facts = layer_facts(vllm_config, kv_cache_config, position.shard)
+        layout = describe(caches, kv_cache_config, facts=facts, position=position.shard)
         endpoint = Endpoint(
-            identity=identity_of(vllm_config, incarnation, seat),
+            identity=rank_identity(vllm_config, incarnation, position),
             driver=config.driver,
             transport=make_transport(config, {region.kind for region in layout.regions}),
             layout=layout,
@@ -94,21 +108,25 @@ class FerryWorker:
                 liveness_misses=config.liveness_misses,
                 engine_ttl=config.engine_ttl,
                 judgements=judgements(config),
-                access=admission_of(config).access,
+                access=read_security_settings(config).access,
             ),
-            zero=zero_of(caches.values()),
+            zero=zero_function(caches.values()),
         )
-        return cls(endpoint, _work_of(device), config.drain_timeout)
+        return cls(endpoint, _work_marker(device), config.drain_timeout)
 
     def apply(self, step: StepMetadata) -> None:
-        """What the scheduler half says in this step. Never blocks."""
-        if step.ticket_key:  # first: a ticket that it proves may be made in this very step
+        """Pass the scheduler's messages of this step on to the endpoint. Never blocks.
+
+        Args:
+            step: The messages.
+        """
+        if step.ticket_key:  # First: this very step may make a ticket that the key proves.
             self._endpoint.prove(step.ticket_key)
         if step.ranks:
             self._endpoint.join([wire.decode_payload(data) for data in step.ranks])
-        # Before the step's own work, which nothing here has to wait for. vLLM has enqueued the
-        # zeroing of new pages by now.
-        passed = self._passed() if step.orders.ready or step.loads else None
+        # Mark the device's work before vLLM enqueues that of this step, which nothing here has to
+        # wait for. The zeroing of new pages is enqueued already, and must be waited for.
+        passed = self._mark_work() if step.orders.ready or step.loads else None
         if step.orders:
             self._endpoint.apply(step.orders, passed)
         for ticket in step.prepare:
@@ -123,7 +141,10 @@ class FerryWorker:
         self._idle = step.idle
 
     def results(self) -> KVConnectorTransferResults:
-        """What is over since the last call, each request once; waits a little in an idle step."""
+        """Return what is over since the last call, each request once.
+
+        In a step that runs nothing it waits for up to ``IDLE_SECONDS``.
+        """
         if self._idle and (self._endpoint.pending or self._problems):
             self._endpoint.wait(IDLE_SECONDS)
         results = self._endpoint.results()
@@ -134,12 +155,15 @@ class FerryWorker:
         )
 
     def take_stats(self) -> FerryStats | None:
-        """What was counted since the last call; ``None`` if nothing was."""
-        figures = self._endpoint.take_figures()
-        return FerryStats(data=figures) if figures else None
+        """Return the metrics since the last call, or ``None`` if there are none."""
+        data = self._endpoint.take_figures()
+        return FerryStats(data=data) if data else None
 
     def take_report(self) -> RankReport | None:
-        """What is wrong here, if that has changed since the last call, and what was asked for."""
+        """Return this rank's changed problems and, if asked for, its silent consumers.
+
+        ``None`` if there is nothing to report.
+        """
         rank, problems = self._endpoint.payload.rank, self._endpoint.problems
         changed, asked = problems != self._problems, self._asks_silent
         self._problems, self._asks_silent = problems, False
@@ -151,30 +175,97 @@ class FerryWorker:
         )
 
     def close(self) -> None:
-        """End the endpoint; twice is fine."""
+        """Close the endpoint. Calling it again has no effect."""
         self._endpoint.close(self._drain)
+
+
+class UnreadRankWorker:
+    """The worker half of a rank whose whole cache another rank of its engine publishes.
+
+    No engine reads from this rank. vLLM frees pages when every rank has reported a request as sent,
+    so this rank reports it as soon as there is a ticket; the rank that is read reports it when the
+    read is over. A request whose ticket was refused must fail on every rank, so also on this one.
+    """
+
+    handshake = None
+    """This rank publishes nothing."""
+
+    def __init__(self) -> None:
+        self._held: dict[Hold, RequestId] = {}
+        self._sent: set[str] = set()
+        self._refused: set[str] = set()
+
+    def apply(self, step: StepMetadata) -> None:
+        """Note the requests of this step that are readable or refused.
+
+        Args:
+            step: The scheduler's messages.
+        """
+        self._apply_orders(step.orders)
+        self._refused.update(request for request, _ in step.refused)
+
+    def _apply_orders(self, orders: HoldOrders) -> None:
+        """Report the requests that become readable as sent."""
+        for hold in orders.drops:
+            self._held.pop(hold, None)
+        self._held.update((hold, request) for request, hold in orders.take_ons)
+        for hold, _ in orders.ready:
+            if hold in self._held:
+                self._sent.add(self._held.pop(hold))
+
+    def results(self) -> KVConnectorTransferResults:
+        """Return what is over since the last call, each request once."""
+        sent, self._sent = self._sent, set()
+        refused, self._refused = self._refused, set()
+        return KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=refused, failed_recving=set(refused)
+        )
+
+    def take_stats(self) -> None:
+        """Return no metrics: this rank counts nothing."""
+
+    def take_report(self) -> None:
+        """Return no report: nothing can fail here, and nothing is held."""
+
+    def close(self) -> None:
+        """Do nothing: there is no endpoint."""
 
 
 def start_worker(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, caches: Mapping[str, torch.Tensor]
 ) -> FerryWorker | UnreadRankWorker:
-    """The worker half of this process. All workers of the engine must call it.
+    """Return the worker half of this process.
 
-    The tensors stay vLLM's, which keeps them until after ``close``.
+    Every worker of the engine must call it at the same point of its start, since the ranks exchange
+    a random number in it.
+
+    Args:
+        vllm_config: The engine's configuration.
+        kv_cache_config: The engine's cache groups.
+        caches: vLLM's cache tensors by layer. vLLM owns them, and must keep them until after
+            ``close``.
 
     Raises:
-        ConfigError: a kind of cache, its memory, or another setting is refused.
-        DriverError: the driver cannot be used.
-        LayoutError: the caches are not what their attention backend should have.
+        ConfigError: A kind of cache, its memory, or another setting is refused.
+        DriverError: The driver cannot be used.
+        LayoutError: The caches are not what their attention backend should have.
     """
-    incarnation, seat = shared_incarnation(), seat_of(vllm_config)
-    if seat.replica:
+    incarnation, position = shared_incarnation(), current_rank_position(vllm_config)
+    if position.replica:
         return UnreadRankWorker()
-    return FerryWorker.start(vllm_config, kv_cache_config, caches, seat, incarnation)
+    return FerryWorker.start(vllm_config, kv_cache_config, caches, position, incarnation)
 
 
-def _work_of(device: str) -> Callable[[], Callable[[], bool] | None]:
-    """Marks the end of the work enqueued so far on the current stream of a device."""
+def _work_marker(device: str) -> Callable[[], Callable[[], bool] | None]:
+    """Return what marks the end of the work that is enqueued on a device's current stream.
+
+    Args:
+        device: The device's type, as torch names it.
+
+    Returns:
+        A function that marks the work enqueued so far and returns a query whether it is done;
+        for CPUs a function that returns ``None``, since their work is done when it returns.
+    """
     if device == "cpu":
         return lambda: None
 

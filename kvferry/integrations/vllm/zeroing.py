@@ -1,4 +1,4 @@
-"""Zeroing the bytes of pages that a load does not write, in whichever memory the caches are."""
+"""Zero the bytes of pages that a load does not write, on any device."""
 
 from __future__ import annotations
 
@@ -16,22 +16,30 @@ if TYPE_CHECKING:
     import torch
 
 INDEX_ROWS = 1 << 20
-"""How many pieces are indexed at a time."""
+"""How many rows one kernel zeroes; bounds the memory of the index."""
 
 
-def zero_of(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
-    """What zeroes spans of these tensors' memory, and returns when that is done.
+def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
+    """Return a function that zeroes spans of the caches' memory.
 
-    It keeps the memory alive.
+    Args:
+        caches: vLLM's cache tensors. The returned function keeps their memory alive.
+
+    Returns:
+        A function that returns when the spans are zeroed.
     """
     tensors = list(caches)
     if all(tensor.device.type == CPU for tensor in tensors):
         return zero_cpu
-    return device_zero(tensors)
+    return device_zero_function(tensors)
 
 
-def device_zero(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
-    """As ``zero_of``, through torch, which knows every device."""
+def device_zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
+    """Return a function that zeroes spans through torch, for the memory of any device.
+
+    Args:
+        caches: vLLM's cache tensors. The returned function keeps their memory alive.
+    """
     memory = {region_of(tensor): _bytes_of(tensor) for tensor in caches}
 
     def zero(spans: Spans) -> None:
@@ -45,6 +53,7 @@ def device_zero(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of a tensor as bytes, without a copy."""
     import torch
 
     storage = tensor.untyped_storage()
@@ -52,7 +61,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
-    """In rows as long as divides every span, so that few are named."""
+    """Zero spans as rows of the largest size that divides them all, which keeps the index short."""
     import torch
 
     row = math.gcd(int(np.gcd.reduce(offsets)), int(np.gcd.reduce(lengths)))
@@ -61,13 +70,13 @@ def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
     before = np.cumsum(count) - count
     index = np.repeat(first - before, count) + np.arange(int(count.sum()))
     for start in range(0, len(index), INDEX_ROWS):
-        some = torch.from_numpy(index[start : start + INDEX_ROWS])
-        rows.index_fill_(0, some.to(memory.device), 0)
+        chunk = torch.from_numpy(index[start : start + INDEX_ROWS])
+        rows.index_fill_(0, chunk.to(memory.device), 0)
 
 
 def _wait_for(memory: dict[Region, torch.Tensor]) -> None:
-    """Devices work behind the caller's back, and drivers do not know their streams."""
+    """Wait until devices have done their work: drivers do not know torch's streams."""
     import torch
 
-    for device in {each.device for each in memory.values() if each.device.type != CPU}:
+    for device in {tensor.device for tensor in memory.values() if tensor.device.type != CPU}:
         torch.get_device_module(device).current_stream(device).synchronize()

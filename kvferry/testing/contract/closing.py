@@ -1,4 +1,4 @@
-"""The end of a transport: close, use after close, and what a forked child may do."""
+"""Close, use after close, and use in a forked child."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST, _MORE = 2, 6
 
 
 class ClosingTests(ContractSettings):
-    """Close, and after."""
+    """Close, and calls after it."""
 
     def test_close_twice(self, lab: Workbench) -> None:
         transport = lab.make()
@@ -61,7 +61,7 @@ class ClosingTests(ContractSettings):
         transport.close()
 
     def test_after_close_the_properties_go_on_answering(self, lab: Workbench) -> None:
-        """The library, which is for people, may say less."""
+        """Only ``library``, which is for people, may say less."""
         transport = lab.make()
         before = (transport.name, transport.capabilities)
         transport.close()
@@ -69,7 +69,7 @@ class ClosingTests(ContractSettings):
         assert isinstance(transport.library, str)
 
     def test_close_gives_threads_and_descriptors_back(self, lab: Workbench) -> None:
-        """A library may keep some for good; what grows with every transport is never enough."""
+        """A library may keep some for good, but the number must not grow with every transport."""
         counts: list[int] = []
         for index in range(_FIRST + _MORE):
             transport = lab.make()
@@ -92,7 +92,7 @@ class ClosingTests(ContractSettings):
         lab.works(remote)
 
     def test_a_transport_that_was_closed_is_not_connected_to(self, lab: Workbench) -> None:
-        """At once, or by the first transfer."""
+        """The error comes at once or with the first transfer."""
         neighbour = LocalPeer(lab, lab.make())
         address, region = neighbour.address(), neighbour.region
         neighbour.transport.close()
@@ -107,7 +107,7 @@ class ClosingTests(ContractSettings):
     def test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed(
         self, lab: Workbench, op: str
     ) -> None:
-        """Also for a peer that has been connected for long."""
+        """This holds for a peer that has been connected for long, too."""
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())
         copies = lab.whole(neighbour)
@@ -150,7 +150,7 @@ class ClosingTests(ContractSettings):
     def test_a_forked_child_is_refused_and_harms_nothing(
         self, lab: Workbench, process: Process
     ) -> None:
-        """A fork has the memory of a transport, but neither its threads nor its devices."""
+        """A forked child has a transport's memory, but neither its threads nor its devices."""
         peer = process.connect(lab.transport.address())
         copies = batch(process.region, lab.mine.region, [0], [0], [MIB])
         back = lab.transport.connect(process.address())
@@ -172,5 +172,5 @@ class ClosingTests(ContractSettings):
 
 
 def _held() -> list[int]:
-    """How many descriptors and threads this process has."""
+    """Return how many descriptors and threads this process has."""
     return [len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task")]

@@ -1,4 +1,4 @@
-"""Connecting and disconnecting beside other calls, where the driver says that they may be."""
+"""Connect and disconnect during other calls, if the driver's capabilities allow it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from kvferry.testing.peers import Process
 _ATTEMPTS = 3
 _ROUNDS = 20
 _KEPT = 4
-"""Transfers that have ended and are not forgotten yet."""
+"""How many ended transfers are kept before they are forgotten."""
 _BYTES = 4096
 _LONG_SECONDS = 1.0
-"""What a call takes that others would notice if it held them up."""
+"""Seconds of a call from which on it is noticed if it holds up others."""
 
 
 @dataclass(slots=True, eq=False)
 class OtherThread:
-    """A call on a thread of its own: when it began and ended, and what went wrong."""
+    """A call on a thread of its own, with its times and its error."""
 
     call: Callable[[], None]
     wrong: list[BaseException] = field(default_factory=list)
@@ -56,7 +56,7 @@ class OtherThread:
 
 
 class ConcurrentConnectTests(ContractSettings):
-    """Two threads at once: one connects and disconnects, the other does everything else."""
+    """Two threads: one connects and disconnects, the other does everything else."""
 
     def test_peers_come_and_go_beside_transfers(
         self, lab: Workbench, shared_process: Process
@@ -87,7 +87,7 @@ class ConcurrentConnectTests(ContractSettings):
     def test_a_stopped_peer_that_is_disconnected_holds_nobody_up(
         self, lab: Workbench, process: Process, op: str
     ) -> None:
-        """However long it takes, what others are read from and told goes on meanwhile."""
+        """While it lasts, reads from other peers and notifications to them continue."""
         if not lab.capabilities.concurrent_connect or op not in lab.ops:
             return
         if (lab.capabilities.max_outstanding or 2) < 2:
@@ -110,8 +110,11 @@ class ConcurrentConnectTests(ContractSettings):
     def _beside_its_disconnect(
         lab: Workbench, process: Process, op: str, others: Callable[[], None]
     ) -> tuple[float, float]:
-        """How long one transfer of others took at most while a stopped peer was disconnected, and
-        how long that took."""
+        """Measure transfers with other peers while a stopped peer is disconnected.
+
+        Returns:
+            The longest transfer and the disconnect, in seconds.
+        """
         peer = lab.transport.connect(process.address())
         lab.start(op, peer, lab.lasting(process))
         process.stop()

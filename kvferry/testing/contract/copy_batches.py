@@ -1,4 +1,4 @@
-"""Batches of copies by offsets, and what memory is after them."""
+"""Make batches of copies from offsets, and compute what memory contains after them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Offsets = npt.ArrayLike
 
 
 def part_of(region: Region, offset: int, nbytes: int) -> Region:
-    """A part of a region; or what lies beside it."""
+    """Return a part of a region, or memory beside it if the offset is outside."""
     return replace(region, address=region.address + offset, nbytes=nbytes)
 
 
 def batch(
     local: Region, remote: Region, offsets: Offsets, remote_offsets: Offsets, nbytes: Offsets
 ) -> Copies:
-    """Copies in one segment, by offsets into its regions."""
+    """Return copies in one segment, from byte offsets into its regions."""
     size = np.array(nbytes, np.uint64).reshape(-1)
     return Copies(
         local=np.array(offsets, np.uint64).reshape(-1) + np.uint64(local.address),
@@ -34,10 +34,10 @@ def batch(
 
 
 def joined(batches: Sequence[Copies]) -> Copies:
-    """One batch of several, each a segment (or more) of it."""
+    """Return one batch of several; the segments of each stay segments."""
     segments, start = [], 0
-    for one in batches:
-        for cut in one.segments:
+    for copies in batches:
+        for cut in copies.segments:
             segments.append(
                 Segment(
                     start=start + cut.start,
@@ -46,17 +46,25 @@ def joined(batches: Sequence[Copies]) -> Copies:
                     remote=cut.remote,
                 )
             )
-        start += len(one)
+        start += len(copies)
     return Copies(
-        local=np.concatenate([one.local for one in batches]),
-        remote=np.concatenate([one.remote for one in batches]),
-        nbytes=np.concatenate([one.nbytes for one in batches]),
+        local=np.concatenate([copies.local for copies in batches]),
+        remote=np.concatenate([copies.remote for copies in batches]),
+        nbytes=np.concatenate([copies.nbytes for copies in batches]),
         segments=tuple(segments),
     )
 
 
 def moved(target: Bytes, to: Offsets, source: Bytes, start: Offsets, sizes: Offsets) -> Bytes:
-    """What a target whose copies do not overlap is afterwards."""
+    """Return what a target contains after copies that do not overlap.
+
+    Args:
+        target: Its bytes before.
+        to: The copies' offsets in it.
+        source: The bytes of the source.
+        start: The copies' offsets there.
+        sizes: The copies' lengths in bytes.
+    """
     size = np.array(sizes, np.int64).reshape(-1)
     within = np.arange(size.sum()) - np.repeat(size.cumsum() - size, size)
     result = target.copy()

@@ -1,4 +1,4 @@
-"""Transfers in flight: cancelled, disconnected, closed, and beside other calls."""
+"""Transfers in flight: cancel, disconnect, close, and concurrent calls."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _A_WHILE = 0.25
 
 
 class InFlightTests(ContractSettings):
-    """What begins with a transfer that takes seconds; see ``lasting_bytes``."""
+    """Tests that begin with a transfer that takes seconds; see ``lasting_bytes``."""
 
     def test_cancel_ends_a_transfer_early(
         self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
-        """A driver that cannot takes the call, and the transfer goes on to its end."""
+        """A driver that cannot cancel accepts the call, and the transfer continues to its end."""
         peer = lab.transport.connect(remote.address())
         if not lab.capabilities.cancel:
             self._cancel_does_nothing(lab, remote, peer, op)
@@ -62,7 +62,7 @@ class InFlightTests(ContractSettings):
     def test_cancel_does_not_wait_for_the_end(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """Nor does a notification, for what is under way."""
+        """Notifications do not wait either."""
         peer = lab.transport.connect(shared_process.address())
         took = []
         for _ in range(_ATTEMPTS):
@@ -133,7 +133,7 @@ class InFlightTests(ContractSettings):
     def test_close_with_work_in_flight(
         self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
-        """It ends the work; what was in flight says nothing to the peer."""
+        """Disconnect ends transfers in flight, and their notifications are not sent."""
         transport = lab.make()
         mine = lab.buffer(MIB, transport)
         peer = transport.connect(remote.address())
@@ -150,7 +150,7 @@ class InFlightTests(ContractSettings):
         lab.works(remote)
 
     def test_a_peer_that_closes_ends_the_transfer(self, lab: Workbench, process: Process) -> None:
-        """Known soon, or done: what closing a transport does to its readers is never a hang."""
+        """When a transport closes, reads from it fail soon or are done, and never hang."""
         peer = lab.transport.connect(process.address())
         transfer = lab.start(lab.an_op, peer, lab.lasting(process))
         process.close()
@@ -181,7 +181,7 @@ class InFlightTests(ContractSettings):
     def test_calls_may_come_from_different_threads(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        """One at a time."""
+        """One transfer after the other."""
         wrong: list[BaseException] = []
         peers: list[PeerId] = []
 
@@ -206,7 +206,7 @@ class InFlightTests(ContractSettings):
     def test_transfers_go_on_without_calls(
         self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
-        """Where the capabilities say so: nobody polls here, and all bytes arrive."""
+        """If the capabilities say so, all bytes arrive although nobody polls here."""
         if not lab.capabilities.background_progress:
             return  # then every other test polls
         mine, content = lab.mine.get(), remote.get()
@@ -221,7 +221,7 @@ class InFlightTests(ContractSettings):
     def test_other_calls_change_nothing_for_a_transfer(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        """Connecting again, registering, other peers and notifications, while it runs."""
+        """Connect, register, use other peers and notifications while the transfer runs."""
         peer = lab.transport.connect(remote.address())
         lasting = lab.start(lab.an_op, peer, lab.lasting(remote))
         spare = lab.buffer(MIB, lab.transport)
@@ -246,7 +246,7 @@ class InFlightTests(ContractSettings):
     def test_long_calls_release_the_interpreter(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """An engine runs on in other threads while ``read`` or ``disconnect`` take their time."""
+        """Other threads of an engine run while ``read`` or ``disconnect`` take their time."""
         kept: list[str] = []
         for _ in range(_ATTEMPTS):  # a busy machine may hold everybody up, but not each time
             kept = self._calls_that_keep_the_lock(lab, shared_process)
@@ -294,7 +294,7 @@ class InFlightTests(ContractSettings):
 
 
 def _longest_gap(beats: list[float], began: float, ended: float) -> float:
-    """For how long nobody else ran during a call; 0 if that was not most of it."""
+    """Return for how many seconds a call blocked other threads; 0 if not for most of it."""
     inside = [began, *(one for one in beats if began < one < ended), ended]
     longest = float(np.diff(inside).max())
     return longest if longest > 0.75 * (ended - began) else 0.0

@@ -1,4 +1,4 @@
-"""The death of a peer's process at the worst moment, and how soon it has to be known."""
+"""Kill a peer's process during a call, and check that its death is reported in time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvferry.testing.peers import Process
 _DURING_SECONDS = 0.1
 
 
-class Killed:
-    """When it was, once the block has ended."""
+class KillTime:
+    """When the process was killed, in monotonic seconds; set when the block has ended."""
 
     at: float = 0.0
 
@@ -24,9 +24,9 @@ class Killed:
 
 
 @contextlib.contextmanager
-def killed_soon(process: Process) -> Iterator[Killed]:
-    """Kill a process a moment after the block has begun; a call in it that blocks meets that."""
-    killed = Killed()
+def killed_soon(process: Process) -> Iterator[KillTime]:
+    """Kill a process shortly after the block has begun, during a call that blocks in it."""
+    killed = KillTime()
 
     def kill() -> None:
         process.process.kill()
@@ -42,11 +42,12 @@ def killed_soon(process: Process) -> Iterator[Killed]:
 
 
 def known_in_time(lab: Workbench, transfer: TransferId, since: float) -> Status:
-    """See that the outcome is known in time after the peer's death; being failing is knowing."""
-    left = since + lab.settings.known_within - time.monotonic()
-    return lab.known(transfer, seconds=max(left, 0.05))
+    """Assert that a transfer is FAILING or final in time after the peer's death."""
+    remaining = since + lab.settings.known_within - time.monotonic()
+    return lab.known(transfer, seconds=max(remaining, 0.05))
 
 
 def fails_in_time(lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
+    """Assert that a transfer of a peer that has just died fails in time."""
     known_in_time(lab, transfer, time.monotonic())
     assert lab.settled_or_gone(transfer, peer).state is State.FAILED

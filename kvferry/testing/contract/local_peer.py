@@ -1,4 +1,4 @@
-"""A peer in this process."""
+"""A peer of the transport under test in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from kvferry.testing.peer_process import Seen
 
 @dataclass(slots=True, eq=False)
 class LocalPeer:
-    """Another transport, or the one under test itself, with 1 MiB of a pattern."""
+    """A transport of this process, maybe the one under test, with 1 MiB of a pattern.
+
+    Attributes:
+        lab: The workbench of the test.
+        transport: The peer's transport.
+        seed: Of the buffer's content.
+        buffer: The buffer, registered with the transport.
+    """
 
     lab: Workbench
     transport: Transport
@@ -26,35 +33,43 @@ class LocalPeer:
 
     @property
     def name(self) -> str:
+        """The transport's name."""
         return self.transport.name
 
     @property
     def region(self) -> Region:
+        """The buffer's region."""
         return self.buffer.region
 
     def address(self) -> bytes:
+        """Return the transport's address."""
         return self.transport.address()
 
     def get(self) -> Bytes:
+        """Return the buffer's bytes."""
         return self.buffer.get()
 
     def put(self, data: Bytes) -> None:
+        """Overwrite the buffer from its start."""
         self.buffer.put(data)
 
     def register(self, region: Region) -> None:
+        """Register memory."""
         self.transport.register(region)
 
     def deregister(self, region: Region) -> None:
+        """Deregister memory."""
         self.transport.deregister(region)
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
-        found: list[Seen] = []
+        """Return ``count`` notifications, or fewer if the time is up before they arrive."""
+        seen: list[Seen] = []
 
         def enough() -> bool:
             arrived = self.transport.notifications()
             first = int(self.buffer.get(0, 1)[0]) if arrived else 0
-            found.extend(Seen(sender=n.sender, payload=n.payload, first=first) for n in arrived)
-            return len(found) >= count
+            seen.extend(Seen(sender=n.sender, payload=n.payload, first=first) for n in arrived)
+            return len(seen) >= count
 
         self.lab.until(enough, seconds)
-        return found
+        return seen

@@ -1,4 +1,4 @@
-"""Notifications: each once, whole, in order, to exactly the right peer, and after the bytes."""
+"""Notifications: each once, whole, in order, to the right peer only, and after the bytes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class NotificationTests(ContractSettings):
     def test_a_bound_one_arrives_after_all_bytes(
         self, lab: Workbench, shared_process: Process, watched: str
     ) -> None:
-        """The byte that the peer looks at when it is notified is of the first, or the last copy."""
+        """When the peer is notified, it sees the bytes of the first and of the last copy."""
         peer = lab.transport.connect(shared_process.address())
         if not lab.notifies or lab.refuses("write", peer, lab.whole(shared_process)):
             return
@@ -133,7 +133,7 @@ class NotificationTests(ContractSettings):
         assert seen.first == 7, "the notification was there before the bytes"
 
     def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Workbench, op: str) -> None:
-        """It is not sent when the transfer begins, nor when a part of it has ended."""
+        """It is sent neither when the transfer begins nor when a part of it has ended."""
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())
         short = batch(lab.mine.region, neighbour.region, [0], [0], [8])
@@ -171,7 +171,7 @@ class NotificationTests(ContractSettings):
     def test_bound_and_free_ones_each_keep_their_order(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        """Between the two sorts there is none."""
+        """There is no order between free and bound notifications."""
         peer = lab.transport.connect(remote.address())
         if not lab.notifies:
             return
@@ -187,7 +187,7 @@ class NotificationTests(ContractSettings):
             assert [one for one in found if one[-1] % 2 == sort] == wanted
 
     def test_a_bound_one_waits_for_every_segment(self, lab: Workbench, op: str) -> None:
-        """A driver may split a transfer; its peer does not get to see that."""
+        """A driver may split a transfer, but its peer gets one notification."""
         other = lab.make()
         here = [lab.buffer(MIB, lab.transport) for _ in range(4)]
         there = [lab.buffer(MIB, other) for _ in range(4)]
@@ -238,7 +238,7 @@ class NotificationTests(ContractSettings):
 
 
 def _refuses(lab: Workbench, peer: PeerId, remote: TransportPeer) -> bool:
-    """Whether the driver has no notifications; then it must refuse them, of both sorts."""
+    """Return whether the driver lacks notifications, and assert that it then refuses both sorts."""
     if lab.notifies:
         return False
     copies = batch(lab.mine.region, remote.region, [0], [0], [8])

@@ -1,4 +1,4 @@
-"""What a transport says of itself; addresses, and connections with several peers."""
+"""Names and capabilities, addresses, and connections with several peers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLIPS = 24
 
 
 def flipped(address: bytes, count: int) -> Iterator[bytes]:
-    """An address with one bit changed, in so many places of it."""
+    """Yield copies of an address with one bit changed, at ``count`` positions."""
     for index in range(count):
         at = len(address) * index // count
         wrong = bytearray(address)
@@ -36,7 +36,7 @@ def flipped(address: bytes, count: int) -> Iterator[bytes]:
 
 
 def renamed(address: bytes, name: str) -> Iterator[bytes]:
-    """An address with another name of the same length, in each place where it says its own."""
+    """Yield copies of an address with another name, at each position where the name is."""
     own = name.encode()
     other = own[:-1] + (b"0" if own[-1:] != b"0" else b"1")
     at = address.find(own)
@@ -46,7 +46,7 @@ def renamed(address: bytes, name: str) -> Iterator[bytes]:
 
 
 def connect_and_part(lab: Workbench, address: bytes, kept: Container[PeerId]) -> None:
-    """Connect to what may be no peer, and disconnect it unless it is one of those that are kept."""
+    """Connect to an address that may be invalid, and disconnect unless the peer is kept."""
     try:
         found = lab.transport.connect(address)
     except ConnectError:
@@ -56,7 +56,7 @@ def connect_and_part(lab: Workbench, address: bytes, kept: Container[PeerId]) ->
 
 
 class PeerTests(ContractSettings):
-    """Names, capabilities, options, addresses, connections."""
+    """Names, capabilities, options, addresses and connections."""
 
     # What it says of itself.
 
@@ -66,7 +66,7 @@ class PeerTests(ContractSettings):
         assert minor >= 0
 
     def test_it_says_itself_for_which_version_it_was_written(self, lab: Workbench) -> None:
-        """A literal: the inherited number will be another one some day."""
+        """It must be a literal, since the inherited number will change some day."""
         kinds = type(lab.transport).__mro__
         own = [kind for kind in kinds if "interface_version" in vars(kind)]
         assert own[0] is not Transport, "interface_version is inherited"
@@ -121,7 +121,7 @@ class PeerTests(ContractSettings):
     def test_an_address_that_was_changed_on_its_way_harms_nobody(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """It connects or is refused; what is under way with others goes on."""
+        """It connects or is refused; transfers with other peers continue."""
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(shared_process.address())
         lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
@@ -134,7 +134,7 @@ class PeerTests(ContractSettings):
     def test_an_address_under_another_name_takes_no_connection_away(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """Where an address says a name, somebody may publish it under another one."""
+        """An address that contains a name can be published under another one."""
         address = shared_process.address()
         peer = lab.transport.connect(address)
         lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
@@ -146,7 +146,7 @@ class PeerTests(ContractSettings):
 
     @staticmethod
     def _goes_on(lab: Workbench, transfer: TransferId, peer: PeerId) -> None:
-        """See that a transfer has not failed, and end it."""
+        """Assert that a transfer has not failed, and end it."""
         (status,) = lab.poll([transfer])
         assert status.error is None, "another peer's address has ended a transfer"
         lab.transport.disconnect(peer)
@@ -172,7 +172,7 @@ class PeerTests(ContractSettings):
             lab.transport.disconnect(peer)
 
     def test_the_path_to_a_peer_is_said_or_not(self, lab: Workbench, remote: TransportPeer) -> None:
-        """It is a label of figures, so it may not change while the peer is connected."""
+        """It labels metrics, so it must not change while the peer is connected."""
         peer = lab.transport.connect(remote.address())
         lab.works(remote)
         path = lab.transport.path(peer)
@@ -226,7 +226,7 @@ class PeerTests(ContractSettings):
     def test_several_transports_have_one_peer(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
-        """Each moves a quarter of its own."""
+        """Each transfer moves a quarter of its own."""
         size, theirs = MIB // 4, shared_process.get()
         started = []
         for index in range(4):
@@ -245,7 +245,7 @@ class PeerTests(ContractSettings):
             np.testing.assert_array_equal(shared_process.get()[part], expected[part])
 
     def test_both_sides_at_once(self, lab: Workbench, shared_process: Process, op: str) -> None:
-        """Each moves the upper half of one side, while the other moves the lower."""
+        """Each side moves the upper half of the other, which moves the lower half."""
         half = MIB // 2
         mine, theirs = pattern(MIB, 6), shared_process.get()
         lab.mine.put(mine)
@@ -291,7 +291,7 @@ class PeerTests(ContractSettings):
     def test_a_limit_of_unfinished_transfers_is_kept(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """What has ended does not count, forgotten or not; nor what was refused."""
+        """Transfers that have ended do not count, forgotten or not, nor do refused ones."""
         peer = lab.transport.connect(shared_process.address())
         limit = lab.capabilities.max_outstanding
         outside = batch(lab.mine.region, shared_process.region, [0], [MIB], [8])

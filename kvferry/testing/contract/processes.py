@@ -1,4 +1,4 @@
-"""Peers whose process dies, stops, or comes back: known in time, and never an exception."""
+"""Peers whose process dies, stops or comes back: reported in time, without exceptions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProcessTests(ContractSettings):
     """SIGKILL before, during and after; SIGSTOP; gone and back."""
 
     def test_killed_before_connecting(self, lab: Workbench, process: Process) -> None:
-        """``connect`` says so, or the first transfer does."""
+        """``connect`` fails, or the first transfer does."""
         address = process.address()
         process.kill()
         try:
@@ -36,7 +36,7 @@ class ProcessTests(ContractSettings):
         fails_in_time(lab, peer, lab.start(lab.an_op, peer, lab.whole(process)))
 
     def test_killed_before_a_transfer(self, lab: Workbench, process: Process, op: str) -> None:
-        """Small, large and with a notification. (One of no bytes ends too, if only somehow.)"""
+        """Small, large and with a notification. An empty one ends, too."""
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
         if lab.refuses(op, peer, copies):
@@ -88,7 +88,7 @@ class ProcessTests(ContractSettings):
             lab.transport.forget(transfer)
 
     def test_killed_while_a_fork_lives_on(self, lab: Workbench, process: Process, op: str) -> None:
-        """The fork holds the sockets that it inherited, so that no connection ends."""
+        """The forked child keeps the inherited sockets open, so no connection ends."""
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process)
         if lab.refuses(op, peer, copies):
@@ -175,7 +175,7 @@ class ProcessTests(ContractSettings):
     def test_a_stopped_peer_ends_by_the_deadline(
         self, lab: Workbench, process: Process, op: str, when: str
     ) -> None:
-        """One-sided memory may be served all the same; if it is not, ``disconnect`` gets away."""
+        """One-sided memory may still be served; if it is not, ``disconnect`` returns."""
         content = process.get()
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process) if when == "before" else lab.lasting(process)
@@ -232,7 +232,7 @@ class ProcessTests(ContractSettings):
     def test_a_stopped_peer_does_not_keep_notify_waiting(
         self, lab: Workbench, process: Process
     ) -> None:
-        """What is taken arrives when it goes on; that a queue is full may be an error."""
+        """What is accepted arrives when the peer continues; a full queue may be an error."""
         if not lab.notifies:
             return
         peer = lab.transport.connect(process.address())
@@ -250,7 +250,7 @@ class ProcessTests(ContractSettings):
 
 
 def _in_use_until_final(lab: Workbench, transfer: TransferId) -> None:
-    """What is failing until ``disconnect`` uses its memory, and keeps its record."""
+    """A transfer that is FAILING until ``disconnect`` uses its memory, and keeps its record."""
     failing = lab.state(transfer) is State.FAILING
     if failing and lab.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
         refused(lab.transport.deregister, lab.mine.region)

@@ -1,4 +1,4 @@
-"""Memory after a final state: whoever waited for it has given it to something else."""
+"""Memory after a final state: the driver neither reads nor writes it any more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class QuiescenceTests(ContractSettings):
     def test_quiet_after_done(
         self, lab: Workbench, everywhere: list[TransportPeer], op: str
     ) -> None:
-        """What the source holds next does not arrive, and what the target holds next stays."""
+        """New bytes of the source do not arrive, and new bytes of the target stay."""
         watch = MemoryWatch(lab)
         for remote in everywhere:
             mine = _mine(lab)
@@ -51,7 +51,7 @@ class QuiescenceTests(ContractSettings):
     def test_quiet_after_a_cancel(
         self, lab: Workbench, everywhere: list[TransportPeer], op: str
     ) -> None:
-        """At once, and again when some of the bytes have arrived."""
+        """Cancel at once, and again when some of the bytes have arrived."""
         for under_way in (False, True)[: 1 + lab.capabilities.cancel]:
             watch = MemoryWatch(lab)
             for remote in everywhere:
@@ -100,7 +100,7 @@ class QuiescenceTests(ContractSettings):
         watch.see()
 
     def test_quiet_after_a_failure(self, lab: Workbench, process: Process, op: str) -> None:
-        """The peer deregisters its memory meanwhile, which some drivers notice."""
+        """The peer deregisters its memory during the transfer, which some drivers notice."""
         mine = _mine(lab)
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process, mine.region)
@@ -144,7 +144,7 @@ class QuiescenceTests(ContractSettings):
     def test_quiet_after_a_stopped_peer_was_disconnected(
         self, lab: Workbench, process: Process, op: str
     ) -> None:
-        """It goes on afterwards, and what it still has to say of the transfer comes too late."""
+        """The peer continues afterwards; what it still sends for the transfer comes too late."""
         mine = _mine(lab)
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process, mine.region)
@@ -167,19 +167,20 @@ class QuiescenceTests(ContractSettings):
 
 
 def _mine(lab: Workbench) -> Buffer:
-    """A buffer of this test's own, with a pattern."""
+    """Return a new registered buffer with a pattern."""
     buffer = lab.buffer(MIB, lab.transport)
     buffer.put(lab.fresh())
     return buffer
 
 
 def _again(mine: Buffer, remote: TransportPeer, times: int) -> Copies:
+    """Return a batch that copies the same MiB repeatedly."""
     starts = np.zeros(times, np.uint64)
     return batch(mine.region, remote.region, starts, starts, starts + np.uint64(MIB))
 
 
 def _await_some(lab: Workbench, transfer: TransferId, target: Buffer | TransportPeer) -> None:
-    """Wait a little until a transfer has moved something."""
+    """Wait for a short time until a transfer has moved some bytes."""
     before = target.get()
     lab.until(
         lambda: lab.state(transfer).final or not np.array_equal(target.get(), before),

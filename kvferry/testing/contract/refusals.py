@@ -1,4 +1,4 @@
-"""What must be refused before anything moves: memory, ranges, malformed batches."""
+"""Calls that must be refused before any byte moves: memory, ranges, malformed batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OUTSIDE = {
 
 
 class RefusalTests(ContractSettings):
-    """Registration, bounds and the form of batches."""
+    """Registration, bounds, and the form of batches."""
 
     # Memory.
 
@@ -108,7 +108,7 @@ class RefusalTests(ContractSettings):
     def test_what_another_peer_registered_is_refused(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
-        """Also what this very side has registered: each peer has its own."""
+        """Memory that this side has registered does not count: each peer has its own."""
         neighbour = LocalPeer(lab, lab.make())
         other = LocalPeer(lab, lab.make(), seed=2)
         lab.transport.connect(lab.transport.address())
@@ -191,7 +191,7 @@ class RefusalTests(ContractSettings):
     def test_a_region_in_use_is_not_deregistered(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
-        """Whichever of its segments uses it; and what none uses may go."""
+        """Memory of any of its segments is in use; other memory can be deregistered."""
         peer = lab.transport.connect(shared_process.address())
         other, spare = (lab.buffer(MIB, lab.transport) for _ in range(2))
         small = batch(other.region, shared_process.region, [0], [0], [8])
@@ -268,7 +268,7 @@ class RefusalTests(ContractSettings):
     def test_each_copy_must_lie_in_its_own_segments_regions(
         self, lab: Workbench, shared_process: Process, op: str, side: str, start: int
     ) -> None:
-        """Being in some other region, which may begin at the same address, does not help."""
+        """A range in another region, which may begin at the same address, is refused as well."""
         here, there = lab.mine.part(start, 4096), part_of(shared_process.region, start, 4096)
         lab.transport.register(here)
         shared_process.register(there)
@@ -348,7 +348,7 @@ class RefusalTests(ContractSettings):
 
 
 def _refused_whole(lab: Workbench, remote: TransportPeer, op: str, copies: Copies) -> None:
-    """See that a batch is refused, and that no byte of either side has changed."""
+    """Assert that a batch is refused, and that no byte of either side changes."""
     peer = lab.transport.connect(remote.address())
     lab.mine.put(pattern(MIB, 77))
     theirs = remote.get()

@@ -1,4 +1,4 @@
-"""What the author of a driver says about it, and the fixtures that follow from that."""
+"""The settings of the conformance suite, and its fixtures."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from kvferry.testing.contract.local_peer import LocalPeer
 from kvferry.testing.contract.workbench import MIB, Workbench, settings_of
 from kvferry.testing.peers import Process, Spares, TransportPeer
 
-PLACES = ("itself", "neighbour", "other process")
+PEER_KINDS = ("itself", "neighbour", "other process")
 
 
 class ContractSettings:
-    """Base of every class of tests.
+    """The settings of a driver's tests; the base of every class of tests.
 
     Attributes:
-        factory: what makes a transport: a class, or a function that takes its options, as
-            ``package.module:name``. Importable, because the peers' processes import it.
-        options: the keyword arguments it is called with.
-        memory: which memory is tested: ``cpu``, ``cuda``, ``cuda:INDEX``, or
-            ``package.module:function``, a function that makes a ``kvferry.testing.Buffer``.
-        lasting_bytes: what a transfer has to move to take some seconds. It does not make the suite
-            slower where the driver can cancel. If such a transfer is over sooner, the tests of
+        factory: What makes a transport, as ``package.module:name``: a class, or a function that
+            takes its options. It must be importable, because the peers' processes import it.
+        options: The keyword arguments of the factory.
+        memory: Which memory is tested: ``cpu``, ``cuda``, ``cuda:INDEX``, or
+            ``package.module:function``, a function that takes a number of bytes and returns a
+            ``kvferry.testing.Buffer``.
+        lasting_bytes: How many bytes a transfer has to move to take some seconds. It does not slow
+            down the suite if the driver can cancel. If such a transfer ends sooner, the tests of
             transfers in flight still pass, but show less.
-        known_within: seconds until the death of a peer's process has to be known.
-        patience: seconds after which a transfer is taken to hang.
-        quiet_seconds: how long memory is watched after a final state. What lands later is not
-            found.
+        known_within: Within how many seconds the death of a peer's process has to be reported.
+        patience: After how many seconds a transfer counts as hanging.
+        quiet_seconds: For how many seconds memory is watched after a final state. Bytes that
+            arrive later are not noticed.
     """
 
     factory: ClassVar[str]
@@ -42,20 +43,21 @@ class ContractSettings:
 
     @pytest.fixture
     def lab(self) -> Iterator[Workbench]:
-        """A transport under test, a registered buffer of 1 MiB, and what can be done with them."""
+        """The transport under test with a registered buffer of 1 MiB, and helpers for both."""
         with Workbench(settings_of(self)) as lab:
             yield lab
 
     @pytest.fixture(scope="class")
     @classmethod
     def lasting_process(cls) -> Iterator[Process]:
-        made = settings_of(cls)
-        with Process(made.factory, made.options, made.memory, MIB) as process:
+        """A peer's process that the tests of a class share."""
+        parameters = settings_of(cls)
+        with Process(parameters.factory, parameters.options, parameters.memory, MIB) as process:
             yield process
 
     @pytest.fixture
     def shared_process(self, lab: Workbench, lasting_process: Process) -> Iterator[Process]:
-        """A process for tests that do no more to it than to move its bytes."""
+        """The shared process, for tests that only move its bytes."""
         lasting_process.meanwhile = lab.turn
         lasting_process.patience = lab.settings.patience
         lasting_process.reset()
@@ -65,22 +67,27 @@ class ContractSettings:
     @pytest.fixture(scope="class")
     @classmethod
     def spares(cls) -> Iterator[Spares]:
-        made = settings_of(cls)
-        spares = Spares(lambda: Process(made.factory, made.options, made.memory, MIB, wait=False))
+        """Processes that start in advance, for tests that kill theirs."""
+        parameters = settings_of(cls)
+        spares = Spares(
+            lambda: Process(
+                parameters.factory, parameters.options, parameters.memory, MIB, wait=False
+            )
+        )
         yield spares
         spares.end()
 
     @pytest.fixture
     def process(self, lab: Workbench, spares: Spares) -> Iterator[Process]:
-        """A process for one test, which may kill it."""
+        """A process for one test, which may kill or stop it."""
         with spares.take() as process:
             process.meanwhile = lab.turn
             process.patience = lab.settings.patience
             yield process
 
-    @pytest.fixture(params=PLACES)
+    @pytest.fixture(params=PEER_KINDS)
     def remote(self, request: pytest.FixtureRequest, lab: Workbench) -> TransportPeer:
-        """A peer in each of the places where one can be, with 1 MiB of a pattern."""
+        """A peer with 1 MiB of a pattern: the transport itself, another one here, or a process."""
         if request.param == "other process":
             process: Process = request.getfixturevalue("shared_process")
             return process
@@ -88,11 +95,11 @@ class ContractSettings:
 
     @pytest.fixture
     def everywhere(self, lab: Workbench, shared_process: Process) -> list[TransportPeer]:
-        """A peer in each of those places at once."""
+        """A peer of each of these three kinds."""
         return [LocalPeer(lab, lab.transport), LocalPeer(lab, lab.make()), shared_process]
 
     @pytest.fixture(params=["read", "write"])
     def op(self, request: pytest.FixtureRequest) -> str:
-        """Each direction, whether the driver has it or not."""
+        """Each direction of a transfer, also one that the driver lacks."""
         direction: str = request.param
         return direction

@@ -1,4 +1,4 @@
-"""A driver beside a model of it: any order of calls, and what each has to come to.
+"""A driver compared with a model of it: calls in any order, and their outcomes.
 
 Two transports of this process, each with a few regions of slots. Transfers move whole slots, at
 odd places inside them, several at once; the model knows what every slot must hold once nothing
@@ -45,10 +45,10 @@ pairs = st.lists(
 
 
 class StateMachineTests(ContractSettings):
-    """Hypothesis chooses the calls; a failure is printed as the shortest program that shows it."""
+    """Hypothesis chooses the calls, and prints a failure as its shortest program."""
 
     examples = 12
-    """How many programs are tried."""
+    """How many programs Hypothesis tries."""
 
     def test_any_order_of_calls_does_what_the_model_does(self) -> None:
         made = settings_of(self)
@@ -71,7 +71,7 @@ class StateMachineTests(ContractSettings):
 
 @dataclass(slots=True, eq=False)
 class ModelledTransport:
-    """One transport, its buffers, what they must hold, and which are registered."""
+    """A transport, its buffers, their expected content, and which of them are registered."""
 
     transport: Transport
     buffers: list[Buffer]
@@ -79,7 +79,7 @@ class ModelledTransport:
     registered: set[int] = field(default_factory=set)
 
     def put(self, slot: Slot, content: Bytes) -> None:
-        """Write a slot, in memory and in the model."""
+        """Write a slot in memory and in the model."""
         region, index = slot
         self.model[region][index * SLOT : (index + 1) * SLOT] = content
         self.buffers[region].put(content, index * SLOT)
@@ -87,7 +87,7 @@ class ModelledTransport:
 
 @dataclass(slots=True, eq=False)
 class ModelledTransfer:
-    """A transfer that the model has not ended yet."""
+    """A transfer that has not ended in the model."""
 
     op: str
     pairs: list[tuple[Slot, Slot]]
@@ -97,12 +97,12 @@ class ModelledTransfer:
     cancelled: bool = False
 
     def touches(self, local: set[Slot], remote: set[Slot]) -> bool:
-        """Whether it uses one of these slots."""
+        """Return whether the transfer uses one of the slots."""
         return any(one in local or other in remote for one, other in self.pairs)
 
 
 class DriverMachine(RuleBasedStateMachine):
-    """The rules: calls that may be made at any time, and what must come of them."""
+    """The rules: calls that are allowed at any time, and their outcomes."""
 
     def __init__(self, lab: Workbench) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class DriverMachine(RuleBasedStateMachine):
         return side
 
     def teardown(self) -> None:
-        """Let everything end, compare everything, close."""
+        """End every transfer, compare all memory, and close."""
         try:
             self._end_all()
             self._all_arrived()
@@ -180,7 +180,7 @@ class DriverMachine(RuleBasedStateMachine):
 
     @rule(slot=slots, here=st.booleans())
     def write_memory(self, slot: Slot, here: bool) -> None:
-        """The caller's own bytes, where nothing is under way."""
+        """Write the caller's bytes into a slot that no transfer uses."""
         self._end_those({slot} if here else set(), set() if here else {slot})
         (self.here if here else self.there).put(slot, pattern(SLOT, next(self.seeds)))
 
@@ -252,7 +252,7 @@ class DriverMachine(RuleBasedStateMachine):
         return not (here <= self.here.registered and there <= self.known)
 
     def _copies(self, pairs: list[tuple[Slot, Slot]], shift: int, nbytes: int) -> Copies:
-        """Each pair a segment of its own."""
+        """Return copies in which each pair of regions is a segment."""
         cuts = [
             batch(
                 self.here.buffers[one].region,
@@ -308,7 +308,7 @@ class DriverMachine(RuleBasedStateMachine):
         self.here.transport.notify(self.peer, self.free[-1])
 
     def _payload(self, sort: int) -> bytes:
-        """Another each time; its last bit tells the two sorts apart."""
+        """Return a new payload; its last bit tells free from bound notifications."""
         return self.lab.payload(2 * next(self.seeds) + sort)
 
     @rule()
@@ -388,7 +388,7 @@ class DriverMachine(RuleBasedStateMachine):
                 theirs[:] = mine
 
     def _all_arrived(self) -> None:
-        """Wait for what was sent: a free notification, and that of a transfer that is DONE."""
+        """Wait for free notifications and those of DONE transfers."""
 
         def there() -> bool:
             self.receive()

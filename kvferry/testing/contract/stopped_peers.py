@@ -29,7 +29,7 @@ _MOST_MESSAGES = 5000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppablePeer:
-    """A peer's process, and its buffer as this process sees it."""
+    """A peer's process, and its buffer as this process maps it."""
 
     process: Process
     memory: Buffer
@@ -37,7 +37,7 @@ class StoppablePeer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Caught:
-    """A transfer whose peer has been stopped half way."""
+    """A transfer whose peer was stopped while it ran."""
 
     lab: Workbench
     there: StoppablePeer
@@ -60,15 +60,16 @@ class Caught:
             lambda: self.final or not np.array_equal(target.get(), before), _UNDER_WAY_SECONDS
         )
         process.stop()
-        # What is sent now is taken by the peer's kernel, and not by the peer.
+        # What is sent now is accepted by the peer's kernel, but not by its process.
         self.lab.until(lambda: self.final, _PILES_UP_SECONDS)
 
     @property
     def final(self) -> bool:
+        """Whether the transfer is final."""
         return self.lab.state(self.transfer, self.transport).final
 
     def keeps(self, region: Region) -> None:
-        """See that memory cannot be deregistered before the transfer is final."""
+        """Assert that memory cannot be deregistered before the transfer is final."""
         if self.final:
             return
         with contextlib.suppress(TransportUsageError):
@@ -76,7 +77,7 @@ class Caught:
             assert self.final, "memory that an unfinished transfer uses was deregistered"
 
     def quiet(self) -> None:
-        """Overwrite both sides, let the peer go on, and see that all of it stays."""
+        """Overwrite both sides, let the peer continue, and assert that nothing changes."""
         watch = MemoryWatch(self.lab)
         watch.overwrite(self.mine, self.there.memory)
         self.there.process.go_on()
@@ -84,15 +85,15 @@ class Caught:
 
 
 class StoppedPeerTests(ContractSettings):
-    """Whatever ends a transfer whose peer is stopped, and what was sent to such a peer."""
+    """Every way to end a transfer whose peer is stopped, and notifications to such a peer."""
 
     @pytest.fixture
     def stoppable(self, lab: Workbench) -> Iterator[StoppablePeer]:
-        """A peer whose memory this process maps, too."""
+        """A peer whose memory this process maps as well."""
         if CPU not in lab.capabilities.memory:
             pytest.skip("of a stopped process, only CPU memory can be looked at")
         made = settings_of(self)
-        memory = SharedBuffer.made(MIB)
+        memory = SharedBuffer.create(MIB)
         with Process(made.factory, made.options, f"shared:{memory.path}", MIB) as process:
             process.meanwhile = lab.turn
             process.patience = lab.settings.patience
@@ -101,7 +102,7 @@ class StoppedPeerTests(ContractSettings):
     def test_a_stopped_peer_keeps_what_was_cancelled_in_use(
         self, lab: Workbench, stoppable: StoppablePeer, op: str
     ) -> None:
-        """Its memory is not deregistered before the transfer is final, and then it is quiet."""
+        """Its memory cannot be deregistered before the transfer is final, and is quiet after."""
         if not lab.capabilities.cancel or op not in lab.ops:
             return  # what is refused is tested elsewhere
         caught = Caught(lab=lab, there=stoppable, op=op, transport=lab.transport)
@@ -116,7 +117,7 @@ class StoppedPeerTests(ContractSettings):
     def test_a_stopped_peer_is_disconnected_and_then_quiet_or_failing(
         self, lab: Workbench, stoppable: StoppablePeer, op: str
     ) -> None:
-        """That the deadline has passed is an error, and makes nothing quiet."""
+        """An expired deadline is an error, and does not end the use of memory."""
         if op not in lab.ops:
             return
         caught = Caught(lab=lab, there=stoppable, op=op, transport=lab.transport)
@@ -149,7 +150,7 @@ class StoppedPeerTests(ContractSettings):
     def test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order(
         self, lab: Workbench, process: Process
     ) -> None:
-        """Long and short ones in turn, until the driver says that it takes no more, or enough."""
+        """Long and short ones in turn, until the driver accepts no more."""
         if not lab.notifies:
             return
         peer = lab.transport.connect(process.address())

@@ -1,4 +1,4 @@
-"""Bytes arrive where the copies say, and nowhere else."""
+"""Transfers: bytes arrive where the copies say, and nowhere else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIMES = 6
 
 
 class TransferTests(ContractSettings):
-    """Patterns of copies, in both directions, with a peer in each of three places."""
+    """Patterns of copies, in both directions, with each kind of peer."""
 
     def test_one_copy(self, lab: Workbench, remote: TransportPeer, op: str) -> None:
         lab.moves(op, remote, [8192], [4096], [65_536])
@@ -53,7 +53,7 @@ class TransferTests(ContractSettings):
     def test_adjacent_copies(
         self, lab: Workbench, remote: TransportPeer, op: str, order: str
     ) -> None:
-        """Neighbours on both sides, which a driver may merge."""
+        """Copies that are adjacent on both sides, which a driver may merge."""
         starts = np.arange(0, MIB // 2, 512)
         if order == "descending":
             starts = starts[::-1]
@@ -65,7 +65,7 @@ class TransferTests(ContractSettings):
     def test_copies_adjacent_on_one_side_only(
         self, lab: Workbench, remote: TransportPeer, op: str, side: str
     ) -> None:
-        """Neighbours that must not be merged."""
+        """Adjacent copies that must not be merged."""
         near, far = 1000 * np.arange(300), 3000 * np.arange(300)
         here, there = (near, far) if side == "here" else (far, near)
         lab.moves(op, remote, here, there, np.full(300, 1000))
@@ -156,7 +156,7 @@ class TransferTests(ContractSettings):
         np.testing.assert_array_equal(remote.get(), theirs)
 
     def test_two_memory_kinds_in_one_transfer(self, lab: Workbench, op: str) -> None:
-        """Those that both the driver and the machine have; or two regions of the only one."""
+        """The kinds that driver and machine have, or two regions of the only one."""
         others = lab.capabilities.memory - {lab.mine.region.kind}
         kinds = [lab.settings.memory, *sorted(filter(available, others)), lab.settings.memory]
         other = lab.make()
@@ -177,7 +177,7 @@ class TransferTests(ContractSettings):
 
     @pytest.mark.slow
     def test_1_gib(self, lab: Workbench, op: str) -> None:
-        """In copies of 64 KiB, and one large one; the lengths leave 32 bits."""
+        """In copies of 64 KiB, and in one large copy; the total exceeds 32 bits."""
         other = lab.make()
         mine, theirs = lab.buffer(GIB + 1, lab.transport), lab.buffer(GIB + 1, other)
         target, source = (mine, theirs) if op == "read" else (theirs, mine)
@@ -199,7 +199,7 @@ class TransferTests(ContractSettings):
                 np.testing.assert_array_equal(target.get(at + shift, CHUNK), source.get(at, CHUNK))
 
     def test_large_transfers(self, lab: Workbench, op: str) -> None:
-        """64 MiB, last copy first; every byte is there when it is DONE, and not soon after."""
+        """64 MiB, the last copy first: every byte is there when it is DONE, not soon after."""
         other = lab.make()
         mine, theirs = lab.buffer(_LARGE, lab.transport), lab.buffer(_LARGE, other)
         target, source = (mine, theirs) if op == "read" else (theirs, mine)
@@ -245,7 +245,7 @@ class TransferTests(ContractSettings):
     def test_the_arrays_of_a_few_copies_are_free_after_the_call(
         self, lab: Workbench, shared_process: Process, op: str, size: int
     ) -> None:
-        """The caller writes its next transfer into them at once."""
+        """The caller may reuse the arrays for its next transfer at once."""
         peer = lab.transport.connect(shared_process.address())
         if lab.refuses(op, peer, lab.whole(shared_process)):
             return
@@ -350,7 +350,7 @@ def _held(lab: Workbench, transport: Transport, memory: str, seed: int) -> Buffe
 
 
 def _gappy(array: U64Array) -> U64Array:
-    """The same numbers, in every other place of a larger array that nobody may write to."""
+    """Return the numbers as a strided, read-only view of a larger array."""
     wide = np.full(2 * len(array), 1 << 62, np.uint64)
     wide[::2] = array
     wide.flags.writeable = False

@@ -1,4 +1,4 @@
-"""The transport under test and what surrounds it: buffers, waiting, moving, and watching memory."""
+"""``Workbench``: the transport under test, its buffers, and helpers to move and watch bytes."""
 
 from __future__ import annotations
 
@@ -36,27 +36,40 @@ _TURN_SECONDS = 0.0005
 
 
 class Contract(Protocol):
-    """What ``ContractSettings`` and its subclasses have, and their instances too."""
+    """The attributes of ``ContractSettings``, of its subclasses and of their instances."""
 
     @property
-    def factory(self) -> str: ...
+    def factory(self) -> str:
+        """See ``ContractSettings``."""
+
     @property
-    def options(self) -> Mapping[str, object]: ...
+    def options(self) -> Mapping[str, object]:
+        """See ``ContractSettings``."""
+
     @property
-    def memory(self) -> str: ...
+    def memory(self) -> str:
+        """See ``ContractSettings``."""
+
     @property
-    def lasting_bytes(self) -> int: ...
+    def lasting_bytes(self) -> int:
+        """See ``ContractSettings``."""
+
     @property
-    def known_within(self) -> float: ...
+    def known_within(self) -> float:
+        """See ``ContractSettings``."""
+
     @property
-    def patience(self) -> float: ...
+    def patience(self) -> float:
+        """See ``ContractSettings``."""
+
     @property
-    def quiet_seconds(self) -> float: ...
+    def quiet_seconds(self) -> float:
+        """See ``ContractSettings``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContractParameters:
-    """``ContractSettings``, as data."""
+    """The values of ``ContractSettings``."""
 
     factory: str
     options: dict[str, object]
@@ -68,7 +81,7 @@ class ContractParameters:
 
 
 def settings_of(contract: Contract) -> ContractParameters:
-    """The settings of a class of tests, or of an instance of one."""
+    """Return the settings of a class of tests, or of an instance of one."""
     return ContractParameters(
         factory=contract.factory,
         options=dict(contract.options),
@@ -82,11 +95,14 @@ def settings_of(contract: Contract) -> ContractParameters:
 
 @dataclass(slots=True, eq=False)
 class Workbench:
-    """A transport under test with a registered buffer of zeros, and every other one of a test.
+    """The transport under test with a registered buffer, and the test's other transports.
+
+    It owns all of them, and closes them when the ``with`` block ends.
 
     Attributes:
-        transport: the transport under test.
-        mine: its buffer, 1 MiB, registered.
+        settings: The settings of the tests.
+        transport: The transport under test.
+        mine: Its buffer: 1 MiB of zeros, registered.
     """
 
     settings: ContractParameters
@@ -113,10 +129,10 @@ class Workbench:
         for transport in self._made:
             transport.close()
 
-    # Making.
+    # Transports and buffers.
 
     def make(self) -> Transport:
-        """One more transport, closed at the end of the test."""
+        """Return another transport, which is closed at the end of the test."""
         transport: Transport = imported(self.settings.factory)(**self.settings.options)
         self._made.append(transport)
         return transport
@@ -124,9 +140,15 @@ class Workbench:
     def buffer(
         self, nbytes: int, transport: Transport | None = None, memory: str | None = None
     ) -> Buffer:
-        """Zeros, of the memory under test or another; registered if a transport is given."""
+        """Return a buffer of zeros, registered with a transport if one is given.
+
+        Args:
+            nbytes: Its size.
+            transport: Registers it.
+            memory: Its kind; by default the kind under test.
+        """
         made = allocate(memory or self.settings.memory, nbytes)
-        # Whatever a test drops, its memory stays until every transport is closed.
+        # Memory has to stay until every transport is closed, whatever the test drops.
         self._buffers.append(made)
         if transport is not None:
             transport.register(made.region)
@@ -134,12 +156,13 @@ class Workbench:
 
     @property
     def capabilities(self) -> Capabilities:
+        """The capabilities of the transport under test."""
         return self.transport.capabilities
 
     # Waiting.
 
     def turn(self) -> None:
-        """Give everybody time: threads, and transports that have none of their own."""
+        """Sleep a moment, and poll the transports that make no progress of their own."""
         for transport in self._made:
             if not transport.capabilities.background_progress:
                 with contextlib.suppress(TransportUsageError):  # the test has closed it
@@ -147,7 +170,15 @@ class Workbench:
         time.sleep(_TURN_SECONDS)
 
     def until(self, holds: Callable[[], object], seconds: float | None = None) -> bool:
-        """Wait until something holds, or the time (by default all patience) is up; whether."""
+        """Wait until a condition holds, or the time is up.
+
+        Args:
+            holds: The condition.
+            seconds: How long to wait; by default ``patience``.
+
+        Returns:
+            Whether the condition holds.
+        """
         deadline = time.monotonic() + (self.settings.patience if seconds is None else seconds)
         while not holds():
             if time.monotonic() > deadline:
@@ -158,7 +189,12 @@ class Workbench:
     def poll(
         self, transfers: Sequence[TransferId], transport: Transport | None = None
     ) -> list[Status]:
-        """Poll, and check what must be so whenever one polls."""
+        """Poll transfers, and assert the rules that hold for every poll.
+
+        Args:
+            transfers: Their ids.
+            transport: By default the transport under test.
+        """
         transport = transport or self.transport
         statuses = transport.poll(transfers)
         assert len(statuses) == len(transfers), "poll must answer for every id"
@@ -167,10 +203,11 @@ class Workbench:
         return statuses
 
     def state(self, transfer: TransferId, transport: Transport | None = None) -> State:
-        """The state of one transfer now."""
+        """Return the state of one transfer."""
         return self.poll([transfer], transport)[0].state
 
     def _check(self, transport: Transport, transfer: TransferId, status: Status) -> None:
+        """Assert that a status is consistent, and may follow the one before it."""
         bad = status.state in (State.FAILING, State.FAILED)
         assert isinstance(status.error, TransportError) == bad, f"error does not fit: {status}"
         assert bad or status.error is None, f"error does not fit: {status}"
@@ -185,7 +222,7 @@ class Workbench:
     def known(
         self, transfer: TransferId, transport: Transport | None = None, seconds: float | None = None
     ) -> Status:
-        """Wait until the outcome is known, if the buffers are not quiet yet."""
+        """Wait until a transfer is not PENDING, and return its status."""
         found = self.until(
             lambda: self.state(transfer, transport) is not State.PENDING,
             seconds,
@@ -195,11 +232,14 @@ class Workbench:
         return status
 
     def settled(self, transfer: TransferId, peer: PeerId) -> Status:
-        """Wait until a transfer is final, and disconnect where a failed one needs that."""
+        """Wait until a transfer is final, and return its status.
+
+        A failed one is disconnected first if ``quiescence`` is AFTER_DISCONNECT.
+        """
         status = self.known(transfer)
         if status.state is State.FAILING:
             if self.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
-                # Its memory is in use until then, and so is its record.
+                # Until then its memory is in use, and its record must stay.
                 refused(self.transport.forget, transfer)
                 self.transport.disconnect(peer)
                 (status,) = self.poll([transfer])
@@ -211,7 +251,7 @@ class Workbench:
         return status
 
     def settled_or_gone(self, transfer: TransferId, peer: PeerId) -> Status:
-        """As ``settled``, for one of several transfers of a peer that may be disconnected now."""
+        """Return the final status of one of several transfers of a peer, which may be gone."""
         (status,) = self.poll([transfer])
         return status if status.state.final else self.settled(transfer, peer)
 
@@ -221,17 +261,17 @@ class Workbench:
         assert status.state is State.DONE, f"it failed: {status}"
         (transport or self.transport).forget(transfer)
 
-    # Moving.
+    # Transfers.
 
     def start(
         self, op: str, peer: PeerId, copies: Copies, notify: bytes | None = None
     ) -> TransferId:
-        """Read or write with the transport under test."""
+        """Start a read or write of the transport under test."""
         begin = self.transport.read if op == "read" else self.transport.write
         return begin(peer, copies, notify)
 
     def refuses(self, op: str, peer: PeerId, copies: Copies) -> bool:
-        """Whether the driver lacks an op; then the op must be refused, and nothing has moved."""
+        """Return whether the driver lacks an operation, and assert that it then refuses it."""
         if op in self.capabilities.ops:
             return False
         before = self.mine.get()
@@ -242,12 +282,12 @@ class Workbench:
 
     @property
     def ops(self) -> list[str]:
-        """The ops that the driver has."""
+        """The operations that the driver has: ``read``, ``write``."""
         return [op for op in OPS if op in self.capabilities.ops]
 
     @property
     def an_op(self) -> str:
-        """One of the ops that the driver has: for tests that are not about moving bytes."""
+        """One of these operations, for tests that are not about moving bytes."""
         return self.ops[0]
 
     @property
@@ -256,18 +296,26 @@ class Workbench:
         return self.capabilities.max_notification > 0
 
     def payload(self, number: int) -> bytes:
-        """The payload of a notification; another for each number, as far as the limit allows."""
+        """Return a payload for a notification, different for each number if the limit allows."""
         size = min(4, self.capabilities.max_notification)
         return (number % (1 << 8 * size)).to_bytes(size, "big")
 
     def bound(self, number: int = 7) -> bytes | None:
-        """A payload to bind to a transfer, if the driver has notifications."""
+        """Return a payload to bind to a transfer, or ``None`` without notifications."""
         return self.payload(number) if self.notifies else None
 
     def moves(
         self, op: str, remote: TransportPeer, here: Offsets, there: Offsets, sizes: Offsets
     ) -> None:
-        """Run one transfer between ``mine`` and a peer, and compare every byte of both sides."""
+        """Run one transfer between ``mine`` and a peer, and compare every byte of both sides.
+
+        Args:
+            op: ``read`` or ``write``.
+            remote: The peer.
+            here: The copies' offsets in ``mine``.
+            there: Their offsets in the peer's buffer.
+            sizes: Their lengths in bytes.
+        """
         mine, theirs = pattern(MIB, 77), remote.get()
         self.mine.put(mine)
         peer = self.transport.connect(remote.address())
@@ -283,82 +331,86 @@ class Workbench:
         np.testing.assert_array_equal(remote.get(), theirs, "the peer's memory")
 
     def whole(self, remote: TransportPeer) -> Copies:
-        """All of the buffer from or to all of a peer's, in one copy."""
+        """Return one copy between the whole buffers of both sides."""
         return batch(self.mine.region, remote.region, [0], [0], [MIB])
 
     def lasting(self, remote: TransportPeer, local: Region | None = None) -> Copies:
-        """What takes long: the same MiB again and again."""
+        """Return copies that take long: ``lasting_bytes``, the same MiB repeatedly."""
         n = max(1, self.settings.lasting_bytes // MIB)
         zeros = np.zeros(n, np.uint64)
         return batch(local or self.mine.region, remote.region, zeros, zeros, zeros + np.uint64(MIB))
 
     def works(self, remote: TransportPeer) -> None:
-        """See that the transport can still do what it is for, with this peer."""
+        """Assert that the transport can still move bytes from or to a peer."""
         self.mine.put(np.zeros(MIB, np.uint8))
         peer = self.transport.connect(remote.address())
         self.finish(self.start(self.an_op, peer, self.whole(remote)))
         np.testing.assert_array_equal(self.mine.get(), remote.get())
 
     def receive(self, transport: Transport, count: int) -> list[Notification]:
-        """Wait until a transport of this process got so many notifications, and no more."""
-        found: list[Notification] = []
+        """Return ``count`` notifications of a transport here, and assert that no more arrive."""
+        arrived: list[Notification] = []
 
         def enough() -> bool:
-            found.extend(transport.notifications())
-            return len(found) >= count
+            arrived.extend(transport.notifications())
+            return len(arrived) >= count
 
         self.until(enough)
         self.turn()
-        found += transport.notifications()
-        assert len(found) == count, f"{len(found)} notifications of {count}"
-        return found
+        arrived += transport.notifications()
+        assert len(arrived) == count, f"{len(arrived)} notifications of {count}"
+        return arrived
 
-    # Watching.
+    # Watching memory.
 
     def stays(self, buffer: Buffer | TransportPeer, content: Bytes, seconds: float = 0.05) -> None:
-        """Watch for a while that memory does not change."""
+        """Assert that memory does not change for a while."""
         self.until(lambda: False, seconds)
         np.testing.assert_array_equal(buffer.get(), content, "memory has changed")
 
     def quiet(self, *sides: Buffer | TransportPeer) -> None:
-        """After a final state: write something else into both sides, and see that it stays."""
+        """Overwrite memory after a final state, and assert that it stays so."""
         watch = MemoryWatch(self)
         watch.overwrite(*sides)
         watch.see()
 
     def poll_all(self) -> None:
-        """Poll every transport that is not closed, and whatever is not forgotten."""
+        """Poll every transport that is not closed, with every transfer that is not forgotten."""
         for transport in self._made:
-            known = [transfer for owner, transfer in self._last if owner == id(transport)]
-            for transfers in ([], *([one] for one in known)):
+            transfers_of = [transfer for owner, transfer in self._last if owner == id(transport)]
+            for transfers in ([], *([one] for one in transfers_of)):
                 with contextlib.suppress(TransportUsageError):
                     transport.poll(transfers)
 
     def fresh(self, nbytes: int = MIB) -> Bytes:
-        """Bytes that have stood nowhere in this test."""
+        """Return bytes that this test has not used yet."""
         return pattern(nbytes, next(self._seeds))
 
 
 @dataclass(slots=True, eq=False)
 class MemoryWatch:
-    """Memory that must not change any more, of several transfers: one quiet period for all."""
+    """Memory of several transfers that must not change any more, watched in one quiet period.
+
+    Attributes:
+        lab: The workbench of the test.
+    """
 
     lab: Workbench
     _wanted: list[tuple[Buffer | TransportPeer, Bytes]] = field(default_factory=list)
 
     def overwrite(self, *sides: Buffer | TransportPeer) -> None:
-        """Write something else: bytes that land late are others, whatever they are."""
+        """Overwrite memory with new bytes, so that bytes that arrive late differ."""
         for side in sides:
             content = self.lab.fresh()
             side.put(content)
             self.expect(side, content)
 
     def expect(self, side: Buffer | TransportPeer, content: Bytes) -> None:
-        """Say what must stand there in the end."""
+        """Set what memory must contain at the end."""
         self._wanted.append((side, content))
 
     def see(self) -> None:
-        """Poll on for the quiet period, and then look."""
+        """Poll for the quiet period, then compare."""
         deadline = time.monotonic() + self.lab.settings.quiet_seconds
         while time.monotonic() < deadline:
             self.lab.poll_all()
@@ -368,7 +420,7 @@ class MemoryWatch:
 
 
 def refused(call: Callable[..., object], *args: object) -> None:
-    """See that a caller's mistake raises ``TransportUsageError``, and says something."""
+    """Assert that a call raises ``TransportUsageError`` with a message."""
     with pytest.raises(TransportUsageError) as caught:
         call(*args)
     assert str(caught.value), f"{call} refuses without a word"

@@ -8,13 +8,13 @@ import numpy as np
 
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId, TransferId
-from kvferry.testing.peer_process import Commands, PeerServer
+from kvferry.testing.peer_process import PeerServer, PeerSetup
 
 
 class Mapped(PeerServer):
     """Each public method is a command."""
 
-    def __init__(self, orders: Commands) -> None:
+    def __init__(self, orders: PeerSetup) -> None:
         super().__init__(orders)
         self._memory: mmap.mmap | None = None
         self._begun: TransferId | None = None

@@ -195,8 +195,8 @@ def added_figures(engine: Any) -> dict[str, float]:
 
     from kvferry.core.metrics import LATE, PEERS_DOWN, REFUSED, LoadRecord, Metrics
     from kvferry.integrations.vllm import KVFerryConnector
+    from kvferry.integrations.vllm.metric_definitions import LOADS, TOKENS
     from kvferry.integrations.vllm.metrics import FerryStats
-    from kvferry.integrations.vllm.ticket_metrics import LOADS, TOKENS
 
     def rank(index: int, *seconds: float) -> FerryStats:
         figures = Metrics(driver="loopback", rank=str(index))

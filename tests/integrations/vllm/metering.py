@@ -12,8 +12,8 @@ def counted(seed: int = 0) -> dict[str, Any]:
 
     from kvferry.core.errors import StaleError
     from kvferry.core.metrics import PEERS_DOWN, PEERS_UP, REFUSED, LoadRecord, Metrics, Stage
+    from kvferry.integrations.vllm.metric_definitions import HELD, LOADS, TOKENS
     from kvferry.integrations.vllm.metrics import FerryStats
-    from kvferry.integrations.vllm.ticket_metrics import HELD, LOADS, TOKENS
 
     def rank(index: int) -> FerryStats:
         figures = Metrics(driver="nixl", rank=str(index))

@@ -28,7 +28,7 @@ def vllm(modules: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(connector, "FerryScheduler", halves.scheduler)
     monkeypatch.setattr(connector, "start_worker", halves.worker)
     monkeypatch.setattr(connector, "support", halves.support)
-    monkeypatch.setattr(connector, "logs", halves.logs)
+    monkeypatch.setattr(connector, "share_log_handlers", halves.share_log_handlers)
     return SimpleNamespace(connector=connector, metadata=metadata, halves=halves)
 
 
@@ -47,13 +47,13 @@ def made(vllm: Any, role: Role) -> Any:
 
 SCHEDULED = [
     ("on_new_request", ("r",), call.on_new_request("r")),
-    ("get_num_new_matched_tokens", ("r", 16), call.matched("r", 16)),
-    ("update_state_after_alloc", ("r", "blocks", 24), call.allocated("r", "blocks", 24)),
-    ("build_connector_meta", ("output",), call.step("output")),
-    ("update_connector_output", ("output",), call.heard("output")),
-    ("request_finished", ("r", [1, 2]), call.finished("r", ([1, 2],))),
-    ("request_finished_all_groups", ("r", ([1], [2])), call.finished("r", ([1], [2]))),
-    ("has_pending_block_frees", (), call.running_waits()),
+    ("get_num_new_matched_tokens", ("r", 16), call.num_matched_tokens("r", 16)),
+    ("update_state_after_alloc", ("r", "blocks", 24), call.blocks_allocated("r", "blocks", 24)),
+    ("build_connector_meta", ("output",), call.build_step("output")),
+    ("update_connector_output", ("output",), call.worker_output("output")),
+    ("request_finished", ("r", [1, 2]), call.request_finished("r", ([1, 2],))),
+    ("request_finished_all_groups", ("r", ([1], [2])), call.request_finished("r", ([1], [2]))),
+    ("has_pending_block_frees", (), call.has_pending_block_frees()),
     ("set_xfer_handshake_metadata_pp_aware", ({(0, 0): "m"},), call.serve({(0, 0): "m"})),
     ("reset_cache", (), call.reset()),
     ("get_kv_connector_stats", (), call.take_stats()),
@@ -94,7 +94,7 @@ def test_what_the_scheduler_is_told_of_the_engine(vllm: Any) -> None:
     assert connector.has_pending_push_work() is True
     vllm.halves.scheduler.return_value.pending = False
     assert connector.has_pending_push_work() is False
-    assert vllm.halves.logs.show.called
+    assert vllm.halves.share_log_handlers.called
     assert not vllm.halves.support.mock_calls
 
 
@@ -146,7 +146,7 @@ def test_what_is_checked_at_start(
         call.check_engine(CONFIG),
         call.check_siblings(TRANSFER, "around" if outer == "another's" else TRANSFER),
     ]
-    assert vllm.halves.logs.show.called
+    assert vllm.halves.share_log_handlers.called
     assert not vllm.halves.scheduler.called
 
 

@@ -193,7 +193,7 @@ def test_words_stand_before_the_ticket(
         while len(engine.finished) < 2:
             engine.step()
         params = [completion.params or {} for completion in engine.results(ids)]
-        for ticket in map(tickets.read, params):
+        for ticket in map(tickets.read_ticket, params):
             words = engine.run(ranks.words, ticket.hold.slot)
             assert [ticket.hold.stands(word) for word in words] == [True, True]
     completions = decode.generate(prompt(200), prompt(33), params=params)

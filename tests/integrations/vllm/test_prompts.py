@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from kvferry.core.lifecycle.digest import digest
-from kvferry.integrations.vllm.groups import CacheGroup
-from kvferry.integrations.vllm.prompts import backoff, digest_of, handed_over, shorten
+from kvferry.integrations.vllm.cache_groups import CacheGroup
+from kvferry.integrations.vllm.prompts import (
+    handed_over_tokens,
+    prefill_backoff,
+    prompt_digest,
+    truncate_prompt,
+)
 from tests.integrations.vllm.test_scheduler_half import request
 
 FULL = CacheGroup(index=0, tokens=16)
@@ -30,8 +35,8 @@ def image(offset: int, length: int = 2, name: str = "image") -> Any:
 
 def test_without_more_it_is_that_of_the_token_ids() -> None:
     """Engines of all builds make it alike."""
-    assert digest_of(request(40), 30) == digest(range(30), None, [], None, None)
-    assert digest_of(changed(prompt_token_ids=None), 30) == digest([], None, [], None, None)
+    assert prompt_digest(request(40), 30) == digest(range(30), None, [], None, None)
+    assert prompt_digest(changed(prompt_token_ids=None), 30) == digest([], None, [], None, None)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +52,8 @@ def test_without_more_it_is_that_of_the_token_ids() -> None:
     ],
 )
 def test_what_makes_it_another(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert digest_of(changed(**one), 30) != digest_of(changed(**other), 30)
-    assert digest_of(changed(**one), 30) == digest_of(changed(**one), 30)
+    assert prompt_digest(changed(**one), 30) != prompt_digest(changed(**other), 30)
+    assert prompt_digest(changed(**one), 30) == prompt_digest(changed(**one), 30)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,7 @@ def test_what_makes_it_another(one: dict[str, Any], other: dict[str, Any]) -> No
 def test_what_is_behind_the_tokens_does_not_count(
     one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    assert digest_of(changed(**one), 30) == digest_of(changed(**other), 30)
+    assert prompt_digest(changed(**one), 30) == prompt_digest(changed(**other), 30)
 
 
 def test_embeddings() -> None:
@@ -71,17 +76,17 @@ def test_embeddings() -> None:
     later, earlier = rows.clone(), rows.clone()
     later[30, 0] += 1
     earlier[29, 7] += 1
-    plain = digest_of(changed(prompt_embeds=rows), 30)
-    assert plain == digest_of(changed(prompt_embeds=later), 30)
+    plain = prompt_digest(changed(prompt_embeds=rows), 30)
+    assert plain == prompt_digest(changed(prompt_embeds=later), 30)
     others = [
-        digest_of(request(40), 30),
-        digest_of(changed(prompt_embeds=earlier), 30),
-        digest_of(changed(prompt_embeds=rows.to(torch.bfloat16)), 30),
-        digest_of(changed(prompt_embeds=rows.view(torch.int32)), 30),
-        digest_of(changed(prompt_embeds=rows.reshape(80, 4)), 60),
+        prompt_digest(request(40), 30),
+        prompt_digest(changed(prompt_embeds=earlier), 30),
+        prompt_digest(changed(prompt_embeds=rows.to(torch.bfloat16)), 30),
+        prompt_digest(changed(prompt_embeds=rows.view(torch.int32)), 30),
+        prompt_digest(changed(prompt_embeds=rows.reshape(80, 4)), 60),
     ]
     assert len({plain, *others}) == 1 + len(others)
-    assert plain == digest_of(changed(prompt_embeds=rows.t().contiguous().t()), 30)
+    assert plain == prompt_digest(changed(prompt_embeds=rows.t().contiguous().t()), 30)
 
 
 @pytest.mark.parametrize(
@@ -98,19 +103,19 @@ def test_embeddings() -> None:
 )
 def test_what_is_left_to_decode(groups: list[CacheGroup], lookahead: int, left: int) -> None:
     config: Any = SimpleNamespace(num_prefill_lookahead_tokens=lookahead)
-    assert backoff(config, groups) == left
+    assert prefill_backoff(config, groups) == left
 
 
 @pytest.mark.parametrize(
     ("tokens", "tail", "over"), [(40, 0, 40), (40, 2, 38), (3, 2, 1), (2, 2, 2)]
 )
 def test_what_is_handed_over(tokens: int, tail: int, over: int) -> None:
-    assert handed_over(request(tokens), tail) == over
+    assert handed_over_tokens(request(tokens), tail) == over
 
 
 def test_a_shorter_prompt_is_short_everywhere() -> None:
     each = changed(prompt_embeds=[[0.0]] * 40, prompt_is_token_ids=[True] * 40)
-    shorten(each, 2)
+    truncate_prompt(each, 2)
     lists = (each.prompt_token_ids, each.prompt_embeds, each.prompt_is_token_ids)
     assert [len(rows) for rows in (*lists, each._all_token_ids)] == [38] * 4
     assert (each.num_prompt_tokens, each.max_tokens) == (38, 1)

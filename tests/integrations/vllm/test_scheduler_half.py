@@ -15,12 +15,12 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.metrics import Metrics
 from kvferry.core.security import Access, TicketKey, TicketSecrets, generate
 from kvferry.core.security.proof import check
+from kvferry.integrations.vllm.cache_groups import CacheGroup
 from kvferry.integrations.vllm.consumer import Consumer
-from kvferry.integrations.vllm.groups import CacheGroup
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.security import SecuritySettings
 from kvferry.integrations.vllm.side_channel import EngineSideChannel
-from kvferry.integrations.vllm.ticket_params import ParallelSizes, read
+from kvferry.integrations.vllm.ticket_params import ParallelSizes, read_ticket
 
 SERVING = EngineSideChannel(engine="prefill", incarnation=5, host="10.0.0.1", port=5600)
 PREFILL = {"do_remote_decode": True}
@@ -71,13 +71,13 @@ def producer(
     groups: Sequence[CacheGroup] = full(),
     secrets: TicketSecrets | None = None,
     max_held: int | None = None,
-    figures: Metrics | None = None,
+    metrics: Metrics | None = None,
     ticket_key: TicketKey | None = TICKET_KEY,
     **settings: Any,
 ) -> Producer:
     return Producer(
         groups,
-        figures=figures or Metrics(driver="loopback"),
+        metrics=metrics or Metrics(driver="loopback"),
         slots=64,
         lease=30.0,
         backoff=tail,
@@ -92,7 +92,7 @@ def producer(
 
 def consumer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Consumer:
     common: dict[str, Any] = {"engine": "decode", "may_load": True, "verify_prompt": True}
-    common["figures"] = Metrics(driver="loopback")
+    common["metrics"] = Metrics(driver="loopback")
     return Consumer(groups, **({"backoff": 0} | common | settings))
 
 
@@ -123,7 +123,7 @@ def ticket(
     made = producer(secrets=secrets)
     each = request(tokens, PREFILL)
     made.take_on(each)
-    params = made.finished(each, [list(range(1, 5))], serving)
+    params = made.request_finished(each, [list(range(1, 5))], serving)
     assert params is not None
     return params
 
@@ -134,7 +134,7 @@ class TestProducer:
         each = request(40, PREFILL, computed=43)
         made.take_on(each)
         [(_, hold)] = made.drain().take_ons
-        got = read(made.finished(each, [[7, 8, 9, 3]], SERVING) or {})
+        got = read_ticket(made.request_finished(each, [[7, 8, 9, 3]], SERVING) or {})
         assert (got.tokens, got.pages, got.first_index) == (40, ((7, 8, 9),), (0,))
         assert (got.hold, got.host, got.port) == (hold, "10.0.0.1", 5600)
         assert made.drain().ready == ((hold, 30.0),)
@@ -143,7 +143,7 @@ class TestProducer:
         made = producer(groups=full(2))
         each = request(40, PREFILL)
         made.take_on(each)
-        got = read(made.finished(each, [[1, 2, 3], [0, 0, 6]], SERVING) or {})
+        got = read_ticket(made.request_finished(each, [[1, 2, 3], [0, 0, 6]], SERVING) or {})
         assert (got.pages, got.first_index) == (((1, 2, 3), (6,)), (0, 2))
 
     @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
@@ -152,13 +152,13 @@ class TestProducer:
         each = request(40, PREFILL, status=status)
         made.take_on(each)
         made.drain()
-        assert made.finished(each, [[1, 2, 3]], SERVING) is None
+        assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
         assert len(made.drain().drops) == 1
 
     def test_no_ticket_for_a_request_that_nobody_else_decodes(self) -> None:
         made = producer()
         made.take_on(request(40))
-        assert made.finished(request(40), [[1, 2, 3]], SERVING) is None
+        assert made.request_finished(request(40), [[1, 2, 3]], SERVING) is None
         assert not made.drain()
 
     def test_no_ticket_for_a_state_that_went_on(self) -> None:
@@ -166,7 +166,7 @@ class TestProducer:
         made = producer(groups=[CacheGroup(index=0, tokens=1024, is_state=True)])
         each = request(40, PREFILL, computed=41)
         made.take_on(each)
-        assert made.finished(each, [[7, 8]], SERVING) is None
+        assert made.request_finished(each, [[7, 8]], SERVING) is None
 
     @pytest.mark.parametrize(
         ("group", "tail", "tokens"),
@@ -180,17 +180,17 @@ class TestProducer:
         self, group: CacheGroup, tail: int, tokens: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Its whole prompt is computed, and what decode needs is before its last tokens."""
-        figures = Metrics(driver="loopback")
-        made = producer(tail=tail, groups=[group], figures=figures)
+        metrics = Metrics(driver="loopback")
+        made = producer(tail=tail, groups=[group], metrics=metrics)
         each = request(tokens, dict(PREFILL))
         each.skip_reading_prefix_cache = True
         made.on_new_request(each)
         assert each.num_prompt_tokens == tokens
         made.take_on(each)
         made.drain()
-        assert made.finished(each, [[7, 8, 9]], SERVING) is None
+        assert made.request_finished(each, [[7, 8, 9]], SERVING) is None
         assert len(made.drain().drops) == 1
-        assert figures.take() == {"tickets_not_made": {"loopback": {"scored": 1}}}
+        assert metrics.take() == {"tickets_not_made": {"loopback": {"scored": 1}}}
         assert "prompt_logprobs" in caplog.text
 
     @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ class TestProducer:
         each.skip_reading_prefix_cache = True
         made.on_new_request(each)
         made.take_on(each)
-        params = made.finished(each, [[7, 8, 9]], SERVING)
+        params = made.request_finished(each, [[7, 8, 9]], SERVING)
         taker = consumer([group], backoff=tail)
         taker.on_new_request(request(tokens, params))
         assert len(taker.drain().prepare) == 1
@@ -227,34 +227,34 @@ class TestProducer:
         made = producer()
         each = request(40, PREFILL)
         made.take_on(each)
-        assert made.finished(each, [[1, 2, 3]], SERVING)
+        assert made.request_finished(each, [[1, 2, 3]], SERVING)
         made.take_on(each)
         assert "request r: no ticket is made" in caplog.text
-        assert made.finished(each, [[4, 5, 6]], SERVING) is None
-        made.sent(["r"])
+        assert made.request_finished(each, [[4, 5, 6]], SERVING) is None
+        made.sends_finished(["r"])
         made.take_on(each)
-        assert made.finished(each, [[4, 5, 6]], SERVING)
+        assert made.request_finished(each, [[4, 5, 6]], SERVING)
 
     def test_clients_cannot_pin_the_whole_cache(self, caplog: pytest.LogCaptureFixture) -> None:
-        figures = Metrics(driver="loopback")
-        made = producer(max_held=4, figures=figures)
+        metrics = Metrics(driver="loopback")
+        made = producer(max_held=4, metrics=metrics)
         for name, ids in (("old", [1, 2, 3]), ("new", [4, 5, 6])):
             each = request(40, PREFILL, name=name)
             made.take_on(each)
-            assert made.finished(each, [ids], SERVING)
+            assert made.request_finished(each, [ids], SERVING)
         orders = made.drain()
         assert orders.ends == (orders.take_ons[0][1],)
-        made.count()
+        made.update_metrics()
         counted = {"evicted_holds": {"loopback": 1}, "held_pages": {"loopback": 3}}
-        assert figures.take() == counted
-        made.count()
-        assert figures.take() is None
+        assert metrics.take() == counted
+        made.update_metrics()
+        assert metrics.take() is None
         assert "max_held_fraction" in caplog.text
         large = request(90, PREFILL, name="large")
         made.take_on(large)
-        assert made.finished(large, [[0, 7, 8, 9, 10, 11]], SERVING) is None
+        assert made.request_finished(large, [[0, 7, 8, 9, 10, 11]], SERVING) is None
         assert "it has 5 blocks, and 4 may be held" in caplog.text
-        assert figures.take() == {"tickets_not_made": {"loopback": {"too_large": 1}}}
+        assert metrics.take() == {"tickets_not_made": {"loopback": {"too_large": 1}}}
 
     def test_state_before_the_last_token(self) -> None:
         """The prompt is shortened once, though a preempted request comes again."""
@@ -283,29 +283,29 @@ class TestProducer:
 
     def test_consumer_holds_nothing_for_others(self, caplog: pytest.LogCaptureFixture) -> None:
         """Nobody could ever ask for its pages; each such request counts, and one line says so."""
-        figures = Metrics(driver="loopback")
-        made = producer(tail=1, figures=figures, hands_over=False)
+        metrics = Metrics(driver="loopback")
+        made = producer(tail=1, metrics=metrics, hands_over=False)
         for name in ("a", "b"):
             each = request(40, PREFILL, name=name)
             made.on_new_request(each)
             made.take_on(each)
             assert each.num_prompt_tokens == 40
-            assert made.finished(each, [[1, 2, 3]], SERVING) is None
+            assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
         assert not made.drain()
-        assert figures.take() == {"tickets_not_made": {"loopback": {"role": 2}}}
+        assert metrics.take() == {"tickets_not_made": {"loopback": {"role": 2}}}
         assert caplog.text.count("kv_role") == 1
         assert 'set "kv_producer" or "kv_both"' in caplog.text
 
     def test_consumer_names_one_reason_for_a_prompt_that_is_scored(self) -> None:
-        figures = Metrics(driver="loopback")
+        metrics = Metrics(driver="loopback")
         group = CacheGroup(index=0, tokens=16, window=32)
-        made = producer(tail=1, groups=[group], figures=figures, hands_over=False)
+        made = producer(tail=1, groups=[group], metrics=metrics, hands_over=False)
         each = request(40, PREFILL)
         each.skip_reading_prefix_cache = True
         made.on_new_request(each)
         made.take_on(each)
-        assert made.finished(each, [[1, 2, 3]], SERVING) is None
-        assert figures.take() == {"tickets_not_made": {"loopback": {"role": 1}}}
+        assert made.request_finished(each, [[1, 2, 3]], SERVING) is None
+        assert metrics.take() == {"tickets_not_made": {"loopback": {"role": 1}}}
 
 
 class Passes:
@@ -313,23 +313,23 @@ class Passes:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.figures = Metrics(driver="loopback")
-        self.producer = producer(figures=self.figures, clock=lambda: self.now)
-        self.producer.published(2)
+        self.metrics = Metrics(driver="loopback")
+        self.producer = producer(metrics=self.metrics, clock=lambda: self.now)
+        self.producer.set_rank_count(2)
         for number in range(8):
             each = request(32, PREFILL, name=f"r{number}")
             self.producer.take_on(each)
-            assert self.producer.finished(each, [[2 * number + 1, 2 * number + 2]], SERVING)
+            assert self.producer.request_finished(each, [[2 * number + 1, 2 * number + 2]], SERVING)
         self.holds = dict(self.producer.drain().take_ons)
 
     def lack(self, tokens: int = 40) -> bool:
         """A pass in which a request gets no blocks; whether the ranks are asked."""
-        self.producer.looked_at(request(tokens, name="new"), 0)
-        return self.producer.relieve()
+        self.producer.allocation_attempted(request(tokens, name="new"), 0)
+        return self.producer.relieve_block_pressure()
 
     def answer(self, first: dict[str, float], second: dict[str, float], *engines: str) -> None:
         """Both ranks say which requests are silent, and for how long."""
-        self.producer.heard_silence(
+        self.producer.silence_reported(
             {
                 rank: tuple(
                     Silence(
@@ -353,7 +353,7 @@ class Passes:
 class TestBlocksAreLacking:
     def test_ranks_are_asked_while_a_request_waits_and_not_too_often(self) -> None:
         passes = Passes()
-        assert not passes.producer.relieve()
+        assert not passes.producer.relieve_block_pressure()
         assert passes.lack()
         assert not passes.lack()
         passes.now += ASK_SECONDS
@@ -362,9 +362,9 @@ class TestBlocksAreLacking:
     def test_a_request_that_got_its_blocks_waits_no_more(self) -> None:
         passes = Passes()
         each = request(40, name="new")
-        passes.producer.looked_at(each, 0)
-        passes.producer.given_blocks(each)
-        assert not passes.producer.relieve()
+        passes.producer.allocation_attempted(each, 0)
+        passes.producer.blocks_allocated(each)
+        assert not passes.producer.relieve_block_pressure()
 
     def test_as_many_go_as_are_waited_for_the_oldest_first(
         self, caplog: pytest.LogCaptureFixture
@@ -379,7 +379,7 @@ class TestBlocksAreLacking:
         assert "the pages of 3 requests" in line
         assert "3 were claimed by engine decode-7" in line
         assert "6.0 to 8.0 s" in line
-        counted = passes.figures.take()
+        counted = passes.metrics.take()
         assert counted is not None
         assert counted["orphaned_holds"] == {"loopback": 3}
 
@@ -394,21 +394,21 @@ class TestBlocksAreLacking:
         passes = Passes()
         passes.lack()
         passes.answer({"r1": 9.0}, {"r1": 9.0})
-        assert not passes.producer.relieve()
+        assert not passes.producer.relieve_block_pressure()
         passes.lack()
         assert passes.ended() == []
 
     def test_running_requests_are_not_preempted_while_blocks_come_back(self) -> None:
         passes = Passes()
-        assert not passes.producer.running_waits()
-        assert passes.producer.relieve()
+        assert not passes.producer.has_pending_block_frees()
+        assert passes.producer.relieve_block_pressure()
         passes.answer({"r1": 9.0}, {"r1": 9.0})
-        passes.producer.running_waits()
-        passes.producer.relieve()
+        passes.producer.has_pending_block_frees()
+        passes.producer.relieve_block_pressure()
         assert passes.ended() == ["r1"]
-        assert passes.producer.running_waits()
-        passes.producer.sent(["r1"])
-        assert not passes.producer.running_waits()
+        assert passes.producer.has_pending_block_frees()
+        passes.producer.sends_finished(["r1"])
+        assert not passes.producer.has_pending_block_frees()
 
 
 class TestConsumer:
@@ -416,8 +416,8 @@ class TestConsumer:
         made = consumer()
         each = request(40, ticket())
         made.on_new_request(each)
-        assert made.matched(each, 16) == made.matched(each, 16) == 24
-        made.allocated(each, blocks(21, 22, 23, cached=1), 24)
+        assert made.num_matched_tokens(each, 16) == made.num_matched_tokens(each, 16) == 24
+        made.blocks_allocated(each, blocks(21, 22, 23, cached=1), 24)
         [load] = made.drain().loads
         assert load.ranges == ((16, 40),)
         assert (load.local[0].ids.tolist(), load.local[0].first_index) == ([22, 23], 1)
@@ -430,14 +430,14 @@ class TestConsumer:
         there = producer(tail=2, groups=state)
         there.on_new_request(each)
         there.take_on(each)
-        params = there.finished(each, [[7]], SERVING)
+        params = there.request_finished(each, [[7]], SERVING)
         assert params is not None
         assert params["remote_num_tokens"] == 2
         made = consumer(state, backoff=2)
         each = request(2, params)
         made.on_new_request(each)
-        assert made.matched(each, 0) == 0
-        made.allocated(each, blocks(21), 0)
+        assert made.num_matched_tokens(each, 0) == 0
+        made.blocks_allocated(each, blocks(21), 0)
         [load] = made.drain().loads
         assert (load.reads, load.report) == (False, False)
 
@@ -445,44 +445,44 @@ class TestConsumer:
         made = consumer()
         each = request(40, ticket())
         made.on_new_request(each)
-        made.allocated(each, blocks(21, 22, 23), 40)
+        made.blocks_allocated(each, blocks(21, 22, 23), 40)
         made.drain()
-        made.received(["r"])
-        made.allocated(each, blocks(21, 22, 23), 0)
+        made.loads_finished(["r"])
+        made.blocks_allocated(each, blocks(21, 22, 23), 0)
         assert made.drain().loads == ()
-        assert made.matched(each, 0) == 0
+        assert made.num_matched_tokens(each, 0) == 0
 
     def test_loads_are_counted_once(self) -> None:
         """However many ranks take part, and whatever else was received."""
-        figures = Metrics(driver="loopback")
-        made = consumer(figures=figures)
+        metrics = Metrics(driver="loopback")
+        made = consumer(metrics=metrics)
         for name in ("good", "bad"):
             each = request(40, ticket())
             each.request_id = name
             made.on_new_request(each)
-            made.allocated(each, blocks(21, 22, 23), 40)
-        made.received(["good", "bad", "another connector's"], failed={"bad"})
+            made.blocks_allocated(each, blocks(21, 22, 23), 40)
+        made.loads_finished(["good", "bad", "another connector's"], failed={"bad"})
         once = {"loopback": 1}
         counted = {"loads": once, "tokens": {"loopback": 40}, "failed_loads": once}
-        assert figures.take() == counted
-        assert figures.take() is None
+        assert metrics.take() == counted
+        assert metrics.take() is None
 
     def test_full_local_hit_only_tells_the_producer(self) -> None:
         made = consumer()
         each = request(48, ticket(48))
         made.on_new_request(each)
-        assert made.matched(each, 48) == 0
-        made.allocated(each, blocks(21, 22, 23), 0)
+        assert made.num_matched_tokens(each, 48) == 0
+        made.blocks_allocated(each, blocks(21, 22, 23), 0)
         [load] = made.drain().loads
         assert (load.ranges, load.report) == ((None,), False)
-        made.finished(each)
+        made.request_finished(each)
         assert made.drain().aborted == ()
 
     def test_end_before_allocation_tells_the_producer(self) -> None:
         made = consumer()
         each = request(40, ticket())
         made.on_new_request(each)
-        made.finished(each)
+        made.request_finished(each)
         [load] = made.drain().loads
         assert (load.reads, load.report) == (False, False)
 
@@ -490,31 +490,31 @@ class TestConsumer:
         made = consumer()
         each = request(40, ticket())
         made.on_new_request(each)
-        made.allocated(each, blocks(21, 22, 23), 40)
-        made.finished(each)
+        made.blocks_allocated(each, blocks(21, 22, 23), 40)
+        made.request_finished(each)
         assert made.drain().aborted == ("r",)
 
     def test_refused_ticket_goes_the_way_of_a_good_one(self) -> None:
-        figures = Metrics(driver="loopback")
-        made = consumer(figures=figures)
+        metrics = Metrics(driver="loopback")
+        made = consumer(metrics=metrics)
         each = request(40, ticket() | {"kvferry": {}})
         made.on_new_request(each)
-        assert made.matched(each, 16) == 24
-        made.allocated(each, blocks(21, 22, 23), 24)
+        assert made.num_matched_tokens(each, 16) == 24
+        made.blocks_allocated(each, blocks(21, 22, 23), 24)
         arrivals = made.drain()
         assert not arrivals.loads
         assert not arrivals.prepare
         [(name, reason)] = arrivals.refused
         assert name == "r"
         assert "version" in reason
-        made.received(["r"], failed=["r"])
-        assert figures.take() == {"refused_tickets": {"loopback": {"malformed": 1}}}
+        made.loads_finished(["r"], failed=["r"])
+        assert metrics.take() == {"refused_tickets": {"loopback": {"malformed": 1}}}
 
     def test_refused_ticket_where_nothing_is_pulled(self) -> None:
         made = consumer()
         each = request(40, ticket() | {"kvferry": {}})
         made.on_new_request(each)
-        made.allocated(each, blocks(21, 22, 23), 0)
+        made.blocks_allocated(each, blocks(21, 22, 23), 0)
         assert made.drain().refused == ()
 
     @pytest.mark.parametrize(
@@ -532,7 +532,7 @@ class TestConsumer:
         assert f"request r: ticket refused: {reason}" in caplog.text
 
     def test_signed_ticket(self) -> None:
-        made = consumer(admission=SecuritySettings(secrets=SECRETS))
+        made = consumer(security=SecuritySettings(secrets=SECRETS))
         made.on_new_request(request(40, ticket(secrets=SECRETS)))
         assert len(made.drain().prepare) == 1
 
@@ -548,11 +548,11 @@ class TestConsumer:
         self, params: dict[str, Any], ours: TicketSecrets | None, reason: str
     ) -> None:
         """It is refused like any other: nothing is raised, and nothing is asked for or read."""
-        made = consumer(admission=SecuritySettings(secrets=ours))
+        made = consumer(security=SecuritySettings(secrets=ours))
         each = request(40, params)
         made.on_new_request(each)
-        assert made.matched(each, 16) == 24
-        made.allocated(each, blocks(21, 22, 23), 24)
+        assert made.num_matched_tokens(each, 16) == 24
+        made.blocks_allocated(each, blocks(21, 22, 23), 24)
         arrivals = made.drain()
         assert (arrivals.prepare, arrivals.loads) == ((), ())
         [(_, why)] = arrivals.refused
@@ -562,12 +562,12 @@ class TestConsumer:
         key = TicketKey()
         made, each = producer(ticket_key=key), request(40, PREFILL)
         made.take_on(each)
-        params = made.finished(each, [list(range(1, 5))], SERVING)
+        params = made.request_finished(each, [list(range(1, 5))], SERVING)
         assert params is not None
-        check(read(params).proof, key.public)
+        check(read_ticket(params).proof, key.public)
 
     def test_genuine_ticket_for_another_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
-        made = consumer(admission=SecuritySettings(secrets=SECRETS))
+        made = consumer(security=SecuritySettings(secrets=SECRETS))
         each = request(40, ticket(secrets=SECRETS))
         each.prompt_token_ids = [*range(1, 41)]
         made.on_new_request(each)
@@ -585,13 +585,13 @@ class TestConsumer:
     def test_engine_that_would_not_be_asked(
         self, theirs: bytes, ours: Access, reason: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        made = consumer(admission=SecuritySettings(access=ours))
+        made = consumer(security=SecuritySettings(access=ours))
         made.on_new_request(request(40, ticket(serving=replace(SERVING, key=theirs))))
         assert f"ticket refused: engine 'prefill': {reason}" in caplog.text
         assert made.drain().prepare == ()
 
     def test_engine_whose_key_is_listed(self) -> None:
-        made = consumer(admission=SecuritySettings(access=KEYED))
+        made = consumer(security=SecuritySettings(access=KEYED))
         made.on_new_request(request(40, ticket(serving=replace(SERVING, key=PEER))))
         [prepared] = made.drain().prepare
         assert prepared.key == PEER
@@ -629,7 +629,7 @@ class TestConsumer:
         each.prompt_embeds = torch.ones(40, 8)
         each.prompt_is_token_ids = mask(there)
         made.take_on(each)
-        params = made.finished(each, [[1, 2, 3]], SERVING)
+        params = made.request_finished(each, [[1, 2, 3]], SERVING)
         each = request(40, params)
         each.prompt_embeds = torch.ones(40, 8)
         each.prompt_is_token_ids = mask(here)
@@ -658,7 +658,7 @@ def arrived(made: Consumer, params: dict[str, Any], *names: str) -> list[Any]:
 def allocate(made: Consumer, *requests: Any) -> None:
     """Blocks for requests of which nothing is cached here."""
     for one in requests:
-        made.allocated(one, blocks(21, 22, 23), 40)
+        made.blocks_allocated(one, blocks(21, 22, 23), 40)
 
 
 def said(made: Consumer) -> list[str]:
@@ -673,16 +673,16 @@ class TestSharedHolds:
         made = consumer()
         allocate(made, *arrived(made, ticket(), "a"))
         assert said(made) == ["it"]
-        made.received(["a"])
+        made.loads_finished(["a"])
         assert not made.pending
 
     def test_known_ones_share_and_done_is_ordered_after_the_last(self) -> None:
         made = consumer()
         allocate(made, *arrived(made, ticket(), "a", "b", "c"))
         assert said(made) == ["nobody"] * 3
-        made.received(["c", "a"], failed={"a"})
+        made.loads_finished(["c", "a"], failed={"a"})
         assert not made.pending
-        made.received(["b"])
+        made.loads_finished(["b"])
         assert made.pending, "an engine with nothing to run has to step"
         [load] = made.drain().loads
         assert (load.shared, load.reads, load.report) == (False, False, False)
@@ -694,18 +694,18 @@ class TestSharedHolds:
         first, second = arrived(made, ticket(), "a", "b")
         allocate(made, first)
         assert said(made) == ["nobody"]
-        made.received(["a"])
+        made.loads_finished(["a"])
         assert not made.pending
         allocate(made, second)
         assert said(made) == ["it"]
-        made.received(["b"])
+        made.loads_finished(["b"])
         assert not made.pending
 
     def test_one_that_is_given_up_before_it_has_blocks(self) -> None:
         """Its wait ends; the other one is loaded, and says "done"."""
         made = consumer()
         first, second = arrived(made, ticket(), "a", "b")
-        made.finished(first)
+        made.request_finished(first)
         [load] = made.drain().loads
         assert (load.shared, load.reads, load.report) == (True, False, False)
         allocate(made, second)
@@ -717,11 +717,11 @@ class TestSharedHolds:
         first, second = arrived(made, ticket(), "a", "b")
         allocate(made, first, second)
         made.drain()
-        made.finished(first)
+        made.request_finished(first)
         assert made.drain().aborted == ("a",)
-        made.received(["b"])
+        made.loads_finished(["b"])
         assert not made.pending
-        made.received(["a"], failed={"a"})
+        made.loads_finished(["a"], failed={"a"})
         assert said(made) == ["it"]
 
     def test_one_that_ended_after_its_load(self) -> None:
@@ -729,23 +729,23 @@ class TestSharedHolds:
         first, second = arrived(made, ticket(), "a", "b")
         allocate(made, first, second)
         made.drain()
-        made.received(["a"])
-        made.finished(first)
+        made.loads_finished(["a"])
+        made.request_finished(first)
         assert not made.pending
-        made.received(["b"])
+        made.loads_finished(["b"])
         assert said(made) == ["it"]
 
     def test_all_that_are_given_up(self) -> None:
         made = consumer()
         for one in arrived(made, ticket(), "a", "b"):
-            made.finished(one)
+            made.request_finished(one)
         assert said(made) == ["nobody", "it"]
         assert not made.pending
 
     def test_one_of_which_all_is_cached_here(self) -> None:
         made = consumer()
         first, second = arrived(made, ticket(), "a", "b")
-        made.allocated(first, blocks(21, 22, 23), 0)
+        made.blocks_allocated(first, blocks(21, 22, 23), 0)
         allocate(made, second)
         assert said(made) == ["nobody", "it"]
 
@@ -758,7 +758,7 @@ class TestSharedHolds:
         made.on_new_request(bad)
         allocate(made, good, bad)
         assert said(made) == ["it"]
-        made.received(["a", "b"], failed={"b"})
+        made.loads_finished(["a", "b"], failed={"b"})
         assert not made.pending
 
     def test_one_that_is_preempted_after_its_load_uses_the_hold_no_more(self) -> None:
@@ -766,7 +766,7 @@ class TestSharedHolds:
         first, second = arrived(made, ticket(), "a", "b")
         allocate(made, first, second)
         made.drain()
-        made.received(["a", "b"])
+        made.loads_finished(["a", "b"])
         assert said(made) == ["it"]
         allocate(made, first, second)
         assert said(made) == []
@@ -778,18 +778,18 @@ class TestSharedHolds:
         allocate(made, *arrived(made, params, "0_cmpl-7-a1b2"))
         assert said(made) == ["nobody"]
         [second] = arrived(made, params, "1_cmpl-7-a1b2")
-        made.received(["0_cmpl-7-a1b2"])
+        made.loads_finished(["0_cmpl-7-a1b2"])
         assert said(made) == []
         allocate(made, second)
         assert said(made) == ["nobody"]
-        made.received(["1_cmpl-7-a1b2"])
+        made.loads_finished(["1_cmpl-7-a1b2"])
         assert said(made) == ["it"]
 
     def test_done_that_is_due_waits_for_who_comes_before_it_is_ordered(self) -> None:
         made, params = consumer(), ticket()
         allocate(made, *arrived(made, params, "a", "b"))
         made.drain()
-        made.received(["a", "b"])
+        made.loads_finished(["a", "b"])
         allocate(made, *arrived(made, params, "c"))
         assert said(made) == ["it"]
 
@@ -800,8 +800,8 @@ class TestSharedHolds:
         bad = arrived(made, params | {"remote_host": "10.6.6.6"}, "b")
         allocate(made, *good, *bad)
         made.drain()
-        made.received(["a"])
-        made.received(["b"], failed={"b"})
+        made.loads_finished(["a"])
+        made.loads_finished(["b"], failed={"b"})
         [load] = made.drain().loads
         assert load.ticket.host == "10.0.0.1"
 
@@ -815,9 +815,9 @@ class TestSharedHolds:
         """Before the "done" that stands alone: what counts the waits must not count that."""
         made, params = consumer(), ticket()
         first, second, third = arrived(made, params, "a", "b", "c")
-        made.finished(first)
-        made.allocated(second, blocks(21, 22, 23), 0)
-        made.finished(third)
+        made.request_finished(first)
+        made.blocks_allocated(second, blocks(21, 22, 23), 0)
+        made.request_finished(third)
         arrivals = made.drain()
         assert len(arrivals.prepare) == 3
         assert [load.request for load in arrivals.loads[:3]] == ["a", "b", "c"]

@@ -16,8 +16,8 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.reclamation import Silence
 from kvferry.core.memory import Region
 from kvferry.core.security.proof import FINGERPRINT_BYTES, check
-from kvferry.integrations.vllm.groups import CacheGroup
-from kvferry.integrations.vllm.ticket_params import read
+from kvferry.integrations.vllm.cache_groups import CacheGroup
+from kvferry.integrations.vllm.ticket_params import read_ticket
 from tests.core.messages import encoded, payload
 from tests.integrations.vllm import without_vllm
 from tests.integrations.vllm.test_scheduler_half import PREFILL, blocks, request, ticket
@@ -97,18 +97,18 @@ class TestSideChannel:
         assert ping("127.0.0.1", port, "decode", timeout=60) == 9
         info = fetch("127.0.0.1", port, "decode", timeout=60)
         assert [one.rank for one in info.ranks] == [0, 1, 2]
-        step = half.step(OUTPUT)
+        step = half.build_step(OUTPUT)
         assert (step.ranks, step.ticket_key) == (tuple(encoded(*RANKS)), info.ticket_key)
-        step = half.step(OUTPUT)
+        step = half.build_step(OUTPUT)
         assert (step.ranks, step.ticket_key) == ((), b"")
 
     def test_it_says_what_is_wrong(self, vllm: Any, make: Any) -> None:
         half = make()
         serving(vllm, half, *RANKS)
-        half.heard(heard(vllm, problems={1: ("b", "c"), 0: ("a",)}))
+        half.worker_output(heard(vllm, problems={1: ("b", "c"), 0: ("a",)}))
         condition = health("127.0.0.1", half._serving.port, timeout=60)
         assert condition.problems == ["rank 0: a", "rank 1: b", "rank 1: c"]
-        half.heard(heard(vllm, problems={1: ()}))
+        half.worker_output(heard(vllm, problems={1: ()}))
         condition = health("127.0.0.1", half._serving.port, timeout=60)
         assert condition.problems == ["rank 0: a"]
 
@@ -134,10 +134,10 @@ class TestSideChannel:
         half = make()
         half.serve({(0, 0): object()})
         assert "no rank of this engine published anything" in caplog.text
-        assert half.step(OUTPUT).ranks == ()
+        assert half.build_step(OUTPUT).ranks == ()
         ours, *_ = encoded(*RANKS)
         half.serve({(0, 0): object(), (0, 1): vllm.metadata.RankHandshake(payload=ours)})
-        assert half.step(OUTPUT).ranks == (ours,)
+        assert half.build_step(OUTPUT).ranks == (ours,)
 
 
 def heard(
@@ -164,28 +164,28 @@ class TestProducing:
         serving(vllm, half, *RANKS)
         each = request(40, dict(PREFILL))
         half.on_new_request(each)
-        assert half.matched(each, 0) == (0, False)
-        half.allocated(each, blocks(1, 2, 3), 0)
-        [(_, hold)] = half.step(OUTPUT).orders.take_ons
-        held, params = half.finished(each, [[1, 2, 3]])
+        assert half.num_matched_tokens(each, 0) == (0, False)
+        half.blocks_allocated(each, blocks(1, 2, 3), 0)
+        [(_, hold)] = half.build_step(OUTPUT).orders.take_ons
+        held, params = half.request_finished(each, [[1, 2, 3]])
         assert held
         assert params["remote_engine_id"] == "decode"
         assert params["remote_port"] == half._serving.port
         assert params["tp_size"] == 2
         assert params["kvferry"]["computed"] is True
         info = fetch("127.0.0.1", half._serving.port, "decode", timeout=60)
-        check(read(params).proof, info.ticket_key)
-        [(ready, lease)] = half.step(OUTPUT).orders.ready
+        check(read_ticket(params).proof, info.ticket_key)
+        [(ready, lease)] = half.build_step(OUTPUT).orders.ready
         assert (ready, lease) == (hold, 30.0)
         assert half.take_stats().data["held_pages"] == {"loopback": 3}
-        half.heard(heard(vllm, sending={"r"}))
+        half.worker_output(heard(vllm, sending={"r"}))
         assert half.take_stats().data["held_pages"] == {"loopback": 0}
 
     def test_a_drafter_writes_after_the_last_token(self, make: Any) -> None:
         half = make(drafts=True)
         each = request(40, dict(PREFILL))
-        half.allocated(each, blocks(1, 2, 3), 0)
-        _, params = half.finished(each, [[1, 2, 3]])
+        half.blocks_allocated(each, blocks(1, 2, 3), 0)
+        _, params = half.request_finished(each, [[1, 2, 3]])
         assert params["kvferry"]["computed"] is False
 
     @pytest.mark.parametrize(
@@ -204,62 +204,62 @@ class TestProducing:
         half = make(kv_lease_duration=7, max_held_fraction=0.02)
         for name, ids in (("large", [1, 2, 3]), ("small", [4, 5])):
             each = request(40, dict(PREFILL), name=name)
-            half.allocated(each, blocks(*ids), 0)
-            held, _ = half.finished(each, [ids])
+            half.blocks_allocated(each, blocks(*ids), 0)
+            held, _ = half.request_finished(each, [ids])
             assert held == (name == "small")
-        [(_, lease)] = half.step(OUTPUT).orders.ready
+        [(_, lease)] = half.build_step(OUTPUT).orders.ready
         assert lease == 7.0
 
     def test_a_reset_gives_up_what_is_held(self, make: Any) -> None:
         half = make()
         each = request(40, dict(PREFILL))
-        half.allocated(each, blocks(1, 2, 3), 0)
-        half.finished(each, [[1, 2, 3]])
-        half.step(OUTPUT)
+        half.blocks_allocated(each, blocks(1, 2, 3), 0)
+        half.request_finished(each, [[1, 2, 3]])
+        half.build_step(OUTPUT)
         half.reset()
-        assert len(half.step(OUTPUT).orders.ends) == 1
+        assert len(half.build_step(OUTPUT).orders.ends) == 1
 
     def test_a_hold_that_no_rank_hears_of_makes_room(self, vllm: Any, make: Any) -> None:
         """The ranks are asked when a request is not given blocks."""
         half = make()
         serving(vllm, half, *RANKS)
         each = request(40, dict(PREFILL))
-        half.allocated(each, blocks(1, 2, 3), 0)
-        half.finished(each, [[1, 2, 3]])
-        step = half.step(OUTPUT)
+        half.blocks_allocated(each, blocks(1, 2, 3), 0)
+        half.request_finished(each, [[1, 2, 3]])
+        step = half.build_step(OUTPUT)
         [(_, hold)] = step.orders.take_ons
         assert not step.asks_silent
-        half.matched(request(40, name="waits"), 0)
-        assert half.step(OUTPUT).asks_silent
+        half.num_matched_tokens(request(40, name="waits"), 0)
+        assert half.build_step(OUTPUT).asks_silent
         silence = Silence(request=RequestId("r"), hold=hold, age=4.0)
-        half.heard(heard(vllm, silent=dict.fromkeys(range(len(RANKS)), (silence,))))
-        half.matched(request(40, name="waits"), 0)
-        assert not half.running_waits()
-        assert half.step(OUTPUT).orders.ends == (hold,)
-        assert half.running_waits()
+        half.worker_output(heard(vllm, silent=dict.fromkeys(range(len(RANKS)), (silence,))))
+        half.num_matched_tokens(request(40, name="waits"), 0)
+        assert not half.has_pending_block_frees()
+        assert half.build_step(OUTPUT).orders.ends == (hold,)
+        assert half.has_pending_block_frees()
         assert half.take_stats().data["orphaned_holds"] == {"loopback": 1}
 
     def test_a_request_that_is_given_blocks_asks_nobody(self, vllm: Any, make: Any) -> None:
         half = make()
         serving(vllm, half, *RANKS)
         each = request(40, dict(PREFILL))
-        half.allocated(each, blocks(1, 2, 3), 0)
-        half.finished(each, [[1, 2, 3]])
+        half.blocks_allocated(each, blocks(1, 2, 3), 0)
+        half.request_finished(each, [[1, 2, 3]])
         other = request(40, name="other")
-        half.matched(other, 0)
-        half.allocated(other, blocks(4, 5, 6), 0)
-        assert not half.step(OUTPUT).asks_silent
+        half.num_matched_tokens(other, 0)
+        half.blocks_allocated(other, blocks(4, 5, 6), 0)
+        assert not half.build_step(OUTPUT).asks_silent
 
     def test_an_engine_that_only_loads_makes_no_tickets(self, make: Any) -> None:
         half = make(role="kv_consumer")
         each = request(40, dict(PREFILL))
         half.on_new_request(each)
-        half.allocated(each, blocks(1, 2, 3), 0)
-        assert half.finished(each, [[1, 2, 3]]) == (False, None)
+        half.blocks_allocated(each, blocks(1, 2, 3), 0)
+        assert half.request_finished(each, [[1, 2, 3]]) == (False, None)
         assert half.take_stats().data["tickets_not_made"] == {"loopback": {"role": 1}}
 
     def test_no_ticket_holds_no_blocks(self, make: Any) -> None:
-        assert make().finished(request(40), [[1, 2, 3]]) == (False, None)
+        assert make().request_finished(request(40), [[1, 2, 3]]) == (False, None)
 
 
 class TestConsuming:
@@ -269,14 +269,14 @@ class TestConsuming:
         assert not half.pending
         half.on_new_request(each)
         assert half.pending
-        assert half.matched(each, 16) == (24, True)
-        assert half.matched(each, 40) == (0, False)
-        half.allocated(each, blocks(21, 22, 23), 40)
-        step = half.step(OUTPUT)
+        assert half.num_matched_tokens(each, 16) == (24, True)
+        assert half.num_matched_tokens(each, 40) == (0, False)
+        half.blocks_allocated(each, blocks(21, 22, 23), 40)
+        step = half.build_step(OUTPUT)
         assert (len(step.prepare), len(step.loads), step.idle) == (1, 1, False)
-        assert half.step(IDLE).idle
+        assert half.build_step(IDLE).idle
         assert not half.pending
-        half.heard(heard(vllm, recving={"r"}))
+        half.worker_output(heard(vllm, recving={"r"}))
         assert half.take_stats().data == {
             "loads": {"loopback": 1},
             "tokens": {"loopback": 40},
@@ -286,25 +286,25 @@ class TestConsuming:
         half = make()
         each = request(40, ticket())
         half.on_new_request(each)
-        half.allocated(each, blocks(21, 22, 23), 40)
-        half.heard(heard(vllm, recving={"r"}, failed={"r"}))
+        half.blocks_allocated(each, blocks(21, 22, 23), 40)
+        half.worker_output(heard(vllm, recving={"r"}, failed={"r"}))
         assert half.take_stats().data["failed_loads"] == {"loopback": 1}
 
     def test_one_that_is_aborted(self, make: Any) -> None:
         half = make()
         each = request(40, ticket())
         half.on_new_request(each)
-        half.allocated(each, blocks(21, 22, 23), 40)
-        half.finished(each, [[21, 22, 23]])
-        assert half.step(OUTPUT).aborted == ("r",)
+        half.blocks_allocated(each, blocks(21, 22, 23), 40)
+        half.request_finished(each, [[21, 22, 23]])
+        assert half.build_step(OUTPUT).aborted == ("r",)
 
     def test_a_ticket_that_is_refused(self, make: Any) -> None:
         half = make()
         each = request(41, ticket())
         each.prompt_token_ids = [*range(1, 42)]
         half.on_new_request(each)
-        half.allocated(each, blocks(21, 22, 23), 40)
-        [(name, _)] = half.step(OUTPUT).refused
+        half.blocks_allocated(each, blocks(21, 22, 23), 40)
+        [(name, _)] = half.build_step(OUTPUT).refused
         assert name == "r"
 
     @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ class TestConsuming:
         each = request(40, ticket())
         each.prompt_token_ids = [*range(1, 41)]
         half.on_new_request(each)
-        assert bool(half.step(OUTPUT).prepare) == taken
+        assert bool(half.build_step(OUTPUT).prepare) == taken
 
 
 def test_an_unwell_engine_steps_on_for_a_while(
@@ -325,16 +325,16 @@ def test_an_unwell_engine_steps_on_for_a_while(
     now = [1000.0]
     monkeypatch.setattr(vllm.scheduler, "time", SimpleNamespace(monotonic=lambda: now[0]))
     half = make()
-    half.heard(heard(vllm, problems={0: ("ill",)}))
+    half.worker_output(heard(vllm, problems={0: ("ill",)}))
     for seconds, pending in ((59.0, True), (2.0, False)):
         now[0] += seconds
         assert half.pending == pending
     for output in (heard(vllm), heard(vllm, silent={0: ()})):
-        half.heard(output)
+        half.worker_output(output)
         assert not half.pending
-    half.heard(heard(vllm, problems={1: ("ill, too",)}))
+    half.worker_output(heard(vllm, problems={1: ("ill, too",)}))
     assert half.pending
-    half.heard(heard(vllm, problems={0: (), 1: ()}))
+    half.worker_output(heard(vllm, problems={0: (), 1: ()}))
     assert not half.pending
 
 

@@ -10,7 +10,11 @@ import pytest
 
 from kvferry.core.security import Access, Networks, TicketSecrets, generate
 from kvferry.integrations.vllm.config import ConfigError, parse
-from kvferry.integrations.vllm.security import SecuritySettings, admission_of, warn
+from kvferry.integrations.vllm.security import (
+    SecuritySettings,
+    read_security_settings,
+    warn_of_open_access,
+)
 
 OWN, PEER, OTHER = generate(), generate(), generate()
 SECRET = "a secret of both engines"
@@ -18,7 +22,7 @@ ENVIRONMENT = {"OWN": OWN.secret.hex(), "SECRET": SECRET, "PEERS": PEER.public.h
 
 
 def admitted(**settings: Any) -> SecuritySettings:
-    return admission_of(parse(settings), ENVIRONMENT)
+    return read_security_settings(parse(settings), ENVIRONMENT)
 
 
 def test_nothing_set() -> None:
@@ -124,7 +128,7 @@ def test_what_is_open_is_said_at_start(
     settings: dict[str, Any], host: str, told: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        warn(admitted(**settings), host)
+        warn_of_open_access(admitted(**settings), host)
     assert len(caplog.records) == len(told)
     for words, record in zip(told, caplog.records, strict=True):
         assert words in record.getMessage()
@@ -137,6 +141,6 @@ def test_a_secret_that_others_can_read_is_said_at_start(
     path.write_text(SECRET)
     path.chmod(0o644)
     with caplog.at_level(logging.WARNING):
-        warn(admitted(ticket_secrets=[f"file:{path}"]), "127.0.0.1")
+        warn_of_open_access(admitted(ticket_secrets=[f"file:{path}"]), "127.0.0.1")
     assert "chmod 600" in caplog.text
     assert SECRET not in caplog.text

@@ -17,7 +17,7 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.proof import check
 from kvferry.integrations.vllm import ticket_params as ticket
-from kvferry.integrations.vllm.ticket_params import KEY, ParallelSizes, TicketParams, read
+from kvferry.integrations.vllm.ticket_params import KEY, ParallelSizes, TicketParams, read_ticket
 
 SECRETS = TicketSecrets.of(["the secret of both engines"])
 TICKET_KEY = TicketKey()
@@ -55,7 +55,7 @@ NIXL_KEYS = {
 
 
 def test_read_gives_what_was_offered() -> None:
-    assert read(json.loads(json.dumps(OFFER.params(SECRETS))), SECRETS) == Ticket(
+    assert read_ticket(json.loads(json.dumps(OFFER.params(SECRETS))), SECRETS) == Ticket(
         engine="engine-1",
         incarnation=(1 << 63) - 1,
         request="r-1",
@@ -92,27 +92,27 @@ def test_ticket_of_another_connector() -> None:
     params = OFFER.params()
     del params[KEY]
     with pytest.raises(TicketError, match="another connector made it"):
-        read(params)
+        read_ticket(params)
 
 
 def test_ticket_of_another_version() -> None:
     params = OFFER.params()
     params[KEY]["version"] = 2
     with pytest.raises(TicketError, match="version 2; this engine reads 1"):
-        read(params)
+        read_ticket(params)
 
 
 def test_engine_that_serves_no_handshake() -> None:
     params = replace(OFFER, port=0).params(None, TICKET_KEY)
     with pytest.raises(TicketError, match="port 0"):
-        read(params)
+        read_ticket(params)
 
 
 @pytest.mark.parametrize("key", ["remote_port", "remote_block_ids", KEY])
 def test_text_that_cannot_be_encoded(key: str) -> None:
     """JSON can name half a surrogate pair, and Python reads it."""
     with pytest.raises(TicketError, match="kv_transfer_params"):
-        read(OFFER.params() | {key: json.loads('"\\ud800"')})
+        read_ticket(OFFER.params() | {key: json.loads('"\\ud800"')})
 
 
 class Counted(list[int]):
@@ -128,14 +128,14 @@ class Counted(list[int]):
 def test_more_pages_than_the_prompt_has_tokens_are_not_even_looked_at() -> None:
     pages = Counted(range(1, 100))
     with pytest.raises(TicketError, match="lists 99 blocks for a prompt of 98 tokens"):
-        read(OFFER.params() | {"remote_block_ids": [pages]}, prompt=98)
+        read_ticket(OFFER.params() | {"remote_block_ids": [pages]}, prompt=98)
     assert pages.looks == 0
-    assert read(OFFER.params(None, TICKET_KEY), prompt=3).pages == ((5, 4, 9),)
+    assert read_ticket(OFFER.params(None, TICKET_KEY), prompt=3).pages == ((5, 4, 9),)
 
 
 def test_more_groups_than_there_can_be() -> None:
     with pytest.raises(TicketError, match="remote_block_ids"):
-        read(OFFER.params() | {"remote_block_ids": [[]] * 257})
+        read_ticket(OFFER.params() | {"remote_block_ids": [[]] * 257})
 
 
 # Signed.
@@ -144,13 +144,13 @@ OTHERS = TicketSecrets.of(["the secret of other engines"])
 
 
 def test_a_signed_ticket_says_what_an_unsigned_one_does() -> None:
-    signed = read(json.loads(json.dumps(OFFER.params(SECRETS))), SECRETS)
-    assert signed == replace(read(OFFER.params(None, TICKET_KEY)), proof=None)
+    signed = read_ticket(json.loads(json.dumps(OFFER.params(SECRETS))), SECRETS)
+    assert signed == replace(read_ticket(OFFER.params(None, TICKET_KEY)), proof=None)
 
 
 def test_the_key_of_the_side_channel_travels() -> None:
     keyed = replace(OFFER, key=bytes(range(32)))
-    assert read(keyed.params(SECRETS), SECRETS).key == bytes(range(32))
+    assert read_ticket(keyed.params(SECRETS), SECRETS).key == bytes(range(32))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_engines_with_unlike_secrets(
     signs: TicketSecrets | None, checks: TicketSecrets | None, words: str
 ) -> None:
     with pytest.raises(TicketError, match=words):
-        read(OFFER.params(signs), checks)
+        read_ticket(OFFER.params(signs), checks)
 
 
 STEERING = [
@@ -197,7 +197,7 @@ STEERING_HERE = [
 @pytest.mark.parametrize(("key", "value"), STEERING)
 def test_what_steers_a_read_cannot_be_altered(key: str, value: object) -> None:
     with pytest.raises(TicketError, match="altered or made up"):
-        read(OFFER.params(SECRETS) | {key: value}, SECRETS)
+        read_ticket(OFFER.params(SECRETS) | {key: value}, SECRETS)
 
 
 @pytest.mark.parametrize(("key", "value"), STEERING_HERE)
@@ -205,26 +205,26 @@ def test_what_steers_a_read_cannot_be_altered_under_our_key(key: str, value: obj
     params = OFFER.params(SECRETS)
     params[KEY][key] = value
     with pytest.raises(TicketError, match="altered or made up"):
-        read(params, SECRETS)
+        read_ticket(params, SECRETS)
 
 
 def test_everything_that_is_read_is_in_those_lists() -> None:
     """So that a field which is added is signed, too."""
     here = {key for key, _ in STEERING_HERE} - {"of_a_newer_version"} | {"version"}
-    assert set(ticket._Params.__struct_fields__) == {key for key, _ in STEERING}
-    assert set(ticket._Own.__struct_fields__) == here
+    assert set(ticket._NixlParams.__struct_fields__) == {key for key, _ in STEERING}
+    assert set(ticket._FerryParams.__struct_fields__) == here
 
 
 def test_pages_of_another_request_of_the_same_engine() -> None:
     """A client has two genuine tickets, and asks for one prompt with the other's pages."""
     mine, theirs = OFFER.params(SECRETS), replace(OFFER, pages=[[6, 7]]).params(SECRETS)
     with pytest.raises(TicketError, match="altered or made up"):
-        read(mine | {"remote_block_ids": theirs["remote_block_ids"]}, SECRETS)
+        read_ticket(mine | {"remote_block_ids": theirs["remote_block_ids"]}, SECRETS)
 
 
 def test_what_a_router_changes_is_not_signed() -> None:
     params = OFFER.params(SECRETS) | {"do_remote_prefill": False, "router": "was here"}
-    assert read(params, SECRETS) == read(OFFER.params(SECRETS), SECRETS)
+    assert read_ticket(params, SECRETS) == read_ticket(OFFER.params(SECRETS), SECRETS)
 
 
 # Proved.
@@ -246,10 +246,10 @@ def is_proved(ticket: Ticket) -> bool:
 
 @pytest.mark.parametrize("secrets", [None, SECRETS])
 def test_a_proved_ticket_says_what_another_does(secrets: TicketSecrets | None) -> None:
-    ticket = read(travelled(OFFER.params(secrets, TICKET_KEY)), secrets)
+    ticket = read_ticket(travelled(OFFER.params(secrets, TICKET_KEY)), secrets)
     assert ticket.ticket_key == TICKET_KEY.public
     assert is_proved(ticket)
-    assert replace(ticket, proof=None) == read(OFFER.params(SECRETS), SECRETS)
+    assert replace(ticket, proof=None) == read_ticket(OFFER.params(SECRETS), SECRETS)
 
 
 NOT_PROVED = [("remote_host", "10.0.0.2"), ("remote_port", 5601)]
@@ -258,7 +258,7 @@ NOT_PROVED = [("remote_host", "10.0.0.2"), ("remote_port", 5601)]
 
 @pytest.mark.parametrize(("key", "value"), [each for each in STEERING if each not in NOT_PROVED])
 def test_what_steers_a_read_is_proved(key: str, value: object) -> None:
-    assert not is_proved(read(OFFER.params(None, TICKET_KEY) | {key: value}))
+    assert not is_proved(read_ticket(OFFER.params(None, TICKET_KEY) | {key: value}))
 
 
 @pytest.mark.parametrize(
@@ -267,22 +267,22 @@ def test_what_steers_a_read_is_proved(key: str, value: object) -> None:
 def test_what_steers_a_read_is_proved_under_our_key(key: str, value: object) -> None:
     params = OFFER.params(None, TICKET_KEY)
     params[KEY][key] = value
-    assert not is_proved(read(params))
+    assert not is_proved(read_ticket(params))
 
 
 def test_a_proof_that_was_taken_away() -> None:
     params = OFFER.params(None, TICKET_KEY)
     del params[KEY]["proof"]
     with pytest.raises(TicketError, match="proof has 0 bytes; it has 64"):
-        read(params)
+        read_ticket(params)
     del params[KEY]["ticket_key"]
     with pytest.raises(TicketError, match="neither a proof nor a signature") as refused:
-        read(params)
+        read_ticket(params)
     assert refused.value.reason is TicketReason.PROOF
 
 
 def test_the_proof_of_another_engine() -> None:
-    assert not is_proved(read(OFFER.params(None, TicketKey())))
+    assert not is_proved(read_ticket(OFFER.params(None, TicketKey())))
 
 
 @pytest.mark.parametrize("value", ["00" * 31, "00" * 33, "?", 7])
@@ -290,14 +290,14 @@ def test_a_key_of_tickets_that_is_none(value: object) -> None:
     params = OFFER.params(None, TICKET_KEY)
     params[KEY]["ticket_key"] = value
     with pytest.raises(TicketError):
-        read(params)
+        read_ticket(params)
 
 
 REWRITTEN = {"remote_host": "192.0.2.1", "remote_port": 8100}
 
 
 def test_a_router_that_rewrites_the_address_breaks_no_proof() -> None:
-    ticket = read(OFFER.params(None, TICKET_KEY) | REWRITTEN)
+    ticket = read_ticket(OFFER.params(None, TICKET_KEY) | REWRITTEN)
     assert is_proved(ticket)
     assert (ticket.host, ticket.port) == ("10.0.0.1", 5600)
     assert ticket.routed == ("192.0.2.1", 8100)
@@ -305,7 +305,7 @@ def test_a_router_that_rewrites_the_address_breaks_no_proof() -> None:
 
 def test_a_router_that_rewrites_the_address_breaks_no_signature() -> None:
     """With secrets, only the address that they sign is asked."""
-    ticket = read(OFFER.params(SECRETS, TICKET_KEY) | REWRITTEN, SECRETS)
+    ticket = read_ticket(OFFER.params(SECRETS, TICKET_KEY) | REWRITTEN, SECRETS)
     assert is_proved(ticket)
     assert (ticket.host, ticket.port, ticket.routed) == ("10.0.0.1", 5600, None)
 
@@ -314,7 +314,7 @@ def test_the_producers_own_address_is_signed_where_it_stands() -> None:
     params = OFFER.params(SECRETS, TICKET_KEY)
     params[KEY]["host"] = "10.0.0.2"
     with pytest.raises(TicketError, match="altered or made up"):
-        read(params, SECRETS)
+        read_ticket(params, SECRETS)
 
 
 # Of other minor versions.
@@ -331,7 +331,7 @@ def test_an_older_consumer_reads_a_proved_ticket() -> None:
 
 
 def test_a_ticket_of_an_older_producer_has_one_address() -> None:
-    ticket = read(travelled(OFFER.params(SECRETS)), SECRETS)
+    ticket = read_ticket(travelled(OFFER.params(SECRETS)), SECRETS)
     assert (ticket.host, ticket.port, ticket.routed) == ("10.0.0.1", 5600, None)
     assert ticket.proof is None
 
@@ -350,25 +350,29 @@ def test_ticket_of_an_older_minor_version() -> None:
         "computed",
         "first_index",
     }
-    assert read(params, SECRETS) == replace(read(OFFER.params(None, TICKET_KEY)), proof=None)
+    assert read_ticket(params, SECRETS) == replace(
+        read_ticket(OFFER.params(None, TICKET_KEY)), proof=None
+    )
 
 
 def test_ticket_of_a_newer_minor_version() -> None:
     """Fields that it adds are skipped, and are signed nevertheless."""
     params = OFFER.params() | {"remote_colour": "red"}
     params[KEY]["compression"] = {"any": ["thing", 1, None, True]}
-    params[KEY]["signature"] = SECRETS.sign(ticket._said(params)).hex()
-    assert read(json.loads(json.dumps(params)), SECRETS) == read(OFFER.params(SECRETS), SECRETS)
+    params[KEY]["signature"] = SECRETS.sign(ticket._signed_content(params)).hex()
+    assert read_ticket(json.loads(json.dumps(params)), SECRETS) == read_ticket(
+        OFFER.params(SECRETS), SECRETS
+    )
     params[KEY]["compression"]["any"] = []
     with pytest.raises(TicketError):
-        read(params, SECRETS)
+        read_ticket(params, SECRETS)
 
 
 def test_what_a_newer_minor_version_adds_is_proved() -> None:
     params = OFFER.params(None, TICKET_KEY)
-    assert is_proved(read(params))
+    assert is_proved(read_ticket(params))
     params[KEY]["compression"] = {"any": ["thing", 1, None, True]}
-    assert not is_proved(read(params))
+    assert not is_proved(read_ticket(params))
 
 
 json_values = st.recursive(
@@ -391,4 +395,4 @@ def test_anything_else_is_refused_and_nothing_else_raised(
     else:
         del where[key]
     with contextlib.suppress(TicketError):
-        assert isinstance(read(params, secrets), Ticket)
+        assert isinstance(read_ticket(params, secrets), Ticket)

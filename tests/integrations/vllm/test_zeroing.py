@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvferry.core.memory import region_of
 from kvferry.core.planner.build_copies import Spans, SpanSegment
 from kvferry.core.planner.zeroing import zero_cpu
-from kvferry.integrations.vllm.zeroing import device_zero, zero_of
+from kvferry.integrations.vllm.zeroing import device_zero_function, zero_function
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ def test_torch_zeroes_what_the_cpu_does(data: st.DataObject, unit: int) -> None:
     cuts = [data.draw(places), data.draw(places)]
     one, other = [_memory(), _memory()], [_memory(), _memory()]
     zero_cpu(_spans(one, cuts, unit))
-    device_zero(other)(_spans(other, cuts, unit))
+    device_zero_function(other)(_spans(other, cuts, unit))
     for left, right in zip(one, other, strict=True):
         assert left.tolist() == right.tolist()
 
@@ -61,9 +61,9 @@ def test_torch_zeroes_what_the_cpu_does(data: st.DataObject, unit: int) -> None:
 def test_views_of_one_buffer_are_one_memory() -> None:
     buffer = _memory()[:4096].view(4, 1024)
     spans = _spans([buffer], [[1, 3]], 1024)
-    device_zero([buffer[0], buffer[2]])(spans)
+    device_zero_function([buffer[0], buffer[2]])(spans)
     assert buffer.sum(dim=1).tolist() == [1024 * POISON, 0, 0, 1024 * POISON]
 
 
 def test_cpu_memory_needs_no_torch() -> None:
-    assert zero_of([_memory()]) is zero_cpu
+    assert zero_function([_memory()]) is zero_cpu

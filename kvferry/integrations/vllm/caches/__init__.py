@@ -1,6 +1,8 @@
-"""What vLLM allocated, as a layout: what a page's bytes mean is data here, one entry per kind.
+"""vLLM's allocated caches, described as a ``Layout``; a kind of cache is an entry in a table.
 
-A new kind of cache is an entry in one of three tables: ``specs.SPECS`` (is a page a run of tokens,
-a state, or refused), ``packings.PACKINGS`` (how an attention backend fills a page, with a function
-of ``insides``), or ``states.STATES`` (the parts of a recurrent state).
+- ``cache_specs.SPECS``, by class of spec: whether a page holds tokens or a state, or is refused.
+- ``attention_pages.PACKINGS``, by attention backend: where K and V are in a page.
+- ``state_pages.STATE_PACKINGS``, by backend: the parts of a recurrent layer's state.
+
+``cache_layout.describe`` applies them to the tensors that vLLM registers.
 """

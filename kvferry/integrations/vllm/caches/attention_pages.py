@@ -1,42 +1,115 @@
-"""How attention kernels fill a page, one function for each way of doing it.
+"""How attention backends fill a page: the table ``PACKINGS``.
 
-Each was read in the source of vLLM 0.32, in the files that its docstring names, and each returns
-``None`` where the page is not what that source fills: what is not certain is never described.
-Backends that hold the same tensors give the same keys, whatever order they keep them in.
+Each packing has a function that returns the fields of a page. These were written from the source of
+vLLM 0.32, from the files that their docstrings name. They return ``None`` if a page is not what
+that source fills: what is not certain is never described. Backends that store the same values give
+their fields the same keys, in whatever order they store them.
 """
 
 from __future__ import annotations
 
-from kvferry.core.layout import Field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.core.errors import LayoutError
+from kvferry.core.layout import Field, GroupKind
 from kvferry.integrations.vllm.caches.pages import Page, Pairs
 
 Fields = tuple[Field, ...] | None
-"""The fields of a page, or ``None`` where its inside is not known."""
+"""The fields of a page, or ``None`` if its inside is not known."""
 
 VECTOR_BYTES = 16
-"""ROCm's kernels read keys in vectors of so many bytes (``PagedAttention.split_kv_cache``)."""
+"""Bytes of the vectors in which ROCm's kernels read keys (``PagedAttention.split_kv_cache``)."""
 
 TILE = 16
-"""Columns of the matrices that AMX multiplies with."""
+"""Columns of the matrices that AMX multiplies."""
 
-INDEXER_ROWS = {132: (128, 4), 68: (64, 4)}
-"""Bytes of an indexer's row: 128 fp8 or packed fp4 values, and their scales."""
+INDEXER_ROW_BYTES = {132: (128, 4), 68: (64, 4)}
+"""Bytes of an indexer's row, to those of its 128 fp8 or packed fp4 values and of their scales."""
 
-SPARSE_ROWS = {584: (576, 8), 528: (512, 16)}
-"""Bytes of a row of DeepSeek V4 and V4.1 in ``fp8_ds_mla``: values, and their scales."""
+SPARSE_ROW_BYTES = {584: (576, 8), 528: (512, 16)}
+"""Bytes of a row in ``fp8_ds_mla`` of DeepSeek V4 and V4.1, to those of its values and scales."""
 
 SPLIT_TOKENS = 256
-"""A block of so many tokens is not split behind the tensor's back: the kernels take it whole
+"""Tokens of a block that the kernels take whole, without splitting it further than the tensor shows
 (``get_supported_kernel_block_sizes`` in ``deepseek_v4/sparse_mla.py`` and ``mla/indexer.py``)."""
 
 
+def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
+    """Return the kind and the fields of a group's pages.
+
+    If the inside of one layer's pages is not known, the pages of the whole group are opaque.
+
+    Args:
+        pages: The pages of each layer of the group.
+
+    Raises:
+        LayoutError: An opaque page has gaps, which another layer may fill.
+    """
+    by_layer = [_described(page) for page in pages]
+    described = [fields for fields in by_layer if fields is not None]
+    if len(described) == len(by_layer):
+        return GroupKind.PAGED, tuple(f for fields in described for f in fields)
+    return GroupKind.OPAQUE, tuple(opaque(page) for page in pages)
+
+
+def _described(page: Page) -> Fields:
+    """Return the fields of a page by its backend's packing, or ``None`` if it is not known."""
+    packing = PACKINGS.get(page.facts.backend)
+    return packing.fields(page) if packing else None
+
+
+def opaque(page: Page) -> Field:
+    """Return one field for a whole page whose inside is not known.
+
+    Only engines with the same packing can exchange it. Where kernels put what may depend on
+    everything in the packing's name, also on the strides and the processor.
+
+    Args:
+        page: The layer's pages.
+
+    Raises:
+        LayoutError: The page has gaps, which another layer may fill.
+    """
+    if not _is_contiguous(page):
+        raise LayoutError(
+            f"layer {page.layer!r}: the pages of {page.facts.backend} are not described, and with "
+            f"strides {page.strides} for shape {page.shape} they are not one run of bytes either: "
+            "set VLLM_KV_CACHE_LAYOUT to an order whose blocks are in one piece, such as LBHNC"
+        )
+    shape, strides = ("x".join(map(str, axes)) for axes in (page.shape, page.strides))
+    packing = f"{page.facts.backend} {page.dtype} {page.kernels}x{shape}/{strides} {processor()}"
+    return page.field("page", unit=page.kernels * page.nbytes, packing=packing)
+
+
+def processor() -> str:
+    """Return the kind of processor that the kernels run on, as exactly as they may depend on it."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    version = f" {capability.as_version_str()}" if capability else ""
+    return f"{current_platform.device_name}{version}"
+
+
+def _is_contiguous(page: Page) -> bool:
+    """Return whether a page has no gaps, in whatever order its axes are."""
+    extent = page.itemsize
+    for stride, count in sorted(zip(page.strides, page.shape, strict=True)):
+        if count > 1 and stride != extent:
+            return False
+        extent *= count
+    return page.kernels == 1 or page.kernel_stride == extent
+
+
 def unknown(page: Page) -> Fields:
-    """A page that nothing is known of."""
+    """Return ``None``: the inside of the page is not known."""
     return None
 
 
 def halves(page: Page) -> Fields:
-    """K, then V, in the cell of each head and token; the strides say where the cells are.
+    """Return the fields of pages whose cells, one per head and token, hold K and then V.
+
+    The strides say where the cells are.
 
     ``kv_cache.transpose(1, 2).split(head_size, dim=-1)`` in ``flash_attn.py``,
     ``flash_attn_diffkv.py``, ``flashinfer.py``, ``flex_attention.py``, ``hpc_attn.py``,
@@ -56,7 +129,9 @@ def halves(page: Page) -> Fields:
 
 
 def planes(page: Page) -> Fields:
-    """All of a block's K, then all of its V; in each a row per token, and in the row its heads.
+    """Return the fields of pages that hold all of K, then all of V, in each a row per token.
+
+    The heads of a token follow each other in its row.
 
     ``kv_cache.unbind(1)`` and ``unflatten(-1, (num_kv_heads, head_size))`` in ``b12x.py`` and
     ``rocm_segmented_attn.py``.
@@ -72,7 +147,7 @@ def planes(page: Page) -> Fields:
 
 
 def vectors(page: Page) -> Fields:
-    """Planes whose K is ``[heads, size/x, tokens, x]`` and whose V is ``[heads, size, tokens]``.
+    """Return the fields of planes of K ``[heads, size/x, tokens, x]``, V ``[heads, size, tokens]``.
 
     ``PagedAttention.split_kv_cache`` in ``ops/paged_attn.py``, for ``rocm_attn.py``.
     """
@@ -91,11 +166,11 @@ def vectors(page: Page) -> Fields:
 
 
 def flash_or_shuffled(page: Page) -> Fields:
-    """As ``halves``, or, where AITER shuffles, K as in ``vectors`` and V by runs of tokens.
+    """Return the fields of ``halves`` or, where AITER shuffles, K as in ``vectors`` and V likewise.
 
-    V is ``[heads, tokens/x, size, x]`` then (``reshape_and_cache_shuffle_kernel`` in
-    ``rocm_aiter_fa.py``, whose backend has FlashAttention's name). Its fp8 pages ignore the
-    layer's scales, so that they mean something else than others'.
+    V is then ``[heads, tokens/x, size, x]`` (``reshape_and_cache_shuffle_kernel`` in
+    ``rocm_aiter_fa.py``, whose backend has FlashAttention's name). Its fp8 pages ignore the layer's
+    scales, so they mean something else than those of other backends and are not described.
     """
     if page.spec.num_head_slots is None:
         return halves(page)
@@ -118,7 +193,7 @@ def flash_or_shuffled(page: Page) -> Fields:
 
 
 def columns(page: Page) -> Fields:
-    """In each head first all of K, a column per token, then all of V, a row per token.
+    """Return the fields of pages with, per head, K as a column per token, then V as rows.
 
     K's element (d, t) is at ``d * tokens + t``, V's at ``t * size + d``. This is how
     ``cpu_attn.py`` splits a page and how its ``vec`` kernels (csrc/cpu/cpu_attn_vec.hpp) fill it.
@@ -143,7 +218,7 @@ def columns(page: Page) -> Fields:
 
 
 def tiles(page: Page) -> Fields:
-    """In each head all of K and then all of V, both as the B matrices of AMX's tiles.
+    """Return the fields of pages with, per head, K and then V as the B matrices of AMX's tiles.
 
     A tile's row is 16 pairs: of neighbouring elements of 16 tokens in K, of neighbouring tokens at
     16 elements in V (``reshape_and_cache`` in csrc/cpu/cpu_attn_amx.hpp).
@@ -176,7 +251,7 @@ def tiles(page: Page) -> Fields:
 
 
 def rows(page: Page) -> Fields:
-    """One row per entry, which holds all there is of it, scales included; the same on every rank.
+    """Return the field of pages with one row per entry, scales included, equal on every rank.
 
     ``concat_and_cache_mla`` and its like; of ``fp8_ds_mla`` see the head of
     ``mla/flashmla_sparse.py``, of per-token-head scales ``MLACommonBackend``. Side caches:
@@ -187,8 +262,8 @@ def rows(page: Page) -> Fields:
 
     heads, entries, content = page.shape
     mode = page.spec.kv_quant_mode
-    known = _plain(page) or mode.is_per_token_head or mode == KVQuantMode.NVFP4_DS_MLA
-    if not known or heads != 1 or page.strides[2] != page.itemsize:
+    is_known = _plain(page) or mode.is_per_token_head or mode == KVQuantMode.NVFP4_DS_MLA
+    if not is_known or heads != 1 or page.strides[2] != page.itemsize:
         return None
     unit = content * page.itemsize
     tokens = ((entries, page.strides[1]),)
@@ -196,17 +271,17 @@ def rows(page: Page) -> Fields:
 
 
 def indexer(page: Page) -> Fields:
-    """The values of all rows of a block, then the scales of all of them.
+    """Return the fields of pages with the values of all rows, then the scales of all rows.
 
     ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``. ROCm's kernels tile the values, on
     some paths.
     """
-    return _rows_then_scales(page, INDEXER_ROWS)
+    return _rows_then_scales(page, INDEXER_ROW_BYTES)
 
 
 def sparse_rows(page: Page) -> Fields:
-    """Plain rows, or, in ``fp8_ds_mla``, the values of all rows and then the scales of all.
+    """Return the field of ``rows`` or, in ``fp8_ds_mla``, the fields of ``indexer``.
 
     The head of ``mla/flashmla_sparse.py``, and ``_fused_compress`` in
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
@@ -214,19 +289,19 @@ def sparse_rows(page: Page) -> Fields:
     from vllm.platforms import current_platform
 
     if page.spec.state_content_bytes is not None:
-        return _rows_then_scales(page, SPARSE_ROWS)
+        return _rows_then_scales(page, SPARSE_ROW_BYTES)
     return rows(page) if current_platform.is_cuda() else None
 
 
 def _plain(page: Page) -> bool:
-    """Whether a cell holds values only: none that carry scales or are packed."""
+    """Return whether a cell holds plain values, without scales and not packed."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
     return page.spec.kv_quant_mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 
 
 def _halves(page: Page) -> tuple[int, int] | None:
-    """Bytes of K and of V in a cell of one head and one token."""
+    """Return the bytes of K and of V in the cell of one head and one token, if they are known."""
     spec, content = page.spec, page.shape[2] * page.itemsize
     if spec.num_head_slots is not None or page.strides[2] != page.itemsize:
         return None
@@ -238,24 +313,25 @@ def _halves(page: Page) -> tuple[int, int] | None:
 
 
 def _is_planes(page: Page) -> bool:
-    """Whether the two head slots are K and V, and a row of them all heads of a token."""
+    """Return whether the two head slots are K and V, each with all heads of a token in a row."""
     spec = page.spec
     sizes = spec.num_kv_heads * spec.head_size, page.itemsize
     return (spec.num_head_slots, page.shape[2], page.strides[2]) == (2, *sizes)
 
 
 def _in_vectors(page: Page) -> bool:
-    """Whether each plane is one run, whose heads are cut into whole vectors."""
+    """Return whether each plane is contiguous and a head is a whole number of vectors."""
     head = page.spec.head_size * page.itemsize
     return page.strides[1] == page.shape[2] * page.itemsize and head % VECTOR_BYTES == 0
 
 
 def _per_head(page: Page) -> Pairs:
-    """The heads of a plane, one after the other."""
+    """Return the shard axis of a plane whose heads follow each other."""
     return ((page.spec.num_kv_heads, page.spec.head_size * page.itemsize * page.shape[1]),)
 
 
 def _vector_keys(page: Page) -> Field:
+    """Return the field of keys that are stored in vectors of ``VECTOR_BYTES``."""
     tokens, count = page.shape[1], page.spec.head_size * page.itemsize // VECTOR_BYTES
     return page.field(
         "k",
@@ -266,17 +342,134 @@ def _vector_keys(page: Page) -> Field:
     )
 
 
-def _rows_then_scales(page: Page, known: dict[int, tuple[int, int]]) -> Fields:
-    """A block's values and then its scales, where the tensor's blocks are the kernels'."""
+def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fields:
+    """Return the fields of values and scales, if the tensor's blocks are those of the kernels."""
     from vllm.platforms import current_platform
 
     heads, entries, content = page.shape
     whole = page.spec.tokens_per_state == 1 or page.spec.block_size == SPLIT_TOKENS
-    run = (heads, page.itemsize, *page.strides[1:]) == (1, 1, content, 1)
-    if not (current_platform.is_cuda() and whole and run and content in known):
+    contiguous = (heads, page.itemsize, *page.strides[1:]) == (1, 1, content, 1)
+    if not (current_platform.is_cuda() and whole and contiguous and content in row_bytes):
         return None
-    value, scale = known[content]
+    value, scale = row_bytes[content]
     return (
         page.field("latent", unit=value, tokens=((entries, value),)),
         page.field("scale", unit=scale, tokens=((entries, scale),), offset=entries * value),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """What is known about the pages of one backend.
+
+    Attributes:
+        inside: What a page holds, or why that is not known, for people (docs/coverage.md).
+        fields: Returns the fields of a page, or ``None`` if it is not what is known.
+        unless: When ``fields`` returns ``None``, for people.
+    """
+
+    inside: str
+    fields: Callable[[Page], Fields] = unknown
+    unless: str = ""
+
+
+HALVES = Packing(
+    inside="K, then V, in the cell of each head and token", fields=halves, unless="NVFP4"
+)
+PLANES = Packing(
+    inside="all of K, then all of V; in each, the heads of a token in a row", fields=planes
+)
+ROWS = Packing(inside="one row per entry, scales included", fields=rows)
+SPARSE_ROWS = Packing(
+    inside="one row per entry, or (fp8_ds_mla) all rows' values, then all rows' scales",
+    fields=sparse_rows,
+    unless="not on CUDA, or blocks that the kernels split",
+)
+INDEXER = Packing(
+    inside="all rows' values, then all rows' scales",
+    fields=indexer,
+    unless="not on CUDA, or blocks that the kernels split",
+)
+COLUMNS = Packing(inside="per head all of K in columns, then all of V in rows", fields=columns)
+ELSEWHERE = "not known: these kernels run on processors that they were not checked on"
+UNREAD = "not known: these kernels were not read"
+BEHIND = "not known: how the kernels split a block, on which it depends, is not in the tensor"
+
+PACKINGS: Mapping[str, Packing] = {
+    "FLASH_ATTN": Packing(
+        inside="K, then V, in the cell of each head and token; where AITER shuffles, all of K in "
+        "vectors of 16 bytes, then all of V in runs of tokens",
+        fields=flash_or_shuffled,
+        unless="shuffled fp8",
+    ),
+    "FLASH_ATTN_DIFFKV": HALVES,
+    "FLASHINFER": HALVES,
+    "FLEX_ATTENTION": HALVES,
+    "HPC_ATTN": HALVES,
+    "ROCM_AITER_UNIFIED_ATTN": HALVES,
+    "TRITON_ATTN": HALVES,
+    "TRITON_ATTN_DIFFKV": HALVES,
+    "TRITON_FLASH_ATTN": HALVES,
+    "TRITON_FLASHINFER": HALVES,
+    "B12X": PLANES,
+    "ROCM_SEGMENTED_ATTN": PLANES,
+    "ROCM_ATTN": Packing(
+        inside="all of K in vectors of 16 bytes, then all of V in columns", fields=vectors
+    ),
+    "CPU_ATTN": Packing(inside="depends on the kernel, which is not known"),
+    "CPU_ATTN/vec": COLUMNS,
+    "CPU_ATTN/vec16": COLUMNS,
+    "CPU_ATTN/amx": Packing(
+        inside="per head all of K, then all of V, both in AMX's tiles", fields=tiles
+    ),
+    "CPU_ATTN/neon": Packing(inside=ELSEWHERE),
+    "CPU_ATTN/rvv": Packing(inside=ELSEWHERE),
+    "CPU_ATTN/vsx": Packing(inside=ELSEWHERE),
+    "CPU_ATTN/vxe": Packing(inside=ELSEWHERE),
+    "TURBOQUANT": Packing(inside="depends on the GPU: scales in each cell, or behind all of them"),
+    "ULTRAQUANT": Packing(inside=UNREAD),
+    "CUTLASS_MSA": HALVES,
+    "QWEN4_EXP_QSA_TRITON": HALVES,
+    "TRITON_MSA": HALVES,
+    "AITER_TRITON_MLA": ROWS,
+    "AMX_MLA": ROWS,
+    "CPU_MLA": ROWS,
+    "CUTLASS_MLA": ROWS,
+    "DOTS3_NOTE_PADDED_MLA_SPARSE": ROWS,
+    "FLASH_ATTN_MLA": ROWS,
+    "FLASH_ATTN_MLA_SPARSE": ROWS,
+    "FLASHINFER_MLA": ROWS,
+    "FLASHINFER_MLA_SPARSE": ROWS,
+    "FLASHINFER_MLA_SPARSE_SM120": ROWS,
+    "FLASHINFER_MLA_SPARSE_SM90": ROWS,
+    "FLASHMLA": ROWS,
+    "FLASHMLA_SPARSE": ROWS,
+    "ROCM_AITER_MLA": ROWS,
+    "ROCM_AITER_MLA_SPARSE": ROWS,
+    "TOKENSPEED_MLA": ROWS,
+    "TRITON_MLA": ROWS,
+    "XPU_MLA_SPARSE": ROWS,
+    "DEEPSEEK_V32_INDEXER": INDEXER,
+    "DEEPSEEK_V4_INDEXER": INDEXER,
+    "DEEPSEEK_SPARSE_SWA": SPARSE_ROWS,
+    "FLASHINFER_MLA_SPARSE_DSV4": SPARSE_ROWS,
+    "FLASHMLA_SPARSE_DSV4": SPARSE_ROWS,
+    "CompressorBackend": ROWS,
+    "MINIMAX_M3_SPARSE_INDEXER": ROWS,
+    "QWEN4_EXP_EXP_QSA_STATE": ROWS,
+    "CACHE_ONLY_ATTN": Packing(inside=UNREAD),
+    "CPU_V4_INDEXER": Packing(inside=UNREAD),
+    "CPU_V4_MLA_SPARSE": Packing(inside=UNREAD),
+    "DEEPSEEK_V41_INDEXER": Packing(inside=BEHIND),
+    "DEEPSEEK_V41_ROCM_MXFP4_INDEXER": Packing(inside=ELSEWHERE),
+    "DEEPSEEK_V41_SPARSE_INDEXER": Packing(inside=BEHIND),
+    "FLASHINFER_MLA_SPARSE_DSV41": Packing(inside=BEHIND),
+    "FLASHMLA_MEGA_ATTN_DSV41": Packing(inside=BEHIND),
+    "FLASHMLA_SPARSE_DSV41": Packing(inside=BEHIND),
+    "INKLING_SCONV_SWA": Packing(inside=UNREAD),
+    "KPOOL_TAIL": Packing(inside=UNREAD),
+    "MINIMAX_M3_SPARSE": HALVES,
+    "ROCM_FLASHMLA_SPARSE_DSV4": Packing(inside=ELSEWHERE),
+    "XPU_V4_MLA_SPARSE": Packing(inside=ELSEWHERE),
+}
+"""By the backend's ``get_name()``, on CPUs with the kernel. Other backends' pages are opaque."""

@@ -1,8 +1,9 @@
-"""vLLM's cache tensors and specs, as a layout.
+"""Describe the cache tensors that vLLM allocated as a ``Layout``.
 
-The shape of a cache tensor does not say what its bytes mean: that is knowledge about the kernels
-which read them, and it stands in two tables, ``packings.PACKINGS`` and ``states.STATES``. What is
-in neither is opaque: it moves whole between equals, and is refused otherwise.
+The shape of a cache tensor does not say what its bytes mean: only the kernels that read it do. That
+knowledge is in two tables, ``attention_pages.PACKINGS`` and ``state_pages.STATE_PACKINGS``. A page
+of a backend in neither table is opaque: it moves whole between equal engines, and other pairs of
+engines are refused at the handshake.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ from typing import TYPE_CHECKING
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout
 from kvferry.core.memory import Region, region_of
-from kvferry.integrations.vllm.caches.packings import pack
-from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, Page, TensorPlace, spec_of
-from kvferry.integrations.vllm.caches.state_pages import STATES, whole
+from kvferry.integrations.vllm.caches.attention_pages import pack
+from kvferry.integrations.vllm.caches.pages import (
+    SINGLE_RANK,
+    LayerFacts,
+    Page,
+    ShardPosition,
+    spec_of,
+)
+from kvferry.integrations.vllm.caches.state_pages import state_fields
 
 if TYPE_CHECKING:
     import torch
@@ -28,22 +35,24 @@ def describe(
     config: KVCacheConfig,
     *,
     facts: Mapping[str, LayerFacts],
-    place: TensorPlace = ALONE,
+    position: ShardPosition = SINGLE_RANK,
 ) -> Layout:
-    """The layout of one rank.
+    """Return the layout of one rank's caches.
 
     Args:
-        caches: what vLLM registers, layer name to tensor (kernel blocks, head slots, entries,
-            elements); the tensors keep their memory.
-        config: which layers form which group; groups that are not transferred are left out, and
-            one may have no layer on this rank.
-        facts: what else is known, by layer.
-        place: which rank this is.
+        caches: vLLM's cache tensors by layer, of shape (kernel blocks, head slots, entries,
+            elements). vLLM owns them; the layout only names their addresses.
+        config: Which layers form which group. Groups that are not transferred are left out, and a
+            group may have no layer on this rank.
+        facts: What else is known, by layer.
+        position: The rank's position.
 
     Raises:
-        LayoutError: a tensor is missing, or is not what its spec and its kernels should have.
+        LayoutError: A tensor is missing, or its shape is not that of its spec.
     """
-    rank = _Rank(caches=caches, blocks=config.num_blocks, facts=facts, place=place, regions=[])
+    rank = _Rank(
+        caches=caches, blocks=config.num_blocks, facts=facts, position=position, regions=[]
+    )
     described = [rank.group(index, group) for index, group in enumerate(config.transfer_groups)]
     return Layout(
         regions=tuple(rank.regions),
@@ -54,34 +63,38 @@ def describe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """What all groups of a rank have in common; ``regions`` are numbered as they appear."""
+    """Describe the groups of one rank one after the other; ``regions`` collects their memory."""
 
     caches: Mapping[str, torch.Tensor]
     blocks: int
     facts: Mapping[str, LayerFacts]
-    place: TensorPlace
+    position: ShardPosition
     regions: list[Region]
 
     def group(self, index: int, group: KVCacheGroupSpec) -> tuple[Group, tuple[Field, ...]]:
+        """Return the layout's group and the fields of one cache group."""
         pages = [
             self._page(layer, tensor, spec_of(layer, group), index)
             for layer, tensor in _distinct(self.caches, group)
         ]
         if is_state(group.kv_cache_spec):
-            fields = [f for page in pages for f in STATES.get(page.facts.backend, whole)(page)]
+            fields = [f for page in pages for f in state_fields(page)]
             return Group(kind=GroupKind.STATE, block_tokens=0), tuple(fields)
         kind, packed = pack(pages)
         tokens = group.kv_cache_spec.block_size
         return Group(kind=kind, block_tokens=tokens, context=self._context(group)), packed
 
     def _context(self, group: KVCacheGroupSpec) -> ContextParallel:
-        """A cache that is not sharded holds all tokens on every context rank."""
+        """Return how tokens are distributed over context ranks, if the cache is sharded."""
         if not group.kv_cache_spec.dcp_sharded:
             return ContextParallel()
-        place = self.place
-        return ContextParallel(size=place.dcp_size, rank=place.dcp, interleave=place.interleave)
+        position = self.position
+        return ContextParallel(
+            size=position.dcp_size, rank=position.dcp, interleave=position.interleave
+        )
 
     def _page(self, layer: str, tensor: torch.Tensor, spec: KVCacheSpec, group: int) -> Page:
+        """Return one layer's pages, and add their memory to the regions."""
         region = region_of(tensor)
         kernels = _kernels(layer, tensor, spec, self.blocks)
         item = tensor.element_size()
@@ -92,7 +105,7 @@ class _Rank:
             layer=layer,
             facts=self.facts[layer],
             spec=spec,
-            place=self.place,
+            position=self.position,
             shape=tuple(tensor.shape[1:]),
             strides=tuple(strides),
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -108,7 +121,11 @@ class _Rank:
 
 
 def is_state(spec: KVCacheSpec) -> bool:
-    """Whether a page of this group is the state after some tokens, not a run of tokens."""
+    """Return whether the pages of a group hold recurrent states, not tokens.
+
+    Args:
+        spec: The group's spec.
+    """
     from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
     return any(isinstance(one, MambaSpec) for one in iter_layer_specs(spec))
@@ -117,21 +134,21 @@ def is_state(spec: KVCacheSpec) -> bool:
 def _distinct(
     caches: Mapping[str, torch.Tensor], group: KVCacheGroupSpec
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A group's layers; of those that share one cache (cross-layer sharing) only the first."""
+    """Yield a group's layers and tensors; of layers that share one tensor only the first."""
     seen: set[int] = set()
     for layer in group.layer_names:
         if layer not in caches:
             raise LayoutError(f"vLLM registered no cache for layer {layer!r}")
-        if (place := caches[layer].data_ptr()) not in seen:
-            seen.add(place)
+        if (address := caches[layer].data_ptr()) not in seen:
+            seen.add(address)
             yield layer, caches[layer]
 
 
 def _kernels(layer: str, tensor: torch.Tensor, spec: KVCacheSpec, blocks: int) -> int:
-    """Into how many blocks the kernels cut one of the scheduler's.
+    """Return into how many blocks the kernels split one of the scheduler's blocks.
 
     Raises:
-        LayoutError: the tensor's shape is not that of its spec.
+        LayoutError: The tensor's shape is not that of its spec.
     """
     shape = tuple(tensor.shape)
     kernels, rest = divmod(shape[0], blocks)

@@ -1,4 +1,4 @@
-"""What is known of an engine's layers beside their caches, gathered from vLLM's configuration."""
+"""Gather what vLLM's modules and configuration say about layers beyond their cache tensors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import LayoutError
-from kvferry.integrations.vllm.caches.encodings import encoded
-from kvferry.integrations.vllm.caches.pages import LayerFacts, TensorPlace, share, spec_of
+from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share, spec_of
+from kvferry.integrations.vllm.caches.quantization import with_encodings
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -15,12 +15,19 @@ if TYPE_CHECKING:
 
 
 def layer_facts(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, place: TensorPlace
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, position: ShardPosition
 ) -> dict[str, LayerFacts]:
-    """The facts of every layer that has a cache which is transferred.
+    """Return the facts of every layer whose cache is transferred, by vLLM's name of the layer.
+
+    All ranks of a tensor-parallel group must call this together, since they may exchange scales.
+
+    Args:
+        vllm_config: The engine's configuration.
+        kv_cache_config: The engine's cache groups.
+        position: This rank's position.
 
     Raises:
-        LayoutError: how many KV heads a layer has on all ranks cannot be told.
+        LayoutError: It cannot be determined how many KV heads a layer has on all ranks.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -33,18 +40,23 @@ def layer_facts(
             spec = spec_of(name, group)
             draft = is_draft(name, vllm_config)
             if isinstance(spec, MambaSpec):
-                facts[name] = _state_facts(layers[name], draft, place)
+                facts[name] = _state_facts(layers[name], draft, position)
                 continue
             facts[name] = LayerFacts(
                 backend=_backend_name(layers[name]),
                 draft=draft,
-                heads=_heads(name, spec, _model_of(vllm_config, draft), place),
+                heads=_heads(name, spec, _model_of(vllm_config, draft), position),
             )
-    return encoded(facts, layers, place)
+    return with_encodings(facts, layers, position)
 
 
 def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
-    """Whether a layer belongs to the speculative model: vLLM numbers those after the model's."""
+    """Return whether a layer belongs to the draft model, whose layers vLLM numbers last.
+
+    Args:
+        layer: vLLM's name of the layer.
+        vllm_config: The engine's configuration.
+    """
     if vllm_config.speculative_config is None:
         return False
     if layer.startswith("draft_model."):
@@ -55,34 +67,40 @@ def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
 
 
 def _model_of(vllm_config: VllmConfig, draft: bool) -> ModelConfig:
+    """Return the configuration of the model, or of the draft model."""
     if draft:
         return vllm_config.speculative_config.draft_model_config
     return vllm_config.model_config
 
 
-def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, place: TensorPlace) -> int:
-    """How many KV heads there are on all ranks; the specs know only how many are here."""
+def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPosition) -> int:
+    """Return how many KV heads a layer has on all ranks; its spec has those of this rank only.
+
+    Raises:
+        LayoutError: Neither the model's number nor this rank's fits.
+    """
     here = getattr(spec, "num_kv_heads", 1)
     if getattr(spec, "max_tp_shards", None) == 1 or not hasattr(spec, "num_kv_heads"):
         return 1
-    for total in (model.get_total_num_kv_heads(), here * place.tp_size):
-        first, last = share(total, place)
+    for total in (model.get_total_num_kv_heads(), here * position.tp_size):
+        first, last = share(total, position)
         if last - first == here and (here > 1 or total == model.get_total_num_kv_heads()):
             return int(total)
     raise LayoutError(
-        f"layer {layer!r} has {here} KV head(s) on each of {place.tp_size} ranks, and the model "
+        f"layer {layer!r} has {here} KV head(s) on each of {position.tp_size} ranks, and the model "
         f"{model.get_total_num_kv_heads()}: it cannot be told which of the layer's heads are here"
     )
 
 
 def _backend_name(layer: object) -> str:
+    """Return the attention backend's name, and on CPUs the kernels' instruction set."""
     name: str = layer.get_attn_backend().get_name()  # type: ignore[attr-defined]
     kernel = getattr(layer, "isa", None)
     return f"{name}/{kernel}" if kernel else name
 
 
-def _state_facts(layer: object, draft: bool, place: TensorPlace) -> LayerFacts:
-    """What is known of a recurrent layer; the modules say what their specs do not."""
+def _state_facts(layer: object, draft: bool, position: ShardPosition) -> LayerFacts:
+    """Return the facts of a recurrent layer, from its module."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
     from vllm.platforms import current_platform
 
@@ -91,27 +109,27 @@ def _state_facts(layer: object, draft: bool, place: TensorPlace) -> LayerFacts:
     return LayerFacts(
         backend=name if gpu else f"{name}/{current_platform.device_type}",
         draft=draft,
-        groups=_groups(layer, place),
+        groups=_groups(layer, position),
         kernel=_kernel(layer),
         channels_first=is_conv_state_dim_first(),
     )
 
 
-def _groups(layer: object, place: TensorPlace) -> int:
-    """How many groups B and C have in the model, 0 if unknown.
+def _groups(layer: object, position: ShardPosition) -> int:
+    """Return how many groups B and C have in the model, or 0 if unknown.
 
-    The mixer's own number includes copies, as many as there are ranks; its norm has the model's.
+    The mixer's own number includes the copies for other ranks; its norm has the model's number.
     """
     groups = getattr(getattr(layer, "norm", None), "n_groups", None)
     if groups is None:
         padded = getattr(layer, "n_groups", 0)
-        groups = 0 if place.tp_size == padded > 1 else padded
+        groups = 0 if position.tp_size == padded > 1 else padded
     return int(groups)
 
 
 def _kernel(layer: object) -> int:
-    """How many inputs a convolution looks at, this one included; 0 if unknown."""
-    history = getattr(layer, "conv_state_len", None)  # a dilated one looks further than its kernel
+    """Return the width of the convolution's kernel, or 0 if unknown."""
+    history = getattr(layer, "conv_state_len", None)  # longer than the kernel if it is dilated
     if history is not None:
         return int(history) + 1
     widths = (getattr(layer, name, None) for name in ("conv_kernel_size", "conv_size", "L_cache"))

@@ -1,4 +1,7 @@
-"""One layer's pages as vLLM allocated them, before it is said what their bytes mean."""
+"""One layer's pages as vLLM allocated them: shape, strides and what is known about the layer.
+
+What the bytes of a page mean is decided from this in ``attention_pages`` and ``state_pages``.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,19 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 Pairs = tuple[tuple[int, int], ...]
-"""Digits of an axis, coarse to fine: (count, stride in bytes)."""
+"""An axis, as nested dimensions from outer to inner: (count, stride in bytes) each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlace:
-    """Where a rank stands among those that share out the caches of its layers.
+class ShardPosition:
+    """Which part of its layers' caches a rank stores.
 
     Attributes:
-        tp, tp_size: tensor-parallel rank, of how many.
-        dcp, dcp_size: decode context parallel rank, of how many.
-        interleave: tokens in a row that one context rank stores.
+        tp: Tensor-parallel rank.
+        tp_size: Number of tensor-parallel ranks.
+        dcp: Decode context-parallel rank.
+        dcp_size: Number of decode context-parallel ranks.
+        interleave: How many consecutive tokens one context-parallel rank stores.
     """
 
     tp: int = 0
@@ -32,8 +37,8 @@ class TensorPlace:
     interleave: int = 1
 
 
-ALONE = TensorPlace()
-"""The only rank of its engine."""
+SINGLE_RANK = ShardPosition()
+"""The position of an engine's only rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +46,18 @@ class LayerFacts:
     """What neither a cache's tensor nor its spec says about a layer.
 
     Attributes:
-        backend: which kernels read the pages: the attention backend's name, and whose kernels if
-            that leaves it open (``CPU_ATTN/vec``; for a state, the kind of device unless it is
-            a GPU: ``GDN_ATTN/cpu``).
-        heads: how many KV heads the layer has on all ranks together; 1 for a latent.
-        draft: the layer belongs to a speculative model.
-        encoding: how elements stand for numbers where their type does not say it (a quantised
-            cache's format and static scales); the same on all ranks.
-        groups: for a state: how many groups its B and C have on all ranks together, not counting
-            the copies that vLLM makes where they do not divide among ranks; 0 if unknown.
-        kernel: for a state: the width of its convolution's kernel; 0 if unknown.
-        channels_first: for a state: its convolution's tensor is (channels, columns), not (columns,
-            channels).
+        backend: Name of the attention backend whose kernels read the pages. Where that leaves the
+            kernels open, their kind is added (``CPU_ATTN/vec``), and for a state the type of a
+            device that is not a GPU (``GDN_ATTN/cpu``).
+        heads: Number of KV heads of the layer on all ranks together; 1 for a latent.
+        draft: Whether the layer belongs to a draft model.
+        encoding: Format and static scales of a quantised cache, equal on all ranks; empty where the
+            element type says all.
+        groups: Only for a state: number of groups of B and C on all ranks together, without the
+            copies that vLLM makes if they do not divide among ranks; 0 if unknown.
+        kernel: Only for a state: width of the convolution's kernel; 0 if unknown.
+        channels_first: Only for a state: whether the convolution's tensor is (channels, columns)
+            and not (columns, channels).
     """
 
     backend: str
@@ -66,32 +71,33 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """One layer's pages. A page is what one of the scheduler's block ids names.
+    """The pages of one layer. A page is what one of the scheduler's block ids names.
 
-    Where kernels cut a scheduler's block into smaller ones, a page is ``kernels`` of these, one
-    every ``kernel_stride`` bytes, and ``shape`` and ``strides`` are those of one kernel block.
+    Kernels may split a scheduler's block into smaller ones. Then a page is ``kernels`` such blocks,
+    one every ``kernel_stride`` bytes, and ``shape`` and ``strides`` are those of one kernel block.
 
     Attributes:
         layer: vLLM's name of the layer.
-        facts: what else is known of it.
-        spec: vLLM's.
-        place: this rank's.
-        shape: of a kernel block: (head slots, entries, elements of one head of one entry).
-        strides: of that shape, in bytes.
-        dtype, itemsize: of an element.
-        pages: how many there are.
-        page_stride: bytes from one page to the next.
-        kernels: kernel blocks in a page.
-        kernel_stride: bytes from one kernel block to the next.
-        group: index of the layout's group.
-        region: index of the layout's region.
-        offset: bytes from the region's start to page 0.
+        facts: What else is known about the layer.
+        spec: vLLM's spec of its cache.
+        position: This rank's position.
+        shape: Shape of a kernel block: (head slots, entries, elements of one head of one entry).
+        strides: Strides of that shape, in bytes.
+        dtype: Element type, by torch's name.
+        itemsize: Bytes of an element.
+        pages: Number of pages.
+        page_stride: Bytes from one page to the next.
+        kernels: Number of kernel blocks in a page.
+        kernel_stride: Bytes from one kernel block to the next.
+        group: Index of the layout's group.
+        region: Index of the layout's memory region.
+        offset: Bytes from the region's start to page 0.
     """
 
     layer: str
     facts: LayerFacts
     spec: KVCacheSpec
-    place: TensorPlace
+    position: ShardPosition
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]
     dtype: str
@@ -106,13 +112,13 @@ class Page:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a kernel block that has no gaps."""
+        """Bytes of a kernel block, not counting gaps."""
         heads, entries, content = self.shape
         return heads * entries * content * self.itemsize
 
     @property
     def dense(self) -> bool:
-        """Whether a kernel block is one run of heads, of entries, of elements."""
+        """Whether a kernel block is contiguous in the order heads, entries, elements."""
         _, entries, content = self.shape
         return self.strides == (
             entries * content * self.itemsize,
@@ -122,8 +128,8 @@ class Page:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The global range of KV heads that this rank holds; ranks beyond them hold replicas."""
-        return share(self.facts.heads, self.place)
+        """The range of the model's KV heads that this rank stores."""
+        return share(self.facts.heads, self.position)
 
     def field(
         self,
@@ -138,18 +144,18 @@ class Page:
         dtype: str | None = None,
         packing: str = "",
     ) -> Field:
-        """A field of these pages, named after the layer.
+        """Return a field of these pages.
 
         Args:
-            name: of the field within its layer.
-            unit: contiguous bytes under all axes.
-            offset: bytes from a kernel block's start.
-            tokens: digits of the token axis within a kernel block; kernel blocks are added here.
-            heads: digits of the shard axis.
-            inner: axes of one digit each.
-            shard: the global range of the shard axis; that of KV heads unless given.
-            dtype: element type; the tensor's unless given.
-            packing: of an opaque page.
+            name: Name of the field within its layer, such as ``k``.
+            unit: Contiguous bytes at each position of the axes.
+            offset: Bytes from a kernel block's start to the field.
+            tokens: The token axis within a kernel block; the kernel blocks are prepended.
+            heads: The shard axis.
+            inner: Further axes, each of one dimension.
+            shard: The model's range that the shard axis covers; by default that of KV heads.
+            dtype: Element type; by default the tensor's.
+            packing: For an opaque page, what has to be equal on both engines.
         """
         kernels = ((self.kernels, self.kernel_stride),) if tokens and self.kernels > 1 else ()
         entries = getattr(self.spec, "tokens_per_state", 1)
@@ -173,18 +179,32 @@ class Page:
         )
 
 
-def share(total: int, place: TensorPlace) -> tuple[int, int]:
-    """The part of ``total`` things that a tensor-parallel rank holds.
+def share(total: int, position: ShardPosition) -> tuple[int, int]:
+    """Return the range of the model's heads or channels that a tensor-parallel rank stores.
 
-    Fewer things than ranks are held by several ranks each, neighbours holding the same.
+    If there are fewer of them than ranks, neighbouring ranks store the same one.
+
+    Args:
+        total: How many the model has.
+        position: The rank's position.
+
+    Returns:
+        The first one, and the one after the last.
     """
-    if place.tp_size >= total:
-        first = place.tp * total // place.tp_size
+    if position.tp_size >= total:
+        first = position.tp * total // position.tp_size
         return first, first + 1
-    return place.tp * total // place.tp_size, (place.tp + 1) * total // place.tp_size
+    return position.tp * total // position.tp_size, (position.tp + 1) * total // position.tp_size
 
 
 def spec_of(layer: str, group: KVCacheGroupSpec) -> KVCacheSpec:
-    """A group's layers may differ in all but their blocks; then each has a spec of its own."""
+    """Return the spec of one layer of a group.
+
+    The layers of a group may differ in all but their block size; then each has a spec of its own.
+
+    Args:
+        layer: vLLM's name of the layer.
+        group: Its group.
+    """
     own: Mapping[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     return own.get(layer, group.kv_cache_spec)

@@ -1,14 +1,14 @@
-"""How recurrent layers keep their state inside a page: one table, ``STATES``.
+"""How recurrent layers store their state in a page: the table ``STATE_PACKINGS``.
 
-A page holds a layer's state tensors one after the other, without gaps: as a rule the convolution's
-last inputs, channels by columns, and then the recurrence itself. vLLM's specs give each tensor's
-shape on this rank; what each part of it is of the model's comes from the same arithmetic that vLLM
-splits it with. Where that does not add up, a state moves as a whole.
+A page holds a layer's state tensors one after the other, without gaps: usually the convolution's
+last inputs (channels by columns), then the recurrent state. vLLM's specs give the shape of each
+tensor on this rank. Which part of the model's state it is follows from the arithmetic with which
+vLLM splits the state among ranks. Where that does not add up, the state is opaque and moves whole.
 
-Of a convolution with a kernel of K only K - 1 columns are the state: those with which the next
-token is computed. Speculative decoding widens the tensor. Prefill kernels still write the first
-K - 1 columns and read them from there; only after a step that verified drafts do they start
-further on, and such a state is never handed over (``LayerFacts.kernel`` says how many they are).
+Of a convolution with a kernel of width K only K - 1 columns are state: the inputs that the next
+token needs. Speculative decoding widens the tensor, but prefill kernels still write and read the
+first K - 1 columns. They start further on only after a step that verified drafts, and such a state
+is never handed over. ``LayerFacts.kernel`` is K.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field
-from kvferry.integrations.vllm.caches.pages import Page, Pairs, TensorPlace
-
-State = Callable[[Page], tuple[Field, ...]]
+from kvferry.integrations.vllm.caches.pages import Page, Pairs, ShardPosition
 
 Part = tuple[str, tuple[int, int]]
-"""A part of the convolution's channels: its name, and the range of the model's that is here."""
+"""A part of the convolution's channels: its name, and the model's range that this rank stores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tensor:
-    """One of the tensors in a page: ``offset`` bytes from its start, dense."""
+    """One of the contiguous tensors in a page.
+
+    Attributes:
+        shape: Its shape on this rank.
+        dtype: Element type, by torch's name.
+        itemsize: Bytes of an element.
+        offset: Bytes from the page's start.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,116 +43,169 @@ class _Tensor:
 
 
 def mamba1(page: Page) -> tuple[Field, ...]:
-    """Mamba 1: channels of the convolution's input, and for each a row of state."""
+    """Return the fields of a Mamba 1 state: the convolution's channels, and a row for each."""
     tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (channels, _)):
-            convolution = _convolution(page, tensors[0], (("x", _even(page, channels)),))
-            return (*convolution, _recurrence(page, tensors[1])) if convolution else whole(page)
-    return whole(page)
+            convolution = _convolution(page, tensors[0], (("x", _even_range(page, channels)),))
+            return (
+                (*convolution, _recurrence(page, tensors[1])) if convolution else opaque_state(page)
+            )
+    return opaque_state(page)
 
 
 def mamba2(page: Page) -> tuple[Field, ...]:
-    """Mamba 2: the convolution's x by heads, B and C by groups, and a state for each head."""
+    """Return the fields of a Mamba 2 state: x by heads, B and C by groups, a matrix per head."""
     tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (heads, head, size)):
             channels = _channels(page)
             groups = _groups(page, channels - heads * head, size)
             if groups is None:
-                return whole(page)
-            parts = (("x", _even(page, heads * head)), ("B", groups), ("C", groups))
+                return opaque_state(page)
+            parts = (("x", _even_range(page, heads * head)), ("B", groups), ("C", groups))
             convolution = _convolution(page, tensors[0], parts)
-            return (*convolution, _recurrence(page, tensors[1])) if convolution else whole(page)
-    return whole(page)
+            return (
+                (*convolution, _recurrence(page, tensors[1])) if convolution else opaque_state(page)
+            )
+    return opaque_state(page)
 
 
 def delta(page: Page) -> tuple[Field, ...]:
-    """Delta rules (gated delta net, KDA): q, k and v channels, and a (v, k) state for each head."""
+    """Return the fields of a delta rule's state: q, k and v channels, a (v, k) matrix per head."""
     return _delta(page, rows_first=True)
 
 
 def delta_transposed(page: Page) -> tuple[Field, ...]:
-    """The same, each head's state stored as (k, v), whatever the spec's shape says."""
+    """Return the fields of a delta rule's state whose matrices are stored as (k, v)."""
     return _delta(page, rows_first=False)
 
 
 def short_conv(page: Page) -> tuple[Field, ...]:
-    """Nothing but a convolution's input."""
+    """Return the fields of a state that is only a convolution's input."""
     [tensor] = _tensors(page, 1)
     if len(tensor.shape) != 2:
-        return whole(page)
-    parts = (("x", _even(page, _channels(page))),)
-    return _convolution(page, tensor, parts) or whole(page)
+        return opaque_state(page)
+    parts = (("x", _even_range(page, _channels(page))),)
+    return _convolution(page, tensor, parts) or opaque_state(page)
 
 
 def linear(page: Page) -> tuple[Field, ...]:
-    """Linear attention: nothing but a matrix for each head."""
+    """Return the fields of a linear attention's state, which is only a matrix per head."""
     [tensor] = _tensors(page, 1)
-    return (_recurrence(page, tensor),) if len(tensor.shape) == 3 else whole(page)
+    return (_recurrence(page, tensor),) if len(tensor.shape) == 3 else opaque_state(page)
 
 
-STATES: Mapping[str, State] = {
-    "MAMBA1_ATTN": mamba1,
-    "MAMBA1_ATTN/cpu": mamba1,
-    "MAMBA2_ATTN": mamba2,
-    "MAMBA2_ATTN/cpu": mamba2,
-    "SHORT_CONV_ATTN": short_conv,
-    "SHORT_CONV_ATTN/cpu": short_conv,
-    "PLE_SHORT_CONV_ATTN": short_conv,
-    "LINEAR_ATTN": linear,
-    "BAILING_LINEAR_ATTN": linear,
-    "GDN_ATTN": delta,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePacking:
+    """What is known about the states of one backend.
+
+    Attributes:
+        inside: What a page holds, for people (docs/coverage.md).
+        fields: Returns the fields of a page.
+    """
+
+    inside: str
+    fields: Callable[[Page], tuple[Field, ...]]
+
+
+MAMBA1 = StatePacking(
+    inside="Mamba 1: channels of the convolution's input, and for each a row of state.",
+    fields=mamba1,
+)
+MAMBA2 = StatePacking(
+    inside="Mamba 2: the convolution's x by heads, B and C by groups, and a state for each head.",
+    fields=mamba2,
+)
+SHORT_CONV = StatePacking(inside="Nothing but a convolution's input.", fields=short_conv)
+LINEAR = StatePacking(inside="Linear attention: nothing but a matrix for each head.", fields=linear)
+DELTA = StatePacking(
+    inside="Delta rules (gated delta net, KDA): q, k and v channels, and a (v, k) state for each "
+    "head.",
+    fields=delta,
+)
+
+STATE_PACKINGS: Mapping[str, StatePacking] = {
+    "MAMBA1_ATTN": MAMBA1,
+    "MAMBA1_ATTN/cpu": MAMBA1,
+    "MAMBA2_ATTN": MAMBA2,
+    "MAMBA2_ATTN/cpu": MAMBA2,
+    "SHORT_CONV_ATTN": SHORT_CONV,
+    "SHORT_CONV_ATTN/cpu": SHORT_CONV,
+    "PLE_SHORT_CONV_ATTN": SHORT_CONV,
+    "LINEAR_ATTN": LINEAR,
+    "BAILING_LINEAR_ATTN": LINEAR,
+    "GDN_ATTN": DELTA,
     # The CPU kernels take the tensor as (heads, k, v): ops/cpu/gdn_attention.py, `ssm_state.view`.
-    "GDN_ATTN/cpu": delta_transposed,
-    "KIMI_K3_KDA": delta,
-    "KIMI_K3_KDA_ROCM": delta,
+    "GDN_ATTN/cpu": StatePacking(
+        inside="The same, each head's state stored as (k, v), whatever the spec's shape says.",
+        fields=delta_transposed,
+    ),
+    "KIMI_K3_KDA": DELTA,
+    "KIMI_K3_KDA_ROCM": DELTA,
 }
-"""What is known about the inside of a state, by ``LayerFacts.backend``."""
+"""By ``LayerFacts.backend``. The states of a backend that is not here are opaque."""
 
 
-def whole(page: Page) -> tuple[Field, ...]:
-    """A state whose inside is unknown: it moves as a whole, between engines that split it alike.
+def state_fields(page: Page) -> tuple[Field, ...]:
+    """Return the fields of a layer's states; one opaque field if their inside is not known.
 
-    Its key says whose kernels it is for and which shapes it has, so that two engines that order it
-    differently never meet.
+    Args:
+        page: The layer's pages.
+
+    Raises:
+        LayoutError: The state has more tensors than its backend is known to need.
+    """
+    packing = STATE_PACKINGS.get(page.facts.backend)
+    return packing.fields(page) if packing else opaque_state(page)
+
+
+def opaque_state(page: Page) -> tuple[Field, ...]:
+    """Return one field for a whole state whose inside is not known.
+
+    It can be read only by engines that split states in the same way. Its key contains the backend
+    and the tensors' shapes, so that engines that order a state differently are never matched.
+
+    Args:
+        page: The layer's pages.
     """
     shapes = ", ".join(
         f"{tensor.dtype} {'x'.join(map(str, tensor.shape))}" for tensor in _every_tensor(page)
     )
-    place = _place(page)
+    position = _sharing(page)
     return (
         page.field(
             f"state[{page.facts.backend}: {shapes}]",
             unit=page.spec.state_content_size_bytes,
-            shard=(place.tp, place.tp + 1),
+            shard=(position.tp, position.tp + 1),
             dtype="uint8",
         ),
     )
 
 
 def _delta(page: Page, *, rows_first: bool) -> tuple[Field, ...]:
+    """Return the fields of a delta rule's state, its matrices stored in one order or the other."""
     tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (heads, head, _)):
             value = heads * head
             key, rest = divmod(_channels(page) - value, 2)
             if rest or key <= 0:
-                return whole(page)
+                return opaque_state(page)
             widths = ("q", key), ("k", key), ("v", value)
-            parts = [(name, _even(page, width)) for name, width in widths]
+            parts = [(name, _even_range(page, width)) for name, width in widths]
             convolution = _convolution(page, tensors[0], parts)
             recurrence = _recurrence(page, tensors[1], rows_first=rows_first)
-            return (*convolution, recurrence) if convolution else whole(page)
-    return whole(page)
+            return (*convolution, recurrence) if convolution else opaque_state(page)
+    return opaque_state(page)
 
 
 def _tensors(page: Page, count: int) -> list[_Tensor]:
-    """The tensors of a state that has so many.
+    """Return the tensors of a state, at most ``count`` of them.
 
     Raises:
-        LayoutError: there are more. As far as vLLM knows them, they keep recent inputs from which
-            the state has yet to be made (ReplaySSM, RecoverSSM), and their cursors are in no page.
+        LayoutError: There are more. In vLLM such tensors keep recent inputs from which the state
+            has yet to be computed (ReplaySSM, RecoverSSM), with cursors that no page contains.
     """
     tensors = _every_tensor(page)
     if len(tensors) > count:
@@ -160,6 +218,7 @@ def _tensors(page: Page, count: int) -> list[_Tensor]:
 
 
 def _every_tensor(page: Page) -> list[_Tensor]:
+    """Return all tensors of a state, in their order in the page."""
     tensors: list[_Tensor] = []
     offset = 0
     for shape, dtype in zip(page.spec.shapes, page.spec.dtypes, strict=True):
@@ -169,41 +228,49 @@ def _every_tensor(page: Page) -> list[_Tensor]:
     return tensors
 
 
-def _place(page: Page) -> TensorPlace:
-    """Among whom a state is shared out: among nobody where every rank holds all of it."""
-    return TensorPlace() if page.spec.tp_replicated else page.place
+def _sharing(page: Page) -> ShardPosition:
+    """Return the rank's share of a state; all of it if every rank stores a replica."""
+    return ShardPosition() if page.spec.tp_replicated else page.position
 
 
-def _even(page: Page, here: int) -> tuple[int, int]:
-    """The range of what is dealt out evenly, so many to each rank."""
-    rank = _place(page).tp
+def _even_range(page: Page, here: int) -> tuple[int, int]:
+    """Return this rank's range of what is distributed evenly, ``here`` to each rank."""
+    rank = _sharing(page).tp
     return rank * here, (rank + 1) * here
 
 
 def _channels(page: Page) -> int:
-    """How many channels the convolution has on this rank."""
+    """Return how many channels the convolution has on this rank."""
     channels: int = page.spec.shapes[0][0 if page.facts.channels_first else 1]
     return channels
 
 
 def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
-    """The range of the channels of B, and of C, that are here; ``None`` if it cannot be told.
+    """Return the model's range of the channels of B, and of C, on this rank.
 
-    vLLM deals groups out evenly, or, if there is but one, copies it to every rank; it refuses all
-    else. The specs cannot tell one copied from one of several.
+    vLLM distributes groups evenly or, if there is only one, copies it to every rank. The specs do
+    not tell a copied group from one of several.
+
+    Args:
+        page: The layer's pages.
+        channels: How many channels B and C have together on this rank.
+        size: Channels per group.
+
+    Returns:
+        The first channel and the one after the last, or ``None`` if it cannot be determined.
     """
     here, rest = divmod(channels, 2 * size)
     if rest or here < 1:
         return None
-    ranks = _place(page).tp_size
+    ranks = _sharing(page).tp_size
     total = page.facts.groups or (here if ranks == 1 else 0)
     if total == here * ranks:
-        return _even(page, here * size)
+        return _even_range(page, here * size)
     return (0, size) if total == here == 1 else None
 
 
 def _columns(page: Page, width: int) -> int | None:
-    """How many columns of the convolution's tensor are its state; ``None`` if it cannot be told."""
+    """Return how many columns of the convolution's tensor are state, or ``None`` if unknown."""
     scratch = page.spec.num_speculative_blocks
     if not page.facts.kernel:
         return None if scratch or width < 1 else width
@@ -212,7 +279,7 @@ def _columns(page: Page, width: int) -> int | None:
 
 
 def _convolution(page: Page, tensor: _Tensor, parts: Sequence[Part]) -> tuple[Field, ...]:
-    """The fields of a convolution's parts, one after the other; none if they do not add up."""
+    """Return the fields of a convolution's parts, or none if they do not add up to its channels."""
     channels = _channels(page)
     item, width = tensor.itemsize, math.prod(tensor.shape) // channels
     columns = _columns(page, width)
@@ -238,7 +305,7 @@ def _convolution(page: Page, tensor: _Tensor, parts: Sequence[Part]) -> tuple[Fi
 
 
 def _recurrence(page: Page, tensor: _Tensor, *, rows_first: bool = True) -> Field:
-    """The recurrent state of every head: dense, in the order of its shape or column by column."""
+    """Return the field of every head's matrix, stored row by row or column by column."""
     heads, *inside = tensor.shape
     item = tensor.itemsize
     unit = math.prod(inside) * item
@@ -252,6 +319,6 @@ def _recurrence(page: Page, tensor: _Tensor, *, rows_first: bool = True) -> Fiel
         unit=unit if rows_first else item,
         heads=((heads, unit),),
         inner=inner,
-        shard=_even(page, heads),
+        shard=_even_range(page, heads),
         dtype=tensor.dtype,
     )

@@ -6,14 +6,12 @@ engine uses and from the source of the vLLM that is installed.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvferry.integrations.vllm.caches.attention_pages import unknown
-from kvferry.integrations.vllm.caches.cache_kinds import SPECS
-from kvferry.integrations.vllm.caches.packings import PACKINGS
-from kvferry.integrations.vllm.caches.state_pages import STATES
+from kvferry.integrations.vllm.caches.attention_pages import PACKINGS, unknown
+from kvferry.integrations.vllm.caches.cache_specs import SPECS
+from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.caches import census
 
 PAGE = Path(__file__).parents[4] / "docs" / "coverage.md"
@@ -41,17 +39,17 @@ were asked on CPUs only.
 KINDS = """\
 ## Kinds of cache
 
-vLLM's `KVCacheSpec` classes: `kvferry/integrations/vllm/caches/cache_kinds.py`.
+vLLM's `KVCacheSpec` classes: `kvferry/integrations/vllm/caches/cache_specs.py`.
 """
 
 BACKENDS = """\
 ## Attention backends
 
-By the name that vLLM gives them: `kvferry/integrations/vllm/caches/packings.py`. The orders are
-those of `VLLM_KV_CACHE_LAYOUT` that vLLM offers with a backend; names beside `any` are what is left
-on some processors or with some settings. Between equal engines an order that leads with B costs one
-copy per block; one that leads with L, one per page of each layer, and where H stands before B, one
-per head of it.
+By the name that vLLM gives them: `kvferry/integrations/vllm/caches/attention_pages.py`. The orders
+are those of `VLLM_KV_CACHE_LAYOUT` that vLLM offers with a backend; names beside `any` are what is
+left on some processors or with some settings. Between equal engines an order that leads with B
+costs one copy per block; one that leads with L, one per page of each layer, and where H stands
+before B, one per head of it.
 """
 
 RECURRENT = """\
@@ -94,8 +92,8 @@ def _backends() -> Iterator[Sequence[str]]:
 
 
 def _states() -> Iterator[Sequence[str]]:
-    for name, state in sorted(STATES.items()):
-        yield f"`{name}`", "described", (inspect.getdoc(state) or "").partition("\n")[0]
+    for name, packing in sorted(STATE_PACKINGS.items()):
+        yield f"`{name}`", "described", packing.inside
 
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:

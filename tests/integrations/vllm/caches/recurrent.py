@@ -16,7 +16,7 @@ from unittest import mock
 from kvferry.core.layout import Layout
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
-from kvferry.integrations.vllm.caches.pages import LayerFacts, TensorPlace
+from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +177,7 @@ class Rank:
     Attributes:
         spec: vLLM's.
         facts: what is gathered about the layer.
-        place: which rank it is.
+        position: which rank it is.
         pages: (PAGES, stride) int8: all memory.
         channels: (n,) int64: which of the model's channels the convolution has here.
     """
@@ -187,7 +187,7 @@ class Rank:
         import torch
 
         self.model, self.setup = model, setup
-        self.place = TensorPlace(tp=rank, tp_size=setup.ranks)
+        self.position = ShardPosition(tp=rank, tp_size=setup.ranks)
         with _vllm(setup, rank) as config:
             self.layer = KINDS[model.kind](model, config)
             if hasattr(self.layer, "num_spec"):
@@ -203,7 +203,7 @@ class Rank:
 
     def _facts(self, config: Any) -> LayerFacts:
         groups: Any = SimpleNamespace(transfer_groups=[self.group])
-        facts = layer_facts(config, groups, self.place)[LAYER]
+        facts = layer_facts(config, groups, self.position)[LAYER]
         if self.setup.device == "cpu":
             return facts
         return replace(facts, backend=facts.backend.removesuffix("/cpu"))
@@ -217,7 +217,7 @@ class Rank:
         """What is published, if these facts were others."""
         config: Any = SimpleNamespace(num_blocks=PAGES, transfer_groups=[self.group])
         facts = {LAYER: replace(self.facts, **changed)}
-        return describe({LAYER: self.cache}, config, facts=facts, place=self.place)
+        return describe({LAYER: self.cache}, config, facts=facts, position=self.position)
 
     def write(self, page: int, truth: Truth) -> None:
         """The state after some tokens, where this rank's kernels keep it."""
@@ -242,7 +242,7 @@ class Rank:
         if truth.conv is not None:
             yield truth.conv[self.channels]
         if truth.ssm is not None:
-            yield truth.ssm.chunk(self.place.tp_size)[self.place.tp]
+            yield truth.ssm.chunk(self.position.tp_size)[self.position.tp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvferry.core.layout import GroupKind
-from kvferry.integrations.vllm.caches.cache_kinds import SPECS, Handling, refusals
-from kvferry.integrations.vllm.caches.packings import PACKINGS
-from kvferry.integrations.vllm.caches.state_pages import STATES
+from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
+from kvferry.integrations.vllm.caches.cache_specs import SPECS, Handling, refusals
+from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.caches import census, coverage_page
 from tests.integrations.vllm.caches.views import Rank, group
 
@@ -57,8 +57,8 @@ def test_every_backend_has_a_verdict() -> None:
     assert paged >= {"FLASH_ATTN", "TRITON_FLASHINFER", "CPU_ATTN"}
     assert paged - known == set(), "add each to PACKINGS, opaque if need be"
     assert known - paged == set(), "vLLM has these no more"
-    assert states - set(STATES) == set(), "add each to STATES"
-    assert {name.partition("/")[0] for name in STATES} - states == set()
+    assert states - set(STATE_PACKINGS) == set(), "add each to STATE_PACKINGS"
+    assert {name.partition("/")[0] for name in STATE_PACKINGS} - states == set()
 
 
 def test_every_enumerated_backend_was_found() -> None:

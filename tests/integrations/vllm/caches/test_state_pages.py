@@ -16,8 +16,8 @@ from kvferry.core.errors import LayoutError, PlanError
 from kvferry.core.layout import GroupKind, Layout
 from kvferry.core.planner.build_copies import Pages, ReadRequest, copies
 from kvferry.core.planner.plan import plan
-from kvferry.integrations.vllm.caches.pages import TensorPlace
-from kvferry.integrations.vllm.caches.state_pages import STATES
+from kvferry.integrations.vllm.caches.pages import ShardPosition
+from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.caches.recurrent import KINDS, Model, Rank, Setup, Truth
 
 pytestmark = [
@@ -154,7 +154,7 @@ def test_a_state_that_every_rank_holds() -> None:
         rank.facts = replace(rank.facts, backend="PLE_SHORT_CONV_ATTN")
     theirs = []
     for tp in range(2):
-        remote[0].place = TensorPlace(tp=tp, tp_size=2)
+        remote[0].position = ShardPosition(tp=tp, tp_size=2)
         theirs.append(remote[0].layout())
     _pull([local[0].layout()], theirs)
     local[0].write(2, truth)
@@ -216,4 +216,4 @@ def test_states_are_whole_or_nothing(kind: str) -> None:
 
 
 def test_every_kind_says_what_it_is() -> None:
-    assert all(state.__doc__ for state in STATES.values())
+    assert all(packing.inside for packing in STATE_PACKINGS.values())

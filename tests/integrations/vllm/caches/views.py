@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvferry.core.layout import Axis, Field, Layout
 from kvferry.integrations.vllm.caches.cache_layout import describe
-from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, TensorPlace
+from kvferry.integrations.vllm.caches.pages import SINGLE_RANK, LayerFacts, ShardPosition
 
 Places = npt.NDArray[np.int64]
 """(pages, token entries, shard indices, bytes of an entry), each a byte's offset in its region."""
@@ -174,7 +174,7 @@ class Rank:
         blocks: int = 3,
         kernels: list[int] | None = None,
         heads: int | None = None,
-        place: TensorPlace = ALONE,
+        position: ShardPosition = SINGLE_RANK,
         shared: Mapping[str, str] | None = None,
     ) -> None:
         import torch
@@ -197,7 +197,7 @@ class Rank:
             for name in self.specs
         }
         facts |= {layer: facts[owner] for layer, owner in (shared or {}).items()}
-        self.layout: Layout = describe(self.caches, self.config, facts=facts, place=place)
+        self.layout: Layout = describe(self.caches, self.config, facts=facts, position=position)
 
     def wrong(self, readings: Mapping[str, Reading] | Reading) -> list[str]:
         """Fields that do not stand where the backend reads them; of all layers that have one."""

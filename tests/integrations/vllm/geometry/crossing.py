@@ -13,7 +13,7 @@ from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.planner.plan import plan
-from kvferry.integrations.vllm.groups import CacheGroup
+from kvferry.integrations.vllm.cache_groups import CacheGroup
 from tests.integrations.vllm.geometry.engine_of_ranks import Engine
 from tests.integrations.vllm.geometry.model import Bytes, Layer, Part
 from tests.integrations.vllm.geometry.rank import Extent, Rank
@@ -100,7 +100,7 @@ def offer(engine: Engine, request: str, tokens: int, pages: Sequence[Listed]) ->
     if hold is None:
         raise AssertionError("no ticket")
     engine.hear(orders=engine.ledger.drain())
-    offered = [group.offered(pages[group.index].ids, tokens) for group in engine.groups]
+    offered = [group.producer_pages(pages[group.index].ids, tokens) for group in engine.groups]
     return Ticket(
         engine=engine.name,
         incarnation=engine.incarnation,
@@ -119,7 +119,9 @@ def offer(engine: Engine, request: str, tokens: int, pages: Sequence[Listed]) ->
 
 def load(engine: Engine, request: str, ticket: Ticket, pages: Sequence[Listed]) -> Load:
     """What a consumer's scheduler half orders."""
-    wanted = [group.wanted(_blocks(pages[group.index]), ticket.tokens) for group in engine.groups]
+    wanted = [
+        group.consumer_pages(_blocks(pages[group.index]), ticket.tokens) for group in engine.groups
+    ]
     return Load(
         request=RequestId(request),
         ticket=ticket,
@@ -168,7 +170,7 @@ def pull(producer: Engine, consumer: Engine, order: Load, request: str) -> None:
     needed = _read_by(last, consumer, producer)
     for rank in producer.workers:
         rank.poll()
-        if rank.seat.rank in needed:
+        if rank.position.rank in needed:
             assert request not in rank.sent, "sent before its last reader was done"
         else:
             rank.await_sent(request)
@@ -182,10 +184,10 @@ def pull(producer: Engine, consumer: Engine, order: Load, request: str) -> None:
 def _read_by(last: Rank, consumer: Engine, producer: Engine) -> set[int]:
     """The producer ranks to which this one says that it is done."""
     local, remote = (
-        [r.endpoint.payload.layout for r in sorted(e.workers, key=lambda r: r.seat.rank)]  # type: ignore[union-attr]
+        [r.endpoint.payload.layout for r in sorted(e.workers, key=lambda r: r.position.rank)]  # type: ignore[union-attr]
         for e in (consumer, producer)
     )
-    found = plan(local, remote, last.seat.rank)
+    found = plan(local, remote, last.position.rank)
     return {source.remote for source in found.sources} | set(found.tells)
 
 
@@ -263,8 +265,10 @@ class Expected:
                 at = np.argwhere(part.places == place)
                 if len(at):
                     return (
-                        f"rank {self._rank.seat.rank}: {len(wrong)} bytes differ, the first is "
+                        f"rank {self._rank.position.rank}: {len(wrong)} bytes differ, the first is "
                         f"{self._rank.memory[place]} and not {self._memory[place]}: byte "
                         f"{at[0].tolist()} (page, entry, shard, byte) of {part.key} {part.shards}"
                     )
-        return f"rank {self._rank.seat.rank}: {len(wrong)} bytes differ, {place} is in no tensor"
+        return (
+            f"rank {self._rank.position.rank}: {len(wrong)} bytes differ, {place} is in no tensor"
+        )

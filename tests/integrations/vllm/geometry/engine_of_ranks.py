@@ -23,16 +23,15 @@ from kvferry.core.lifecycle.holds import Incarnation, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.messages import encode
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
-from kvferry.integrations.vllm.caches.pages import TensorPlace
-from kvferry.integrations.vllm.groups import CacheGroup, cache_groups
-from kvferry.integrations.vllm.rank_position import RankPosition, seat_of
+from kvferry.integrations.vllm.caches.pages import ShardPosition
+from kvferry.integrations.vllm.rank_position import RankPosition, current_rank_position
 from tests.integrations.vllm.geometry.model import Bytes, Layer, Part, Setting, stage
 from tests.integrations.vllm.geometry.rank import Extent, Rank
 
 if TYPE_CHECKING:
-    from kvferry.integrations.vllm.unread_rank import UnreadRankWorker
-    from kvferry.integrations.vllm.worker import FerryWorker
+    from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker
 
 POISON = 255
 """A byte that makes NaN of every element type."""
@@ -73,10 +72,10 @@ class Shape:
     shares: tuple[tuple[str, str], ...] = ()
     blocks: int = 48
 
-    def setting(self, place: TensorPlace) -> Setting:
+    def setting(self, position: ShardPosition) -> Setting:
         """For a rank's specs."""
         return Setting(
-            place=place,
+            position=position,
             block=self.block,
             state_block=self.state_block,
             mode=self.mode,
@@ -137,13 +136,13 @@ def engine(
     name: str, layers: Sequence[Layer], shape: Shape = Shape(), *, agreement: str = "model"
 ) -> Iterator[Engine]:
     """An engine that runs until the block ends, its caches full of poison."""
-    seats = list(_seats(shape))
-    configs = _configs(layers, shape, seats)
+    positions = list(_seats(shape))
+    configs = _configs(layers, shape, positions)
     incarnation = random_incarnation()
     with contextlib.ExitStack() as stack:
         ranks = [
-            _rank(name, layers, shape, seat, config, incarnation, agreement, stack)
-            for seat, config in zip(seats, configs, strict=True)
+            _rank(name, layers, shape, position, config, incarnation, agreement, stack)
+            for position, config in zip(positions, configs, strict=True)
         ]
         payloads = [rank.endpoint.payload for rank in ranks if rank.endpoint is not None]
         payloads.sort(key=lambda payload: payload.rank)
@@ -202,19 +201,19 @@ def _seats(shape: Shape) -> Iterator[RankPosition]:
                 group = SimpleNamespace(rank_in_group=where)
                 name = f"get_{kind}_group"
                 stack.enter_context(mock.patch.object(parallel_state, name, return_value=group))
-            yield seat_of(config)
+            yield current_rank_position(config)
 
 
-def _configs(layers: Sequence[Layer], shape: Shape, seats: Sequence[RankPosition]) -> list[Any]:
+def _configs(layers: Sequence[Layer], shape: Shape, positions: Sequence[RankPosition]) -> list[Any]:
     """What vLLM's engine core makes of the specs of all ranks."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
     specs = [
         {
-            layer.name: layer.spec(shape.setting(seat.place))
-            for layer in stage(_owners(layers, shape), seat.coordinates.pp, shape.pp)
+            layer.name: layer.spec(shape.setting(position.shard))
+            for layer in stage(_owners(layers, shape), position.coordinates.pp, shape.pp)
         }
-        for seat in seats
+        for position in positions
     ]
     configs: list[Any] = get_kv_cache_configs(_vllm_config(shape), specs, [1 << 40] * len(specs))
     for config in configs:
@@ -262,42 +261,41 @@ def _rank(
     name: str,
     layers: Sequence[Layer],
     shape: Shape,
-    seat: RankPosition,
+    position: RankPosition,
     config: Any,
     incarnation: Incarnation,
     agreement: str,
     stack: contextlib.ExitStack,
 ) -> Rank:
-    from kvferry.integrations.vllm.unread_rank import UnreadRankWorker
-    from kvferry.integrations.vllm.worker import FerryWorker
+    from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker
 
     caches = _allocate(config, shape)
-    setting = shape.setting(seat.place)
+    setting = shape.setting(position.shard)
     facts = {layer.name: layer.facts(setting) for layer in layers}
     memory = _memory(caches)
     memory[:] = POISON
     worker: FerryWorker | UnreadRankWorker = UnreadRankWorker()
     endpoint = None
-    if not seat.replica:
+    if not position.replica:
         endpoint = stack.enter_context(
             Endpoint(
                 identity=Identity(
                     engine=name,
                     incarnation=incarnation,
-                    rank=seat.rank,
-                    coordinates=seat.coordinates,
+                    rank=position.rank,
+                    coordinates=position.coordinates,
                     agreement={"model": agreement},
                 ),
                 driver="loopback",
                 transport=LoopbackTransport(),
-                layout=describe(caches, config, facts=facts, place=seat.place),
+                layout=describe(caches, config, facts=facts, position=position.shard),
                 slots=shape.blocks,
                 options=EndpointOptions(handshake_timeout=60.0, lease=120.0, load_timeout=120.0),
             )
         )
         worker = FerryWorker(endpoint, lambda: None)
     return Rank(
-        seat=seat,
+        position=position,
         memory=memory,
         extents=tuple(_extents(config, caches, {a.name: a for a in layers}, setting)),
         worker=worker,
@@ -340,9 +338,12 @@ def _extents(
             parts.setdefault(caches[name].data_ptr(), tuple(found))
         flat = tuple(part for some in parts.values() for part in some)
         if group.kv_cache_spec.dcp_sharded:
-            place = setting.place
+            position = setting.position
             yield Extent(
-                parts=flat, size=place.dcp_size, turn=place.dcp, interleave=place.interleave
+                parts=flat,
+                size=position.dcp_size,
+                turn=position.dcp,
+                interleave=position.interleave,
             )
         else:
             yield Extent(parts=flat)

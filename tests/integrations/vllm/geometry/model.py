@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.integrations.vllm.caches.pages import LayerFacts, TensorPlace
+from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition
 from tests.integrations.vllm.caches import views
 
 Bytes = npt.NDArray[np.uint8]
@@ -53,7 +53,7 @@ class Setting:
     """What a spec depends on beside its layer.
 
     Attributes:
-        place: which rank it is for.
+        position: which rank it is for.
         block: tokens of an attention block on one rank.
         state_block: after how many tokens a state goes on in the next page.
         mode: of the prefix cache of states, ``none`` or ``align``.
@@ -62,7 +62,7 @@ class Setting:
         backend: of attention layers that do not insist on one.
     """
 
-    place: TensorPlace
+    position: ShardPosition
     block: int
     state_block: int
     mode: str
@@ -153,7 +153,7 @@ class Attention(Layer):
         import torch
         from vllm.v1 import kv_cache_interface as specs
 
-        here = len(self._here(setting.place))
+        here = len(self._here(setting.position))
         common: dict[str, Any] = {
             "block_size": setting.block,
             "num_kv_heads": here,
@@ -179,20 +179,20 @@ class Attention(Layer):
             yield Part(
                 key=f"{self.name}/{key}",
                 places=places,
-                shards=self._here(setting.place) if reading is not whole else range(1),
+                shards=self._here(setting.position) if reading is not whole else range(1),
                 per_entry=spec.block_size // places.shape[1],
             )
 
     def _backend(self, setting: Setting) -> str:
         return self.backend or setting.backend
 
-    def _here(self, place: TensorPlace) -> range:
+    def _here(self, position: ShardPosition) -> range:
         """As ``get_num_kv_heads`` and the weight loaders of ``QKVParallelLinear`` have it."""
-        if place.tp_size >= self.heads:
-            head = place.tp // (place.tp_size // self.heads)
+        if position.tp_size >= self.heads:
+            head = position.tp // (position.tp_size // self.heads)
             return range(head, head + 1)
-        here = self.heads // place.tp_size
-        return range(place.tp * here, (place.tp + 1) * here)
+        here = self.heads // position.tp_size
+        return range(position.tp * here, (position.tp + 1) * here)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +266,7 @@ class Recurrent(Layer):
     def _shapes(self, setting: Setting) -> Any:
         from vllm.model_executor.layers.mamba import mamba_utils
 
-        tp = setting.place.tp_size
+        tp = setting.position.tp_size
         shape = mamba_utils.MambaStateShapeCalculator
         first = setting.channels_first
         with mock.patch.object(mamba_utils, "is_conv_state_dim_first", return_value=first):
@@ -306,10 +306,10 @@ class Recurrent(Layer):
             conv = conv.swapaxes(1, 2)
         conv = conv[:, :, : self.kernel - 1].reshape(*conv.shape[:2], -1)
         start = 0
-        for name, shards in self._channels(setting.place):
+        for name, shards in self._channels(setting.position):
             yield self._part(f"conv {name}", conv[:, start : start + len(shards)], shards)
             start += len(shards)
-        heads = _even(self.heads, setting.place)
+        heads = _even(self.heads, setting.position)
         yield self._part("ssm", ssm.reshape(*ssm.shape[:2], -1), heads)
 
     def _part(self, name: str, places: views.Places, shards: range) -> Part:
@@ -325,20 +325,20 @@ class Recurrent(Layer):
             yield np.add.outer(start, within)
             offset += count
 
-    def _channels(self, place: TensorPlace) -> Iterator[tuple[str, range]]:
+    def _channels(self, position: ShardPosition) -> Iterator[tuple[str, range]]:
         """The convolution's channels on a rank, as the weight loaders of vLLM's mixers deal them
         out (B and C of one group go to every rank)."""
         inner, shared = self.heads * self.head, self.groups * self.size
-        some = range(shared) if self.groups == 1 and not self.delta else _even(shared, place)
+        some = range(shared) if self.groups == 1 and not self.delta else _even(shared, position)
         if self.delta:
-            yield from (("q", some), ("k", some), ("v", _even(inner, place)))
+            yield from (("q", some), ("k", some), ("v", _even(inner, position)))
         else:
-            yield from (("x", _even(inner, place)), ("B", some), ("C", some))
+            yield from (("x", _even(inner, position)), ("B", some), ("C", some))
 
 
-def _even(total: int, place: TensorPlace) -> range:
-    here = total // place.tp_size
-    return range(place.tp * here, (place.tp + 1) * here)
+def _even(total: int, position: ShardPosition) -> range:
+    here = total // position.tp_size
+    return range(position.tp * here, (position.tp + 1) * here)
 
 
 def attention(count: int, **options: Any) -> list[Layer]:

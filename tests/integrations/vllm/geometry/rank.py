@@ -14,8 +14,7 @@ from kvferry.integrations.vllm.rank_position import RankPosition
 from tests.integrations.vllm.geometry.model import Bytes, Part, Steps
 
 if TYPE_CHECKING:
-    from kvferry.integrations.vllm.unread_rank import UnreadRankWorker
-    from kvferry.integrations.vllm.worker import FerryWorker
+    from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker
 
 SECONDS = 60.0
 """Until something that must happen counts as not happening."""
@@ -50,7 +49,7 @@ class Rank:
     """One worker process's caches and its half of the connector.
 
     Attributes:
-        seat: where it stands.
+        position: where it stands.
         memory: every byte of its caches.
         extents: by vLLM's groups.
         endpoint: None where another rank publishes the same caches.
@@ -58,7 +57,7 @@ class Rank:
         received, failed: every report of a request received, and of one that failed.
     """
 
-    seat: RankPosition
+    position: RankPosition
     memory: Bytes
     extents: tuple[Extent, ...]
     worker: FerryWorker | UnreadRankWorker

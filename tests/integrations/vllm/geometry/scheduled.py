@@ -158,7 +158,7 @@ class Server:
         groups = {group.index: group for group in self.engine.groups}
         for rank in self.engine.ranks:
             for index, extent in enumerate(rank.extents):
-                first = groups[index].skipped(start) if index in groups else 0
+                first = groups[index].num_skipped_tokens(start) if index in groups else 0
                 step = _Pass(rank, extent, lists[index], str(family), first, start, stop)
                 step.run(state=groups[index].tokens if groups[index].is_state else 0)
         return [token(family, stop)] if stop == request.num_tokens else []
@@ -199,7 +199,7 @@ class _Pass:
         read = (tokens >= self.first) & (tokens < self.start)
         assert np.count_nonzero(read) == self._shared(part), f"pages of {part.key} are missing"
         assert np.array_equal(found[read], values[read]), (
-            f"{part.key} of rank {self.rank.seat.rank}: not what was computed for the tokens "
+            f"{part.key} of rank {self.rank.position.rank}: not what was computed for the tokens "
             f"{np.unique(tokens[read][(found != values)[read].any(axis=(1, 2))]).tolist()}"
         )
         written = (tokens >= self.start) & (tokens < self.stop)
@@ -218,7 +218,8 @@ class _Pass:
             before = self.rank.memory[part.places[self.listed[(self.start - 1) // size]]]
             values = part.values(np.array([self.start]), self.family)[0]
             assert np.array_equal(before[0], values), (
-                f"{part.key} of rank {self.rank.seat.rank}: not the state after {self.start} tokens"
+                f"{part.key} of rank {self.rank.position.rank}: "
+                f"not the state after {self.start} tokens"
             )
         page = self.listed[(self.stop - 1) // size]
         assert page != HOLE
@@ -249,7 +250,7 @@ def serving(
         init_none_hash(sha256)
         _shuffle(scheduler)
         handshakes = {
-            (rank.seat.coordinates.pp, rank.seat.rank): rank.worker.handshake
+            (rank.position.coordinates.pp, rank.position.rank): rank.worker.handshake
             for rank in made.workers
         }
         scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)

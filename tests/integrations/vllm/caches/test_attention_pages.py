@@ -8,8 +8,8 @@ import pytest
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import GroupKind
-from kvferry.integrations.vllm.caches.packings import PACKINGS
-from kvferry.integrations.vllm.caches.pages import TensorPlace
+from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
+from kvferry.integrations.vllm.caches.pages import ShardPosition
 from tests.integrations.vllm.caches import census, views
 from tests.integrations.vllm.caches.layers import (
     ORDERS,
@@ -260,16 +260,16 @@ def test_padded_pages(order: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "heads", "expected"),
+    ("position", "heads", "expected"),
     [
-        (TensorPlace(tp=1, tp_size=2), 6, (3, 6)),
-        (TensorPlace(tp=0, tp_size=1), 3, (0, 3)),
+        (ShardPosition(tp=1, tp_size=2), 6, (3, 6)),
+        (ShardPosition(tp=0, tp_size=1), 3, (0, 3)),
     ],
 )
-def test_heads_of_this_rank(place: TensorPlace, heads: int, expected: tuple[int, int]) -> None:
-    rank = Rank([group(TWO, full())], backends="FLASH_ATTN", place=place, heads=heads)
+def test_heads_of_this_rank(position: ShardPosition, heads: int, expected: tuple[int, int]) -> None:
+    rank = Rank([group(TWO, full())], backends="FLASH_ATTN", position=position, heads=heads)
     assert {f.shard_range for f in rank.layout.fields} == {expected}
-    latent = Rank([group(TWO, mla())], backends="FLASHMLA", place=place)
+    latent = Rank([group(TWO, mla())], backends="FLASHMLA", position=position)
     assert {f.shard_range for f in latent.layout.fields} == {(0, 1)}
 
 

@@ -1,7 +1,7 @@
-"""How a quantised cache's elements stand for numbers: its format, and each layer's static scales.
+"""Formats and static scales of quantised caches, as each field's ``encoding``.
 
-A page that was written with other scales than it is read with holds other numbers, so this is part
-of what every field says of itself. Scales that stand in the pages themselves need no word here.
+A page that is read with other scales than it was written with gives other numbers, so two engines
+must have equal encodings. Scales that are stored in the pages themselves are not needed here.
 """
 
 from __future__ import annotations
@@ -10,48 +10,51 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvferry.integrations.vllm.caches.pages import LayerFacts, TensorPlace, share
+from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share
 
 Scales = tuple[tuple[float, ...], tuple[float, ...]]
-"""Of K and of V: one number, or one per KV head that this rank holds."""
+"""The scales of K and of V: one number, or one per KV head of this rank."""
 
 Gather = Callable[[dict[str, Scales]], Sequence[Mapping[str, Scales]]]
-"""Exchanges the scales of a rank's layers for those of all tensor-parallel ranks, in rank order."""
+"""Takes this rank's scales by layer, and returns those of all tensor-parallel ranks by rank."""
 
 
-def encoded(
+def with_encodings(
     facts: Mapping[str, LayerFacts],
     layers: Mapping[str, object],
-    place: TensorPlace,
+    position: ShardPosition,
     gather: Gather | None = None,
 ) -> dict[str, LayerFacts]:
-    """The facts, and what there is to say about each layer's elements.
+    """Return the facts with each quantised layer's encoding.
 
-    Scales may differ from head to head, and a rank has those of its own heads: all ranks must say
-    the same of a layer, so all ranks of a tensor-parallel group must call this.
+    Scales may differ between heads, and each rank has those of its own heads only. Since all ranks
+    must publish the same encoding, all ranks of a tensor-parallel group must call this together.
 
     Args:
-        facts: by layer.
+        facts: The facts, by layer.
         layers: vLLM's modules, by layer.
-        place: this rank's.
-        gather: how the ranks exchange scales; through vLLM's process group unless given.
+        position: This rank's position.
+        gather: How the ranks exchange scales; by default through vLLM's process group.
     """
     formats = {
         name: cache_format(getattr(layers[name], "kv_cache_dtype", "auto")) for name in facts
     }
-    own = {name: _scales(layers[name]) for name, known in formats.items() if known}
+    own = {name: _scales(layers[name]) for name, cache_dtype in formats.items() if cache_dtype}
     if not own:
         return dict(facts)
-    ranks = (gather or _gather)(own) if place.tp_size > 1 else [own]
-    texts = {name: _text(formats[name], name, facts[name].heads, place, ranks) for name in own}
+    ranks = (gather or _gather)(own) if position.tp_size > 1 else [own]
+    texts = {
+        name: _encoding(formats[name], name, facts[name].heads, position, ranks) for name in own
+    }
     return {name: replace(fact, encoding=texts.get(name, "")) for name, fact in facts.items()}
 
 
 def cache_format(cache_dtype: str) -> str:
-    """The format of a quantised cache, each with one name; empty if elements are plain numbers.
+    """Return the format of a quantised cache, or an empty text if elements are plain numbers.
 
     Args:
-        cache_dtype: as in vLLM's ``CacheConfig.cache_dtype``.
+        cache_dtype: As in vLLM's ``CacheConfig.cache_dtype``, which has several names for one
+            format.
     """
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import is_quantized_kv_cache
@@ -64,34 +67,40 @@ def cache_format(cache_dtype: str) -> str:
 
 
 def _scales(layer: object) -> Scales:
+    """Return the static scales of a layer."""
     key, value = (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
     return _numbers(key), _numbers(value)
 
 
 def _numbers(scale: object) -> tuple[float, ...]:
-    """A tensor's elements; a layer without a scale has 1."""
+    """Return a scale tensor's elements; 1 if the layer has none."""
     if scale is None:
         return (1.0,)
     return tuple(scale.flatten().tolist())  # type: ignore[attr-defined]
 
 
-def _text(
-    known: str, layer: str, heads: int, place: TensorPlace, ranks: Sequence[Mapping[str, Scales]]
+def _encoding(
+    cache_dtype: str,
+    layer: str,
+    heads: int,
+    position: ShardPosition,
+    ranks: Sequence[Mapping[str, Scales]],
 ) -> str:
-    both = []
+    """Return format and scales of a layer, from the scales of all ranks."""
+    texts = []
     for which, name in enumerate("kv"):
         by_head: dict[int, float] = {}
         for tp, scales in enumerate(ranks):
-            first, last = share(heads, replace(place, tp=tp))
+            first, last = share(heads, replace(position, tp=tp))
             here = scales[layer][which]
             here = here if len(here) == last - first else here[:1] * (last - first)
             by_head |= dict(zip(range(first, last), here, strict=True))
-        both.append(f"{name} {_short([by_head[head] for head in sorted(by_head)])}")
-    return f"{known}, scales {', '.join(both)}"
+        texts.append(f"{name} {_short([by_head[head] for head in sorted(by_head)])}")
+    return f"{cache_dtype}, scales {', '.join(texts)}"
 
 
 def _short(scales: list[float]) -> str:
-    """One number where all heads have the same; a digest of them all otherwise."""
+    """Return the scale if all heads have the same one, or else a digest of all scales."""
     if len(set(scales)) == 1:
         return repr(scales[0])
     digest = hashlib.blake2b(repr(scales).encode(), digest_size=8).hexdigest()
@@ -99,6 +108,7 @@ def _short(scales: list[float]) -> str:
 
 
 def _gather(own: dict[str, Scales]) -> list[Mapping[str, Scales]]:
+    """Exchange scales through vLLM's tensor-parallel process group."""
     import torch
     from vllm.distributed.parallel_state import get_tp_group
 

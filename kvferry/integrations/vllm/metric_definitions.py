@@ -1,10 +1,13 @@
-"""What is counted about requests, beside what each rank's endpoint counts."""
+"""The metrics: those of the scheduler half, defined here, and those of each rank's endpoint.
+
+``kvferry.integrations.vllm.metrics`` exports them to vLLM's log line and to Prometheus.
+"""
 
 from __future__ import annotations
 
 import enum
 
-from kvferry.core import metrics as stats
+from kvferry.core import metrics as endpoint_metrics
 from kvferry.core.metrics import Metric, MetricKind
 
 
@@ -12,15 +15,16 @@ class NoTicket(enum.StrEnum):
     """Why a request that was to be decoded elsewhere got no ticket."""
 
     NO_HOLD = "no_hold"
-    """No slot is free, or a request of its id is still held."""
+    """No slot is free, or a request with the same id is still held."""
     TOO_LARGE = "too_large"
-    """It alone has more blocks than may be held."""
+    """The request alone has more blocks than may be held."""
     ROLE = "role"
-    """This engine's role is a consumer's: nobody would come for its pages."""
+    """The engine's ``kv_role`` is ``kv_consumer``: no engine would read the pages."""
     WENT_ON = "went_on"
-    """It was decoded here for too long: its states and windows are past its prompt."""
+    """The request generated tokens here: its states and windows are past its prompt."""
     SCORED = "scored"
-    """It asked for ``prompt_logprobs``, so its states and windows are past what decode needs."""
+    """The request asked for ``prompt_logprobs``: its states and windows are past the position from
+    which decode continues."""
 
 
 LOADS = Metric(
@@ -63,6 +67,7 @@ HELD = Metric(
     text="Blocks that are held for other engines, each counted once.",
 )
 
-FIGURES = (LOADS, FAILED, TOKENS, EVICTED, ORPHANED, NO_TICKETS, HELD, *stats.FIGURES)
-"""All. The metric of each is called ``vllm:kvferry_`` and its name."""
-BY_NAME = {figure.name: figure for figure in FIGURES}
+METRICS = (LOADS, FAILED, TOKENS, EVICTED, ORPHANED, NO_TICKETS, HELD, *endpoint_metrics.FIGURES)
+"""All metrics. In Prometheus their names begin with ``vllm:kvferry_``."""
+BY_NAME = {metric.name: metric for metric in METRICS}
+"""The metrics by name."""

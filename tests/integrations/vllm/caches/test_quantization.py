@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.integrations.vllm.caches.encodings import Scales, cache_format, encoded
-from kvferry.integrations.vllm.caches.pages import ALONE, LayerFacts, TensorPlace
+from kvferry.integrations.vllm.caches.pages import SINGLE_RANK, LayerFacts, ShardPosition
+from kvferry.integrations.vllm.caches.quantization import Scales, cache_format, with_encodings
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -23,17 +23,17 @@ def layer(dtype: str, key: object = 1.0, value: object = 1.0) -> SimpleNamespace
 
 
 def said(
-    module: object, *, heads: int = 4, place: TensorPlace = ALONE, others: object = None
+    module: object, *, heads: int = 4, position: ShardPosition = SINGLE_RANK, others: object = None
 ) -> str:
     """The encoding of one layer; ``others`` are the scales of all tensor-parallel ranks."""
     facts = {"layer": LayerFacts(backend="B", heads=heads)}
 
     def gather(own: dict[str, Scales]) -> list[dict[str, Scales]]:
         assert isinstance(others, list)
-        assert own["layer"] == others[place.tp]
+        assert own["layer"] == others[position.tp]
         return [{"layer": scales} for scales in others]
 
-    return encoded(facts, {"layer": module}, place, gather)["layer"].encoding
+    return with_encodings(facts, {"layer": module}, position, gather)["layer"].encoding
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
@@ -100,13 +100,13 @@ def test_ranks_that_split_heads_in_any_way_say_the_same(
         (tuple(torch.tensor(share, dtype=torch.float32).tolist()), (1.0,)) for share in shares
     ]
     for rank, share in enumerate(shares):
-        place = TensorPlace(tp=rank, tp_size=size)
-        assert said(layer("fp8", list(share), 1.0), place=place, others=others) == alone
+        position = ShardPosition(tp=rank, tp_size=size)
+        assert said(layer("fp8", list(share), 1.0), position=position, others=others) == alone
 
 
 def test_one_scale_of_a_layer_is_one_scale_on_any_number_of_ranks() -> None:
     others = [((0.5,), (0.25,))] * 2
     for rank in (0, 1):
-        place = TensorPlace(tp=rank, tp_size=2)
-        text = said(layer("fp8", 0.5, 0.25), place=place, others=others)
+        position = ShardPosition(tp=rank, tp_size=2)
+        text = said(layer("fp8", 0.5, 0.25), position=position, others=others)
         assert text == "fp8_e4m3, scales k 0.5, v 0.25"

@@ -10,7 +10,7 @@ import pytest
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import GroupKind, axis
 from kvferry.integrations.vllm.caches.cache_layout import describe
-from kvferry.integrations.vllm.caches.pages import LayerFacts, TensorPlace, share
+from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share
 from tests.integrations.vllm import probes
 from tests.integrations.vllm.caches.views import Rank, group
 from tests.integrations.vllm.engines import Engine
@@ -65,8 +65,10 @@ def _spec(**changes: Any) -> Any:
 
 def test_layers_of_one_buffer() -> None:
     names = ["model.layers.0.attn", "model.layers.1.attn"]
-    place = TensorPlace(tp=1, tp_size=2)
-    rank = Rank([group(names, _spec())], backends="CPU_ATTN/vec", heads=4, place=place, blocks=9)
+    position = ShardPosition(tp=1, tp_size=2)
+    rank = Rank(
+        [group(names, _spec())], backends="CPU_ATTN/vec", heads=4, position=position, blocks=9
+    )
     layout = rank.layout
     assert len(layout.regions) == 1
     [made] = layout.groups
@@ -130,4 +132,4 @@ def test_missing_layer_is_named() -> None:
     ],
 )
 def test_heads_of_ranks(total: int, ranks: int, expected: list[tuple[int, int]]) -> None:
-    assert [share(total, TensorPlace(tp=tp, tp_size=ranks)) for tp in range(ranks)] == expected
+    assert [share(total, ShardPosition(tp=tp, tp_size=ranks)) for tp in range(ranks)] == expected

@@ -1,4 +1,4 @@
-"""Numbers and sizes, as people write them."""
+"""Format numbers, sizes and counts for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size(nbytes: float) -> str:
-    """Such as ``1.25 GiB``: three digits that count, none that do not."""
+    """Return a size with a binary unit and three significant digits, such as ``1.25 GiB``.
+
+    Args:
+        nbytes: The size in bytes.
+    """
     for unit in UNITS[:-1]:
         if nbytes < 1024:
             return f"{_three_digits(nbytes)} {unit}"
@@ -17,15 +21,20 @@ def size(nbytes: float) -> str:
 
 
 def _three_digits(value: float) -> str:
+    """Return a number with up to three significant digits."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if decimals else text
 
 
-def numbers(given: Iterable[int]) -> str:
-    """Such as ``0-4, 6``."""
+def numbers(values: Iterable[int]) -> str:
+    """Return numbers as ranges, such as ``0-4, 6``.
+
+    Args:
+        values: The numbers, in any order.
+    """
     runs: list[tuple[int, int]] = []
-    for n in sorted(set(given)):
+    for n in sorted(set(values)):
         if runs and n == runs[-1][1] + 1:
             runs[-1] = runs[-1][0], n
         else:
@@ -34,6 +43,11 @@ def numbers(given: Iterable[int]) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """Such as ``1 copy`` and ``1,024 copies``."""
+    """Return a count with its noun, such as ``1 copy`` and ``1,024 copies``.
+
+    Args:
+        count: The count.
+        what: The noun in the singular.
+    """
     plural = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
     return f"{count:,} {what if count == 1 else plural}"

@@ -1,4 +1,4 @@
-"""Which of vLLM's kinds of cache are handed over, and which are refused: one table, ``SPECS``."""
+"""Which of vLLM's ``KVCacheSpec`` classes are supported: the table ``SPECS``."""
 
 from __future__ import annotations
 
@@ -15,28 +15,35 @@ class Handling(enum.StrEnum):
     """What is done with a kind of cache."""
 
     PAGED = "paged"
-    """A page holds a run of tokens."""
+    """A page holds consecutive tokens."""
     STATE = "state"
-    """A page holds the state after some tokens."""
+    """A page holds the recurrent state after some tokens."""
     MEMBERS = "members"
-    """Each layer has a kind of its own."""
+    """A container: each layer has a spec of its own."""
     REFUSED = "refused"
-    """An engine that has it does not start."""
+    """An engine with such a cache does not start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSupport:
-    """What is done with a kind of cache, and why; for people."""
+    """What is done with a kind of cache.
+
+    Attributes:
+        handling: What is done with it.
+        why: The reason, for people (docs/coverage.md and errors).
+    """
 
     handling: Handling
     why: str
 
 
 def _paged(why: str) -> CacheSupport:
+    """Return that pages hold tokens."""
     return CacheSupport(handling=Handling.PAGED, why=why)
 
 
 def _refused(why: str) -> CacheSupport:
+    """Return that the kind is refused."""
     return CacheSupport(handling=Handling.REFUSED, why=why)
 
 
@@ -65,38 +72,43 @@ SPECS: Mapping[str, CacheSupport] = {
         "each engine keeps pages of its own for the sink; that the rest can move was not proven"
     ),
 }
-"""By the name of the class. A class that is not here is refused, whatever it is derived from."""
+"""By the class's name. A class that is not listed is refused, whatever its base class."""
 
 
 def refusals(config: KVCacheConfig) -> Iterator[str]:
-    """Why an engine with these caches cannot hand them over; nothing if it can.
+    """Yield why caches cannot be handed over, a text for each group that is refused.
 
-    Groups that vLLM itself does not offer for transfer are no reason.
+    Groups that vLLM itself does not offer for transfer are ignored.
+
+    Args:
+        config: The engine's cache groups.
     """
     for group in config.transfer_groups:
         reason = _refusal(group)
         if reason:
-            yield f"the caches of {_some(group.layer_names)} ({reason})"
+            yield f"the caches of {_names_of(group.layer_names)} ({reason})"
 
 
 def _refusal(group: KVCacheGroupSpec) -> str:
+    """Return why a group is refused; empty if it is not."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     if group.host_resident:
         return "they lie in the host's memory, where vLLM numbers blocks on its own"
-    reasons = {_of_spec(spec) for spec in iter_layer_specs(group.kv_cache_spec)}
+    reasons = {_spec_refusal(spec) for spec in iter_layer_specs(group.kv_cache_spec)}
     return "; ".join(sorted(reasons - {""}))
 
 
-def _of_spec(spec: KVCacheSpec) -> str:
+def _spec_refusal(spec: KVCacheSpec) -> str:
+    """Return why a spec is refused; empty if it is not."""
     name = type(spec).__name__
-    verdict = SPECS.get(name)
-    if verdict is None:
+    support = SPECS.get(name)
+    if support is None:
         return f"{name}: not known here"
-    if verdict.handling is Handling.REFUSED:
-        return f"{name}: {verdict.why}"
+    if support.handling is Handling.REFUSED:
+        return f"{name}: {support.why}"
     states = getattr(spec, "tokens_per_state", 1)
-    if verdict.handling is Handling.PAGED and (states < 1 or states != int(states)):
+    if support.handling is Handling.PAGED and (states < 1 or states != int(states)):
         return f"{name} of {1 / states} entries per token: an entry must be of whole tokens"
     if getattr(spec, "bounded_replay", False):
         return (
@@ -105,6 +117,7 @@ def _of_spec(spec: KVCacheSpec) -> str:
     return ""
 
 
-def _some(names: list[str]) -> str:
+def _names_of(names: list[str]) -> str:
+    """Return the first two names and how many more there are."""
     rest = f" and {len(names) - 2} more layers" if len(names) > 2 else ""
     return ", ".join(names[:2]) + rest

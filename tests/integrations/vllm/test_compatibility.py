@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm.agreement import (
+from kvferry.integrations.vllm.compatibility import (
     FACTS,
     JUDGEMENTS,
-    MAX_WORDS,
-    agreement_of,
+    MAX_CHARACTERS,
+    compatibility_facts,
     judgements,
 )
 from kvferry.integrations.vllm.config import Config
@@ -59,12 +59,12 @@ def drafting(method: str, model: str, *, caches: bool = True) -> Any:
 
 def differ(one: Any, other: Any) -> set[str]:
     """The names that both engines know and differ in."""
-    a, b = agreement_of(one), agreement_of(other)
+    a, b = compatibility_facts(one), compatibility_facts(other)
     return {name for name in a.keys() & b.keys() if a[name] != b[name]}
 
 
 def test_what_is_said() -> None:
-    assert agreement_of(engine()) == {
+    assert compatibility_facts(engine()) == {
         "dtype": "bfloat16",
         "quantization": "None",
         "cache dtype": "bfloat16",
@@ -155,6 +155,6 @@ def test_factors_that_the_longest_prompt_chooses() -> None:
 def test_long_values_are_cut_but_compared_whole() -> None:
     one, other = ("x" * 10000 + end for end in "ab")
     assert differ(engine(model=one), engine(model=other)) == {"model"}
-    assert len(agreement_of(engine(model=one))["model"]) < MAX_WORDS + 100
-    longest = "m" * MAX_WORDS
-    assert agreement_of(engine(model=longest))["model"] == longest
+    assert len(compatibility_facts(engine(model=one))["model"]) < MAX_CHARACTERS + 100
+    longest = "m" * MAX_CHARACTERS
+    assert compatibility_facts(engine(model=longest))["model"] == longest

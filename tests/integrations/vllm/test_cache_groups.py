@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.integrations.vllm.groups import CacheGroup
+from kvferry.integrations.vllm.cache_groups import CacheGroup
 
 FULL = CacheGroup(index=0, tokens=16)
 WINDOW = CacheGroup(index=1, tokens=16, window=20)
@@ -44,7 +44,7 @@ def blocks(*ids: int, cached: int = 0) -> list[Any]:
 def test_offered(
     group: CacheGroup, ids: list[int], tokens: int, offered: tuple[int, list[int]]
 ) -> None:
-    assert group.offered(ids, tokens) == offered
+    assert group.producer_pages(ids, tokens) == offered
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_wanted(
     first_index: int,
     ids: list[int],
 ) -> None:
-    got, pages = group.wanted(given_blocks, tokens)
+    got, pages = group.consumer_pages(given_blocks, tokens)
     assert (got, pages.first_index, pages.ids.tolist()) == (wanted, first_index, ids)
 
 
@@ -88,12 +88,12 @@ def test_what_is_wanted_is_offered(
     far = CacheGroup(index=0, tokens=there, window=window, chunk=chunk)
 
     def listed(group: CacheGroup) -> list[int]:
-        gone = group.skipped(tokens) // group.tokens
+        gone = group.num_skipped_tokens(tokens) // group.tokens
         count = -(-tokens // group.tokens)
         return [0] * min(gone, count) + list(range(1, count - min(gone, count) + 1))
 
-    first, pages = far.offered(listed(far), tokens)
-    wanted, mine = near.wanted(blocks(*listed(near)), tokens)
+    first, pages = far.producer_pages(listed(far), tokens)
+    wanted, mine = near.consumer_pages(blocks(*listed(near)), tokens)
     if wanted is None or wanted[0] == wanted[1]:
         return
     assert first * there <= wanted[0] < wanted[1] <= (first + len(pages)) * there
@@ -101,4 +101,9 @@ def test_what_is_wanted_is_offered(
 
 
 def test_bounded_are_those_that_cannot_go_back() -> None:
-    assert [group.bounded for group in (FULL, WINDOW, CHUNKS, STATE)] == [False, True, True, True]
+    assert [group.needs_exact_length for group in (FULL, WINDOW, CHUNKS, STATE)] == [
+        False,
+        True,
+        True,
+        True,
+    ]

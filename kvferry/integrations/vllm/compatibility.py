@@ -1,0 +1,163 @@
+"""What two engines must agree on before they exchange pages: ``FACTS`` and ``JUDGEMENTS``.
+
+A fact decides what the bytes of a page mean: engines that differ in one never exchange pages. A
+judgement is a name, such as the model's: two names may mean the same model, so an operator can
+allow the difference. What a single field describes itself (element type, encoding, shape) is in the
+layout, not here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvferry.core.endpoint import Identity
+from kvferry.core.handshake import Judgements
+from kvferry.core.lifecycle.holds import Incarnation
+from kvferry.integrations.vllm.caches.quantization import cache_format
+from kvferry.integrations.vllm.config import Config
+from kvferry.integrations.vllm.rank_position import RankPosition
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+MAX_CHARACTERS = 1000
+"""Longer values are truncated, and end with a digest of the whole value."""
+
+
+def rank_identity(
+    vllm_config: VllmConfig, incarnation: Incarnation, position: RankPosition
+) -> Identity:
+    """Return how a rank presents itself in the handshake.
+
+    Args:
+        vllm_config: The engine's configuration.
+        incarnation: The random number of this start of the engine.
+        position: The rank's position.
+    """
+    return Identity(
+        engine=vllm_config.kv_transfer_config.engine_id,
+        incarnation=incarnation,
+        rank=position.rank,
+        coordinates=position.coordinates,
+        agreement=compatibility_facts(vllm_config),
+    )
+
+
+def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return this engine's facts and judgements, name to value, without those that do not apply.
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
+    values = {name: value_of(vllm_config) for name, value_of in {**FACTS, **JUDGEMENTS}.items()}
+    return {name: _truncated(value) for name, value in values.items() if value is not None}
+
+
+def judgements(config: Config) -> Judgements:
+    """Return which differences an operator may allow, and whether they are allowed.
+
+    Args:
+        config: The connector's settings.
+    """
+    return Judgements(keys=frozenset(JUDGEMENTS), overridden=not config.enforce_handshake_compat)
+
+
+def _cache_dtype(config: VllmConfig) -> str:
+    """Return the cache's element type; a layer with another one says so in its fields."""
+    cache_dtype = config.cache_config.cache_dtype
+    if cache_dtype == "auto":
+        return _dtype_name(config.model_config.dtype)
+    return cache_format(cache_dtype) or _dtype_name(cache_dtype)
+
+
+def _quantization(config: VllmConfig) -> str:
+    """Return the quantization that the checkpoint declares.
+
+    vLLM's own name for it depends on the kernels that the machine has.
+    """
+    model = config.model_config
+    declared = getattr(model.hf_config, "quantization_config", None)
+    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    return str(method or model.quantization)
+
+
+def _rotary(config: VllmConfig) -> str:
+    """Return the parameters of the rotary embedding, which rotates keys by their positions.
+
+    LongRoPE has two sets of factors. The kernels use one of them for all prompts, depending on the
+    longest prompt that the engine accepts (``phi3_long_rope_scaled_rope.py``).
+    """
+    model = config.model_config
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    text = json.dumps(parameters, sort_keys=True, default=str)
+    original = _original_length(model, parameters)
+    if "longrope" in text and original is not None:
+        return f"{'long' if model.max_model_len > original else 'short'} factors of {text}"
+    return text
+
+
+def _original_length(model: ModelConfig, parameters: Mapping[str, Any]) -> int | None:
+    """Return the longest prompt before LongRoPE extended it, if the model says."""
+    name = "original_max_position_embeddings"
+    length: int | None = parameters.get(name) or getattr(model.hf_text_config, name, None)
+    return length
+
+
+def _overrides(config: VllmConfig) -> str | None:
+    """Return what the user changed in the model's configuration; ``None`` if by a function."""
+    overrides = config.model_config.hf_overrides
+    return None if callable(overrides) else json.dumps(overrides, sort_keys=True, default=str)
+
+
+def _draft_method(config: VllmConfig) -> str | None:
+    """Return the method of a draft model that has caches; other methods leave no bytes there."""
+    speculative = config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return None
+    return str(speculative.method)
+
+
+def _draft(name: str) -> Callable[[VllmConfig], str | None]:
+    """Return a function that returns an attribute of the draft model's configuration."""
+
+    def value_of(config: VllmConfig) -> str | None:
+        if _draft_method(config) is None:
+            return None
+        return str(getattr(config.speculative_config.draft_model_config, name))
+
+    return value_of
+
+
+def _dtype_name(dtype: object) -> str:
+    """Return a torch dtype's name without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _truncated(value: str) -> str:
+    """Return a value of at most ``MAX_CHARACTERS`` and a digest."""
+    if len(value) <= MAX_CHARACTERS:
+        return value
+    digest = hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{value[:MAX_CHARACTERS]}... (digest {digest})"
+
+
+FACTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
+    "dtype": lambda config: _dtype_name(config.model_config.dtype),
+    "quantization": _quantization,
+    "cache dtype": _cache_dtype,
+    "rotary embedding": _rotary,
+    "draft method": _draft_method,
+}
+"""Differences in these would corrupt the cache: they are always refused."""
+
+JUDGEMENTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
+    "model": lambda config: str(config.model_config.model),
+    "revision": lambda config: str(config.model_config.revision),
+    "model overrides": _overrides,
+    "draft model": _draft("model"),
+    "draft revision": _draft("revision"),
+}
+"""Differences in these may be harmless: refused unless ``enforce_handshake_compat`` is false."""
