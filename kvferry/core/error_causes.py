@@ -83,7 +83,7 @@ _REMEDIES = {
 """The other causes' errors say themselves what to do, or there is nothing to be done."""
 
 
-MORE = "let this process have more files and threads (ulimit -n and -u)"
+RAISE_LIMITS = "let this process have more files and threads (ulimit -n and -u)"
 """What to do where the operating system gives no more of them; goes with what it said."""
 
 
@@ -93,7 +93,7 @@ def cause_of(error: KVFerryError) -> Cause:
     return next(found, Cause.OTHER)
 
 
-def explained(error: KVFerryError) -> str:
+def with_remedy(error: KVFerryError) -> str:
     """What failed and what to do, in one line."""
     remedy = _REMEDIES.get(cause_of(error), "")
     text = on_one_line(str(error))

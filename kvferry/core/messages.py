@@ -16,11 +16,14 @@ from msgspec import Meta, Raw, Struct
 
 from kvferry.core.errors import WireError
 from kvferry.core.layout import MAX_FIELDS, MAX_GROUPS, MAX_REGIONS, Field, Group, Layout
-from kvferry.core.lifecycle.holds import GENERATION_LIMIT, MAX_SLOTS, WORD_BYTES
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
 from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
-from kvferry.core.untrusted import MALFORMED
+
+DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
+"""All that a msgspec decoder raises for malformed bytes: it lets the ``UnicodeDecodeError`` (a
+``ValueError``) of an invalid string through, and deep nesting is a ``RecursionError``. Catch all of
+them: one that escapes ends a thread that serves everybody."""
 
 OLDEST_PROTOCOL = 1
 NEWEST_PROTOCOL = 1
@@ -43,6 +46,12 @@ MAX_NOTES = 1 << 12
 """As many fit one notification."""
 MAX_LEASE = 86400.0
 """Seconds."""
+WORD_BYTES = 8
+"""Size of a slot word."""
+MAX_SLOTS = 1 << 32
+"""Slots are numbered below this."""
+GENERATION_LIMIT = 1 << 63
+"""Generations and incarnations lie in 1 to one less."""
 MAX_RANKS = 1 << 12
 MAX_TEXT = 1 << 12
 MAX_KNOWN = 1 << 8
@@ -397,23 +406,23 @@ def decode_payload(data: bytes) -> RankPayload:
     published = {name: getattr(found, name) for name in _Published.__struct_fields__}
     try:
         return RankPayload(layout=_layout(found.layout), **published)
-    except MALFORMED as exc:
+    except DECODE_ERRORS as exc:
         raise WireError(f"not a payload of this protocol: {exc}") from exc
 
 
 def _layout(unread: _Unread) -> Layout:
     regions, groups, fields = unread.regions, bytes(unread.groups), bytes(unread.fields)
     key = tuple(each.nbytes for each in regions), groups, fields
-    known = _layouts.find(key)
+    known = _layouts.get(key)
     if known is None:
         known = Layout(
             regions=regions, groups=_groups.decode(groups), fields=_fields.decode(fields)
         )
         nbytes = len(groups) + len(fields) + KNOWN_REGION_BYTES * len(regions)
         if nbytes <= MAX_KNOWN_BYTES:
-            _layouts.keep(key, known, nbytes)
+            _layouts.put(key, known, nbytes)
         return known
-    return known.moved(regions)
+    return known.with_regions(regions)
 
 
 def decode_notes(data: bytes) -> list[Note]:
@@ -443,5 +452,5 @@ def _decode(
         raise WireError(f"a {what} of {len(data)} bytes; {limit} are allowed")
     try:
         return decoder.decode(data)
-    except MALFORMED as exc:
+    except DECODE_ERRORS as exc:
         raise WireError(f"not a {what} of this protocol: {exc}") from exc

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from kvferry.cli.plan.words import numbers
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ELEMENT_BYTES
-from kvferry.core.untrusted import MALFORMED
+from kvferry.core.messages import DECODE_ERRORS
 
 FILE_LIMIT = 1 << 24
 """Bytes of a config file; real ones have some thousand."""
@@ -185,7 +185,7 @@ def _parsed(file: Path) -> dict[str, Any]:
         return msgspec.json.decode(data, type=dict[str, Any])
     except OSError as exc:
         raise ModelError(f"{file} cannot be read: {exc.strerror}") from exc
-    except MALFORMED as exc:
+    except DECODE_ERRORS as exc:
         raise ModelError(f"{file} is not the config of a model: {exc}") from exc
 
 

@@ -34,7 +34,7 @@ from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import RankPayload, Release, encode
 from kvferry.core.metrics import MAX_NAME, QUARANTINED, UNTOLD, LoadRecord, Metrics, Stage
-from kvferry.core.planner.build_copies import Spans, Workspace, copies, unwritten
+from kvferry.core.planner.build_copies import Spans, Workspace, build_copies, unwritten_spans
 from kvferry.core.transport import PeerId, Quiescence, Transport
 from kvferry.core.transport.copies import Copies
 
@@ -314,7 +314,7 @@ class LoadManager:
         try:
             peer.check(context.load.ticket)
             if context.load.reads and self._loads.wanted(load_id):
-                self._zero(unwritten(self._own.layout, peer.plan, context.request))
+                self._zero(unwritten_spans(self._own.layout, peer.plan, context.request))
         except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own
             self._refuse(load_id, as_ours(exc))
         else:
@@ -338,7 +338,7 @@ class LoadManager:
 
         def build() -> Copies:
             peer = context.known_peer
-            return copies(peer.sources[rank], context.request, self._workspace)
+            return build_copies(peer.sources[rank], context.request, self._workspace)
 
         def finished(outcome: Outcome) -> None:
             try:

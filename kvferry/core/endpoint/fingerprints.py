@@ -14,7 +14,7 @@ from kvferry.core.endpoint.peers import Peer
 from kvferry.core.endpoint.slot_reads import SlotRead, SlotReads
 from kvferry.core.endpoint.slot_table import HEADER_WORDS
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
-from kvferry.core.lifecycle.holds import WORD_BYTES
+from kvferry.core.messages import WORD_BYTES
 from kvferry.core.security.proof import fingerprint
 
 Heard = Callable[[KVFerryError | None], None]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry.core.error_causes import MORE
+from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import HandshakeError, KVFerryError
 from kvferry.core.messages import RankPayload
 from kvferry.core.planner.plan import Plan
@@ -175,7 +175,7 @@ class Handshakes:
         try:
             threading.Thread(target=self._run, args=(key,), name=name, daemon=True).start()
         except RuntimeError as exc:
-            error = HandshakeError(f"{exc}; {MORE}")
+            error = HandshakeError(f"{exc}; {RAISE_LIMITS}")
             self._post(lambda: self._over(key, error))
 
     def _run(self, key: PeerKey) -> None:

@@ -18,9 +18,8 @@ from kvferry.core.endpoint.peers import Peer
 from kvferry.core.endpoint.slot_table import ScratchWords
 from kvferry.core.endpoint.transfers import Outcome, Read, Transfers
 from kvferry.core.errors import KVFerryError
-from kvferry.core.lifecycle.holds import WORD_BYTES
 from kvferry.core.memory import Region
-from kvferry.core.messages import Note, encode
+from kvferry.core.messages import WORD_BYTES, Note, encode
 from kvferry.core.transport.copies import Copies, copies_between
 
 T = TypeVar("T")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.core.lifecycle.holds import NOTHING, WORD_BYTES
+from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region, region_of
+from kvferry.core.messages import WORD_BYTES
 from kvferry.core.security.proof import FINGERPRINT_BYTES
 
 SCRATCH_WORDS = 1 << 12

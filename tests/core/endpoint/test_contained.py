@@ -18,8 +18,8 @@ from kvferry.core.endpoint import Endpoint, EndpointOptions, peers
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.errors import EndpointClosedError, KVFerryError, PeerLostError, TransportError
 from kvferry.core.lifecycle import ticket as ticket_module
-from kvferry.core.lifecycle.holds import WORD_BYTES, RequestId
-from kvferry.core.messages import Release, encode
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.messages import WORD_BYTES, Release, encode
 from kvferry.core.metrics import IGNORED
 from kvferry.core.transport import Notification, PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
