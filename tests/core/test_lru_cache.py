@@ -170,7 +170,7 @@ def test_what_weighs_too_much_together_is_forgotten() -> None:
 
 
 def test_layouts_that_are_long_together_are_not_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: LRUCache[Layout] = LRUCache(wire.MAX_KNOWN, 1)
+    known: LRUCache[Layout] = LRUCache(wire.MAX_CACHED_LAYOUTS, 1)
     monkeypatch.setattr(wire, "_layouts", known)
     decode_payload(payload(stacked(2)))
     assert len(known) == 0
@@ -178,7 +178,7 @@ def test_layouts_that_are_long_together_are_not_all_known(monkeypatch: pytest.Mo
 
 def test_layouts_of_many_regions_are_not_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little is said of their fields."""
-    known: LRUCache[Layout] = LRUCache(wire.MAX_KNOWN, wire.MAX_ALL_KNOWN_BYTES)
+    known: LRUCache[Layout] = LRUCache(wire.MAX_CACHED_LAYOUTS, wire.MAX_ALL_CACHED_LAYOUT_BYTES)
     monkeypatch.setattr(wire, "_layouts", known)
     few = stacked(1)
     for number in range(1, 50):
