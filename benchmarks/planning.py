@@ -135,7 +135,7 @@ class Ferry:
 
     def _forget(self, own: list[Layout]) -> None:
         """Every shape but this engine's own, which each of its ranks is told first."""
-        wire._layouts = LRUCache(wire.MAX_KNOWN)
+        wire._layouts = LRUCache(wire.MAX_CACHED_LAYOUTS)
         told = [wire.decode_payload(raw) for raw in engines.payloads(own, name="decode")]
         self._mine = told[0]
         self._planner = PlanCache([each.layout for each in told], 0)

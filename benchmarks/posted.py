@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.core.lifecycle.holds import WORD_BYTES
 from kvferry.core.memory import Region
+from kvferry.core.messages import WORD_BYTES
 from kvferry.core.transport import (
     Capabilities,
     Notification,

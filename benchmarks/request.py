@@ -31,9 +31,10 @@ from posted import WORD, Clocks, NoTransport
 from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
-from kvferry.core.lifecycle.holds import WORD_BYTES, Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
+from kvferry.core.messages import WORD_BYTES
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.transport import PeerId, Transport
 from kvferry.core.transport.copies import Copies

@@ -1,4 +1,4 @@
-"""Why something failed, in a word for figures and logs, and what to do about it."""
+"""Classify errors for metrics and logs, and say what to do about them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Cause(enum.StrEnum):
     """Why a load failed."""
 
     STALE = "stale"
-    """The producer did not hold the pages any more."""
+    """The producer no longer held the pages."""
     DEADLINE = "deadline"
-    """It was not over in time."""
+    """It did not end in time."""
     GIVEN_UP = "given_up"
-    """Its engine wanted it no more: the client went away, say."""
+    """Its engine gave it up, for instance because the client disconnected."""
     TICKET = "ticket"
-    """The handshake denies what the ticket says."""
+    """The handshake contradicts the ticket."""
     ADMISSION = "admission"
     """One engine does not admit the other."""
     INCOMPATIBLE = "incompatible"
-    """Two engines must not exchange pages, or their layouts cannot be matched."""
+    """The two engines must not exchange pages, or their layouts do not match."""
     UNREACHABLE = "unreachable"
-    """No handshake, or no connection."""
+    """The handshake or the connection failed."""
     PEER_LOST = "peer_lost"
     """The producer died, restarted or was disconnected."""
     TRANSPORT = "transport"
@@ -65,7 +65,7 @@ _CAUSES: tuple[tuple[type[KVFerryError], Cause], ...] = (
     (TransportError, Cause.TRANSPORT),
     (PageError, Cause.PAGES),
 )
-"""The first that fits counts."""
+"""The first entry whose class matches decides."""
 
 _REMEDIES = {
     Cause.TICKET: "prefill again, and let the router pass kv_transfer_params on as they are",
@@ -80,32 +80,35 @@ _REMEDIES = {
     Cause.PAGES: "let the router pass kv_transfer_params on as they are",
     Cause.OTHER: "please report it, with this log",
 }
-"""The other causes' errors say themselves what to do, or there is nothing to be done."""
+"""Errors of the other causes name the remedy themselves, or there is none."""
 
 
-MORE = "let this process have more files and threads (ulimit -n and -u)"
-"""What to do where the operating system gives no more of them; goes with what it said."""
+RAISE_LIMITS = "let this process have more files and threads (ulimit -n and -u)"
+"""Remedy where the operating system refuses files or threads; follows its own message."""
 
 
 def cause_of(error: KVFerryError) -> Cause:
-    """Why, in a word."""
-    found = (cause for kind, cause in _CAUSES if isinstance(error, kind))
-    return next(found, Cause.OTHER)
+    """Return the cause of an error."""
+    causes = (cause for kind, cause in _CAUSES if isinstance(error, kind))
+    return next(causes, Cause.OTHER)
 
 
-def explained(error: KVFerryError) -> str:
-    """What failed and what to do, in one line."""
+def with_remedy(error: KVFerryError) -> str:
+    """Return the error's text and its remedy on one line."""
     remedy = _REMEDIES.get(cause_of(error), "")
     text = on_one_line(str(error))
     return f"{text} ({remedy})" if remedy else text
 
 
 def on_one_line(text: str, limit: int = 4096) -> str:
-    """What others wrote (a ticket, a peer, a library), so that it cannot look like lines of ours.
+    """Return untrusted text (of a ticket, a peer, a library) so that it cannot forge log lines.
 
     Args:
         text: of any length.
-        limit: characters that are kept.
+        limit: how many characters are kept.
+
+    Returns:
+        The text with white space collapsed and unprintable characters replaced by ``?``.
     """
-    words = " ".join(text[:limit].split())
-    return "".join(each if each.isprintable() else "?" for each in words)
+    line = " ".join(text[:limit].split())
+    return "".join(each if each.isprintable() else "?" for each in line)

@@ -1,4 +1,4 @@
-"""Every exception that kvferry raises on purpose, one sentence each."""
+"""All exceptions that kvferry raises."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class KVFerryError(Exception):
-    """Base of all of them: catch it to catch whatever kvferry refuses."""
+    """Base class of all exceptions that kvferry raises."""
 
 
 class LayoutError(KVFerryError, ValueError):
@@ -14,31 +14,31 @@ class LayoutError(KVFerryError, ValueError):
 
 
 class PlanError(KVFerryError):
-    """Two engines' layouts cannot be matched; names the field, the range and the ranks."""
+    """The layouts of two engines do not match; names the field, the range and the ranks."""
 
 
 class PageError(KVFerryError, ValueError):
-    """A page list does not fit: an id out of range, a hole that is needed, too few pages."""
+    """A page list does not fit: a bad id, a hole where a page is needed, too few pages."""
 
 
 class WireError(KVFerryError, ValueError):
-    """Bytes from a peer are not a message of this protocol."""
+    """Bytes from a peer are not a valid message of this protocol."""
 
 
 class HandshakeError(KVFerryError):
-    """A peer could not be reached, or its answer is none."""
+    """A peer could not be reached, or its answer is not valid."""
 
 
 class RefusedError(HandshakeError):
-    """A side channel answered that it cannot serve us: it is another engine's, say."""
+    """A side channel answered with a refusal, for instance because it belongs to another engine."""
 
 
 class AdmissionError(HandshakeError):
-    """One of two engines does not admit the other: its key, its address; names the setting."""
+    """One of two engines does not admit the key or address of the other; names the setting."""
 
 
 class IncompatibleError(HandshakeError):
-    """Two engines must not exchange pages; names what differs, with both values."""
+    """Two engines must not exchange pages; names every difference with both values."""
 
 
 class TicketReason(enum.StrEnum):
@@ -50,30 +50,30 @@ class TicketReason(enum.StrEnum):
     """Another connector made it."""
     VERSION = "version"
     SIGNATURE = "signature"
-    """It is not signed as it should be: altered, made up, or with other secrets."""
+    """Its signature is missing or wrong: it was altered, forged, or signed with other secrets."""
     PROOF = "proof"
-    """It does not prove that its engine made it: altered, made up, or the proof taken away."""
+    """It does not prove that its engine made it: altered, forged, or the proof removed."""
     ROLE = "role"
     """This engine may not load."""
     OWN = "own"
-    """This very engine made it."""
+    """This engine made it."""
     PROMPT = "prompt"
     """It was made for another prompt."""
     TOKENS = "tokens"
-    """Its states and windows are those after another number of tokens."""
+    """Its states and windows belong to another number of tokens."""
     ADMISSION = "admission"
-    """This engine would not ask the one that made it, by its key."""
+    """This engine does not admit the key of the engine that made it."""
     RESTARTED = "restarted"
-    """Its engine was restarted since."""
+    """Its engine was restarted after it was made."""
     MISMATCH = "mismatch"
-    """Its engine has another shape than it says."""
+    """It contradicts the handshake about the shape of its engine."""
 
 
 class TicketError(KVFerryError, ValueError):
     """A ticket is refused before anything is read.
 
     Attributes:
-        reason: why, in a word for figures.
+        reason: why, as a label for metrics.
     """
 
     def __init__(self, text: str = "", *, reason: TicketReason = TicketReason.MALFORMED) -> None:
@@ -82,15 +82,15 @@ class TicketError(KVFerryError, ValueError):
 
 
 class SecretError(KVFerryError, ValueError):
-    """A key, a secret or a list of who may is missing or none; never shows a secret."""
+    """A key, a secret or an access list is missing or invalid; never shows a secret."""
 
 
 class StaleError(KVFerryError):
-    """The hold did not stand when the read ended, so what was read is not to be used."""
+    """The hold had ended before the read did, so what was read must not be used."""
 
 
 class DeadlineError(KVFerryError):
-    """A load was not over in time; names the stage that it was in."""
+    """A load did not end in time; names the stage that it was in."""
 
 
 class EndpointClosedError(KVFerryError):
@@ -98,23 +98,23 @@ class EndpointClosedError(KVFerryError):
 
 
 class DriverError(KVFerryError):
-    """A driver cannot be found, loaded or accepted; says what to do."""
+    """A driver cannot be found, loaded or used; says what to do."""
 
 
 class TransportError(KVFerryError):
-    """Base of what a driver raises, or hands out as the error of a failed transfer."""
+    """Base class of what a driver raises, or reports as the error of a failed transfer."""
 
 
 class TransportUsageError(TransportError, ValueError):
-    """A caller's mistake: an unknown id, a range that was never registered, a closed transport."""
+    """A mistake of the caller: an unknown id, an unregistered range, a closed transport."""
 
 
 class TransportUnsupportedError(TransportError):
-    """The driver declares that it cannot do this; its capabilities say so beforehand."""
+    """The driver cannot do this, as its capabilities declare."""
 
 
 class ConnectError(TransportError):
-    """The peer's address cannot be connected to; says why and what to change."""
+    """No connection to the peer's address can be made; says why and what to change."""
 
 
 class PeerLostError(TransportError):
@@ -122,7 +122,7 @@ class PeerLostError(TransportError):
 
 
 class StatusUnknownError(TransportError):
-    """The driver cannot say how a transfer stands; only ``disconnect`` proves it quiet then."""
+    """The driver cannot tell the status of a transfer; only ``disconnect`` proves it quiet then."""
 
 
 class TransferCancelledError(TransportError):

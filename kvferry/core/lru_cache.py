@@ -1,4 +1,4 @@
-"""What was made already, by what it was made from."""
+"""A thread-safe cache that forgets its least recently used entries."""
 
 from __future__ import annotations
 
@@ -11,39 +11,42 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[V]):
-    """The last few of something, by what they were made from. From any thread.
+    """Keep the most recently used values by key. Safe to use from any thread.
 
     Args:
-        most: how many.
-        weight: how much all of them may weigh together; ``None`` for any weight.
+        max_entries: how many values are kept at most.
+        max_weight: how much all of them may weigh together; ``None`` for no limit.
     """
 
-    def __init__(self, most: int, weight: int | None = None) -> None:
-        self._most = most
-        self._limit = weight
-        self._found: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+    def __init__(self, max_entries: int, max_weight: int | None = None) -> None:
+        self._max_entries = max_entries
+        self._max_weight = max_weight
+        self._entries: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._weight = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._entries)
 
-    def find(self, key: Hashable) -> V | None:
-        """What is known, if it is."""
+    def get(self, key: Hashable) -> V | None:
+        """Return the value of a key, or ``None``, and mark it as just used."""
         with self._lock:
-            if key in self._found:
-                self._found.move_to_end(key)
-            return self._found.get(key, (None, 0))[0]
+            if key in self._entries:
+                self._entries.move_to_end(key)
+            return self._entries.get(key, (None, 0))[0]
 
-    def keep(self, key: Hashable, value: V, weight: int = 0) -> None:
-        """Know it; what was not found for the longest time is forgotten instead."""
+    def put(self, key: Hashable, value: V, weight: int = 0) -> None:
+        """Store a value, and drop the least recently used ones while a limit is exceeded.
+
+        A value that is heavier than ``max_weight`` is dropped at once.
+        """
         with self._lock:
-            self._weight += weight - self._found.get(key, (None, 0))[1]
-            self._found[key] = value, weight
-            while len(self._found) > self._most or self._is_too_heavy:
-                _, (_, lost) = self._found.popitem(last=False)
+            self._weight += weight - self._entries.get(key, (None, 0))[1]
+            self._entries[key] = value, weight
+            while len(self._entries) > self._max_entries or self._is_too_heavy:
+                _, (_, lost) = self._entries.popitem(last=False)
                 self._weight -= lost
 
     @property
     def _is_too_heavy(self) -> bool:
-        return self._limit is not None and self._weight > self._limit
+        return self._max_weight is not None and self._weight > self._max_weight

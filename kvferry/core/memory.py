@@ -1,6 +1,6 @@
-"""Memory that a transport can reach: regions, and how to get one from a tensor.
+"""Memory that a transport can reach: regions, and the region of a tensor.
 
-A region never owns memory. Whoever made the tensor keeps it alive for as long as the region is
+A region never owns memory. The caller keeps the tensor alive for as long as the region is
 registered with a transport.
 """
 
@@ -59,7 +59,7 @@ class Region:
         return self.address + self.nbytes
 
     def contains(self, other: Region) -> bool:
-        """Whether every byte of ``other`` lies in this region, on the same device."""
+        """Return whether every byte of ``other`` lies in this region, on the same device."""
         same = (self.kind, self.device) == (other.kind, other.device)
         return same and self.address <= other.address and other.end <= self.end
 
@@ -78,11 +78,15 @@ class _TorchLike(Protocol):
 
 
 def region_of(tensor: object) -> Region:
-    """The region that a tensor's memory lies in.
+    """Return the region that a tensor's memory lies in.
 
-    For a tensor with an ``untyped_storage`` (torch's) this is the whole storage, so that views
-    into one buffer give equal regions; for a numpy array it is the array, which must be
-    contiguous. The tensor keeps its memory; the caller keeps the tensor.
+    Args:
+        tensor: a tensor with an ``untyped_storage`` (torch's), or a contiguous numpy array. The
+            caller keeps it alive.
+
+    Returns:
+        The whole storage of a torch tensor, so that views into one buffer give equal regions; the
+        array itself otherwise.
 
     Raises:
         LayoutError: the object is neither, or is empty or not contiguous.

@@ -1,8 +1,8 @@
-"""Every message that crosses between engines, typed and bounded, and how it is decoded.
+"""All messages between engines: their types, their limits, and how they are encoded and decoded.
 
-All are msgpack. A decoder never raises anything but ``WireError``: what a peer sends is untrusted,
-so sizes are checked before decoding and values while decoding (layouts validate themselves).
-Unknown fields are skipped, so that a newer minor version can add some.
+Messages are msgpack. What a peer sends is untrusted: sizes are checked before decoding and values
+while decoding (layouts validate themselves), and a decoder raises ``WireError`` only. Unknown
+fields are skipped, so that a newer minor version can add some.
 """
 
 from __future__ import annotations
@@ -16,50 +16,60 @@ from msgspec import Meta, Raw, Struct
 
 from kvferry.core.errors import WireError
 from kvferry.core.layout import MAX_FIELDS, MAX_GROUPS, MAX_REGIONS, Field, Group, Layout
-from kvferry.core.lifecycle.holds import GENERATION_LIMIT, MAX_SLOTS, WORD_BYTES
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
 from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
-from kvferry.core.untrusted import MALFORMED
+
+DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
+"""All that a msgspec decoder raises for malformed bytes: it lets the ``UnicodeDecodeError`` (a
+``ValueError``) of an invalid string through, and deep nesting is a ``RecursionError``. Catch all of
+them: one that escapes ends a thread that serves everybody."""
 
 OLDEST_PROTOCOL = 1
 NEWEST_PROTOCOL = 1
 """The protocol versions that this build speaks; two engines need one in common."""
 
 MAX_REQUEST_BYTES = 1 << 12
+"""The longest request."""
 MAX_REPLY_BYTES = 1 << 23
-"""Of all ranks' payloads together: those of 64 ranks of 80 layers take 2.5 MB."""
+"""The longest reply: the payloads of 64 ranks of 80 layers take 2.5 MB."""
 MAX_SHORT_REPLY_BYTES = 3 << 17
-"""Most replies are no longer: the payloads of 8 ranks of 80 layers take 309 kB. Any number of these
-may come in at once, and of longer ones few."""
+"""The longest reply of which any number may be received at once; of longer ones only few are. The
+payloads of 8 ranks of 80 layers take 309 kB."""
 MAX_PAYLOAD_BYTES = 1 << 19
-"""Of one rank: one of 80 layers takes 39 kB. It is decoded in one go, and nothing else of the
-process runs meanwhile: this many bytes take 20 ms."""
+"""The longest payload of one rank: one of 80 layers takes 39 kB. It is decoded in one call, which
+holds the interpreter's lock: this many bytes take 20 ms."""
 MAX_PONG_BYTES = 1 << 13
-"""Of an answer to a ping; a refusal is longest."""
+"""The longest answer to a ping, which may be a refusal."""
 MAX_NOTE_BYTES = 1 << 11
-"""No single ``Release``, ``Renewal`` or ``Heartbeat`` is longer."""
+"""The longest ``Release``, ``Renewal`` or ``Heartbeat``."""
 MAX_NOTES = 1 << 12
-"""As many fit one notification."""
+"""The most notes in one notification."""
 MAX_LEASE = 86400.0
-"""Seconds."""
+"""The longest lease in seconds."""
+WORD_BYTES = 8
+"""Size of a slot word."""
+MAX_SLOTS = 1 << 32
+"""Slots are numbered below this."""
+GENERATION_LIMIT = 1 << 63
+"""Generations and incarnations lie in 1 to one less."""
 MAX_RANKS = 1 << 12
 MAX_TEXT = 1 << 12
-MAX_KNOWN = 1 << 8
-"""So many ranks' groups and fields are known by their bytes, those that were met last."""
-MAX_KNOWN_BYTES = 1 << 18
-"""None that are longer."""
-MAX_ALL_KNOWN_BYTES = 1 << 22
-"""Nor so many that they are longer together; decoded they take some five times as much."""
-KNOWN_REGION_BYTES = 40
-"""For which a region counts there: it is decoded with each payload, and kept with the first."""
+MAX_CACHED_LAYOUTS = 1 << 8
+"""How many decoded layouts are kept, those used last, by the bytes of their groups and fields."""
+MAX_CACHED_LAYOUT_BYTES = 1 << 18
+"""Layouts with more encoded bytes are not kept."""
+MAX_ALL_CACHED_LAYOUT_BYTES = 1 << 22
+"""How many encoded bytes all kept layouts have at most; decoded they take about five times that."""
+CACHED_REGION_BYTES = 40
+"""What a region counts there: it is decoded with each payload, and kept with the first."""
 
 MAP16, FIXED_ARRAY = 0xDE, 0x9
 ARRAYS: Mapping[int, str] = {0xDC: ">H", 0xDD: ">I"}
 BINARIES: Mapping[int, str] = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
-"""First bytes of msgpack's forms, and the length that follows."""
+"""First byte of each msgpack form of an array or binary, to the format of the length after it."""
 LONG_START = b"\xa4type\xa8payloads\xa5ranks"
-"""How ``Payloads`` begins, after the number of its fields."""
+"""How an encoded ``Payloads`` begins, after the number of its fields."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -70,7 +80,7 @@ Life = Annotated[int, Meta(ge=0, le=GENERATION_LIMIT - 1)]
 
 
 class Coordinates(Struct, frozen=True, kw_only=True, order=True):
-    """Where a rank stands in its engine."""
+    """The position of a rank in its engine: pipeline, tensor and context parallelism."""
 
     pp: Index = 0
     tp: Index = 0
@@ -79,10 +89,10 @@ class Coordinates(Struct, frozen=True, kw_only=True, order=True):
 
 
 class Versions(Struct, frozen=True, kw_only=True):
-    """The protocol versions that somebody speaks, ``oldest`` to ``newest``, both included.
+    """The protocol versions that one side speaks, ``oldest`` to ``newest``, both included.
 
     Raises:
-        WireError: there is no version between them.
+        WireError: the range is empty.
     """
 
     oldest: Count
@@ -94,21 +104,21 @@ class Versions(Struct, frozen=True, kw_only=True):
 
     @property
     def spoken(self) -> str:
-        """For people: "1 to 3"."""
+        """The range as text, such as "1 to 3"."""
         return f"{self.oldest} to {self.newest}"
 
     def common(self, other: Versions) -> int | None:
-        """The newest version that both speak; ``None`` if there is none."""
+        """Return the newest version that both speak; ``None`` if there is none."""
         newest = min(self.newest, other.newest)
         return newest if newest >= max(self.oldest, other.oldest) else None
 
 
 SPOKEN = Versions(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL)
-"""Those of this build."""
+"""The versions that this build speaks."""
 
 
-class _Published(Versions, frozen=True, kw_only=True):
-    """A rank's payload but for its layout; see ``RankPayload``."""
+class _PayloadHeader(Versions, frozen=True, kw_only=True):
+    """A rank's payload without its layout; see ``RankPayload``."""
 
     engine: Name
     incarnation: RandomBits
@@ -137,28 +147,28 @@ class _Published(Versions, frozen=True, kw_only=True):
             )
 
 
-class RankPayload(_Published, frozen=True, kw_only=True):
+class RankPayload(_PayloadHeader, frozen=True, kw_only=True):
     """What a rank publishes in the handshake.
 
     Attributes:
         oldest, newest: the protocol versions that it speaks.
-        engine, incarnation: whose rank it is.
+        engine, incarnation: the engine of the rank.
         rank: its index among the engine's ranks; payloads are served in this order.
-        coordinates: where it stands.
+        coordinates: its position in the engine.
         agreement: what two engines must agree on (model, cache dtype, ...), name to value.
         layout: its memory.
         driver: the name of its driver.
         address: what that driver needs to connect; opaque here.
         slots: the table of slot words, 8 bytes each; registered with the transport.
-        lease: seconds that a renewal gives a hold from then on; ``None`` where the rank's build
-            does not know renewals, and would not hear any.
+        lease: for how many seconds a renewal extends a hold; ``None`` where the rank's build does
+            not know renewals and would ignore them.
         heartbeats: whether the rank's build knows ``Heartbeat``. One that does not drops the whole
             notification.
-        fingerprint: the two words before the table, which bear the fingerprint of the key that
+        fingerprint: the two words before the table, which hold the fingerprint of the key that
             proves the engine's tickets; ``None`` where the rank's build proves none.
 
     Raises:
-        WireError: there is no version in the range, ``slots`` is no table of words, or
+        WireError: the range of versions is empty, ``slots`` is not a table of words, or
             ``fingerprint`` has another size.
     """
 
@@ -173,30 +183,30 @@ class _Unread(Struct, frozen=True, kw_only=True):
     fields: Raw
 
 
-class _UnreadPayload(_Published, frozen=True, kw_only=True):
+class _UnreadPayload(_PayloadHeader, frozen=True, kw_only=True):
     layout: _Unread
 
 
 class PayloadRequest(Versions, frozen=True, kw_only=True, tag="ask"):
-    """A consumer asks a side channel for the payloads of all ranks of an engine."""
+    """Ask a side channel for the payloads of all ranks of an engine."""
 
     engine: Name
 
 
 class Ping(Struct, frozen=True, kw_only=True, tag="ping"):
-    """A consumer asks whether the engine lives."""
+    """Ask whether an engine is alive."""
 
     engine: Name
 
 
 class Health(Struct, frozen=True, kw_only=True, tag="health"):
-    """A probe asks how the engine is; without an ``engine``, whichever listens there."""
+    """Ask about the health of an engine; without a name, of whichever listens there."""
 
     engine: Annotated[str, Meta(max_length=256)] = ""
 
 
 class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
-    """The answer to ``PayloadRequest``.
+    """Answer a ``PayloadRequest``.
 
     Attributes:
         ranks: every rank's payload, each encoded by its own rank.
@@ -215,23 +225,23 @@ class Payloads(Struct, frozen=True, kw_only=True, tag="payloads"):
 
 
 class _AfterRanks(Struct, frozen=True, kw_only=True):
-    """What follows the ranks in ``Payloads``."""
+    """The fields of ``Payloads`` after the ranks."""
 
     ticket_key: bytes = b""
 
 
 class Pong(Struct, frozen=True, kw_only=True, tag="pong"):
-    """The answer to ``Ping``."""
+    """Answer a ``Ping``."""
 
     incarnation: RandomBits
 
 
 class Condition(Struct, frozen=True, kw_only=True, tag="condition"):
-    """The answer to ``Health``.
+    """Answer a ``Health``.
 
     Attributes:
-        engine, incarnation: who answers.
-        problems: for people; none if it is well.
+        engine, incarnation: the engine that answers.
+        problems: in words for people; empty if the engine is healthy.
     """
 
     engine: Name
@@ -240,7 +250,7 @@ class Condition(Struct, frozen=True, kw_only=True, tag="condition"):
 
 
 class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
-    """Any request's answer where there is no better one; says why."""
+    """Answer any request that cannot be served, with the reason."""
 
     reason: Text
 
@@ -250,15 +260,15 @@ Reply = Payloads | Pong | Condition | Refusal
 
 
 class Release(Struct, frozen=True, kw_only=True, tag="release"):
-    """A consumer rank needs a hold no longer: "done", or "abandon".
+    """A consumer rank no longer needs a hold: "done", or "abandon" if it gave up.
 
     Attributes:
-        incarnation: of the producer.
+        incarnation: incarnation of the producer.
         slot, generation: the hold.
         engine: the consumer engine.
         rank: the consumer's rank.
-        expected: how many ranks of that engine say this to this producer rank.
-        abandoned: the rank gave up.
+        expected: how many ranks of that engine send this to this producer rank.
+        abandoned: whether the rank gave up.
     """
 
     incarnation: RandomBits
@@ -271,15 +281,15 @@ class Release(Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
-    """A consumer rank still waits for a hold's pages: its lease starts anew.
+    """A consumer rank still waits for a hold's pages: the lease starts anew.
 
-    One that names its engine claims the hold as well, and says with ``Heartbeat`` that it lives.
+    A renewal that names its engine also claims the hold, and that engine sends heartbeats.
 
     Attributes:
-        incarnation: of the producer.
+        incarnation: incarnation of the producer.
         slot, generation: the hold.
         engine: the consumer engine; empty where its build knows no heartbeats.
-        life: the incarnation of that engine: who was restarted claims nothing that it claimed.
+        life: incarnation of that engine: a restarted engine has no claims of its former one.
     """
 
     incarnation: RandomBits
@@ -290,12 +300,12 @@ class Renewal(Struct, frozen=True, kw_only=True, tag="renewal"):
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True, tag="heartbeat"):
-    """A consumer engine lives, and wants all that it has claimed by renewals.
+    """A consumer engine is alive and still wants all holds that it claimed by renewals.
 
-    Renews no lease. Nothing is said to a rank whose payload lacks ``heartbeats``.
+    It renews no lease. It is not sent to a rank whose payload lacks ``heartbeats``.
 
     Attributes:
-        incarnation: of the producer.
+        incarnation: incarnation of the producer.
         engine, life: as in ``Renewal``.
     """
 
@@ -305,7 +315,7 @@ class Heartbeat(Struct, frozen=True, kw_only=True, tag="heartbeat"):
 
 
 Note = Release | Renewal | Heartbeat
-"""What a consumer rank tells a producer rank."""
+"""A message from a consumer rank to a producer rank."""
 
 Notes = Annotated[list[Note], Meta(min_length=1, max_length=MAX_NOTES)]
 
@@ -315,33 +325,39 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Struct | Sequence[Note]) -> bytes:
-    """The bytes of any message of this module."""
+    """Return the encoded bytes of any message of this module."""
     return _encoder.encode(message)
 
 
 def decode_request(data: bytes) -> Request:
-    """Raises ``WireError``."""
+    """Decode a request.
+
+    Raises:
+        WireError: it is too long or malformed.
+    """
     return _decode(_request, data, MAX_REQUEST_BYTES, "request")
 
 
 def decode_reply(data: bytes | memoryview) -> Reply:
-    """Raises ``WireError``.
+    """Decode a reply.
 
-    A long reply is the payloads of many ranks and little else, and is cut into those here: a
-    decoder that skipped megabytes of something else would hold up all other threads meanwhile.
+    Raises:
+        WireError: it is too long or malformed.
     """
     if len(data) <= MAX_SHORT_REPLY_BYTES:
         return _decode(_reply, data, MAX_SHORT_REPLY_BYTES, "reply")
     if len(data) > MAX_REPLY_BYTES:
         raise WireError(f"a reply of {len(data)} bytes; {MAX_REPLY_BYTES} are allowed")
+    # A long reply is the payloads of many ranks and little else. It is split by hand, because a
+    # decoder that skips megabytes of anything else would stop all other threads meanwhile.
     try:
-        return _cut(memoryview(data))
+        return _split_long_reply(memoryview(data))
     except struct.error as exc:
         raise WireError("not a reply of this protocol: it ends too early") from exc
 
 
-def _cut(data: memoryview) -> Payloads:
-    """Return what a long reply says: the ranks' payloads, and after them its other fields."""
+def _split_long_reply(data: memoryview) -> Payloads:
+    """Return the ranks' payloads and the other fields of a long reply."""
     start = 3 if data[0] == MAP16 else 1
     fields = struct.unpack_from(">H", data, 1)[0] if data[0] == MAP16 else data[0] & 0xF
     first = start + len(LONG_START)
@@ -371,7 +387,7 @@ def _cut(data: memoryview) -> Payloads:
 
 
 def _length(data: memoryview, place: int, forms: Mapping[int, str]) -> tuple[int, int]:
-    """How long something is by its head, and where the head ends."""
+    """Return the length that a msgpack head announces, and where the head ends."""
     if place >= len(data):
         raise struct.error
     if forms is ARRAYS and data[place] >> 4 == FIXED_ARRAY:
@@ -383,41 +399,50 @@ def _length(data: memoryview, place: int, forms: Mapping[int, str]) -> tuple[int
 
 
 def decode_versions(data: bytes) -> Versions:
-    """Which versions a payload speaks, whatever else it says. Raises ``WireError``."""
+    """Return the protocol versions of a payload, and ignore everything else in it.
+
+    Raises:
+        WireError: it is too long or malformed.
+    """
     return _decode(_versions, data, MAX_PAYLOAD_BYTES, "payload")
 
 
 def decode_payload(data: bytes) -> RankPayload:
-    """One rank's payload, its layout validated. Raises ``WireError``.
+    """Decode one rank's payload and validate its layout.
 
-    The engines of a deployment publish the same but for where their memory lies: groups and fields
-    whose bytes are known are neither decoded nor validated again, and are there only once.
+    The engines of a deployment publish the same, except where their memory lies. Groups and fields
+    with bytes that were decoded before are neither decoded nor validated again, and are shared.
+
+    Raises:
+        WireError: it is too long or malformed, or its layout is invalid.
     """
-    found = _decode(_payload, data, MAX_PAYLOAD_BYTES, "payload")
-    published = {name: getattr(found, name) for name in _Published.__struct_fields__}
+    unread = _decode(_payload, data, MAX_PAYLOAD_BYTES, "payload")
+    header = {name: getattr(unread, name) for name in _PayloadHeader.__struct_fields__}
     try:
-        return RankPayload(layout=_layout(found.layout), **published)
-    except MALFORMED as exc:
+        return RankPayload(layout=_layout(unread.layout), **header)
+    except DECODE_ERRORS as exc:
         raise WireError(f"not a payload of this protocol: {exc}") from exc
 
 
 def _layout(unread: _Unread) -> Layout:
     regions, groups, fields = unread.regions, bytes(unread.groups), bytes(unread.fields)
     key = tuple(each.nbytes for each in regions), groups, fields
-    known = _layouts.find(key)
-    if known is None:
-        known = Layout(
-            regions=regions, groups=_groups.decode(groups), fields=_fields.decode(fields)
-        )
-        nbytes = len(groups) + len(fields) + KNOWN_REGION_BYTES * len(regions)
-        if nbytes <= MAX_KNOWN_BYTES:
-            _layouts.keep(key, known, nbytes)
-        return known
-    return known.moved(regions)
+    cached = _layouts.get(key)
+    if cached is not None:
+        return cached.with_regions(regions)
+    layout = Layout(regions=regions, groups=_groups.decode(groups), fields=_fields.decode(fields))
+    nbytes = len(groups) + len(fields) + CACHED_REGION_BYTES * len(regions)
+    if nbytes <= MAX_CACHED_LAYOUT_BYTES:
+        _layouts.put(key, layout, nbytes)
+    return layout
 
 
 def decode_notes(data: bytes) -> list[Note]:
-    """The content of a notification. Raises ``WireError``."""
+    """Decode the content of a notification.
+
+    Raises:
+        WireError: it is too long or malformed.
+    """
     return _decode(_notes, data, MAX_NOTES * MAX_NOTE_BYTES, "notification")
 
 
@@ -432,7 +457,7 @@ _groups: msgspec.msgpack.Decoder[tuple[Group, ...]] = msgspec.msgpack.Decoder(
 _fields: msgspec.msgpack.Decoder[tuple[Field, ...]] = msgspec.msgpack.Decoder(
     Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)]
 )
-_layouts: LRUCache[Layout] = LRUCache(MAX_KNOWN, MAX_ALL_KNOWN_BYTES)
+_layouts: LRUCache[Layout] = LRUCache(MAX_CACHED_LAYOUTS, MAX_ALL_CACHED_LAYOUT_BYTES)
 _notes: msgspec.msgpack.Decoder[list[Note]] = msgspec.msgpack.Decoder(Notes)
 
 
@@ -443,5 +468,5 @@ def _decode(
         raise WireError(f"a {what} of {len(data)} bytes; {limit} are allowed")
     try:
         return decoder.decode(data)
-    except MALFORMED as exc:
+    except DECODE_ERRORS as exc:
         raise WireError(f"not a {what} of this protocol: {exc}") from exc

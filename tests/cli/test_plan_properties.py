@@ -25,9 +25,9 @@ from kvferry.cli.plan.engines import (
 )
 from kvferry.cli.plan.estimate import estimate_reads
 from kvferry.cli.plan.model import Model
-from kvferry.core.layout import length
-from kvferry.core.planner.build_copies import Pages, ReadRequest, copies
-from kvferry.core.planner.plan import plan
+from kvferry.core.layout import axis_length
+from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies
+from kvferry.core.planner.plan import make_plan
 
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -106,7 +106,9 @@ def test_every_byte_that_decode_holds_of_a_request_is_read_once(
     prefill, decode = make_engine(model, one, tokens), make_engine(model, other, tokens)
     found = estimate_reads(prefill, decode, tokens)
     for rank, layout in enumerate(decode.ranks):
-        held = sum(f.entry_bytes * length(f.shard) for f in layout.fields) * tokens // other.dcp
+        held = (
+            sum(f.entry_bytes * axis_length(f.shard) for f in layout.fields) * tokens // other.dcp
+        )
         assert found.sizes_of(found.of_decode(rank)).total == held
     everything = sum(found.sizes_of(found.of_prefill(n)).total for n in range(len(prefill.ranks)))
     assert everything == found.sizes.total
@@ -130,7 +132,7 @@ def test_stretches_stand_for_all_the_copies_of_a_request(
 
 def _at_once(prefill: Engine, decode: Engine, tokens: int, source: int) -> list[int]:
     """The sizes of the copies of decode rank 0, of all groups and tokens in one call."""
-    made = plan(decode.ranks, prefill.ranks, 0)
+    made = make_plan(decode.ranks, prefill.ranks, 0)
     request = ReadRequest(
         ranges=tuple(
             (decode.first_token(group, tokens), tokens) for group in range(len(decode.windows))
@@ -139,7 +141,7 @@ def _at_once(prefill: Engine, decode: Engine, tokens: int, source: int) -> list[
         remote=_pages(prefill, tokens),
     )
     [mine] = [one for one in made.sources if one.remote == source]
-    sizes: list[int] = copies(mine, request).nbytes.tolist()
+    sizes: list[int] = build_copies(mine, request).nbytes.tolist()
     return sizes
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.cli.plan.engines import ORDERS, WHOLE, Engine, PlanSettings, make_engine
 from kvferry.cli.plan.model import Model
-from kvferry.core.layout import Field, length
+from kvferry.core.layout import Field, axis_length
 
 pytestmark = pytest.mark.vllm
 
@@ -74,7 +74,7 @@ def test_pages_lie_where_vllm_has_them(facts: dict[str, Any], order: str) -> Non
 def test_kernels_cut_pages_as_in_vllm(facts: dict[str, Any], order: str) -> None:
     keys = [f for f in drawn(order, KERNEL).ranks[0].fields if f.key.endswith("/k")]
     assert [place(f) for f in keys] == [found[:4] for found in facts["kernels"][order]]
-    assert {length(f.tokens) for f in keys} == {TOKENS}
+    assert {axis_length(f.tokens) for f in keys} == {TOKENS}
 
 
 @pytest.mark.parametrize("case", range(len(WINDOWS)))

@@ -63,7 +63,7 @@ def layout(
     start = base
     for index in range(max((f.region for f in fields), default=-1) + 1):
         here = [f for f in fields if f.region == index]
-        size = max(f.offset + (f.pages - 1) * f.page_stride + f.extent for f in here)
+        size = max(f.offset + (f.pages - 1) * f.page_stride + f.byte_span for f in here)
         regions.append(Region(address=start, nbytes=size))
         start += size + gap
     return Layout(

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvferry.core import messages as wire
 from kvferry.core.layout import Dim, Field, Group, GroupKind, Layout
-from kvferry.core.lifecycle.holds import GENERATION_LIMIT, MAX_SLOTS
 from kvferry.core.memory import Region
+from kvferry.core.messages import GENERATION_LIMIT, MAX_SLOTS
 from kvferry.core.security.proof import FINGERPRINT_BYTES, TICKET_KEY_BYTES
 
 names = st.text(min_size=1, max_size=20)
@@ -48,8 +48,8 @@ def layouts(draw: st.DrawFn) -> Layout:
             pages=pages,
             dtype="int8",
             unit=unit,
-            tokens=(Dim(count=block, stride=heads * unit),),
-            shard=(Dim(count=heads, stride=unit),),
+            tokens=(Dim(extent=block, stride=heads * unit),),
+            shard=(Dim(extent=heads, stride=unit),),
             shard_range=(start, start + heads),
         )
         for index, key in enumerate(keys)
@@ -156,7 +156,7 @@ def payload(
         pages=16,
         dtype="float32",
         unit=64,
-        tokens=(Dim(count=16, stride=64),),
+        tokens=(Dim(extent=16, stride=64),),
         shard_range=(rank, rank + 1),
     )
     return wire.RankPayload(

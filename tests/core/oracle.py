@@ -19,10 +19,10 @@ from kvferry.core.planner.build_copies import (
     ReadRequest,
     Spans,
     Workspace,
-    copies,
-    unwritten,
+    build_copies,
+    unwritten_spans,
 )
-from kvferry.core.planner.plan import plan
+from kvferry.core.planner.plan import make_plan
 from kvferry.core.transport.copies import Copies
 
 Labels = npt.NDArray[np.int64]
@@ -66,7 +66,7 @@ def pages(ids: Sequence[int], first_index: int = 0) -> Pages:
 
 def axis_offsets(axis: Axis) -> list[int]:
     """The byte offset of every index of an axis."""
-    indices = itertools.product(*(range(digit.count) for digit in axis))
+    indices = itertools.product(*(range(digit.extent) for digit in axis))
     return [sum(i * d.stride for i, d in zip(index, axis, strict=True)) for index in indices]
 
 
@@ -183,12 +183,12 @@ def check_rank(world: World, rank: int, workspace: Workspace | None = None) -> N
     everyone = (*world.remote, *world.local)
     keys = {f.key: i for i, f in enumerate(f for one in everyone for f in one.fields)}
     memory = poison(layout)
-    ours = plan(world.local, world.remote, rank)
-    zero(unwritten(layout, ours, world.request), layout, memory)
+    ours = make_plan(world.local, world.remote, rank)
+    zero(unwritten_spans(layout, ours, world.request), layout, memory)
     total = [np.zeros_like(region) for region in memory]
     for source in ours.sources:
         far = world.remote[source.remote]
-        found = copies(source, world.request, workspace)
+        found = build_copies(source, world.request, workspace)
         theirs = remote_memory(world, source.remote, keys)
         for counts, more in zip(total, run(found, layout, memory, far, theirs), strict=True):
             counts += more

@@ -96,7 +96,7 @@ def place_pack(
     count = max(n for n in range(1, style.kernel + 1) if block // smallest % n == 0)
     placed, size = _within(pack, style, block // count, shards)
     for f in placed:
-        f.tokens = (Dim(count=count, stride=size), *f.tokens)
+        f.tokens = (Dim(extent=count, stride=size), *f.tokens)
     return placed, size * count
 
 
@@ -120,7 +120,7 @@ def _within(
     for axis in reversed(common):
         count = _count(placed[0].tensor, shards[0], block, axis)
         for field in placed:
-            digits = (Dim(count=count, stride=end),)
+            digits = (Dim(extent=count, stride=end),)
             if axis == "t" and field.tensor.kind is not GroupKind.STATE:
                 field.tokens = digits
             if axis == "s":
@@ -173,7 +173,7 @@ def _nest(
         extent = extent * counts[axis][i] + style.pad * tensor.size
     made = {
         axis: tuple(
-            Dim(count=count, stride=strides[axis, i]) for i, count in enumerate(counts[axis])
+            Dim(extent=count, stride=strides[axis, i]) for i, count in enumerate(counts[axis])
         )
         for axis in counts
     }

@@ -12,6 +12,7 @@ from dataclasses import replace
 from random import Random
 
 import numpy as np
+from msgspec.structs import replace as replace_field
 
 from kvferry.core.errors import KVFerryError, PageError, PlanError
 from kvferry.core.layout import (
@@ -24,8 +25,8 @@ from kvferry.core.layout import (
     GroupKind,
     Layout,
 )
-from kvferry.core.planner.build_copies import Pages, ReadRequest, copies, unwritten
-from kvferry.core.planner.plan import Plan, plan
+from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies, unwritten_spans
+from kvferry.core.planner.plan import Plan, make_plan
 from tests.core.oracle import (
     ZERO,
     World,
@@ -45,7 +46,7 @@ Layouts = tuple[Layout, ...]
 
 def plans(world: World) -> list[Plan]:
     """The plan of every local rank."""
-    return [plan(world.local, world.remote, rank) for rank in range(len(world.local))]
+    return [make_plan(world.local, world.remote, rank) for rank in range(len(world.local))]
 
 
 def refused(error: type[KVFerryError], call: Callable[..., object], *args: object) -> str | None:
@@ -69,8 +70,8 @@ def check_producers_are_told(world: World) -> None:
     for one in found:
         read = [source.remote for source in one.sources]
         assert read == sorted(set(read))
-        assert list(one.tells) == sorted(set(one.tells) - set(read))
-        for rank in (*read, *one.tells):
+        assert list(one.notified_ranks) == sorted(set(one.notified_ranks) - set(read))
+        for rank in (*read, *one.notified_ranks):
             told[rank].add(one.rank)
     assert [len(ranks) for ranks in told] == list(found[0].readers)
     assert all(told)
@@ -159,7 +160,7 @@ def check_refused_or_right(world: World, rng: Random) -> None:
 def check_refused(world: World) -> None:
     """Every rank refuses, by name."""
     for rank in range(len(world.local)):
-        refusal = refused(PlanError, plan, world.local, world.remote, rank)
+        refusal = refused(PlanError, make_plan, world.local, world.remote, rank)
         assert refusal is not None, f"rank {rank} has a plan for engines that do not fit"
         assert "field '" in refusal
         assert "rank" in refusal
@@ -193,22 +194,22 @@ def _other_type(layout: Layout, f: Field) -> Layout:
         for name, size in ELEMENT_BYTES.items()
         if size == ELEMENT_BYTES[f.dtype] and name != f.dtype
     ]
-    return _with(layout, f, replace(f, dtype=alike[0]))
+    return _with(layout, f, replace_field(f, dtype=alike[0]))
 
 
 def _other_entry(layout: Layout, f: Field) -> Layout:
     size = ELEMENT_BYTES[f.dtype]
     if f.unit == size or f.packing:
         return _other_type(layout, f)
-    return _with(layout, f, replace(f, unit=f.unit - size))
+    return _with(layout, f, replace_field(f, unit=f.unit - size))
 
 
 def _other_key(layout: Layout, f: Field) -> Layout:
-    return _with(layout, f, replace(f, key=f.key[: MAX_KEY - 1] + "?"))
+    return _with(layout, f, replace_field(f, key=f.key[: MAX_KEY - 1] + "?"))
 
 
 def _other_draft(layout: Layout, f: Field) -> Layout:
-    return _with(layout, f, replace(f, draft=not f.draft))
+    return _with(layout, f, replace_field(f, draft=not f.draft))
 
 
 def _other_states(layout: Layout, f: Field) -> Layout:
@@ -216,7 +217,7 @@ def _other_states(layout: Layout, f: Field) -> Layout:
     group = layout.groups[f.group]
     if group.kind is GroupKind.PAGED or group.context.size > 1:
         return _other_type(layout, f)
-    return _with(layout, f, replace(f, tokens_per_state=f.tokens_per_state + 1))
+    return _with(layout, f, replace_field(f, tokens_per_state=f.tokens_per_state + 1))
 
 
 # Page lists.
@@ -255,7 +256,7 @@ def _damaged(one: Pages, rng: Random) -> Pages:
 def check_strange_ids(world: World, rng: Random) -> None:
     """A wanted page that cannot be: refused by each rank that would read it."""
     rank = rng.randrange(len(world.local))
-    found = plan(world.local, world.remote, rank)
+    found = make_plan(world.local, world.remote, rank)
     for source in found.sources:
         for number in range(len(world.request.remote)):
             strange = rng.choice([-1, 1 << 40])
@@ -265,7 +266,7 @@ def check_strange_ids(world: World, rng: Random) -> None:
                 first_index=remote[number].first_index,
             )
             request = replace(world.request, remote=tuple(remote))
-            refusal = refused(PageError, copies, source, request)
+            refusal = refused(PageError, build_copies, source, request)
             wanted = _reads(world, found, source.remote, number)
             assert wanted == (refusal is not None)
             assert refusal is None or f"{strange}; ids lie in 1 to" in refusal
@@ -278,7 +279,7 @@ def _reads(world: World, found: Plan, remote: int, group: int) -> bool:
         match.remote_group == group and match.local_group == near
         for match in source.matches
         for near, wanted in enumerate(world.request.ranges)
-        if wanted is not None and len(copies(source, _only(world.request, near)))
+        if wanted is not None and len(build_copies(source, _only(world.request, near)))
     )
 
 
@@ -293,9 +294,9 @@ def _only(request: ReadRequest, group: int) -> ReadRequest:
 def check_nothing_wanted_is_zeroed(world: World, rng: Random) -> None:
     """Unless a group is read from several groups, whose blocks may end at different tokens."""
     rank = rng.randrange(len(world.local))
-    layout, found = world.local[rank], plan(world.local, world.remote, rank)
+    layout, found = world.local[rank], make_plan(world.local, world.remote, rank)
     memory = poison(layout)
-    zero(unwritten(layout, found, world.request), layout, memory)
+    zero(unwritten_spans(layout, found, world.request), layout, memory)
     from_: dict[int, set[tuple[int, int]]] = {}
     for source in found.sources:
         for match in source.matches:
@@ -321,10 +322,10 @@ def check_equal_layouts_move_whole(world: World, rng: Random) -> None:
     rank = rng.randrange(len(local))
     lists = tuple(_shuffled(one, rng) for one in world.request.local)
     request = replace(world.request, remote=lists)
-    [*sources] = plan(local, remote, rank).sources
+    [*sources] = make_plan(local, remote, rank).sources
     if [source.remote for source in sources] != [rank]:
         return  # a replica is as good
-    found = copies(sources[0], request)
+    found = build_copies(sources[0], request)
     pieces = sum(_pieces(local[rank], request, group) for group in range(len(local[rank].groups)))
     assert len(found) == pieces
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace as replace_field
 
-from kvferry.core import fields
 from kvferry.core import messages as wire
 from kvferry.core.errors import LayoutError, WireError
-from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis, fields
 from kvferry.core.layout.fields import ELEMENT_BYTES
 from kvferry.core.memory import Region
 from kvferry.drivers.loopback import address
@@ -204,7 +204,7 @@ def test_the_largest_fields_that_there_may_be(changes: dict[str, Any]) -> None:
     if "group" in changes:
         changes |= {"shard_range": (0, 1), "pages": changes.get("pages", 1)}
         changes |= {"page_stride": changes.get("page_stride", MOST)}
-    field = replace(heads(pages=2), **changes)
+    field = replace_field(heads(pages=2), **changes)
     state = Group(kind=GroupKind.STATE, block_tokens=0)
     everything = Region(address=1, nbytes=(1 << 63) - 1)
     made = Layout(regions=(everything,), groups=(paged(), state), fields=(field,))
@@ -218,8 +218,8 @@ def test_the_largest_fields_that_there_may_be(changes: dict[str, Any]) -> None:
         ({"page_stride": MOST + 1}, "page_stride"),
         ({"pages": MOST + 1}, "pages"),
         ({"unit": MOST + 1}, "unit"),
-        ({"shard": axis((4, MOST + 1))}, "a digit of 4 steps"),
-        ({"shard": axis((MOST + 1, 1))}, "a digit of"),
+        ({"shard": axis((4, MOST + 1))}, "a dim of 4 entries"),
+        ({"shard": axis((MOST + 1, 1))}, "a dim of"),
         ({"shard_range": (MOST - 3, MOST + 1)}, "shard range"),
         ({"tokens_per_state": (1 << 24) + 1}, "tokens_per_state"),
         ({"tokens_per_state": 0}, "tokens_per_state"),
@@ -232,7 +232,9 @@ def test_fields_that_are_too_large(changes: dict[str, Any], words: str) -> None:
     everything = Region(address=1, nbytes=(1 << 63) - 1)
     with pytest.raises(LayoutError, match=words):
         Layout(
-            regions=(everything,), groups=(paged(),), fields=(replace(heads(pages=1), **changes),)
+            regions=(everything,),
+            groups=(paged(),),
+            fields=(replace_field(heads(pages=1), **changes),),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core import errors
-from kvferry.core.error_causes import Cause, cause_of, explained, on_one_line
+from kvferry.core.error_causes import Cause, cause_of, on_one_line, with_remedy
 from kvferry.core.errors import (
     ConnectError,
     KVFerryError,
@@ -50,9 +50,9 @@ def test_what_others_wrote_stays_in_its_line() -> None:
     evil = "prefill\n2026-01-01 ERROR \x1b[2J all is lost\u2028\x00"
     assert on_one_line(evil) == "prefill 2026-01-01 ERROR ?[2J all is lost ?"
     assert len(on_one_line("x" * 100_000)) == 4096
-    assert "\n" not in explained(TicketError(evil))
+    assert "\n" not in with_remedy(TicketError(evil))
 
 
 def test_a_remedy_follows_where_the_error_has_none() -> None:
-    assert explained(TicketError("it is torn")).startswith("it is torn (prefill again")
-    assert explained(StaleError("gone: prefill again")) == "gone: prefill again"
+    assert with_remedy(TicketError("it is torn")).startswith("it is torn (prefill again")
+    assert with_remedy(StaleError("gone: prefill again")) == "gone: prefill again"

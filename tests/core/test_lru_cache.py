@@ -18,7 +18,7 @@ from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
 from kvferry.core.messages import Coordinates, RankPayload, decode_payload, encode
-from kvferry.core.planner.plan import Plan, plan
+from kvferry.core.planner.plan import Plan, make_plan
 from kvferry.core.planner.plan_cache import MAX_PLANS, PlanCache
 from tests.core.layouts import heads, layout, model, stacked
 
@@ -52,7 +52,11 @@ def elsewhere(of: Layout, starts: list[int]) -> Layout:
 
 def assert_equal(found: Plan, wanted: Plan) -> None:
     """Plans hold arrays, which have no equality of their own."""
-    assert (found.rank, found.readers, found.tells) == (wanted.rank, wanted.readers, wanted.tells)
+    assert (found.rank, found.readers, found.notified_ranks) == (
+        wanted.rank,
+        wanted.readers,
+        wanted.notified_ranks,
+    )
     assert [each.remote for each in found.sources] == [each.remote for each in wanted.sources]
     for mine, theirs in zip(found.sources, wanted.sources, strict=True):
         assert mine.remote_layout == theirs.remote_layout
@@ -60,7 +64,7 @@ def assert_equal(found: Plan, wanted: Plan) -> None:
             assert (here.local_pages, here.remote_pages) == (there.local_pages, there.remote_pages)
             assert here.overlaps == there.overlaps
             for one, other in zip(here.batches, there.batches, strict=True):
-                assert (one.motion, one.nbytes) == (other.motion, other.nbytes)
+                assert (one.strides, one.nbytes) == (other.strides, other.nbytes)
                 assert one.cuts == other.cuts
                 np.testing.assert_array_equal(one.local, other.local)
                 np.testing.assert_array_equal(one.remote, other.remote)
@@ -82,14 +86,14 @@ def test_a_moved_plan_is_the_plan(sizes: tuple[int, int], orders: list[list[int]
     for number, order in enumerate(orders):
         moved = [elsewhere(each, [8 * number + i for i in order]) for each in far]
         met = [decode_payload(payload(each, rank)).layout for rank, each in enumerate(moved)]
-        assert_equal(planner.plan(met), plan(near, moved, len(near) - 1))
+        assert_equal(planner.plan(met), make_plan(near, moved, len(near) - 1))
 
 
 def test_an_engine_of_another_shape_is_planned_anew() -> None:
     planner = PlanCache(tp(1), 0)
     for size in (1, 2, 4, 1, 2):
         far = [decode_payload(payload(each, rank)).layout for rank, each in enumerate(tp(size))]
-        assert_equal(planner.plan(far), plan(tp(1), far, 0))
+        assert_equal(planner.plan(far), make_plan(tp(1), far, 0))
 
 
 def test_regions_that_are_equal_say_not_which_moves() -> None:
@@ -103,7 +107,7 @@ def test_regions_that_are_equal_say_not_which_moves() -> None:
     apart = replace(twice, regions=(region, replace(region, address=1 << 41)))
     planner = PlanCache([apart], 0)
     for far in (twice, apart):
-        assert_equal(planner.plan([far]), plan([apart], [far], 0))
+        assert_equal(planner.plan([far]), make_plan([apart], [far], 0))
 
 
 def test_fields_are_there_once_for_all_engines() -> None:
@@ -136,37 +140,37 @@ def test_what_does_not_fit_is_refused_also_where_it_is_known() -> None:
     with pytest.raises(WireError, match="put two elements of one group on one byte"):
         decode_payload(payload(bad))
     with pytest.raises(LayoutError, match="put two elements of one group on one byte"):
-        good.moved(overlapping)
+        good.with_regions(overlapping)
 
 
 def test_a_shorter_region_is_no_move() -> None:
     good = model(1)
     short = (replace(good.regions[0], nbytes=good.regions[0].nbytes - 1),)
     with pytest.raises(LayoutError, match="ends at byte"):
-        good.moved(short)
+        good.with_regions(short)
 
 
 def test_the_last_that_were_met_are_known() -> None:
     known: LRUCache[int] = LRUCache(2)
     for key in "abac":
-        known.keep(key, ord(key)) if known.find(key) is None else None
-    assert [known.find(key) for key in "abc"] == [ord("a"), None, ord("c")]
+        known.put(key, ord(key)) if known.get(key) is None else None
+    assert [known.get(key) for key in "abc"] == [ord("a"), None, ord("c")]
     assert len(known) == 2
 
 
 def test_what_weighs_too_much_together_is_forgotten() -> None:
     known: LRUCache[int] = LRUCache(10, 10)
     for key, weight in (("a", 4), ("b", 4), ("a", 6), ("c", 4)):
-        known.keep(key, weight, weight)
-    assert [known.find(key) for key in "abc"] == [6, None, 4] or len(known) == 2
-    known.keep("d", 11, 11)
+        known.put(key, weight, weight)
+    assert [known.get(key) for key in "abc"] == [6, None, 4] or len(known) == 2
+    known.put("d", 11, 11)
     assert len(known) == 0
-    known.keep("e", 10, 10)
-    assert known.find("e") == 10
+    known.put("e", 10, 10)
+    assert known.get("e") == 10
 
 
 def test_layouts_that_are_long_together_are_not_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: LRUCache[Layout] = LRUCache(wire.MAX_KNOWN, 1)
+    known: LRUCache[Layout] = LRUCache(wire.MAX_CACHED_LAYOUTS, 1)
     monkeypatch.setattr(wire, "_layouts", known)
     decode_payload(payload(stacked(2)))
     assert len(known) == 0
@@ -174,7 +178,7 @@ def test_layouts_that_are_long_together_are_not_all_known(monkeypatch: pytest.Mo
 
 def test_layouts_of_many_regions_are_not_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little is said of their fields."""
-    known: LRUCache[Layout] = LRUCache(wire.MAX_KNOWN, wire.MAX_ALL_KNOWN_BYTES)
+    known: LRUCache[Layout] = LRUCache(wire.MAX_CACHED_LAYOUTS, wire.MAX_ALL_CACHED_LAYOUT_BYTES)
     monkeypatch.setattr(wire, "_layouts", known)
     few = stacked(1)
     for number in range(1, 50):
@@ -185,23 +189,23 @@ def test_layouts_of_many_regions_are_not_all_known(monkeypatch: pytest.MonkeyPat
 
 def test_plans_that_are_much_work_together_are_not_all_kept() -> None:
     planner = PlanCache([stacked(1)], 0)
-    planner._known = LRUCache(MAX_PLANS, 1)
+    planner._plans = LRUCache(MAX_PLANS, 1)
     planner.plan([stacked(1)])
-    assert len(planner._known) == 0
+    assert len(planner._plans) == 0
 
 
 def test_fields_are_none_of_the_garbage_collectors_business() -> None:
     """It holds everything up while it looks at all that it knows, and peers publish thousands."""
     [field, *_] = decode_payload(payload(stacked(2))).layout.fields
     assert not gc.is_tracked(field)
-    assert replace(field, key="other").key == "other"
+    assert msgspec.structs.replace(field, key="other").key == "other"
 
 
 def test_a_planner_forgets_shapes_and_goes_on() -> None:
     planner = PlanCache([stacked(1)], 0)
     for number in range(MAX_PLANS + 3):
         far = elsewhere(stacked(1), [number])
-        assert_equal(planner.plan([far]), plan([stacked(1)], [far], 0))
+        assert_equal(planner.plan([far]), make_plan([stacked(1)], [far], 0))
 
 
 def test_several_threads_may_plan() -> None:
@@ -221,4 +225,4 @@ def test_several_threads_may_plan() -> None:
         thread.join()
     assert len(found) == 8
     for made, far in found:
-        assert_equal(made, plan(tp(1), [each.layout for each in far], 0))
+        assert_equal(made, make_plan(tp(1), [each.layout for each in far], 0))

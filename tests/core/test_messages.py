@@ -179,7 +179,7 @@ def test_a_payload_whose_field_leaves_its_region_is_refused() -> None:
         ({"dtype": "int4"}, "unknown element type"),
         ({"pages": 0}, "pages 0"),
         ({"page_stride": 0}, "page_stride 0"),
-        ({"tokens": [{"count": 16, "stride": 0}]}, "a digit of 16 steps of 0 bytes"),
+        ({"tokens": [{"count": 16, "stride": 0}]}, "a dim of 16 entries with a stride of 0 bytes"),
         ({"shard_range": [3, 3]}, "shard range"),
         ({"packing": "tiles"}, "a packing is named by opaque groups"),
         ({"key": "layer.3"}, "stands twice"),
@@ -195,7 +195,7 @@ def test_one_bad_field_among_many_alike_is_refused(change: dict[str, object], wo
     size = layout["regions"][0]["nbytes"]
     layout["regions"][0]["nbytes"] = 160 * size
     layout["fields"] = [field | {"key": f"layer.{i}", "offset": i * size} for i in range(160)]
-    assert len(wire.decode_payload(msgspec.msgpack.encode(tree)).layout.kinds) == 1
+    assert len(wire.decode_payload(msgspec.msgpack.encode(tree)).layout.field_sets) == 1
     layout["fields"][77] |= change
     with pytest.raises(WireError, match=words) as refusal:
         wire.decode_payload(msgspec.msgpack.encode(tree))

@@ -194,6 +194,6 @@ def test_memory_of_a_device_needs_an_endpoint_of_ones_own() -> None:
     array = np.zeros((2, 2, 2, 2), dtype=np.float32)
     region = region_of(array)
     cuda = Region(address=region.address, nbytes=region.nbytes, kind="cuda")
-    layout = paged_layout({"layer": array}, DIMS).moved((cuda,))
+    layout = paged_layout({"layer": array}, DIMS).with_regions((cuda,))
     with pytest.raises(LayoutError, match=r"memory of kind cuda.*use Endpoint"):
         SingleRankEngine("engine", layout)

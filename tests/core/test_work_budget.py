@@ -15,7 +15,7 @@ from kvferry.core.handshake import engine_info
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload, decode_payload, encode
-from kvferry.core.planner.plan import plan
+from kvferry.core.planner.plan import make_plan
 from kvferry.core.planner.plan_cache import PlanCache
 from kvferry.core.work_budget import MAX_STEPS
 from tests.core.layouts import model, paged
@@ -229,7 +229,7 @@ def test_a_plan_that_is_too_much_work_is_refused(
 ) -> None:
     local, remote = made()
     with pytest.raises(PlanError, match=TOO_MUCH):
-        plan(local, remote, 0)
+        make_plan(local, remote, 0)
 
 
 def test_context_ranks_are_not_compared_with_each_other() -> None:
@@ -239,7 +239,7 @@ def test_context_ranks_are_not_compared_with_each_other() -> None:
             replace(one, groups=(paged(16, ContextParallel(size=ranks, rank=rank)),))
             for rank in range(ranks)
         ]
-        return plan([one], remote, 0).steps
+        return make_plan([one], remote, 0).steps
 
     assert steps(200) < 3 * steps(100)
 
@@ -249,7 +249,7 @@ def test_plans_that_are_large_are_made_anew_and_not_kept() -> None:
     for count, kept in ((1, True), (10, False)):
         local, remote = shapes_that_are_all_different(count)
         planner = PlanCache(local, 0)
-        assert (planner.plan(remote).own is planner.plan(remote).own) is kept
+        assert (planner.plan(remote).local_groups is planner.plan(remote).local_groups) is kept
 
 
 # What there is.
@@ -270,4 +270,4 @@ def test_real_engines_are_a_tenth_of_what_is_allowed(sizes: tuple[int, int], ord
         engine_info([of_rank(layout, rank) for rank, layout in enumerate(remote)]).ranks
     )
     assert sum(len(encode(each)) // 8 + each.layout.steps for each in ranks) < MAX_STEPS // 10
-    assert plan(local, [each.layout for each in ranks], 0).steps < MAX_STEPS // 10
+    assert make_plan(local, [each.layout for each in ranks], 0).steps < MAX_STEPS // 10

@@ -26,8 +26,8 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, Renewal
 from kvferry.core.metrics import Stage
-from kvferry.core.planner.build_copies import Pages, ReadRequest, copies, unwritten
-from kvferry.core.planner.plan import plan
+from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies, unwritten_spans
+from kvferry.core.planner.plan import make_plan
 from tests.core.layouts import DIM, heads, layout, paged
 
 REQUEST, THIS = RequestId("a"), Hold(slot=0, generation=7)
@@ -263,7 +263,7 @@ def asked(tokens: tuple[int, int]) -> ReadRequest:
 
 
 def test_who_reads_which_heads_from_whom_is_as_drawn() -> None:
-    plans = [plan(decode(), prefill(), rank) for rank in range(len(EXAMPLE.decode))]
+    plans = [make_plan(decode(), prefill(), rank) for rank in range(len(EXAMPLE.decode))]
     found = {
         (reader, source.remote): source.matches[0].overlaps[0].shard
         for reader, one in enumerate(plans)
@@ -275,14 +275,14 @@ def test_who_reads_which_heads_from_whom_is_as_drawn() -> None:
 
 
 def test_the_sub_blocks_are_as_drawn() -> None:
-    [pairing] = [match.pairing for match in plan(decode(), prefill(), 0).sources[0].matches]
-    assert pairing.grain == EXAMPLE.sub_block
-    assert pairing.span(0, EXAMPLE.tokens) == (0, EXAMPLE.read)
+    [pairing] = [match.pairing for match in make_plan(decode(), prefill(), 0).sources[0].matches]
+    assert pairing.granularity == EXAMPLE.sub_block
+    assert pairing.round_outwards(0, EXAMPLE.tokens) == (0, EXAMPLE.read)
 
 
 def test_what_is_not_read_is_zeroed_as_drawn() -> None:
     ours = decode()
-    left = unwritten(ours[0], plan(ours, prefill(), 0), asked((0, EXAMPLE.tokens)))
+    left = unwritten_spans(ours[0], make_plan(ours, prefill(), 0), asked((0, EXAMPLE.tokens)))
     _, last_page = EXAMPLE.decode_pages
     rows = 2 * EXAMPLE.decode_block - EXAMPLE.read  # of the last page, by its tokens
     row = 2 * DIM  # two heads of one token
@@ -294,8 +294,8 @@ def test_what_is_not_read_is_zeroed_as_drawn() -> None:
 @pytest.mark.parametrize(("far", "near"), COPIES)
 def test_the_copies_of_a_sub_block_are_as_drawn(far: str, near: str) -> None:
     ours, theirs = decode(near), prefill(far)
-    source, *_ = plan(ours, theirs, 0).sources
-    found = copies(source, asked((0, EXAMPLE.sub_block)))
+    source, *_ = make_plan(ours, theirs, 0).sources
+    found = build_copies(source, asked((0, EXAMPLE.sub_block)))
     cells = [nbytes // DIM for nbytes in found.nbytes.tolist()]
     assert (len(cells), *set(cells)) == COPIES[far, near]
     assert found.nbytes.sum() == EXAMPLE.sub_block * 2 * DIM

@@ -39,8 +39,8 @@ from kvferry.drivers.ucx import address as ucx
 from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import KeyId, ProcessIdentity
 from kvferry.drivers.ucx.message_transfer import checked, rows_of
-from kvferry.integrations.vllm.prompts import digest_of
-from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read
+from kvferry.integrations.vllm.prompts import prompt_digest
+from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read_ticket
 
 INCARNATION = 0x0123456789ABCDEF
 LARGEST = (1 << 63) - 1
@@ -336,7 +336,7 @@ def _ticket(offer: TicketParams, ticket: Ticket, *, signed: bool, proved: bool) 
         return json.dumps(offer.params(secrets, key)).encode()
 
     def found(data: bytes) -> object:
-        got = read(json.loads(data), secrets)
+        got = read_ticket(json.loads(data), secrets)
         check_proof(got.proof, TICKET_KEY.public if proved else b"")
         return replace(got, proof=None)
 
@@ -348,7 +348,7 @@ def _refused_ticket(offer: TicketParams) -> Sample:
 
     def found(data: bytes) -> object:
         try:
-            return read(json.loads(data))
+            return read_ticket(json.loads(data))
         except TicketError as exc:
             return exc.reason.value
 
@@ -362,7 +362,7 @@ def _refused_ticket(offer: TicketParams) -> Sample:
 
 def _digest(request: SimpleNamespace) -> Sample:
     """Return the sample of what a ticket says of a prompt."""
-    return Sample(make=lambda: digest_of(request, 30), read=len, found=16)
+    return Sample(make=lambda: prompt_digest(request, 30), read=len, found=16)
 
 
 def _request(**changes: object) -> Any:

@@ -38,7 +38,7 @@ from kvferry.core.messages import Coordinates, encode
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import Access, KeyPair, TicketKey, TicketSecrets
 from kvferry.core.transport import registry
-from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read
+from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read_ticket
 
 LAYERS, HEADS, DIM, PAGES = 2, 4, 16, 64
 LOAD_SECONDS, OUTCOME_SECONDS = 10.0, 30.0
@@ -256,7 +256,7 @@ class Side:
 
     def prepare(self, ticket: Params, secret: str) -> bool:
         """Wait for pages with a ticket: shake hands, and renew its hold."""
-        known = read(ticket, self._secrets(secret))
+        known = read_ticket(ticket, self._secrets(secret))
         for rank in self._ranks:
             rank.endpoint.prepare(known)
         return True
@@ -271,7 +271,7 @@ class Side:
         for rank in self._ranks:
             rank.cache[:, pages] = np.nan
         try:
-            known = read(ticket, self._secrets(secret))
+            known = read_ticket(ticket, self._secrets(secret))
         except KVFerryError as exc:
             return {"failed": why(exc), "held": []}
         for rank in self._ranks:
@@ -281,7 +281,7 @@ class Side:
 
     def abandon(self, request: str, ticket: Params, pages: list[int], secret: str) -> str:
         """Begin to load and give it up before the first byte; return why it failed."""
-        known = read(ticket, self._secrets(secret))
+        known = read_ticket(ticket, self._secrets(secret))
         for rank in self._ranks:
             rank.endpoint.load(self._load_of(request, known, pages), lambda: False)
             rank.endpoint.abort(RequestId(request))

@@ -15,7 +15,7 @@ from kvferry.cli.plan.engines import ORDERS, WHOLE, Engine, PlanSettings, make_e
 from kvferry.cli.plan.estimate import ByteCounts, Estimate, estimate_reads
 from kvferry.cli.plan.model import Model
 from kvferry.core.errors import KVFerryError
-from kvferry.core.layout import ContextParallel, Field, length
+from kvferry.core.layout import ContextParallel, Field, axis_length
 from kvferry.core.planner.plan import Match
 from kvferry.core.planner.strips import Overlap
 
@@ -232,19 +232,19 @@ def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
         )
         return
     for name, f in sides.items():
-        if inside[name] and wanted < length(f.shard):
+        if inside[name] and wanted < axis_length(f.shard):
             yield (
                 f"{name.capitalize()} keeps the heads of a token together (NHD), and only {wanted} "
-                f"of a rank's {length(f.shard)} cross to or from one rank."
+                f"of a rank's {axis_length(f.shard)} cross to or from one rank."
             )
-    if not match.pairing.alike or not (inside["prefill"] or inside["decode"]):
+    if not match.pairing.holds_same_tokens or not (inside["prefill"] or inside["decode"]):
         yield from _kernel_reasons(sides)
         yield from _token_reasons(match)
 
 
 def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
     """Yield that kernels split the pages of one side into other blocks than the other's."""
-    blocks = {name: f.tokens[-1].count if f.tokens else 1 for name, f in sides.items()}
+    blocks = {name: f.tokens[-1].extent if f.tokens else 1 for name, f in sides.items()}
     for name, f in sides.items():
         if len(f.tokens) > 1 and len(set(blocks.values())) > 1:
             yield (
@@ -256,8 +256,8 @@ def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
 def _token_reasons(match: Match) -> Iterator[str]:
     """Yield why no more tokens are contiguous on both sides."""
     local, remote = match.pairing.local, match.pairing.remote
-    most = counted(match.pairing.grain, "token")
-    if not match.pairing.alike:
+    most = counted(match.pairing.granularity, "token")
+    if not match.pairing.holds_same_tokens:
         yield (
             f"A request's tokens are spread over {_distribution(remote.context)} on prefill and "
             f"{_distribution(local.context)} on decode: at most {most} in one piece on both."
@@ -282,5 +282,5 @@ def _shards_inside(f: Field) -> bool | None:
 
     ``None`` if there is only one head or one token.
     """
-    tokens, shard = ([d.stride for d in axis if d.count > 1] for axis in (f.tokens, f.shard))
+    tokens, shard = ([d.stride for d in axis if d.extent > 1] for axis in (f.tokens, f.shard))
     return min(shard) < min(tokens) if tokens and shard else None

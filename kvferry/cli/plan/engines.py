@@ -29,8 +29,7 @@ from kvferry.core.layout import (
     axis,
 )
 from kvferry.core.memory import Region
-from kvferry.core.messages import MAX_RANKS, Coordinates
-from kvferry.core.untrusted import MALFORMED
+from kvferry.core.messages import DECODE_ERRORS, MAX_RANKS, Coordinates
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Orders of memory, outermost first: Layers, Blocks, Heads, tokeNs, Content (K, then V)."""
@@ -244,7 +243,7 @@ def read_engine(path: Path) -> Engine:
         raise EngineError(f"{path} cannot be read: {exc.strerror}") from exc
     except EngineError as exc:
         raise EngineError(f"{path}: {exc}") from exc
-    except MALFORMED as exc:
+    except DECODE_ERRORS as exc:
         raise EngineError(f"{path} does not describe an engine's layouts: {exc}") from exc
 
 

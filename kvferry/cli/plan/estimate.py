@@ -17,8 +17,8 @@ from kvferry.cli.plan.engines import Engine, EngineError
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.memory import I64Array
-from kvferry.core.planner.build_copies import Pages, ReadRequest, Workspace, copies
-from kvferry.core.planner.plan import Plan, Source, plan
+from kvferry.core.planner.build_copies import Pages, ReadRequest, Workspace, build_copies
+from kvferry.core.planner.plan import Plan, Source, make_plan
 from kvferry.core.planner.strips import Overlap
 
 
@@ -166,7 +166,7 @@ def estimate_reads(
     readers: tuple[int, ...] = ()
     for rank in range(len(decode.ranks)) if ranks is None else ranks:
         planned = _planned(prefill, decode, rank)
-        told |= dict.fromkeys(planned.tells, rank)
+        told |= dict.fromkeys(planned.notified_ranks, rank)
         readers = planned.readers
         for source in planned.sources:
             counted = _counted(planned, source, decode, tokens, workspace)
@@ -177,7 +177,7 @@ def estimate_reads(
 def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
     """Return the plan of one decode rank."""
     try:
-        return plan(decode.ranks, prefill.ranks, rank)
+        return make_plan(decode.ranks, prefill.ranks, rank)
     except PlanError as exc:
         raise PlanError(f"{exc} (local is decode, remote is prefill)") from exc
 
@@ -195,7 +195,7 @@ def _counted(
             ranges: list[tuple[int, int] | None] = [None] * len(local)
             ranges[group] = start, stop
             request = ReadRequest(ranges=tuple(ranges), local=local, remote=remote)
-            batch = copies(source, request, workspace).nbytes
+            batch = build_copies(source, request, workspace).nbytes
             nbytes, counts = np.unique(batch.astype(np.int64), return_counts=True)
             counts_of_stretches.append(ByteCounts(nbytes=nbytes, counts=counts * times))
     return merged(counts_of_stretches)

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from kvferry.cli.formatting import numbers
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import ELEMENT_BYTES
-from kvferry.core.untrusted import MALFORMED
+from kvferry.core.messages import DECODE_ERRORS
 
 FILE_LIMIT = 1 << 24
 """Largest size of a config file, in bytes; real ones have some thousands."""
@@ -189,7 +189,7 @@ def _parsed(file: Path) -> dict[str, Any]:
         return msgspec.json.decode(data, type=dict[str, Any])
     except OSError as exc:
         raise ModelError(f"{file} cannot be read: {exc.strerror}") from exc
-    except MALFORMED as exc:
+    except DECODE_ERRORS as exc:
         raise ModelError(f"{file} is not the config of a model: {exc}") from exc
 
 

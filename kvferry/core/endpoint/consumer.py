@@ -42,7 +42,7 @@ from kvferry.core.lifecycle.loads import Action, LoadAction, LoadId, Loads
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.messages import RankPayload, Release, encode
 from kvferry.core.metrics import MAX_NAME, QUARANTINED, UNTOLD, LoadRecord, Metrics, Stage
-from kvferry.core.planner.build_copies import Spans, Workspace, copies, unwritten
+from kvferry.core.planner.build_copies import Spans, Workspace, build_copies, unwritten_spans
 from kvferry.core.transport import PeerId, Quiescence, Transport
 from kvferry.core.transport.copies import Copies
 
@@ -343,7 +343,7 @@ class LoadManager:
             peer.check(state.load.ticket)
             if state.load.reads and self._loads.wanted(load_id):
                 # Before the first read is posted: what it writes must not be zeroed again.
-                self._zero(unwritten(self._own.layout, peer.plan, state.request))
+                self._zero(unwritten_spans(self._own.layout, peer.plan, state.request))
         except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own
             self._on_not_connected(load_id, as_ours(exc))
         else:
@@ -367,7 +367,7 @@ class LoadManager:
 
         def build() -> Copies:
             peer = state.known_peer
-            return copies(peer.sources[rank], state.request, self._workspace)
+            return build_copies(peer.sources[rank], state.request, self._workspace)
 
         def finished(outcome: Outcome) -> None:
             try:

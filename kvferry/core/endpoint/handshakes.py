@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.error_causes import MORE
+from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import HandshakeError, KVFerryError
 from kvferry.core.handshake import agree
 from kvferry.core.handshake.client import EngineReply, fetching
@@ -188,7 +188,7 @@ class Handshakes:
         try:
             threading.Thread(target=self._run, args=(key,), name=name, daemon=True).start()
         except RuntimeError as exc:
-            error = HandshakeError(f"{exc}; {MORE}")
+            error = HandshakeError(f"{exc}; {RAISE_LIMITS}")
             self._post(lambda: self._over(key, error))
 
     def _run(self, key: PeerKey) -> None:

@@ -9,7 +9,7 @@ import logging
 
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.peers import Peer
-from kvferry.core.error_causes import Cause, cause_of, explained, on_one_line
+from kvferry.core.error_causes import Cause, cause_of, on_one_line, with_remedy
 from kvferry.core.errors import KVFerryError
 from kvferry.core.handshake.sockets import place
 from kvferry.core.metrics import LoadRecord
@@ -46,7 +46,7 @@ def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
         on_one_line(place(load.ticket.host, load.ticket.port)),
         record.stage,
         cause,
-        explained(error),
+        with_remedy(error),
     )
 
 
@@ -58,7 +58,7 @@ def given_up(peer: Peer, error: KVFerryError) -> None:
         on_one_line(place(peer.key.host, peer.key.port)),
         peer.loads,
         cause_of(error),
-        explained(error),
+        with_remedy(error),
     )
 
 

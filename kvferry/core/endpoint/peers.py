@@ -16,7 +16,7 @@ from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.handshakes import HandshakeResult, Handshakes, HandshakeWorker, PeerKey
 from kvferry.core.endpoint.liveness import LivenessChecks
 from kvferry.core.endpoint.options import EndpointOptions
-from kvferry.core.error_causes import MORE
+from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import (
     ConnectError,
     KVFerryError,
@@ -349,7 +349,7 @@ class Peers:
 
     def _connect(self, key: PeerKey, shake: HandshakeResult, ready: Ready, failed: Failed) -> None:
         """Once for all who shook hands meanwhile."""
-        ranks = {source.remote for source in shake.plan.sources} | set(shake.plan.tells)
+        ranks = {source.remote for source in shake.plan.sources} | set(shake.plan.notified_ranks)
         addresses = {rank: shake.payloads[rank].address for rank in ranks}
         waiting = self._connecting.setdefault(_name(key, shake), [])
         waiting.append((ready, failed))
@@ -380,7 +380,7 @@ class Peers:
             f"there is no room for another engine: with it {len(self._by_name)} are in use and "
             f"{len(self._connecting)} are being connected, of {most_peers()} that may be, and "
             f"what they publish takes {kept} bytes of {MAX_KEPT_BYTES}; send requests from fewer "
-            f"prefill engines at once to each decode engine, or {MORE}"
+            f"prefill engines at once to each decode engine, or {RAISE_LIMITS}"
         )
 
     def _has_room(self) -> bool:
@@ -469,7 +469,7 @@ class Peers:
                 peer.key, peer.numeric, Incarnation(peer.incarnation), lost=lost
             )
         except (OSError, RuntimeError) as exc:  # no file descriptor, or no thread, is to be had
-            return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {MORE}")
+            return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {RAISE_LIMITS}")
         return None
 
     def _warn(self, known: Name, shake: HandshakeResult) -> None:

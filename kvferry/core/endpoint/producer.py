@@ -14,12 +14,12 @@ import numpy as np
 
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import WireError
-from kvferry.core.lifecycle.holds import WORD_BYTES, Hold, Incarnation, RequestId
+from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, MAX_SILENT, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
 from kvferry.core.memory import Region, region_of
-from kvferry.core.messages import Heartbeat, Note, Renewal, decode_notes
+from kvferry.core.messages import WORD_BYTES, Heartbeat, Note, Renewal, decode_notes
 from kvferry.core.metrics import EXPIRED, IGNORED, LATE, Metrics
 from kvferry.core.security.proof import FINGERPRINT_BYTES
 from kvferry.core.transport import Notification

@@ -19,9 +19,9 @@ from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.endpoint.peers import Peer
 from kvferry.core.endpoint.transfers import Outcome, Read, Transfers
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError
-from kvferry.core.lifecycle.holds import NOTHING, WORD_BYTES
+from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region, region_of
-from kvferry.core.messages import Note, encode
+from kvferry.core.messages import WORD_BYTES, Note, encode
 from kvferry.core.security.proof import FINGERPRINT_BYTES, fingerprint
 from kvferry.core.transport.copies import Copies, copies_between
 

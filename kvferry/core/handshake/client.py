@@ -173,11 +173,8 @@ def health(
 def _asked(call: Dialer, request: Request, deadline: float | None = None) -> Reply:
     if deadline is None:
         deadline = time.monotonic() + call.timeout
-    with closing(SideChannelConnection(call)) as line:
-        reply = line.ask(request, deadline)
-    if reply is None:  # only a line that can be woken says so
-        raise HandshakeError("nobody waits for an answer any more")
-    return reply
+    with closing(SideChannelConnection(call)) as connection:
+        return connection.ask(request, deadline)
 
 
 @contextmanager

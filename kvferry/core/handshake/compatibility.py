@@ -16,16 +16,12 @@ from kvferry.core.messages import (
     decode_payload,
     decode_versions,
 )
-from kvferry.core.work_budget import WorkBudget
+from kvferry.core.work_budget import FACT_STEPS, PAYLOAD_BYTES_PER_STEP, WorkBudget
 
 UPGRADE = "upgrade the older of the two engines"
 MAX_ENGINE_FIELDS = 1 << 14
 """Of all ranks together: 64 ranks of 80 layers have 10,240. To let go of them all takes some 10 ms,
 in which nothing else runs."""
-BYTES_PER_STEP = 8
-"""Of reading a payload; what it says costs more."""
-FACT_STEPS = 20
-"""Of a key of an agreement, which is compared twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +83,10 @@ def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInf
     """
     if not 1 <= len(payloads) <= MAX_RANKS:
         raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
-    effort = WorkBudget(HandshakeError, "reading what the engine publishes")
+    budget = WorkBudget(HandshakeError, "reading what the engine publishes")
     ranks, fields = [], 0
     for rank, data in enumerate(payloads):
-        ranks.append(_decode(rank, data, effort))
+        ranks.append(_decode(rank, data, budget))
         fields += len(ranks[-1].layout.fields)
         if fields > MAX_ENGINE_FIELDS:
             raise HandshakeError(
@@ -162,9 +158,9 @@ def unspoken(theirs: Versions) -> str:
     return f"it speaks protocol versions {theirs.spoken}, this build {SPOKEN.spoken}: {UPGRADE}"
 
 
-def _decode(rank: int, data: bytes, effort: WorkBudget) -> RankPayload:
+def _decode(rank: int, data: bytes, budget: WorkBudget) -> RankPayload:
     """Versions first: the payload of another version may look like anything."""
-    effort.spend(len(data) // BYTES_PER_STEP, f"the payload of rank {rank}")
+    budget.spend(len(data) // PAYLOAD_BYTES_PER_STEP, f"the payload of rank {rank}")
     try:
         versions = decode_versions(data)
         if versions.common(SPOKEN) is None:
@@ -173,7 +169,7 @@ def _decode(rank: int, data: bytes, effort: WorkBudget) -> RankPayload:
     except WireError as exc:
         raise HandshakeError(f"payload of rank {rank}: {exc}") from exc
     steps = payload.layout.steps + FACT_STEPS * len(payload.agreement)
-    effort.spend(steps, f"the payload of rank {rank}")
+    budget.spend(steps, f"the payload of rank {rank}")
     return payload
 
 

@@ -179,7 +179,7 @@ def answer(channel: Socket) -> Reply:
     frame: Any = channel.recv(zmq.DONTWAIT, copy=False)
     if frame.more:
         raise WireError("not a reply of this protocol: it has several frames")
-    with _decoding:
+    with _decode_lock:
         return decode_reply(frame.buffer)
 
 
@@ -209,7 +209,7 @@ def why_unreachable(exc: OSError, timeout: float) -> str:
     return f"cannot be reached ({exc.strerror or exc}): is side_channel_host right there?"
 
 
-_decoding = threading.Lock()
+_decode_lock = threading.Lock()
 """Many answers that come at once are decoded one by one. Each holds the interpreter's lock for some
 milliseconds, and whoever else wants that lock would else have to wait for all of them."""
 _context: tuple[int, Context] | None = None

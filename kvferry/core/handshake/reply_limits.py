@@ -1,6 +1,6 @@
 """Bounds on all replies of other engines that are in this process at once.
 
-One reply is bounded by what its message may be, and its meaning by ``effort``. Here is what many
+One reply is bounded by the limits on its message and by ``work_budget``. This bounds what many
 take together, which come at once from engines that mean no good: few long ones are received at a
 time, one is read at a time, and none while many that were read wait to be used. Reading takes the
 interpreter's lock, so that two at a time would be no faster.

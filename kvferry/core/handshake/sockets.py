@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from kvferry.core.error_causes import MORE
+from kvferry.core.error_causes import RAISE_LIMITS
 from kvferry.core.errors import HandshakeError
 from kvferry.core.security import KeyPair
 
@@ -95,7 +95,7 @@ def _within(host: str | None, port: int, timeout: float) -> list[str]:
         threading.Thread(target=look_up, name="kvferry-resolve", daemon=True).start()
     except RuntimeError as exc:
         _resolvers.release()
-        raise HandshakeError(f"host {host!r} cannot be looked up: {exc}; {MORE}") from exc
+        raise HandshakeError(f"host {host!r} cannot be looked up: {exc}; {RAISE_LIMITS}") from exc
     try:
         found = answer.get(timeout=max(timeout, 0))
     except queue.Empty:

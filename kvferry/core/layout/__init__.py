@@ -1,4 +1,4 @@
-"""A rank's cache, described as data: regions, groups and fields, validated when they are built."""
+"""A rank's cache described as data: regions, groups and fields, validated when they are built."""
 
 from kvferry.core.layout.fields import (
     ELEMENT_BYTES,
@@ -8,7 +8,7 @@ from kvferry.core.layout.fields import (
     Dim,
     Field,
     axis,
-    length,
+    axis_length,
 )
 from kvferry.core.layout.layout import (
     HOLE,
@@ -37,5 +37,5 @@ __all__ = [
     "GroupKind",
     "Layout",
     "axis",
-    "length",
+    "axis_length",
 ]

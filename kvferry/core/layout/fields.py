@@ -1,7 +1,7 @@
-"""Fields as data: one tensor of a page, its axes, and which fields are alike.
+"""Fields: the tensors inside a page, their axes, and sets of fields of one kind.
 
-A model repeats a few kinds of fields layer after layer. What holds for one of a kind is asked, or
-computed, once; what differs is kept as arrays.
+A model repeats a few kinds of fields layer after layer. What all fields of a kind have in common is
+checked and computed once; what differs between them is kept in arrays.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated
 
+import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.memory import I64Array
-from kvferry.core.work_budget import WorkBudget
+from kvferry.core.work_budget import KIND_STEPS, WorkBudget
 
 ELEMENT_BYTES = {
     "float64": 8,
@@ -36,51 +37,60 @@ ELEMENT_BYTES = {
     "int8": 1,
     "uint8": 1,
 }
-"""The element types that a field may have, with their sizes in bytes."""
+"""Size in bytes of each element type that a field may have."""
 
-MAX_DIGITS = 8
+MAX_DIMS = 8
+"""The most dims of a field, and the most of its inner axes."""
 MAX_KEY = 512
-"""The most characters of a field's key."""
+"""The longest key of a field, in characters."""
 MAX_ENCODING = 256
-"""The most characters of a field's encoding."""
+"""The longest encoding of a field, in characters."""
 MAX_COUNT = 1 << 40
-"""The largest number that a field may have: a count, a stride, an offset."""
+"""The largest count, stride, offset or size in a field."""
 MAX_KINDS = 512
-"""Of one layout."""
+"""The most kinds of fields in one layout."""
 
-Whole = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
-"""Of a field, as it is decoded: numbers that fit an array."""
+BoundedInt = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
+"""A number of a field as it is decoded: small enough for an int64 array."""
+
+Dims = tuple[tuple[int, int], ...]
+"""(extent, stride in bytes) pairs."""
 
 
 class Dim(Struct, frozen=True, kw_only=True, gc=False):
-    """``count`` steps of ``stride`` bytes along an axis; a layout checks both."""
+    """One digit of an axis, read as a mixed-radix number. Checked by the layout that it is in.
 
-    count: Whole
-    stride: Whole
+    Attributes:
+        extent: number of entries; ``count`` on the wire.
+        stride: bytes from one entry to the next.
+    """
 
-
-Axis = Annotated[tuple[Dim, ...], Meta(max_length=MAX_DIGITS)]
-"""Digits from coarse to fine; no digit at all is an axis of length 1."""
-
-
-def axis(*digits: tuple[int, int]) -> Axis:
-    """An axis from (count, stride in bytes) pairs, coarse to fine."""
-    return tuple(Dim(count=count, stride=stride) for count, stride in digits)
+    extent: BoundedInt = msgspec.field(name="count")
+    stride: BoundedInt
 
 
-def length(digits: Axis) -> int:
-    """How many entries an axis has."""
-    return math.prod(digit.count for digit in digits)
+Axis = Annotated[tuple[Dim, ...], Meta(max_length=MAX_DIMS)]
+"""Dims from coarse to fine; an axis without dims has one entry."""
+
+
+def axis(*dims: tuple[int, int]) -> Axis:
+    """Return an axis made of (extent, stride in bytes) pairs, coarse to fine."""
+    return tuple(Dim(extent=extent, stride=stride) for extent, stride in dims)
+
+
+def axis_length(dims: Axis) -> int:
+    """Return how many entries an axis has."""
+    return math.prod(dim.extent for dim in dims)
 
 
 class Field(Struct, frozen=True, kw_only=True, gc=False):
     """One logical tensor inside every page. Checked by the layout that it is in.
 
-    Peers publish thousands of these, so the garbage collector, which holds everything up while it
-    looks at all that it knows, knows nothing of them; they refer to nothing that could refer back.
+    The garbage collector does not track fields, because peers publish thousands of them and a
+    collection stops the whole process; a field refers to nothing that could refer back to it.
 
     The byte of (page *p*, token entry *t*, shard index *s*, inner indices, byte *b* of the unit) is
-    ``regions[region].address + offset + p * page_stride`` plus the strides of its digits plus *b*.
+    ``regions[region].address + offset + p * page_stride`` plus the strides of its dims plus *b*.
 
     Attributes:
         key: global name, equal on every rank that holds a part of this tensor.
@@ -88,7 +98,7 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
         region: index into ``Layout.regions``.
         offset: bytes from the region's start to page 0's first byte of this field.
         page_stride: bytes from one page to the next.
-        pages: how many pages there are; block ids are below it.
+        pages: number of pages; page ids are below it.
         dtype: element type, a key of ``ELEMENT_BYTES``.
         unit: bytes that are contiguous under all axes, a multiple of the element's size.
         tokens: the token axis, ``block_tokens / tokens_per_state`` entries; empty in a state.
@@ -96,27 +106,28 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
         shard_range: the global indices ``[start, stop)`` of the shard axis that this rank holds.
         inner: axes that every rank holds whole, in an order that both engines share; together with
             the unit they give the bytes of one (token, shard index) in one logical order.
-        tokens_per_state: how many tokens one entry stands for (compressed caches).
-        packing: for an opaque group, a name of how the page is packed, equal on both sides; such a
+        tokens_per_state: number of tokens that one entry stands for (compressed caches).
+        packing: in an opaque group, a name of how the page is packed, equal on both engines; such a
             field has no axes and its unit is the whole page. Empty otherwise.
-        draft: of draft layers (a speculative model's); an engine may be without any.
+        draft: whether the field belongs to draft layers (a speculative model's), which an engine
+            may lack.
         encoding: how elements stand for numbers where their type does not say it, such as a
-            quantised cache's format and static scales; equal on both sides. Empty otherwise.
+            quantised cache's format and static scales; equal on both engines. Empty otherwise.
     """
 
     key: str
-    group: Whole
-    region: Whole
-    offset: Whole
-    page_stride: Whole
-    pages: Whole
+    group: BoundedInt
+    region: BoundedInt
+    offset: BoundedInt
+    page_stride: BoundedInt
+    pages: BoundedInt
     dtype: str
-    unit: Whole
+    unit: BoundedInt
     tokens: Axis = ()
     shard: Axis = ()
-    shard_range: tuple[Whole, Whole] = (0, 1)
-    inner: Annotated[tuple[Axis, ...], Meta(max_length=MAX_DIGITS)] = ()
-    tokens_per_state: Whole = 1
+    shard_range: tuple[BoundedInt, BoundedInt] = (0, 1)
+    inner: Annotated[tuple[Axis, ...], Meta(max_length=MAX_DIMS)] = ()
+    tokens_per_state: BoundedInt = 1
     packing: str = ""
     draft: bool = False
     encoding: str = ""
@@ -124,30 +135,31 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
     @property
     def entry_bytes(self) -> int:
         """Bytes of one (token entry, shard index): the inner axes and the unit."""
-        return self.unit * math.prod(length(a) for a in self.inner)
+        return self.unit * math.prod(axis_length(a) for a in self.inner)
 
     @property
-    def digits(self) -> tuple[Dim, ...]:
-        """All digits inside a page."""
-        return (*self.tokens, *self.shard, *(digit for a in self.inner for digit in a))
+    def dims(self) -> tuple[Dim, ...]:
+        """All dims inside a page."""
+        return (*self.tokens, *self.shard, *(dim for a in self.inner for dim in a))
 
     @property
-    def extent(self) -> int:
+    def byte_span(self) -> int:
         """Bytes from the first to just after the last byte of one page."""
-        return self.unit + sum((d.count - 1) * d.stride for d in self.digits)
+        return self.unit + sum((d.extent - 1) * d.stride for d in self.dims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FieldSet:
-    """Fields of one kind, at least one: they differ in key, encoding, region and offset, and in
-    nothing else.
+    """Fields of one kind, at least one.
+
+    They differ in nothing but key, encoding, region and offset.
 
     Attributes:
-        fields: n of them.
-        keys: n, theirs.
-        encodings: n, theirs; with static scales each layer has its own.
-        regions: (n,) int64, theirs.
-        offsets: (n,) int64, theirs.
+        fields: the n fields.
+        keys: n keys, one of each field.
+        encodings: n encodings; with static scales each layer has its own.
+        regions: (n,) int64, index of each field's region.
+        offsets: (n,) int64, bytes from the start of the region to each field.
     """
 
     fields: tuple[Field, ...]
@@ -156,64 +168,61 @@ class FieldSet:
     regions: I64Array
     offsets: I64Array
 
+    @classmethod
+    def of(cls, fields: Sequence[Field]) -> FieldSet:
+        """Return a set of fields that are known to be of one kind."""
+        return cls(
+            fields=tuple(fields),
+            keys=tuple([f.key for f in fields]),
+            encodings=tuple([f.encoding for f in fields]),
+            regions=np.array([f.region for f in fields], dtype=np.int64),
+            offsets=np.array([f.offset for f in fields], dtype=np.int64),
+        )
+
     @property
     def first(self) -> Field:
-        """One that stands for all in what they have in common."""
+        """The first field, which stands for all in what they have in common."""
         return self.fields[0]
 
-    def at(self, index: Sequence[int]) -> FieldSet:
-        """Some of them, in this order; at least one."""
-        return alike([self.fields[i] for i in index])
+    def select(self, indices: Sequence[int]) -> FieldSet:
+        """Return the fields with these indices, in this order; at least one."""
+        return FieldSet.of([self.fields[i] for i in indices])
 
 
-def alike(some: Sequence[Field]) -> FieldSet:
-    """Put fields of one kind together."""
-    return FieldSet(
-        fields=tuple(some),
-        keys=tuple([f.key for f in some]),
-        encodings=tuple([f.encoding for f in some]),
-        regions=np.array([f.region for f in some], dtype=np.int64),
-        offsets=np.array([f.offset for f in some], dtype=np.int64),
-    )
+_DIFFERS_WITHIN_KIND = "key", "encoding", "region", "offset"
+_kind = attrgetter(*(name for name in Field.__struct_fields__ if name not in _DIFFERS_WITHIN_KIND))
 
 
-# For ``dataclasses.replace``: a field was a dataclass once, and is used as one.
-Field.__dataclass_fields__ = make_dataclass(  # type: ignore[attr-defined]
-    "Field", Field.__struct_fields__
-).__dataclass_fields__
+def group_by_kind(fields: Sequence[Field], budget: WorkBudget) -> tuple[FieldSet, ...]:
+    """Return the fields as sets of one kind, in the order in which the kinds appear.
 
-_OWN = "key", "encoding", "region", "offset"
-_kind = attrgetter(*(name for name in Field.__struct_fields__ if name not in _OWN))
-
-
-def kinds(some: Sequence[Field], effort: WorkBudget) -> tuple[FieldSet, ...]:
-    """Fields by their kinds, in the order in which these appear.
-
-    What a peer publishes may all hash alike, and is then compared one by one: with every kind, each
-    field costs more.
+    Args:
+        fields: of one layout; untrusted.
+        budget: is charged for every kind.
 
     Raises:
-        LayoutError: there are more than ``MAX_KINDS``, or too many for so many fields.
+        LayoutError: there are more than ``MAX_KINDS`` kinds, or too many for so many fields.
     """
-    found: dict[object, list[Field]] = defaultdict(list)
-    known = 0
-    for f in some:
-        found[_kind(f)].append(f)
-        if len(found) == known:
+    by_kind: dict[object, list[Field]] = defaultdict(list)
+    kinds = 0
+    for f in fields:
+        by_kind[_kind(f)].append(f)
+        if len(by_kind) == kinds:
             continue
-        known += 1
-        effort.spend(len(some), "fields of many kinds")
-        if known > MAX_KINDS:
+        kinds += 1
+        # A peer can choose fields whose hashes collide: each lookup then compares with every kind.
+        budget.spend(KIND_STEPS * len(fields), "fields of many kinds")
+        if kinds > MAX_KINDS:
             raise LayoutError(
                 f"field {f.key[:MAX_KEY]!r} is of another kind than all before it, and there are "
                 f"{MAX_KINDS} of those, as many as are allowed: fields of one layout may differ in "
                 "key, encoding, region and offset, but not each in something else"
             )
-    return tuple(map(alike, found.values()))
+    return tuple(map(FieldSet.of, by_kind.values()))
 
 
-def problems(f: Field) -> Iterator[str]:
-    """What of a field cannot be, whatever it is in, but for what is its own."""
+def field_problems(f: Field) -> Iterator[str]:
+    """Yield every problem of a field that neither its layout nor its place in memory decides."""
     if f.dtype not in ELEMENT_BYTES:
         yield f"unknown element type {f.dtype[:32]!r}; known are {', '.join(ELEMENT_BYTES)}"
     elif not 1 <= f.unit <= MAX_COUNT or f.unit % ELEMENT_BYTES[f.dtype]:
@@ -222,16 +231,16 @@ def problems(f: Field) -> Iterator[str]:
         yield f"page_stride {f.page_stride} must lie in 1 to {MAX_COUNT}"
     if not 1 <= f.pages <= MAX_COUNT or not 1 <= f.tokens_per_state <= 1 << 24:
         yield f"pages {f.pages} and tokens_per_state {f.tokens_per_state} must be positive"
-    if len(f.digits) > MAX_DIGITS or len(f.inner) > MAX_DIGITS:
-        yield f"{len(f.digits)} digits in {len(f.inner)} inner axes; {MAX_DIGITS} are allowed"
-    for digit in f.digits:
-        if not 1 <= digit.count <= MAX_COUNT or not 1 <= digit.stride <= MAX_COUNT:
+    if len(f.dims) > MAX_DIMS or len(f.inner) > MAX_DIMS:
+        yield f"{len(f.dims)} dims in {len(f.inner)} inner axes; {MAX_DIMS} are allowed"
+    for dim in f.dims:
+        if not 1 <= dim.extent <= MAX_COUNT or not 1 <= dim.stride <= MAX_COUNT:
             yield (
-                f"a digit of {digit.count} steps of {digit.stride} bytes: both must lie in "
-                f"1 to {MAX_COUNT}"
+                f"a dim of {dim.extent} entries with a stride of {dim.stride} bytes: both must lie "
+                f"in 1 to {MAX_COUNT}"
             )
     start, stop = f.shard_range
     if not 0 <= start < stop <= MAX_COUNT:
         yield f"shard range [{start}, {stop}) is empty or out of bounds"
-    elif not f.packing and length(f.shard) != stop - start:
-        yield f"shard axis of {length(f.shard)} entries for the range [{start}, {stop})"
+    elif not f.packing and axis_length(f.shard) != stop - start:
+        yield f"shard axis of {axis_length(f.shard)} entries for the range [{start}, {stop})"

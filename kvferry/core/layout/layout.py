@@ -1,7 +1,7 @@
-"""A rank's cache, described as data: regions, fields, groups.
+"""A rank's cache described as data: regions, groups and fields.
 
 A layout is validated when it is built, also when it is decoded from a peer's bytes: no field leaves
-its region, no two elements of one group share a byte. Nothing here knows a model or a library.
+its region, and no two elements of one group share a byte. It names no model and no library.
 """
 
 from __future__ import annotations
@@ -21,36 +21,35 @@ from kvferry.core.layout.fields import (
     MAX_KEY,
     Field,
     FieldSet,
-    kinds,
-    length,
-    problems,
+    axis_length,
+    field_problems,
+    group_by_kind,
 )
-from kvferry.core.layout.overlap_check import ByteSets, overlapping
+from kvferry.core.layout.overlap_check import ByteSets, find_overlap
 from kvferry.core.memory import Region
-from kvferry.core.work_budget import LOOP_STEPS, WorkBudget
+from kvferry.core.work_budget import FIELD_STEPS, REGION_STEPS, WorkBudget
 
 HOLE = 0
-"""The page id that stands for no page (vLLM's null block): never read, never written."""
+"""The page id that stands for no page (vLLM's null block). It is never read or written."""
 
 MAX_REGIONS = 1 << 12
-"""The most regions of a layout."""
+"""The most regions of one layout."""
 MAX_FIELDS = 1 << 16
-"""The most fields of a layout."""
+"""The most fields of one layout."""
 MAX_GROUPS = 1 << 8
-"""The most groups of a layout."""
-FIELD_STEPS, REGION_STEPS = 40, 20
-"""Of decoding and checking one."""
+"""The most groups of one layout."""
 
 
 class GroupKind(enum.StrEnum):
-    """What a page of a group is."""
+    """What a page of a group holds."""
 
     PAGED = "paged"
     """Tokens: page *i* of a request holds the *i*-th run of ``block_tokens`` tokens."""
     STATE = "state"
     """The state after exactly T tokens: one page per request, all or nothing."""
     OPAQUE = "opaque"
-    """Tokens in a packing that strides cannot describe: whole pages between equal layouts."""
+    """Tokens in a packing that strides cannot describe: only whole pages move, between equal
+    layouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,15 @@ class ContextParallel:
     """Which tokens a rank holds under context parallelism.
 
     Token *t* belongs to the rank for which ``t // interleave % size == rank``; each rank stores its
-    tokens without gaps. With ``size`` 1, every token, and ``interleave`` says nothing.
+    tokens without gaps.
+
+    Attributes:
+        size: number of ranks that share the tokens; with 1 a rank holds every token.
+        rank: index of this rank among them.
+        interleave: number of consecutive tokens that one rank holds; unused if ``size`` is 1.
+
+    Raises:
+        LayoutError: the rank or the interleave is out of range.
     """
 
     size: int = 1
@@ -78,10 +85,13 @@ class Group:
     """Fields that share block ids.
 
     Attributes:
-        kind: what a page is.
-        block_tokens: how many tokens *this rank* stores in a page; 0 for a state.
+        kind: what a page holds.
+        block_tokens: number of tokens that *this rank* stores in a page; 0 for a state.
         context: which tokens those are. Page *i* of a request covers the global tokens
             ``[i, i + 1) * block_tokens * context.size``, of which this rank holds its share.
+
+    Raises:
+        LayoutError: the number of tokens is out of range or does not fit kind and context.
     """
 
     kind: GroupKind
@@ -102,23 +112,28 @@ class Group:
             )
 
 
-class _Sorted:
-    """What a layout remembers and does not publish."""
+class _Derived:
+    """Slots for what a layout computes from its fields and does not publish."""
 
-    __slots__ = ("_kinds", "_steps")
+    __slots__ = ("_field_sets", "_steps")
 
-    _kinds: tuple[FieldSet, ...]
+    _field_sets: tuple[FieldSet, ...]
     _steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout(_Sorted):
-    """All that a rank says about its memory.
+class Layout(_Derived):
+    """All memory of one rank that other engines may read.
+
+    Attributes:
+        regions: the memory that the fields lie in.
+        groups: the groups that the fields belong to.
+        fields: the tensors inside the pages.
 
     Raises:
-        LayoutError: a field cannot be, an index leads nowhere, a field leaves its region, two
-            elements of one group share a byte, a key stands twice, a bound of this module is
-            passed, or all this would take too long to find out.
+        LayoutError: a field is invalid, an index is out of range, a field leaves its region, two
+            elements of one group share a byte, a key occurs twice, a limit of this module is
+            exceeded, or the checks would take too long.
     """
 
     regions: tuple[Region, ...]
@@ -127,51 +142,57 @@ class Layout(_Sorted):
 
     def __post_init__(self) -> None:
         _check_sizes(self)
-        effort = _effort()
-        effort.spend(
+        budget = _check_budget()
+        budget.spend(
             FIELD_STEPS * len(self.fields) + REGION_STEPS * len(self.regions), "fields and regions"
         )
-        object.__setattr__(self, "_kinds", kinds(self.fields, effort))
-        for some in self.kinds:
-            _check_kind(self, some.first)
-            _check_places(self, some)
-        _check_disjoint(self, effort)
-        object.__setattr__(self, "_steps", effort.steps)
+        object.__setattr__(self, "_field_sets", group_by_kind(self.fields, budget))
+        for field_set in self.field_sets:
+            _check_kind(self, field_set.first)
+            _check_places(self, field_set)
+        _check_no_overlap(self, budget)
+        object.__setattr__(self, "_steps", budget.steps)
 
     @property
-    def kinds(self) -> tuple[FieldSet, ...]:
-        """All fields by their kinds."""
-        if not hasattr(self, "_kinds"):
-            object.__setattr__(self, "_kinds", kinds(self.fields, _effort()))
-        return self._kinds
+    def field_sets(self) -> tuple[FieldSet, ...]:
+        """All fields as sets of one kind."""
+        # A copy made by ``pickle`` or ``copy`` has the three attributes only.
+        if not hasattr(self, "_field_sets"):
+            object.__setattr__(self, "_field_sets", group_by_kind(self.fields, _check_budget()))
+        return self._field_sets
 
     @property
     def steps(self) -> int:
-        """How much work its checks were, as ``effort`` counts it; 0 of a copy."""
+        """How much work the checks took, in steps of ``work_budget``; 0 for a copy."""
         return getattr(self, "_steps", 0)
 
-    def moved(self, regions: tuple[Region, ...]) -> Layout:
-        """The same in other regions. Checked again where they differ in more than where they lie.
+    def with_regions(self, regions: tuple[Region, ...]) -> Layout:
+        """Return this layout in other regions.
+
+        It is checked again only if the regions differ in more than where they lie.
 
         Raises:
             LayoutError: the fields do not fit these regions.
         """
-        if _alike(self.regions) != _alike(regions):
+        if _region_geometry(self.regions) != _region_geometry(regions):
             return replace(self, regions=regions)
-        made = copy.copy(self)
-        object.__setattr__(made, "regions", regions)
-        object.__setattr__(made, "_kinds", self.kinds)
-        object.__setattr__(made, "_steps", self.steps)
-        return made
+        layout = copy.copy(self)
+        object.__setattr__(layout, "regions", regions)
+        object.__setattr__(layout, "_field_sets", self.field_sets)
+        object.__setattr__(layout, "_steps", self.steps)
+        return layout
 
     def pages(self, group: int) -> int:
-        """How many pages a group has here: ids are below this; 0 if it has no field here."""
+        """Return the number of pages of a group on this rank; 0 if it has no field here.
+
+        Page ids are below it.
+        """
         return min(
-            (some.first.pages for some in self.kinds if some.first.group == group), default=0
+            (each.first.pages for each in self.field_sets if each.first.group == group), default=0
         )
 
 
-def _effort() -> WorkBudget:
+def _check_budget() -> WorkBudget:
     return WorkBudget(LayoutError, "checking a layout")
 
 
@@ -187,47 +208,47 @@ def _check_sizes(layout: Layout) -> None:
     sizes = set(map(len, keys))
     if sizes and not 1 <= min(sizes) <= max(sizes) <= MAX_KEY:
         bad = next(key for key in keys if not 1 <= len(key) <= MAX_KEY)
-        raise _refused(bad, f"a key has 1 to {MAX_KEY} characters, this one {len(bad)}")
+        raise _field_error(bad, f"a key has 1 to {MAX_KEY} characters, this one {len(bad)}")
     if len(set(keys)) != len(keys):
         [(twice, _)] = Counter(keys).most_common(1)
         raise LayoutError(f"field {twice!r} stands twice in one layout")
 
 
-def _refused(key: str, problem: str) -> LayoutError:
+def _field_error(key: str, problem: str) -> LayoutError:
     return LayoutError(f"field {key[:MAX_KEY]!r}: {problem}")
 
 
 def _check_kind(layout: Layout, f: Field) -> None:
-    """All that is the same for every field of a kind."""
-    for problem in problems(f):
-        raise _refused(f.key, problem)
+    """Check what all fields of a kind have in common."""
+    for problem in field_problems(f):
+        raise _field_error(f.key, problem)
     if not 0 <= f.group < len(layout.groups):
-        raise _lost(layout, f)
+        raise _index_error(layout, f)
     _check_axes(layout.groups[f.group], f)
 
 
-def _check_places(layout: Layout, some: FieldSet) -> None:
-    """What differs from field to field of a kind."""
-    first = some.first
-    rest = (first.pages - 1) * first.page_stride + first.extent
-    for f in some.fields:
+def _check_places(layout: Layout, field_set: FieldSet) -> None:
+    """Check what differs between the fields of a kind."""
+    first = field_set.first
+    byte_span = (first.pages - 1) * first.page_stride + first.byte_span
+    for f in field_set.fields:
         if not 0 <= f.region < len(layout.regions):
-            raise _lost(layout, f)
+            raise _index_error(layout, f)
         if len(f.encoding) > MAX_ENCODING:
             given = len(f.encoding)
-            raise _refused(
+            raise _field_error(
                 f.key, f"an encoding has up to {MAX_ENCODING} characters, this one {given}"
             )
         if not 0 <= f.offset <= MAX_COUNT:
-            raise _refused(f.key, f"offset {f.offset} must lie in 0 to {MAX_COUNT}")
-        if f.offset + rest > layout.regions[f.region].nbytes:
+            raise _field_error(f.key, f"offset {f.offset} must lie in 0 to {MAX_COUNT}")
+        if f.offset + byte_span > layout.regions[f.region].nbytes:
             raise LayoutError(
-                f"field {f.key!r} ends at byte {f.offset + rest} of region {f.region}, which has "
-                f"{layout.regions[f.region].nbytes}"
+                f"field {f.key!r} ends at byte {f.offset + byte_span} of region {f.region}, which "
+                f"has {layout.regions[f.region].nbytes}"
             )
 
 
-def _lost(layout: Layout, f: Field) -> LayoutError:
+def _index_error(layout: Layout, f: Field) -> LayoutError:
     return LayoutError(
         f"field {f.key!r} is in group {f.group} and region {f.region} of "
         f"{len(layout.groups)} groups and {len(layout.regions)} regions"
@@ -238,15 +259,14 @@ def _check_axes(group: Group, f: Field) -> None:
     opaque = group.kind is GroupKind.OPAQUE
     if opaque != bool(f.packing):
         raise LayoutError(f"field {f.key!r}: a packing is named by opaque groups, and only by them")
-    if opaque and f.digits:
+    if opaque and f.dims:
         raise LayoutError(f"field {f.key!r}: an opaque page has no axes; its unit is the page")
     if group.kind is GroupKind.STATE and f.tokens:
         raise LayoutError(f"field {f.key!r}: a state has no token axis")
-    if group.kind is GroupKind.PAGED and length(f.tokens) * f.tokens_per_state != (
-        group.block_tokens
-    ):
+    entries = axis_length(f.tokens)
+    if group.kind is GroupKind.PAGED and entries * f.tokens_per_state != group.block_tokens:
         raise LayoutError(
-            f"field {f.key!r}: {length(f.tokens)} token entries of {f.tokens_per_state} tokens "
+            f"field {f.key!r}: {entries} token entries of {f.tokens_per_state} tokens "
             f"in a block of {group.block_tokens}"
         )
     if group.context.size > 1 and group.context.interleave % f.tokens_per_state:
@@ -256,40 +276,39 @@ def _check_axes(group: Group, f: Field) -> None:
         )
 
 
-def _check_disjoint(layout: Layout, effort: WorkBudget) -> None:
-    devices: dict[object, int] = {}
-    places = np.array(  # from byte 1 on, so that an end fits 64 bits, too
-        [(devices.setdefault(_device(r), len(devices)), r.address - 1) for r in layout.regions],
+def _check_no_overlap(layout: Layout, budget: WorkBudget) -> None:
+    """Refuse a layout in which two elements of one group share a byte."""
+    numbers: dict[object, int] = {}
+    # Addresses count from 1, so that an end at ``ADDRESS_LIMIT`` fits 64 signed bits, too.
+    places = np.array(
+        [(numbers.setdefault(_device(r), len(numbers)), r.address - 1) for r in layout.regions],
         dtype=np.int64,
     ).reshape(-1, 2)
     by_place: dict[tuple[int, int], list[ByteSets]] = {}
-    for some in layout.kinds:
-        device, start = places[some.regions].T
-        digits = tuple((digit.count, digit.stride) for digit in some.first.digits)
-        numbers = set(device.tolist())
-        effort.spend(
-            LOOP_STEPS * len(numbers) * (1 + len(device) // 1000), "fields on many devices"
-        )
-        for number in numbers:
-            here = np.flatnonzero(device == number)
-            pieces = ByteSets(
-                labels=[some.keys[i] for i in here.tolist()],
-                offsets=(start + some.offsets)[here],
-                run=some.first.unit,
-                digits=((some.first.pages, some.first.page_stride), *digits),
+    for field_set in layout.field_sets:
+        devices, starts = places[field_set.regions].T
+        first = field_set.first
+        dims = tuple((dim.extent, dim.stride) for dim in first.dims)
+        for device in set(devices.tolist()):
+            here = np.flatnonzero(devices == device)
+            byte_sets = ByteSets(
+                labels=[field_set.keys[i] for i in here.tolist()],
+                offsets=(starts + field_set.offsets)[here],
+                run=first.unit,
+                dims=((first.pages, first.page_stride), *dims),
             )
-            by_place.setdefault((some.first.group, number), []).append(pieces)
-    for found in by_place.values():
-        clash = overlapping(found, effort)
-        if clash:
+            by_place.setdefault((first.group, device), []).append(byte_sets)
+    for byte_sets_here in by_place.values():
+        overlap = find_overlap(byte_sets_here, budget)
+        if overlap:
             raise LayoutError(
-                f"fields {clash[0]!r} and {clash[1]!r} put two elements of one group on one byte, "
-                "or their strides do not nest, so that this cannot be ruled out"
+                f"fields {overlap[0]!r} and {overlap[1]!r} put two elements of one group on one "
+                "byte, or their strides do not nest, so that this cannot be ruled out"
             )
 
 
-def _alike(regions: Sequence[Region]) -> object:
-    """All that the checks of a layout ask of its regions: lengths, and which share memory how."""
+def _region_geometry(regions: Sequence[Region]) -> object:
+    """Return all of the regions that the checks depend on: lengths, and how they share memory."""
     numbers: dict[int, int] = {}
     places = [
         (numbers.setdefault(stretch, len(numbers)), start) for stretch, start in _places(regions)
@@ -298,9 +317,9 @@ def _alike(regions: Sequence[Region]) -> object:
 
 
 def _places(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Where each region lies: in which stretch of memory, and how far from its start.
+    """Return, per region, the number of its stretch of memory and its offset from that start.
 
-    Regions that share bytes are in one stretch: two of them must not hide that fields meet.
+    Regions that share bytes are in one stretch: fields of the two may overlap.
     """
     places = [(0, 0)] * len(regions)
     stretch, first, end, device = -1, 0, 0, ("", -1)

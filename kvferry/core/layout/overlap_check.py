@@ -1,8 +1,8 @@
-"""Whether strided sets of bytes can meet.
+"""Find out whether sets of strided bytes overlap.
 
-The question is asked of every layout, also of a peer's, so the answer must be cheap for hundreds of
-fields with tens of thousands of pages: it works on strides and enumerates only as a last resort.
-Strides that do not nest count as meeting. What it takes is counted.
+Every layout is checked, also a peer's, so the check must be cheap for hundreds of fields with tens
+of thousands of pages. It works on strides, and enumerates bytes only where these do not decide.
+Strides that do not nest count as overlapping. The work is charged to a budget.
 """
 
 from __future__ import annotations
@@ -14,44 +14,49 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvferry.core.layout.fields import Dims
 from kvferry.core.memory import I64Array
-from kvferry.core.work_budget import WorkBudget
+from kvferry.core.work_budget import (
+    OVERLAP_CLUSTER_STEPS,
+    OVERLAP_MEMBER_STEPS,
+    OVERLAP_RUN_STEPS,
+    OVERLAP_SET_STEPS,
+    WorkBudget,
+)
 
-QUESTION_STEPS, CLUSTER_STEPS, PIECE_STEPS, RUN_STEPS = 500, 100, 5, 8
-"""Of a question, of pieces whose ranges meet, of each of them, of a run that is enumerated."""
 WHERE = "bytes that fields of one group might share"
-
-Digits = tuple[tuple[int, int], ...]
 
 
 class ByteSets(NamedTuple):
-    """Sets of bytes that differ in where they start: ``offset + sum(i * stride) + [0, run)``, for
-    all ``0 <= i < count`` per digit.
+    """Sets of bytes that differ only in where they start.
+
+    Set *k* is ``offsets[k] + sum(i * stride) + [0, run)`` for all ``0 <= i < extent`` of each dim.
 
     Attributes:
-        labels: one for each.
-        offsets: (n,) int64, one for each.
-        run, digits: of all of them.
+        labels: n names, one of each set.
+        offsets: (n,) int64, first byte of each set.
+        run: length of a contiguous run in bytes.
+        dims: (extent, stride in bytes) pairs, in any order.
     """
 
     labels: Sequence[str]
     offsets: I64Array
     run: int
-    digits: Digits
+    dims: Dims
 
 
 class _Form(NamedTuple):
-    """Bytes but for where they start, their digits nested, coarse first."""
+    """A set of bytes without its start: a run, repeated along nested dims, coarse first."""
 
     run: int
-    digits: Digits
+    dims: Dims
 
 
-class _Set(NamedTuple):
-    """Some pieces, four arrays of one length.
+class _Cluster(NamedTuple):
+    """Sets of bytes that are compared with each other; four arrays of one length.
 
     Attributes:
-        number: (n,) int64, which they are.
+        number: (n,) int64, index of the set in the question.
         start: (n,) int64, first byte.
         span: (n,) int64, bytes from there to just after the last.
         form: (n,) int64, index into the forms of the question.
@@ -62,122 +67,131 @@ class _Set(NamedTuple):
     span: I64Array
     form: I64Array
 
-    def at(self, index: I64Array | slice) -> _Set:
-        """Some of them."""
-        return _Set(*(each[index] for each in self))
+    def select(self, index: I64Array | slice) -> _Cluster:
+        """Return the members with these indices."""
+        return _Cluster(*(each[index] for each in self))
 
 
-def overlapping(pieces: Sequence[ByteSets], effort: WorkBudget) -> tuple[str, str] | None:
-    """Labels of two pieces that meet (or of one that meets itself), or ``None``."""
-    effort.spend(QUESTION_STEPS * len(pieces), WHERE)
-    sweep = _Sweep(effort)
+def find_overlap(byte_sets: Sequence[ByteSets], budget: WorkBudget) -> tuple[str, str] | None:
+    """Return the labels of two sets that overlap, or ``None``.
+
+    Both labels are the same if a set has strides that do not nest.
+    """
+    budget.spend(OVERLAP_SET_STEPS * len(byte_sets), WHERE)
+    sweep = _Sweep(budget)
     forms: list[tuple[int, int]] = []
-    for some in pieces:
-        nested = _nested(some.run, some.digits)
+    for sets in byte_sets:
+        nested = _nested(sets.run, sets.dims)
         if nested is None:
-            return some.labels[0], some.labels[0]
-        forms.append((_span(nested), sweep.number(nested)))
-    counts = [len(some.labels) for some in pieces]
+            return sets.labels[0], sets.labels[0]
+        forms.append((_span(nested), sweep.index_of(nested)))
+    counts = [len(sets.labels) for sets in byte_sets]
     span, form = np.repeat(np.array(forms, np.int64), counts, axis=0).T
-    start = np.concatenate([some.offsets for some in pieces])
-    found = sweep.clash(_Set(np.arange(len(start)), start, span, form))
-    if found is None:
+    start = np.concatenate([sets.offsets for sets in byte_sets])
+    overlap = sweep.find(_Cluster(np.arange(len(start)), start, span, form))
+    if overlap is None:
         return None
-    labels = [label for some in pieces for label in some.labels]
-    return labels[found[0]], labels[found[1]]
+    labels = [label for sets in byte_sets for label in sets.labels]
+    return labels[overlap[0]], labels[overlap[1]]
 
 
 def _span(form: _Form) -> int:
-    return form.run + sum((count - 1) * stride for count, stride in form.digits)
+    return form.run + sum((extent - 1) * stride for extent, stride in form.dims)
 
 
-def _nested(run: int, digits: Digits) -> _Form | None:
-    """The same bytes with the digits merged and sorted, coarse first; ``None`` if not nested."""
+def _nested(run: int, dims: Dims) -> _Form | None:
+    """Return the same bytes with dims merged and sorted, coarse first; ``None`` if not nested."""
     merged: list[tuple[int, int]] = []
-    extent = run
-    for count, stride in sorted(digits, key=lambda digit: digit[1]):
-        if count == 1:
+    span = run
+    for extent, stride in sorted(dims, key=lambda dim: dim[1]):
+        if extent == 1:
             continue
-        if stride < extent:
+        if stride < span:
             return None
-        extent += (count - 1) * stride
+        span += (extent - 1) * stride
         if not merged and stride == run:
-            run *= count
+            run *= extent
         elif merged and stride == merged[-1][0] * merged[-1][1]:
-            merged[-1] = (merged[-1][0] * count, merged[-1][1])
+            merged[-1] = (merged[-1][0] * extent, merged[-1][1])
         else:
-            merged.append((count, stride))
+            merged.append((extent, stride))
     return _Form(run, tuple(reversed(merged)))
 
 
-ROW = 2 * np.dtype(np.int64).itemsize
+_ROW_BYTES = 2 * np.dtype(np.int64).itemsize
 
 
 class _Sweep:
-    """One question: remembers which constellations are clear."""
+    """Answers one question, and remembers which arrangements of sets do not overlap."""
 
-    def __init__(self, effort: WorkBudget) -> None:
-        self._effort = effort
+    def __init__(self, budget: WorkBudget) -> None:
+        self._budget = budget
         self._forms: list[_Form] = []
-        self._numbers: dict[_Form, int] = {}
-        self._clear: set[object] = set()
+        self._indices: dict[_Form, int] = {}
+        self._disjoint: set[object] = set()
 
-    def number(self, form: _Form) -> int:
-        """What stands for a form."""
-        number = self._numbers.setdefault(form, len(self._forms))
-        if number == len(self._forms):
+    def index_of(self, form: _Form) -> int:
+        """Return the index of a form, which is added if it is new."""
+        index = self._indices.setdefault(form, len(self._forms))
+        if index == len(self._forms):
             self._forms.append(form)
-        return number
+        return index
 
-    def clash(self, some: _Set) -> tuple[int, int] | None:
-        """Sweep by bounding range; look closer only where ranges meet."""
-        self._effort.spend(CLUSTER_STEPS + PIECE_STEPS * len(some.start), WHERE)
-        some = some.at(np.argsort(some.start, kind="stable"))
-        ends = np.maximum.accumulate(some.start + some.span)
-        heads = np.flatnonzero(np.append(True, some.start[1:] >= ends[:-1]))
+    def find(self, sets: _Cluster) -> tuple[int, int] | None:
+        """Return the numbers of two sets that overlap, or ``None``.
+
+        Sweeps over the ranges from first to last byte, and looks closer only where these meet.
+        """
+        self._budget.spend(OVERLAP_CLUSTER_STEPS + OVERLAP_MEMBER_STEPS * len(sets.start), WHERE)
+        sets = sets.select(np.argsort(sets.start, kind="stable"))
+        ends = np.maximum.accumulate(sets.start + sets.span)
+        heads = np.flatnonzero(np.append(True, sets.start[1:] >= ends[:-1]))
         bounds = [*heads.tolist(), len(ends)]
-        within = some.start - np.repeat(some.start[heads], np.diff(bounds))
-        shapes = np.stack([within, some.form], axis=1).tobytes()
+        # A model repeats the same arrangement in every layer: starts within the cluster and forms.
+        within = sets.start - np.repeat(sets.start[heads], np.diff(bounds))
+        arrangements = np.stack([within, sets.form], axis=1).tobytes()
         for start, stop in pairwise(bounds):
-            shape = shapes[ROW * start : ROW * stop]
-            if stop - start == 1 or shape in self._clear:
+            arrangement = arrangements[_ROW_BYTES * start : _ROW_BYTES * stop]
+            if stop - start == 1 or arrangement in self._disjoint:
                 continue
-            if found := self._within(some.at(slice(start, stop))):
-                return found
-            self._clear.add(shape)
+            if overlap := self._find_within(sets.select(slice(start, stop))):
+                return overlap
+            self._disjoint.add(arrangement)
         return None
 
-    def _within(self, cluster: _Set) -> tuple[int, int] | None:
-        """Pieces whose bounding ranges meet: take off the digits that all share, or enumerate."""
+    def _find_within(self, cluster: _Cluster) -> tuple[int, int] | None:
+        """Search sets whose ranges meet: drop the dims that all share, or enumerate their runs."""
         peeled = cluster
-        while (fewer := self._peeled(peeled)) is not None:
+        while (fewer := self._without_coarsest_dim(peeled)) is not None:
             peeled = fewer
-        return self._enumerated(cluster) if peeled is cluster else self.clash(peeled)
+        return self._enumerate(cluster) if peeled is cluster else self.find(peeled)
 
-    def _peeled(self, cluster: _Set) -> _Set | None:
-        """All without their coarsest digit, if they share it and lie within one step of it."""
-        self._effort.spend(CLUSTER_STEPS + PIECE_STEPS * len(cluster.form), WHERE)
-        forms = {number: self._forms[number] for number in set(cluster.form.tolist())}
-        tops = {form.digits[:1] for form in forms.values()}
-        if len(tops) != 1 or tops == {()}:
+    def _without_coarsest_dim(self, cluster: _Cluster) -> _Cluster | None:
+        """Return all sets without their coarsest dim, or ``None`` if that changes the answer.
+
+        It does not change if all sets share that dim and lie within one of its strides.
+        """
+        self._budget.spend(OVERLAP_CLUSTER_STEPS + OVERLAP_MEMBER_STEPS * len(cluster.form), WHERE)
+        forms = {index: self._forms[index] for index in set(cluster.form.tolist())}
+        coarsest = {form.dims[:1] for form in forms.values()}
+        if len(coarsest) != 1 or coarsest == {()}:
             return None
-        [[(count, stride)]] = tops
-        span = cluster.span - (count - 1) * stride
+        [[(extent, stride)]] = coarsest
+        span = cluster.span - (extent - 1) * stride
         if (cluster.start + span).max() - cluster.start[0] > stride:
             return None
         fewer = {
-            number: self.number(form._replace(digits=form.digits[1:]))
-            for number, form in forms.items()
+            index: self.index_of(form._replace(dims=form.dims[1:])) for index, form in forms.items()
         }
-        form = np.array([fewer[number] for number in cluster.form.tolist()])
+        form = np.array([fewer[index] for index in cluster.form.tolist()])
         return cluster._replace(span=span, form=form)
 
-    def _enumerated(self, cluster: _Set) -> tuple[int, int] | None:
-        forms = [self._forms[number] for number in cluster.form.tolist()]
-        runs = [math.prod(count for count, _ in form.digits) for form in forms]
-        self._effort.spend(CLUSTER_STEPS * len(runs) + RUN_STEPS * sum(runs), WHERE)
+    def _enumerate(self, cluster: _Cluster) -> tuple[int, int] | None:
+        forms = [self._forms[index] for index in cluster.form.tolist()]
+        runs = [math.prod(extent for extent, _ in form.dims) for form in forms]
+        self._budget.spend(OVERLAP_CLUSTER_STEPS * len(runs) + OVERLAP_RUN_STEPS * sum(runs), WHERE)
         starts = np.concatenate(
-            [_starts(start, form) for start, form in zip(cluster.start, forms, strict=True)]
+            [_run_starts(start, form) for start, form in zip(cluster.start, forms, strict=True)]
         )
         lengths = np.repeat([form.run for form in forms], runs)
         owner = np.repeat(cluster.number, runs)
@@ -190,8 +204,8 @@ class _Sweep:
         return int(owner[order[here]]), int(owner[order[here + 1]])
 
 
-def _starts(start: int, form: _Form) -> I64Array:
+def _run_starts(start: int, form: _Form) -> I64Array:
     starts = np.array([start], dtype=np.int64)
-    for count, stride in form.digits:
-        starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
+    for extent, stride in form.dims:
+        starts = (starts[:, None] + np.arange(extent, dtype=np.int64) * stride).ravel()
     return starts

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 from kvferry.core.errors import TicketError
+from kvferry.core.messages import GENERATION_LIMIT, MAX_SLOTS
 
 Incarnation = NewType("Incarnation", int)
 """A random number made when an engine starts; a restarted engine is another one."""
@@ -18,12 +19,9 @@ Incarnation = NewType("Incarnation", int)
 RequestId = NewType("RequestId", str)
 """What an engine calls a request; reused, so never proof of anything."""
 
-WORD_BYTES = 8
 NOTHING = 0
 """The word of a slot that holds no pages."""
 
-MAX_SLOTS = 1 << 32
-GENERATION_LIMIT = 1 << 63
 _READY = 1
 
 

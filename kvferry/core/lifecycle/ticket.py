@@ -14,8 +14,8 @@ from itertools import chain
 from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import HOLE, MAX_GROUPS
 from kvferry.core.lifecycle.digest import DIGEST_BYTES
-from kvferry.core.lifecycle.holds import GENERATION_LIMIT, Hold
-from kvferry.core.messages import RankPayload
+from kvferry.core.lifecycle.holds import Hold
+from kvferry.core.messages import GENERATION_LIMIT, RankPayload
 from kvferry.core.security import KEY_BYTES, Proof, proof
 
 MAX_TICKET_PAGES = 1 << 20
@@ -126,7 +126,7 @@ def page_limits(payloads: Sequence[RankPayload]) -> tuple[int, ...]:
     It looks at every kind of field of every rank: once per handshake, not once per ticket.
     """
     limits = [0] * len(payloads[0].layout.groups)
-    for first in (some.first for payload in payloads for some in payload.layout.kinds):
+    for first in (some.first for payload in payloads for some in payload.layout.field_sets):
         if first.group < len(limits):
             limits[first.group] = min(limits[first.group] or first.pages, first.pages)
     return tuple(limits)

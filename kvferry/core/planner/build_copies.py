@@ -1,7 +1,7 @@
-"""From a plan and the pages of a request to copies.
+"""Turn a plan and the pages of a request into copies.
 
-Per copy nothing runs but array operations: the strips of a batch and the places of the sub-blocks
-are added as an outer sum into arrays that are used again and again.
+Only array operations run per copy: the strips of a batch and the places of the sub-blocks are added
+as an outer sum, into arrays that are used again and again.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import numpy as np
 from kvferry.core.errors import PageError
 from kvferry.core.layout import HOLE, Layout
 from kvferry.core.memory import I64Array, Region, U64Array
-from kvferry.core.planner.coalesce import CoalescedRuns, concatenated, touching
+from kvferry.core.planner.coalesce import CoalescedRuns, coalesce, concatenate
 from kvferry.core.planner.plan import Match, Plan, Source
-from kvferry.core.planner.strides import offsets
+from kvferry.core.planner.strides import entry_offsets
 from kvferry.core.planner.strips import Strides, StripBatch
 from kvferry.core.planner.token_blocks import LAST_TOKEN, BlockMap, sub_blocks
 from kvferry.core.transport.copies import Copies, Segment
 
 MAX_COPIES = 1 << 24
-"""The most copies of one read; their arrays take 24 bytes each."""
+"""The most copies of one read; each takes 24 bytes in the arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pages:
     """The pages that one group of one engine holds for a request.
 
-    A remote list may begin after the first block index and have holes, as long as it holds every
-    page that is wanted. A local list names the pages that are the load's to fill, every byte of
-    every field in them: what is not read is zeroed.
+    A remote list may begin after the first block index and have holes, as long as it has every page
+    that is wanted. A local list names the pages that the load fills, every byte of every field in
+    them: what is not read is zeroed.
 
     Attributes:
-        ids: (n,) int64, page ids; ``layout.HOLE`` is a hole. Not copied.
+        ids: (n,) int64, page ids; ``layout.HOLE`` is a hole. Not copied; belongs to the caller.
         first_index: entry *i* is block index ``first_index + i`` of the request.
 
     Raises:
@@ -59,20 +59,20 @@ class Pages:
             )
 
     def entries(self, start: int, stop: int) -> slice:
-        """Which entries have the block indices ``[start, stop)``; those that are there."""
+        """Return the slice of entries with the block indices ``[start, stop)``, cut to the list."""
         return slice(max(start - self.first_index, 0), max(stop - self.first_index, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadRequest:
-    """What to pull for one request.
+    """What one request reads.
 
     Attributes:
-        ranges: per local group, the global tokens ``[first, last)`` to pull, which may start and
-            end anywhere in a page; ``None`` where nothing is pulled and no page is the load's.
+        ranges: per local group, the global tokens ``[first, last)`` to read, which may start and
+            end anywhere in a page; ``None`` where nothing is read and the load owns no page.
             ``(0, T)`` for a state group, whose page has block index 0.
-        local: per local group, its pages: wholly the load's to fill, from their first token to
-            their last, unless the group's range is ``None``. Nothing else may use them meanwhile.
+        local: per local group, its pages. Unless the group's range is ``None``, the load owns them
+            from their first token to their last: nothing else may use them meanwhile.
         remote: per remote group (numbered as the remote engine numbers them), its pages.
     """
 
@@ -83,7 +83,13 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanSegment:
-    """Spans ``[start, stop)``, all within one local region."""
+    """Spans ``[start, stop)``, all within one local region.
+
+    Attributes:
+        start: index of the first span.
+        stop: index after the last span.
+        region: the region that they lie in.
+    """
 
     start: int
     stop: int
@@ -109,19 +115,22 @@ class Spans:
 
 
 class Workspace:
-    """Arrays that ``copies`` fills again and again; what it returned is valid until its next use.
+    """Arrays that ``build_copies`` uses again and again, because fresh ones cost more than filling.
 
-    Fresh arrays cost more than what is computed in them. Not for two threads at once.
+    What ``build_copies`` returned is valid until its next call with the same workspace. Not safe
+    for two threads at once.
+
+    Args:
+        copies: how many copies there is room for; it grows when more are needed.
     """
 
     __slots__ = ("_table",)
 
     def __init__(self, copies: int = 0) -> None:
-        """Room for that many copies; it grows when more are needed."""
         self._table = np.empty((3, copies), dtype=np.int64)
 
     def take(self, count: int) -> tuple[I64Array, I64Array, I64Array]:
-        """Three arrays of this length, with whatever was in them."""
+        """Return three uninitialised int64 arrays of this length, which stay the workspace's."""
         if self._table.shape[1] < count:
             self._table = np.empty((3, 1 << (count - 1).bit_length()), dtype=np.int64)
         local, remote, nbytes = self._table[:, :count]
@@ -130,20 +139,32 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Places:
-    """Where the sub-blocks of a part of a request lie on one side: page id, index within it."""
+    """Where sub-blocks of a request lie on one side.
+
+    Attributes:
+        ids: (s,) int64, page id of each.
+        within: (s,) int64, index of each within its page.
+    """
 
     ids: I64Array
     within: I64Array
 
-    def moved(self, steps: Strides) -> I64Array:
-        """How far each is from page 0, sub-block 0."""
-        moved = self.ids * steps.page
-        return moved + offsets(steps.within, self.within) if steps.within else moved
+    def offsets(self, strides: Strides) -> I64Array:
+        """Return the bytes from page 0, sub-block 0 to each, (s,) int64."""
+        pages = self.ids * strides.page
+        return pages + entry_offsets(strides.within, self.within) if strides.within else pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
-    """A batch and where it goes: every strip at every one of (s,) places."""
+    """A batch of n strips and the places that it is applied to: n * s copies.
+
+    Attributes:
+        batch: the strips.
+        local: (s,) int64, bytes that a place adds to the strips' local addresses.
+        remote: (s,) int64, likewise.
+        nbytes: length of each copy: (s,) int64, or one for all.
+    """
 
     batch: StripBatch
     local: I64Array
@@ -155,20 +176,23 @@ class _Part:
         return len(self.batch.local) * len(self.local)
 
 
-def copies(source: Source, request: ReadRequest, workspace: Workspace | None = None) -> Copies:
-    """The copies that pull one request's pages from one source.
+def build_copies(
+    source: Source, request: ReadRequest, workspace: Workspace | None = None
+) -> Copies:
+    """Return the copies that read one request's pages from one source.
 
-    A range's ends are rounded outwards to what both sides hold in one piece, so that a partial
+    The ends of a range are rounded outwards to what both sides hold in one piece, so that a partial
     first or last page is still one copy. Neighbours on both sides are one copy, also across pages.
 
     Args:
         source: one of the plan's ``sources``.
-        request: what to pull. Its remote pages are untrusted.
-        workspace: where the arrays come from; the result is valid until its next use.
+        request: what to read. Its remote pages are untrusted.
+        workspace: where the arrays come from; the result is valid until its next use. ``None`` for
+            arrays that belong to the caller.
 
     Raises:
         PageError: a range or a page list does not fit; names side, group, position, id and limit.
-            Or the copies are more than ``MAX_COPIES``.
+            Or there are more than ``MAX_COPIES`` copies.
     """
     _check_local(source.local_layout, request)
     _check_length("remote page lists", request.remote, source.remote_layout)
@@ -202,19 +226,22 @@ def _parts(match: Match, request: ReadRequest) -> Iterator[_Part]:
     wanted = request.ranges[match.local_group]
     if wanted is None:
         return
-    start, stop = match.pairing.span(*wanted)
+    start, stop = match.pairing.round_outwards(*wanted)
     _check_room(match, stop, request.local[match.local_group])
-    known: dict[int, tuple[_Places, _Places]] = {}
+    places: dict[int, tuple[_Places, _Places]] = {}
     for batch in match.batches:
-        grain = batch.motion.grain
-        if grain not in known:
-            known[grain] = _placed(match, request, start, stop, grain)
-        if len(known[grain][0].ids):
-            yield _part(batch, *known[grain])
+        granularity = batch.strides.granularity
+        if granularity not in places:
+            places[granularity] = _locate(match, request, start, stop, granularity)
+        if len(places[granularity][0].ids):
+            yield _part(batch, *places[granularity])
 
 
 def _check_room(match: Match, stop: int, pages: Pages) -> None:
-    """Before anything is enumerated: exact only up to a page, what is left is found later."""
+    """Refuse a range beyond the pages before anything is enumerated.
+
+    Exact only up to a page; ``_locate_on_side`` finds the rest.
+    """
     group = match.pairing.local
     indices = pages.first_index + len(pages.ids)
     if stop > (indices + 1) * max(group.block_tokens, 1) * group.context.size:
@@ -224,22 +251,26 @@ def _check_room(match: Match, stop: int, pages: Pages) -> None:
         )
 
 
-def _placed(
-    match: Match, request: ReadRequest, low: int, high: int, grain: int
+def _locate(
+    match: Match, request: ReadRequest, start: int, stop: int, granularity: int
 ) -> tuple[_Places, _Places]:
-    """Where the sub-blocks of ``[low, high)`` that both sides hold lie on each."""
-    near, far = match.pairing.lenses(grain)
-    index = sub_blocks(low, high, grain, near, far)
+    """Return where the sub-blocks of ``[start, stop)`` that both sides hold lie on each."""
+    near, far = match.pairing.block_maps(granularity)
+    index = sub_blocks(start, stop, granularity, near, far)
     local, remote = request.local[match.local_group], request.remote[match.remote_group]
     return (
-        _places(f"local group {match.local_group}", local, match.local_pages, near, index),
-        _places(f"remote group {match.remote_group}", remote, match.remote_pages, far, index),
+        _locate_on_side(f"local group {match.local_group}", local, match.local_pages, near, index),
+        _locate_on_side(
+            f"remote group {match.remote_group}", remote, match.remote_pages, far, index
+        ),
     )
 
 
-def _places(name: str, pages: Pages, limit: int, lens: BlockMap, index: I64Array) -> _Places:
-    """Look up ascending sub-blocks in a page list, and trust none of it."""
-    position, within = lens.places(index)
+def _locate_on_side(
+    name: str, pages: Pages, limit: int, block_map: BlockMap, index: I64Array
+) -> _Places:
+    """Look up ascending sub-blocks in an untrusted page list."""
+    position, within = block_map.locate(index)
     entry = position - pages.first_index
     if not len(entry):
         return _Places(ids=entry, within=within)
@@ -260,8 +291,8 @@ def _places(name: str, pages: Pages, limit: int, lens: BlockMap, index: I64Array
 
 
 def _part(batch: StripBatch, local: _Places, remote: _Places) -> _Part:
-    """Join neighbouring places where a strip of one ends where that of the next starts."""
-    near, far = local.moved(batch.motion.local), remote.moved(batch.motion.remote)
+    """Join neighbouring places where a strip of one ends where the next one's starts."""
+    near, far = local.offsets(batch.strides.local), remote.offsets(batch.strides.remote)
     apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
     if apart.all():
         return _Part(batch=batch, local=near, remote=far, nbytes=batch.nbytes)
@@ -288,36 +319,36 @@ def _segments(parts: Sequence[_Part]) -> Iterator[Segment]:
             start, strips = start + copies, stop
 
 
-def unwritten(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
-    """What the reads of a request leave unwritten in the pages that they load.
+def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
+    """Return what the reads of a request leave unwritten in the pages that they load.
 
     Kernels compute over tokens before and after those that are wanted, so a page that was given to
-    us to load must not keep what was in it before. These are the bytes of fields, in the listed
-    local pages of every group whose range is not ``None``, that no read surely writes: what lies
-    before the range's first sub-block and after its last, and all of the fields that nobody reads.
-    Zero them before the reads start: where a group is read from groups with different blocks, some
-    are read after all.
+    a load must not keep its old content. The spans are the bytes of fields, in the listed local
+    pages of every group whose range is not ``None``, that no read is certain to write: those before
+    the range's first sub-block and after its last, and all of the fields that no rank reads. Zero
+    them before the reads start: where a group is read from groups with different blocks, some of
+    them are read after all.
 
     Args:
         layout: the layout of this rank.
         plan: the plan of this rank, all of whose sources are read for the request.
-        request: what is pulled.
+        request: what is read.
 
     Raises:
         PageError: a range or a local page list does not fit.
-        PlanError: what is to be zeroed lies in too many pieces.
+        PlanError: there are too many spans.
     """
     regions: dict[Region, int] = {}
     runs = [
         _spread(batch, ids, regions)
         for group, written in _written(layout, plan, request).items()
-        for batch, ids in _blanks(layout, plan, group, written, request.local[group])
+        for batch, ids in _unread(layout, plan, group, written, request.local[group])
         if len(ids)
     ]
     if not runs:
         empty = np.empty(0, dtype=np.uint64)
         return Spans(address=empty, nbytes=empty, segments=())
-    joined = touching(concatenated(runs))
+    joined = coalesce(concatenate(runs))
     stops = [*(np.flatnonzero(np.diff(joined.pair)) + 1).tolist(), len(joined)]
     numbered = list(regions)
     return Spans(
@@ -331,7 +362,7 @@ def unwritten(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
 
 
 def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tuple[int, int]]:
-    """Per local group that is loaded, the range of its own tokens that is surely read."""
+    """Return, per local group that is loaded, the range of its own tokens that is surely read."""
     _check_local(layout, request)
     spans: dict[int, list[tuple[int, int]]] = {}
     for source in plan.sources:
@@ -339,26 +370,26 @@ def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tupl
         for match in source.matches:
             wanted = request.ranges[match.local_group]
             if wanted is not None:
-                start, stop = map(match.pairing.local_tokens, match.pairing.span(*wanted))
+                start, stop = map(match.pairing.local_tokens, match.pairing.round_outwards(*wanted))
                 spans.setdefault(match.local_group, []).append((start, stop))
     return {
-        group: _common(plan.own[group].entry, spans.get(group, [(0, 0)]))
+        group: _common(plan.local_groups[group].entry, spans.get(group, [(0, 0)]))
         for group, wanted in enumerate(request.ranges)
         if wanted is not None
     }
 
 
 def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
-    """What all spans have in common, in whole entries; (0, 0) if that is nothing."""
+    """Return what all ranges have in common, in whole entries; (0, 0) if that is nothing."""
     start = -(-max(start for start, _ in spans) // entry) * entry
     stop = min(stop for _, stop in spans) // entry * entry
     return (start, stop) if start < stop else (0, 0)
 
 
-def _blanks(
+def _unread(
     layout: Layout, plan: Plan, group: int, written: tuple[int, int], pages: Pages
 ) -> Iterator[tuple[StripBatch, I64Array]]:
-    """Strips of local pages, and the pages that they are to be applied to."""
+    """Yield strips of local pages that are not read, and the pages that they apply to."""
     block = max(layout.groups[group].block_tokens, 1)
     (first, head), (last, tail) = (divmod(token, block) for token in written)
     inside = pages.entries(first, last + bool(tail))
@@ -369,14 +400,14 @@ def _blanks(
         (pages.ids[pages.entries(first, first + bool(head))], (0, head), True),
         (pages.ids[pages.entries(last, last + bool(tail))], (tail, block), True),
     ):
-        strips = plan.blanks(layout, group, window, read=read) if len(ids) else ()
+        strips = plan.unread_strips(layout, group, window, read=read) if len(ids) else ()
         if strips:
-            present = _present(group, ids, plan.own[group].pages)
+            present = _present(group, ids, plan.local_groups[group].pages)
             yield from ((batch, present) for batch in strips)
 
 
 def _present(group: int, ids: I64Array, limit: int) -> I64Array:
-    """Those that are no holes."""
+    """Return the page ids that are no holes."""
     if ids.min() < 0 or ids.max() >= limit:
         bad = ids[(ids < 0) | (ids >= limit)][0]
         raise PageError(f"local group {group}: page id {bad} does not lie in 0 to {limit - 1}")
@@ -385,11 +416,17 @@ def _present(group: int, ids: I64Array, limit: int) -> I64Array:
 
 
 def _spread(batch: StripBatch, ids: I64Array, regions: dict[Region, int]) -> CoalescedRuns:
-    """The strips of a batch in each of these pages; ``regions`` is numbered further."""
-    moved = ids * batch.motion.local.page
+    """Return the strips of a batch in each of these pages.
+
+    Args:
+        batch: strips of local memory.
+        ids: the pages.
+        regions: numbers of the regions that were met, to which new ones are added.
+    """
+    pages = ids * batch.strides.local.page
     pairs = [regions.setdefault(region, len(regions)) for _, region, _ in batch.cuts]
     strips = np.diff([0, *(stop for stop, _, _ in batch.cuts)])
-    local = np.add.outer(batch.local, moved).ravel()
+    local = np.add.outer(batch.local, pages).ravel()
     return CoalescedRuns(
         pair=np.repeat(np.repeat(pairs, strips), len(ids)),
         local=local,

@@ -1,9 +1,9 @@
-"""Runs of bytes that lie alike on two sides, and how few of them say the same.
+"""Join runs of bytes that are neighbours on both sides, so that as few copies as possible remain.
 
-A box is a run, repeated along digits that have a stride on each side. A digit whose strides both
-equal the run lengthens the run; boxes under equal digits that touch on both sides become one. That
-goes on until nothing changes; then the digits that are left over are enumerated. So equal pages end
-as one run, and so do neighbouring tensors.
+A box is a run that is repeated along dims with a stride on each side. A dim whose strides both
+equal the run lengthens the run; boxes with equal dims that touch on both sides become one. This is
+repeated until nothing changes, and then the remaining dims are enumerated. So equal pages end as
+one run, and so do neighbouring tensors.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from itertools import chain
 import numpy as np
 
 from kvferry.core.memory import I64Array
-from kvferry.core.planner.strides import Joint
-from kvferry.core.work_budget import WorkBudget
+from kvferry.core.planner.strides import JointDims
+from kvferry.core.work_budget import (
+    MERGE_BOXES_STEPS,
+    MERGE_RUN_STEPS,
+    SELECTED_RUNS_PER_STEP,
+    WorkBudget,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CoalescedRuns:
-    """Contiguous runs; four arrays of one length.
+    """Contiguous runs of bytes on two sides; four arrays of one length.
 
     Attributes:
-        pair: (n,) int64, which pair of regions it lies in.
-        local: (n,) int64, first local byte; an address, or relative where a field is not known yet.
-        remote: (n,) int64, first remote byte.
-        nbytes: (n,) int64, length.
+        pair: (n,) int64, number of the pair of regions that the run lies in.
+        local: (n,) int64, first local byte: an address, or an offset while no field is chosen yet.
+        remote: (n,) int64, first remote byte, likewise.
+        nbytes: (n,) int64, length in bytes.
     """
 
     pair: I64Array
@@ -39,8 +44,8 @@ class CoalescedRuns:
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def at(self, index: I64Array | slice) -> CoalescedRuns:
-        """Some of them."""
+    def select(self, index: I64Array | slice) -> CoalescedRuns:
+        """Return the runs with these indices."""
         return CoalescedRuns(
             pair=self.pair[index],
             local=self.local[index],
@@ -48,59 +53,63 @@ class CoalescedRuns:
             nbytes=self.nbytes[index],
         )
 
-    def of_length(self, nbytes: int) -> CoalescedRuns:
-        """The same starts with another length."""
+    def with_length(self, nbytes: int) -> CoalescedRuns:
+        """Return runs with the same starts and another length."""
         return replace(self, nbytes=np.full(len(self), nbytes))
 
 
-Boxes = tuple[Joint, CoalescedRuns]
-"""Runs, all of which repeat along the same digits."""
+Boxes = tuple[JointDims, CoalescedRuns]
+"""Dims, and runs that are all repeated along them."""
 
 
-def sums(parts: Sequence[I64Array]) -> I64Array:
-    """Every sum of one number of each part."""
+def outer_sums(parts: Sequence[I64Array]) -> I64Array:
+    """Return every sum of one number of each part, in row-major order."""
     total = parts[0]
     for part in parts[1:]:
         total = (total[:, None] + part).ravel()
     return total
 
 
-def absorbed(nbytes: int, digits: Joint) -> tuple[int, Joint]:
-    """The same bytes as longer runs under fewer digits, coarse to fine."""
+def absorb_dims(nbytes: int, dims: JointDims) -> tuple[int, JointDims]:
+    """Return the same bytes as a longer run with fewer dims, coarse to fine."""
     kept: list[tuple[int, int, int]] = []
-    for count, near, far in sorted(digits, key=lambda digit: digit[1:]):
+    for extent, near, far in sorted(dims, key=lambda dim: dim[1:]):
         if not kept and near == far == nbytes:
-            nbytes *= count
+            nbytes *= extent
         elif kept and (near, far) == (kept[-1][0] * kept[-1][1], kept[-1][0] * kept[-1][2]):
-            kept[-1] = (kept[-1][0] * count, *kept[-1][1:])
+            kept[-1] = (kept[-1][0] * extent, *kept[-1][1:])
         else:
-            kept.append((count, near, far))
+            kept.append((extent, near, far))
     return nbytes, tuple(reversed(kept))
 
 
-BOX_STEPS, RUN_STEPS = 500, 3
-"""Of looking for boxes and runs that touch, once."""
+def merge_boxes(boxes: list[Boxes], budget: WorkBudget) -> list[Boxes]:
+    """Return the same bytes in as few boxes as can be found.
 
-
-def joined(boxes: list[Boxes], effort: WorkBudget) -> list[Boxes]:
-    """The same bytes in as few boxes as can be found. ``effort`` counts what it takes."""
+    Args:
+        boxes: may have runs of several lengths.
+        budget: is charged for every round.
+    """
     while True:
-        alike: dict[Joint, list[CoalescedRuns]] = {}
-        for digits, runs in boxes:
+        by_dims: dict[JointDims, list[CoalescedRuns]] = {}
+        for dims, runs in boxes:
             lengths = np.unique(runs.nbytes).tolist()
-            steps = BOX_STEPS + RUN_STEPS * len(runs) + len(lengths) * (BOX_STEPS + len(runs) // 20)
-            effort.spend(steps, "runs that touch")
+            selecting = MERGE_BOXES_STEPS + len(runs) // SELECTED_RUNS_PER_STEP
+            budget.spend(
+                MERGE_BOXES_STEPS + MERGE_RUN_STEPS * len(runs) + len(lengths) * selecting,
+                "runs that touch",
+            )
             for length in lengths:
-                nbytes, fewer = absorbed(length, digits)
-                part = runs.at(runs.nbytes == length)
-                alike.setdefault(fewer, []).append(part.of_length(nbytes))
-        boxes = [(digits, touching(concatenated(parts))) for digits, parts in alike.items()]
-        if sum(len(runs) for _, runs in boxes) == sum(map(len, chain(*alike.values()))):
+                nbytes, fewer = absorb_dims(length, dims)
+                part = runs.select(runs.nbytes == length)
+                by_dims.setdefault(fewer, []).append(part.with_length(nbytes))
+        boxes = [(dims, coalesce(concatenate(parts))) for dims, parts in by_dims.items()]
+        if sum(len(runs) for _, runs in boxes) == sum(map(len, chain(*by_dims.values()))):
             return boxes
 
 
-def concatenated(parts: Sequence[CoalescedRuns]) -> CoalescedRuns:
-    """All of them, in this order."""
+def concatenate(parts: Sequence[CoalescedRuns]) -> CoalescedRuns:
+    """Return the runs of all parts, in this order."""
     if len(parts) == 1:
         return parts[0]
     return CoalescedRuns(
@@ -111,9 +120,9 @@ def concatenated(parts: Sequence[CoalescedRuns]) -> CoalescedRuns:
     )
 
 
-def touching(runs: CoalescedRuns) -> CoalescedRuns:
-    """By pair and local address, neighbours that touch on both sides made one."""
-    runs = runs.at(np.lexsort((runs.local, runs.pair)))
+def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
+    """Sort runs by pair and local address, and join those that are neighbours on both sides."""
+    runs = runs.select(np.lexsort((runs.local, runs.pair)))
     apart = (
         (np.diff(runs.pair) != 0)
         | (np.diff(runs.local) != runs.nbytes[:-1])
@@ -122,27 +131,27 @@ def touching(runs: CoalescedRuns) -> CoalescedRuns:
     if apart.all():
         return runs
     first = np.flatnonzero(np.concatenate(([True], apart)))
-    return replace(runs.at(first), nbytes=np.add.reduceat(runs.nbytes, first))
+    return replace(runs.select(first), nbytes=np.add.reduceat(runs.nbytes, first))
 
 
-def count(boxes: Sequence[Boxes]) -> int:
-    """How many runs ``unfolded`` would give at most."""
-    return sum(len(runs) * math.prod(digit[0] for digit in digits) for digits, runs in boxes)
+def count_runs(boxes: Sequence[Boxes]) -> int:
+    """Return how many runs ``unfold`` returns at most."""
+    return sum(len(runs) * math.prod(dim[0] for dim in dims) for dims, runs in boxes)
 
 
-def unfolded(boxes: Sequence[Boxes]) -> CoalescedRuns:
-    """Every run of every box, sorted, and joined where the boxes did not show it."""
-    return touching(concatenated([_unfolded(digits, runs) for digits, runs in boxes]))
+def unfold(boxes: Sequence[Boxes]) -> CoalescedRuns:
+    """Return every run of every box, sorted, and joined where the boxes did not show it."""
+    return coalesce(concatenate([_unfold(dims, runs) for dims, runs in boxes]))
 
 
-def _unfolded(digits: Joint, runs: CoalescedRuns) -> CoalescedRuns:
-    if not digits:
+def _unfold(dims: JointDims, runs: CoalescedRuns) -> CoalescedRuns:
+    if not dims:
         return runs
-    near = sums([np.arange(count) * stride for count, stride, _ in digits])
-    far = sums([np.arange(count) * stride for count, _, stride in digits])
+    near = outer_sums([np.arange(extent) * stride for extent, stride, _ in dims])
+    far = outer_sums([np.arange(extent) * stride for extent, _, stride in dims])
     return CoalescedRuns(
         pair=np.repeat(runs.pair, len(near)),
-        local=sums([runs.local, near]),
-        remote=sums([runs.remote, far]),
+        local=outer_sums([runs.local, near]),
+        remote=outer_sums([runs.remote, far]),
         nbytes=np.repeat(runs.nbytes, len(near)),
     )

@@ -1,4 +1,4 @@
-"""Which ranks hold a tensor, and which of them each reader takes which part from."""
+"""Decide which parts of a tensor each rank reads from which remote rank."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvferry.core.errors import PlanError
-from kvferry.core.layout import Axis, ContextParallel, GroupKind, Layout, length
+from kvferry.core.layout import Axis, ContextParallel, GroupKind, Layout, axis_length
 from kvferry.core.layout.fields import FieldSet
 from kvferry.core.planner.token_blocks import share_tokens
-from kvferry.core.work_budget import LOOP_STEPS, WorkBudget
-
-HOLDING_STEPS, CUT_STEPS = 50, 50
-"""Of what one rank holds of tensors that stand together, and of a field where they have to be cut
-apart."""
+from kvferry.core.work_budget import HOLDING_STEPS, LOOP_STEPS, SPLIT_STEPS, WorkBudget
 
 
 class Holding(NamedTuple):
-    """What one rank holds of a tensor: all that coverage depends on, and nothing else."""
+    """What one rank holds of a tensor: all that the assignment depends on, and nothing else.
+
+    Attributes:
+        rank: index of the rank.
+        group: index of the tensor's group on that rank.
+        shard: global range ``[start, stop)`` of the shard axis.
+        dtype, unit, inner, tokens_per_state, packing, encoding: as in ``Field``.
+    """
 
     rank: int
     group: int
@@ -33,40 +36,45 @@ class Holding(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A range of a tensor, and which of its remote holdings it is read from."""
+    """A range of a tensor and the remote holding that it is read from.
+
+    Attributes:
+        holding: index into the remote engine's holdings of the tensor.
+        shard: global range ``[start, stop)`` of the shard axis.
+    """
 
     holding: int
     shard: tuple[int, int]
 
 
 class EngineHoldings:
-    """One engine: its layouts, and who holds what of each tensor, by rank.
+    """The layouts of one engine, and which of its ranks hold what of each tensor.
 
-    Tensors whose fields are alike on every rank of both engines stand together, under the key of
-    the first of them.
+    Tensors whose fields are of one kind on every rank of both engines are treated as one, under the
+    key of the first of them.
 
     Attributes:
         name: ``local`` or ``remote``, for messages.
         layouts: by rank.
-        effort: of both sides, what looking at them takes.
-        holdings: by key.
-        fields: by key and rank; also of those that were left out.
-        drafts: the keys of draft layers.
+        budget: is charged for the work on both engines.
+        holdings: holdings of each tensor, by key.
+        fields: fields by key and rank; also those of tensors that were excluded.
+        drafts: keys of draft layers.
     """
 
-    __slots__ = ("drafts", "effort", "fields", "holdings", "layouts", "name")
+    __slots__ = ("budget", "drafts", "fields", "holdings", "layouts", "name")
 
-    def __init__(self, name: str, layouts: Sequence[Layout], effort: WorkBudget) -> None:
+    def __init__(self, name: str, layouts: Sequence[Layout], budget: WorkBudget) -> None:
         self.name = name
         self.layouts = layouts
-        self.effort = effort
+        self.budget = budget
         self.holdings: dict[str, list[Holding]] = {}
         self.fields: dict[str, dict[int, FieldSet]] = {}
         self.drafts: set[str] = set()
 
-    def add(self, rank: int, alike: FieldSet) -> None:
-        """What a rank holds of tensors that stand together."""
-        key, first = alike.keys[0], alike.first
+    def add(self, rank: int, field_set: FieldSet) -> None:
+        """Add what a rank holds of tensors that are treated as one."""
+        key, first = field_set.keys[0], field_set.first
         holding = Holding(
             rank,
             first.group,
@@ -79,26 +87,26 @@ class EngineHoldings:
             first.encoding,
         )
         self.holdings.setdefault(key, []).append(holding)
-        self.fields.setdefault(key, {})[rank] = alike
+        self.fields.setdefault(key, {})[rank] = field_set
         if first.draft:
             self.drafts.add(key)
 
-    def leave_out(self, keys: Iterable[str]) -> None:
-        """Go on as if these tensors were not there."""
+    def exclude(self, keys: Iterable[str]) -> None:
+        """Do not read these tensors; their fields stay known."""
         for key in keys:
             del self.holdings[key]
 
     def held(self, key: str) -> str:
-        """Which ranks hold what of a tensor, for messages."""
+        """Return which ranks hold what of a tensor, for messages."""
         holdings = self.holdings.get(key, [])
         return f"{self.name} ranks {_held(holdings)}" if holdings else f"no {self.name} rank"
 
     def context(self, holding: Holding) -> ContextParallel:
-        """Which tokens a holding is of."""
+        """Return the context-parallel share of the tokens that a holding has."""
         return self.layouts[holding.rank].groups[holding.group].context
 
-    def facts(self, holding: Holding) -> dict[str, object]:
-        """What must be equal wherever a tensor is held, by what a message calls it."""
+    def tensor_facts(self, holding: Holding) -> dict[str, object]:
+        """Return what must be equal on all ranks of both engines, by its name in messages."""
         group = self.layouts[holding.rank].groups[holding.group]
         facts: dict[str, object] = {
             "group kind": group.kind.value,
@@ -108,109 +116,119 @@ class EngineHoldings:
             "encoding": holding.encoding,
         }
         if group.kind is GroupKind.OPAQUE:
-            return facts | {"tokens of a block": group.block_tokens} | self.turns(holding)
-        entry = holding.unit * math.prod(length(axis) for axis in holding.inner)
+            return facts | {"tokens of a block": group.block_tokens} | self.context_facts(holding)
+        entry = holding.unit * math.prod(axis_length(axis) for axis in holding.inner)
         return facts | {"bytes of one entry": entry}
 
-    def turns(self, holding: Holding) -> dict[str, object]:
-        """How context parallelism deals out tokens, whichever rank's turn it is."""
+    def context_facts(self, holding: Holding) -> dict[str, object]:
+        """Return what must be equal on all ranks of one engine, by its name in messages."""
         context = self.context(holding)
         interleave = context.interleave if context.size > 1 else 0
         return {"context size": context.size, "context interleave": interleave}
 
 
-_Held = tuple[EngineHoldings, int, FieldSet]
-"""What a rank of an engine holds."""
+_RankFields = tuple[EngineHoldings, int, FieldSet]
+"""An engine, one of its ranks, and fields of that rank."""
 
 
-def sides(
-    local: Sequence[Layout], remote: Sequence[Layout], effort: WorkBudget
+def engine_holdings(
+    local: Sequence[Layout], remote: Sequence[Layout], budget: WorkBudget
 ) -> tuple[EngineHoldings, EngineHoldings]:
-    """Both engines, the local one first."""
-    near, far = EngineHoldings("local", local, effort), EngineHoldings("remote", remote, effort)
-    held = [
-        (side, rank, alike)
-        for side in (near, far)
-        for rank, layout in enumerate(side.layouts)
-        for alike in layout.kinds
+    """Return what the ranks of both engines hold, the local engine first.
+
+    Args:
+        local: the layouts of all ranks of this engine, by rank.
+        remote: the layouts of all ranks of the other engine, by rank.
+        budget: is charged for this and for all further work on the result.
+    """
+    near = EngineHoldings("local", local, budget)
+    far = EngineHoldings("remote", remote, budget)
+    parts = [
+        (engine, rank, field_set)
+        for engine in (near, far)
+        for rank, layout in enumerate(engine.layouts)
+        for field_set in layout.field_sets
     ]
-    fields = sum(len(alike.keys) for _, _, alike in held)
-    effort.spend(fields + HOLDING_STEPS * len(held), "fields")
-    if not _stand_together(held):
-        effort.spend(CUT_STEPS * fields, "fields that are alike on one rank and not on another")
-        held = list(_cut(held))
-    for side, rank, alike in held:
-        side.add(rank, alike)
+    fields = sum(len(field_set.keys) for _, _, field_set in parts)
+    budget.spend(fields + HOLDING_STEPS * len(parts), "fields")
+    if not _have_equal_sets(parts):
+        budget.spend(SPLIT_STEPS * fields, "fields that are alike on one rank and not on another")
+        parts = list(_split(parts))
+    for engine, rank, field_set in parts:
+        engine.add(rank, field_set)
     return near, far
 
 
-def _stand_together(held: Iterable[_Held]) -> bool:
-    """Whether fields that are alike on one rank are so on all, and their encodings agree."""
-    distinct = {(alike.keys, alike.encodings) for _, _, alike in held}
+def _have_equal_sets(parts: Iterable[_RankFields]) -> bool:
+    """Return whether all ranks group their fields alike, and the encodings agree."""
+    distinct = {(field_set.keys, field_set.encodings) for _, _, field_set in parts}
     keys = [key for some, _ in distinct for key in some]
     return len(keys) == len(set(keys))
 
 
-def _cut(held: Sequence[_Held]) -> Iterator[_Held]:
-    """The same in so many parts that they do; what disagrees on encodings stands alone.
+def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
+    """Yield the same fields in sets that are equal on all ranks that hold them.
 
-    A peer publishes thousands of fields, and all that is made per field here is numbers: a list or
-    a tuple for each would have the garbage collector look at the whole process again and again.
+    A field whose encodings disagree gets a set of its own, so that the error can name it.
     """
-    holders: dict[str, int] = {}  # which of ``held`` have it, as a number for each such set
-    sets: dict[tuple[int, int], int] = {}
+    # A peer publishes thousands of fields, and everything that is made per field here is a number:
+    # a list or tuple for each would start the garbage collector again and again.
+    holders: dict[str, int] = {}  # key to the number of the set of parts that contain it
+    sets: dict[tuple[int, int], int] = {}  # (number of a set, one more part) to the larger set
     encodings: dict[str, str] = {}
-    alone: dict[str, int] = {}
-    for number, (_, _, alike) in enumerate(held):
-        for key, encoding in zip(alike.keys, alike.encodings, strict=True):
+    disagreeing: dict[str, int] = {}  # key to a negative number of its own
+    for number, (_, _, field_set) in enumerate(parts):
+        for key, encoding in zip(field_set.keys, field_set.encodings, strict=True):
             holders[key] = sets.setdefault((holders.get(key, 0), number), len(sets) + 1)
             if encodings.setdefault(key, encoding) != encoding:
-                alone[key] = -len(alone) - 1
+                disagreeing[key] = -len(disagreeing) - 1
     numbers: dict[int, int] = {}
-    order: dict[str, int] = {}  # the part's number, and then the field's
-    for place, (key, found) in enumerate(holders.items()):
-        part = numbers.setdefault(alone.get(key, found), len(numbers))
-        order[key] = part * len(holders) + place
-    for side, rank, alike in held:
-        index = sorted(range(len(alike.keys)), key=lambda i: order[alike.keys[i]])
-        for _, some in groupby(index, key=lambda i: order[alike.keys[i]] // len(holders)):
-            yield side, rank, alike.at(list(some))
+    order: dict[str, int] = {}  # sorts by the new set, then by the first appearance of the field
+    for place, (key, holder_set) in enumerate(holders.items()):
+        new_set = numbers.setdefault(disagreeing.get(key, holder_set), len(numbers))
+        order[key] = new_set * len(holders) + place
+    for engine, rank, field_set in parts:
+        keys = field_set.keys
+        indices = sorted(range(len(keys)), key=lambda i: order[keys[i]])
+        for _, group in groupby(indices, key=lambda i: order[keys[i]] // len(holders)):
+            yield engine, rank, field_set.select(list(group))
 
 
-def coverage(key: str, local: EngineHoldings, remote: EngineHoldings) -> list[list[Piece]]:
-    """Per local holding of a tensor, what it reads from which remote holding.
+def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> list[list[Piece]]:
+    """Return, per local holding of a tensor, what it reads from which remote holding.
 
     Raises:
-        PlanError: the holdings do not describe one tensor, or one side holds what the other lacks.
+        PlanError: the holdings do not describe one tensor, or one engine holds what the other
+            lacks.
     """
-    _agree(key, local, remote)
+    _check_equal(key, local, remote)
     pieces = _read(key, local, remote)
-    _read(key, remote, local)  # nobody does: it finds what only the remote side holds
+    _read(key, remote, local)  # is not carried out: it finds what only the remote engine holds
     return pieces
 
 
 def _read(key: str, reader: EngineHoldings, holder: EngineHoldings) -> list[list[Piece]]:
-    """What one side's holdings would read from the other's."""
+    """Return, per holding of one engine, what it would read from the other."""
     turns: dict[int, list[tuple[int, Holding]]] = {}
-    for index, theirs in enumerate(holder.holdings[key]):
-        turns.setdefault(holder.context(theirs).rank, []).append((index, theirs))
+    for index, holding in enumerate(holder.holdings[key]):
+        turns.setdefault(holder.context(holding).rank, []).append((index, holding))
     count = len(reader.holdings[key])
     return [list(_pieces(key, position, reader, holder, turns)) for position in range(count)]
 
 
-def _agree(key: str, local: EngineHoldings, remote: EngineHoldings) -> None:
+def _check_equal(key: str, local: EngineHoldings, remote: EngineHoldings) -> None:
     first = local.holdings[key][0]
-    for side in (local, remote):
-        side.effort.spend(HOLDING_STEPS * len(side.holdings[key]), f"field {key!r}")
-        lead = side.holdings[key][0]
-        for holding in side.holdings[key]:
-            here, there = f"local rank {first.rank}", f"{side.name} rank {holding.rank}"
-            _equal(key, here, local.facts(first), there, side.facts(holding))
-            here = f"{side.name} rank {lead.rank}"
-            _equal(key, here, side.turns(lead), there, side.turns(holding))
+    for engine in (local, remote):
+        engine.budget.spend(HOLDING_STEPS * len(engine.holdings[key]), f"field {key!r}")
+        lead = engine.holdings[key][0]
+        for holding in engine.holdings[key]:
+            here, there = f"local rank {first.rank}", f"{engine.name} rank {holding.rank}"
+            _compare(key, here, local.tensor_facts(first), there, engine.tensor_facts(holding))
+            here = f"{engine.name} rank {lead.rank}"
+            _compare(key, here, engine.context_facts(lead), there, engine.context_facts(holding))
 
 
-def _equal(
+def _compare(
     key: str, here: str, one: dict[str, object], there: str, other: dict[str, object]
 ) -> None:
     for name in {**one, **other}:
@@ -228,67 +246,74 @@ def _pieces(
     holder: EngineHoldings,
     turns: Mapping[int, list[tuple[int, Holding]]],
 ) -> Iterator[Piece]:
-    """What one holding reads: its range, once for every share of its tokens on the other side.
+    """Yield what one holding reads: its range, once per share of its tokens on the other engine.
 
-    ``turns`` are the other side's holdings with their positions, by whose turn their tokens are.
+    Args:
+        key: of the tensor.
+        position: index of the holding that reads.
+        reader: the engine that reads.
+        holder: the engine that is read.
+        turns: the holder's holdings with their indices, by context-parallel rank.
     """
-    mine = reader.holdings[key][position]
-    context = reader.context(mine)
+    wanted = reader.holdings[key][position]
+    context = reader.context(wanted)
     lead = holder.context(holder.holdings[key][0])
     for turn in range(lead.size):
-        reader.effort.spend(2 * LOOP_STEPS, f"field {key!r} on many context ranks")
+        reader.budget.spend(2 * LOOP_STEPS, f"field {key!r} on many context ranks")
         share = ContextParallel(size=lead.size, rank=turn, interleave=lead.interleave)
         if not share_tokens(context, share):
             continue
         holders = turns.get(turn, [])
-        prefer = position * len(holders) // len(reader.holdings[key])
-        yield from _covered(key, reader, holder, mine, share, holders[prefer:] + holders[:prefer])
+        # Replicas share the load: begin at the holder with the reader's own relative position.
+        begin = position * len(holders) // len(reader.holdings[key])
+        yield from _covered(key, reader, holder, wanted, share, holders[begin:] + holders[:begin])
 
 
 def _covered(
     key: str,
     reader: EngineHoldings,
     holder: EngineHoldings,
-    mine: Holding,
+    wanted: Holding,
     share: ContextParallel,
     holders: list[tuple[int, Holding]],
 ) -> Iterator[Piece]:
-    """The range of a holding, piece by piece, from the first holder that has the next index."""
+    """Yield the range of a holding piece by piece, each from the first holder of its next index."""
     names = reader.name, holder.name
-    cursor, stop = mine.shard
+    cursor, stop = wanted.shard
     while cursor < stop:
-        reader.effort.spend(4 * LOOP_STEPS + len(holders), f"field {key!r} on many ranks")
-        found = next(((i, h) for i, h in holders if h.shard[0] <= cursor < h.shard[1]), None)
-        if found is None:
-            raise _gap(key, names, mine, cursor, share, [h for _, h in holders])
-        holding, theirs = found
-        if mine.packing and (theirs.shard, theirs.unit) != (mine.shard, mine.unit):
+        reader.budget.spend(4 * LOOP_STEPS + len(holders), f"field {key!r} on many ranks")
+        match = next(((i, h) for i, h in holders if h.shard[0] <= cursor < h.shard[1]), None)
+        if match is None:
+            raise _gap(key, names, wanted, cursor, share, [h for _, h in holders])
+        index, held = match
+        if wanted.packing and (held.shard, held.unit) != (wanted.shard, wanted.unit):
             raise PlanError(
-                f"field {key!r} is packed as {mine.packing!r} and only moves whole, but "
-                f"{names[0]} rank {mine.rank} holds {_range(mine.shard)} in {mine.unit} bytes and "
-                f"{names[1]} rank {theirs.rank} {_range(theirs.shard)} in {theirs.unit}: use equal "
-                "parallelism"
+                f"field {key!r} is packed as {wanted.packing!r} and only moves whole, but "
+                f"{names[0]} rank {wanted.rank} holds {_range(wanted.shard)} in {wanted.unit} "
+                f"bytes and {names[1]} rank {held.rank} {_range(held.shard)} in {held.unit}: use "
+                "equal parallelism"
             )
-        end = min(stop, theirs.shard[1])
-        yield Piece(holding, (cursor, end))
+        end = min(stop, held.shard[1])
+        yield Piece(index, (cursor, end))
         cursor = end
 
 
 def _gap(
     key: str,
     names: tuple[str, str],
-    mine: Holding,
+    wanted: Holding,
     cursor: int,
     share: ContextParallel,
     holders: list[Holding],
 ) -> PlanError:
     starts = [h.shard[0] for h in holders if h.shard[0] > cursor]
-    missing = cursor, min([mine.shard[1], *starts])
+    missing = cursor, min([wanted.shard[1], *starts])
     of = f" of context rank {share.rank} of {share.size}" if share.size > 1 else ""
     here, there = names
     return PlanError(
-        f"field {key!r}: {here} rank {mine.rank} holds {_range(mine.shard)}, and no {there} rank "
-        f"has {_range(missing)}{of}; {there} ranks that hold a part{of}: {_held(holders) or 'none'}"
+        f"field {key!r}: {here} rank {wanted.rank} holds {_range(wanted.shard)}, and no {there} "
+        f"rank has {_range(missing)}{of}; {there} ranks that hold a part{of}: "
+        f"{_held(holders) or 'none'}"
     )
 
 

@@ -1,8 +1,9 @@
-"""Who reads which bytes from whom: the plan, a pure function of both engines' layouts.
+"""The plan of one rank: which bytes it reads from which remote ranks.
 
-Nothing here knows a model or a kind of parallelism: ranks hold parts of tensors, and a rank reads
-what it holds from remote ranks that hold the same. Every rank computes the same assignment for all
-local ranks, so each knows how many readers a remote rank has without asking.
+A plan is a pure function of both engines' layouts. It names no model and no kind of parallelism:
+ranks hold parts of tensors, and a rank reads what it holds from remote ranks that hold the same.
+Every rank computes the same assignment for all local ranks, so each knows without asking how many
+ranks read from a remote rank.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Group, GroupKind, Layout
 from kvferry.core.layout.fields import FieldSet
-from kvferry.core.planner.coverage import EngineHoldings, coverage, sides
-from kvferry.core.planner.strips import Overlap, Overlaps, StripBatch, batches
+from kvferry.core.planner.coverage import EngineHoldings, assign_pieces, engine_holdings
+from kvferry.core.planner.strips import Overlap, Overlaps, StripBatch, find_strips
 from kvferry.core.planner.token_blocks import Pairing
 from kvferry.core.work_budget import WorkBudget
 
 MAX_WINDOWS = 256
-"""So many windows into pages keep their strips: a large page can be cut at thousands of places."""
+"""How many windows into pages keep their strips: a large page can be cut at thousands of places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
-    """All fields of one local and one remote group that meet.
+    """All fields of one local and one remote group that overlap.
 
     Attributes:
         local_group: index of the local group.
@@ -33,7 +34,7 @@ class Match:
         pairing: how the tokens of the two groups go together.
         local_pages: local page ids are below this.
         remote_pages: remote page ids are below this.
-        parts: the fields, those that are alike together.
+        parts: the overlapping fields, those of one kind together.
         batches: their strips, for the pairing's largest sub-blocks.
     """
 
@@ -47,7 +48,7 @@ class Match:
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
-        """The fields, one by one."""
+        """The overlapping fields one by one."""
         return tuple(overlap for part in self.parts for overlap in part)
 
 
@@ -73,9 +74,9 @@ class LocalGroup:
     """What one local rank has of a local group.
 
     Attributes:
-        fields: those that are alike together, by whether they are read: False for the draft layers
-            that only this engine has.
-        pages: page ids are below this; 0 where it has no field.
+        fields: the fields, by whether they are read. Those of draft layers that only this engine
+            has are not.
+        pages: page ids are below this; 0 where the rank has no field of the group.
         entry: a number of tokens that is whole entries in every field that is read.
     """
 
@@ -86,135 +87,143 @@ class LocalGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """What one local rank reads, and whom it tells. Its memory grows with layers, not with blocks.
+    """What one local rank reads, and which remote ranks it notifies.
+
+    Its memory grows with the number of layers, not with the number of blocks.
 
     Attributes:
         rank: index into the local layouts.
         sources: one per remote rank that this rank reads from, ascending.
-        readers: per remote rank, how many local ranks say "done" to it: those that read from it,
-            or 1 where nobody does and one tells it.
-        tells: the remote ranks that nobody reads and that this rank tells, ascending.
-        own: what this rank has of each local group.
-        steps: how much work it was, as ``effort`` counts it.
+        readers: per remote rank, how many local ranks notify it when they are done: those that read
+            from it, or 1 where no rank reads from it.
+        notified_ranks: the remote ranks that no local rank reads and that this rank notifies,
+            ascending.
+        local_groups: what this rank has of each local group.
+        steps: how much work it was, in steps of ``work_budget``.
     """
 
     rank: int
     sources: tuple[Source, ...]
     readers: tuple[int, ...]
-    tells: tuple[int, ...]
-    own: tuple[LocalGroup, ...]
+    notified_ranks: tuple[int, ...]
+    local_groups: tuple[LocalGroup, ...]
     steps: int = 0
     _windows: dict[object, tuple[StripBatch, ...]] = field(default_factory=dict, repr=False)
 
-    def blanks(
+    def unread_strips(
         self, layout: Layout, group: int, window: tuple[int, int] | None, *, read: bool | None
     ) -> tuple[StripBatch, ...]:
-        """The strips of this rank's own pages of a group.
+        """Return strips of this rank's own pages, to zero what no read fills.
 
         Args:
-            layout: this rank's layout.
-            group: index of the group.
-            window: which tokens of each page, in whole entries; ``None`` for all.
-            read: of the fields that are read, or of those that are not; ``None`` for all.
+            layout: the layout of this rank.
+            group: index of the local group.
+            window: the tokens ``[start, stop)`` of each page, in whole entries; ``None`` for all.
+            read: True for the fields that are read, False for those that are not, ``None`` for all.
 
         Raises:
-            PlanError: they are too many.
+            PlanError: there are too many strips.
         """
         key = group, window, read
         if key not in self._windows:
             if len(self._windows) >= MAX_WINDOWS:
                 del self._windows[next(iter(self._windows))]
-            which = (True, False) if read is None else (read,)
-            own = [
-                Overlaps(local=some, remote=some, shard=some.first.shard_range)
-                for one in which
-                for some in self.own[group].fields[one]
+            kinds = (True, False) if read is None else (read,)
+            # A field overlaps with itself: its strips are its longest runs.
+            parts = [
+                Overlaps(local=fields, remote=fields, shard=fields.first.shard_range)
+                for kind in kinds
+                for fields in self.local_groups[group].fields[kind]
             ]
-            grain = max(layout.groups[group].block_tokens, 1)
-            self._windows[key] = batches(own, layout, layout, grain, window) if own else ()
+            page_tokens = max(layout.groups[group].block_tokens, 1)
+            self._windows[key] = (
+                find_strips(parts, layout, layout, page_tokens, window) if parts else ()
+            )
         return self._windows[key]
 
 
-def plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
-    """What local rank ``rank`` reads from the ranks of the other engine.
+def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
+    """Plan what local rank ``rank`` reads from the ranks of the other engine.
 
-    Where several remote ranks hold the same bytes, each local rank takes those at its own relative
-    position, so that replicas share the load. Draft layers that only one engine has are left out.
+    Where several remote ranks hold the same bytes, each local rank reads from the one at its own
+    relative position, so that replicas share the load. Draft layers that only one engine has are
+    left out.
 
     Args:
         local: the layouts of all ranks of this engine, by rank.
-        remote: the layouts of all ranks of the other one, by rank.
-        rank: which local rank the plan is for.
+        remote: the layouts of all ranks of the other engine, by rank.
+        rank: the local rank that the plan is for.
 
     Raises:
-        PlanError: the layouts cannot be matched; names the field, the range and the ranks. Or
-            that would take too long to find out.
+        PlanError: the layouts do not match; names the field, the range and the ranks. Or planning
+            would take too long.
     """
     if not 0 <= rank < len(local):
         raise PlanError(f"there is no local rank {rank}: there are {len(local)}")
-    effort = WorkBudget(PlanError, "planning what to read from the engine")
-    near, far = sides(local, remote, effort)
+    budget = WorkBudget(PlanError, "planning what to read from the engine")
+    near, far = engine_holdings(local, remote, budget)
     _check_drafts(near, far)
     if not far.drafts:
-        near.leave_out(near.drafts)
+        near.exclude(near.drafts)
     elif not near.drafts:
-        far.leave_out(far.drafts)
+        far.exclude(far.drafts)
     _check_keys(near, far)
     reads, overlaps = _assigned(near, far, rank)
     readers = [0] * len(remote)
     for _, source in reads:
         readers[source] += 1
     sources = tuple(
-        _source(local[rank], remote[source], source, overlaps[source], effort)
+        _source(local[rank], remote[source], source, overlaps[source], budget)
         for source in sorted(overlaps)
     )
     return Plan(
         rank=rank,
         sources=sources,
         readers=tuple(max(count, 1) for count in readers),
-        tells=tuple(
+        notified_ranks=tuple(
             source
             for source, count in enumerate(readers)
             if count == 0 and source * len(local) // len(remote) == rank
         ),
-        own=_own(near, rank),
-        steps=effort.steps,
+        local_groups=_local_groups(near, rank),
+        steps=budget.steps,
     )
 
 
-def _own(side: EngineHoldings, rank: int) -> tuple[LocalGroup, ...]:
-    layout = side.layouts[rank]
+def _local_groups(engine: EngineHoldings, rank: int) -> tuple[LocalGroup, ...]:
+    layout = engine.layouts[rank]
     fields: list[dict[bool, list[FieldSet]]] = [{True: [], False: []} for _ in layout.groups]
-    for key, held in side.fields.items():
-        if rank in held:
-            fields[held[rank].first.group][key in side.holdings].append(held[rank])
+    for key, by_rank in engine.fields.items():
+        if rank in by_rank:
+            is_read = key in engine.holdings
+            fields[by_rank[rank].first.group][is_read].append(by_rank[rank])
     return tuple(
         LocalGroup(
-            fields={read: tuple(some) for read, some in found.items()},
+            fields={is_read: tuple(sets) for is_read, sets in by_read.items()},
             pages=layout.pages(group),
-            entry=_entry(layout.groups[group], found[True]),
+            entry=_entry_tokens(layout.groups[group], by_read[True]),
         )
-        for group, found in enumerate(fields)
+        for group, by_read in enumerate(fields)
     )
 
 
-def _entry(group: Group, fields: Iterable[FieldSet]) -> int:
-    paged = group.kind is GroupKind.PAGED
-    return math.lcm(*{some.first.tokens_per_state for some in fields}) if paged else 1
+def _entry_tokens(group: Group, fields: Iterable[FieldSet]) -> int:
+    is_paged = group.kind is GroupKind.PAGED
+    return math.lcm(*{each.first.tokens_per_state for each in fields}) if is_paged else 1
 
 
 def _check_drafts(local: EngineHoldings, remote: EngineHoldings) -> None:
-    """Whether a field is of draft layers is the same wherever it is held."""
+    """Refuse a field that belongs to draft layers on one rank and not on another."""
     for key in sorted(local.drafts | remote.drafts):
-        said = {
-            some.first.draft: f"{side.name} rank {rank}"
-            for side in (remote, local)
-            for rank, some in side.fields.get(key, {}).items()
+        holders = {
+            field_set.first.draft: f"{engine.name} rank {rank}"
+            for engine in (remote, local)
+            for rank, field_set in engine.fields.get(key, {}).items()
         }
-        if False in said:
+        if False in holders:
             raise PlanError(
-                f"field {key!r} is of draft layers on {said[True]} and not on {said[False]}: run "
-                "the same draft model on both engines, or none on one"
+                f"field {key!r} is of draft layers on {holders[True]} and not on {holders[False]}: "
+                "run the same draft model on both engines, or none on one"
             )
 
 
@@ -234,11 +243,11 @@ def _check_keys(local: EngineHoldings, remote: EngineHoldings) -> None:
 def _assigned(
     local: EngineHoldings, remote: EngineHoldings, rank: int
 ) -> tuple[set[tuple[int, int]], dict[int, list[Overlaps]]]:
-    """Every (reader, read) pair of ranks, and by rank what ``rank`` reads."""
+    """Return every (reader, read) pair of ranks, and what ``rank`` reads by remote rank."""
     reads: set[tuple[int, int]] = set()
     overlaps: dict[int, list[Overlaps]] = {}
-    for key, mine in local.holdings.items():
-        for holding, pieces in zip(mine, coverage(key, local, remote), strict=True):
+    for key, holdings in local.holdings.items():
+        for holding, pieces in zip(holdings, assign_pieces(key, local, remote), strict=True):
             for index, shard in pieces:
                 source = remote.holdings[key][index].rank
                 reads.add((holding.rank, source))
@@ -250,7 +259,7 @@ def _assigned(
 
 
 def _source(
-    local: Layout, remote: Layout, rank: int, overlaps: list[Overlaps], effort: WorkBudget
+    local: Layout, remote: Layout, rank: int, overlaps: list[Overlaps], budget: WorkBudget
 ) -> Source:
     by_groups: dict[tuple[int, int], list[Overlaps]] = {}
     for part in overlaps:
@@ -261,19 +270,15 @@ def _source(
         local_layout=local,
         remote_layout=remote,
         matches=tuple(
-            _match(local, remote, *groups, found, effort) for groups, found in by_groups.items()
+            _match(local, remote, *groups, parts, budget) for groups, parts in by_groups.items()
         ),
     )
 
 
 def _match(
-    local: Layout, remote: Layout, near: int, far: int, parts: list[Overlaps], effort: WorkBudget
+    local: Layout, remote: Layout, near: int, far: int, parts: list[Overlaps], budget: WorkBudget
 ) -> Match:
-    pairing = Pairing(
-        index=near,
-        local=local.groups[near],
-        remote=remote.groups[far],
-    )
+    pairing = Pairing(index=near, local=local.groups[near], remote=remote.groups[far])
     return Match(
         local_group=near,
         remote_group=far,
@@ -281,5 +286,5 @@ def _match(
         local_pages=min(part.local.first.pages for part in parts),
         remote_pages=min(part.remote.first.pages for part in parts),
         parts=tuple(parts),
-        batches=batches(parts, local, remote, pairing.grain, effort=effort),
+        batches=find_strips(parts, local, remote, pairing.granularity, budget=budget),
     )

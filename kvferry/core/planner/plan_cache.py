@@ -1,7 +1,8 @@
-"""Plans that are known already, but for where a peer's memory lies.
+"""Reuse plans for engines that differ only in where their memory lies.
 
-The engines of a deployment publish the same fields, each at its own addresses. So what was planned
-for one holds for the next, moved: that costs its regions and not its fields (ADR 17).
+The engines of a deployment publish the same fields, each at its own addresses. So a plan that was
+made for one is moved to the addresses of the next, which costs time per region and not per field
+(ADR 17).
 """
 
 from __future__ import annotations
@@ -12,83 +13,87 @@ from dataclasses import replace
 from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
-from kvferry.core.planner.plan import Match, Plan, Source, plan
+from kvferry.core.planner.plan import Match, Plan, Source, make_plan
 from kvferry.core.planner.strips import StripBatch
 from kvferry.core.work_budget import MAX_STEPS
 
 MAX_PLANS = 64
-"""Of so many shapes of engines, those that were met last."""
+"""How many plans are kept: those used last."""
 MAX_PLAN_STEPS = MAX_STEPS // 10
-"""None that were more work, and so are larger."""
+"""Plans that were more work, and so are larger, are not kept."""
 MAX_ALL_PLAN_STEPS = 2 * MAX_PLAN_STEPS
-"""Nor so many that they were more work together: such plans and their layouts take some 20 MB."""
+"""How much work all kept plans were together; such plans and their layouts take some 20 MB."""
 
 
 class PlanCache:
-    """The plans of one local rank. From any thread.
+    """Make the plans of one local rank, and keep those used last. Safe to use from any thread.
 
     Args:
         local: the layouts of all ranks of this engine, by rank.
-        rank: which of them the plans are for.
+        rank: the local rank that the plans are for.
     """
 
     def __init__(self, local: Sequence[Layout], rank: int) -> None:
         self._local = tuple(local)
         self._rank = rank
-        self._known: LRUCache[tuple[tuple[Layout, ...], Plan]] = LRUCache(
+        self._plans: LRUCache[tuple[tuple[Layout, ...], Plan]] = LRUCache(
             MAX_PLANS, MAX_ALL_PLAN_STEPS
         )
 
     def plan(self, remote: Sequence[Layout]) -> Plan:
-        """As ``topology.plan``, which is asked once for each shape of engine.
+        """Return what ``make_plan`` returns, which is called once for each shape of engine.
 
         Raises:
-            PlanError: the layouts cannot be matched.
+            PlanError: the layouts do not match.
         """
+        # Decoded layouts of equal content share their groups and fields (see ``messages``).
         shape = tuple((id(layout.groups), id(layout.fields)) for layout in remote)
-        known = self._known.find(shape)
-        if known is not None and all(map(_like, known[0], remote)):
-            return moved(known[1], remote)
-        made = plan(self._local, remote, self._rank)
-        steps = made.steps + sum(layout.steps for layout in remote)
+        entry = self._plans.get(shape)
+        if entry is not None and all(map(_differs_in_addresses_only, entry[0], remote)):
+            return with_remote_layouts(entry[1], remote)
+        plan = make_plan(self._local, remote, self._rank)
+        steps = plan.steps + sum(layout.steps for layout in remote)
         if steps <= MAX_PLAN_STEPS:
-            # With the layouts, which keep those ids from becoming another's.
-            self._known.keep(shape, (tuple(remote), made), steps)
-        return made
+            # The entry keeps the layouts alive, so that no other object can get one of these ids.
+            self._plans.put(shape, (tuple(remote), plan), steps)
+        return plan
 
 
-def _like(known: Layout, other: Layout) -> bool:
-    """Whether they differ in nothing but where their regions are, and a region says which it is."""
+def _differs_in_addresses_only(one: Layout, other: Layout) -> bool:
+    """Return whether two layouts share fields and groups, and each region can be told apart."""
     return (
-        known.fields is other.fields
-        and known.groups is other.groups
-        and len(known.regions) == len(other.regions) == len(set(known.regions))
+        one.fields is other.fields
+        and one.groups is other.groups
+        and len(one.regions) == len(other.regions) == len(set(one.regions))
     )
 
 
-def moved(known: Plan, remote: Sequence[Layout]) -> Plan:
-    """The plan for engines with layouts that differ from its own in where their regions are."""
-    return replace(
-        known, sources=tuple(_source(each, remote[each.remote]) for each in known.sources)
-    )
+def with_remote_layouts(plan: Plan, remote: Sequence[Layout]) -> Plan:
+    """Return a plan for engines whose layouts differ from its own only in addresses.
+
+    Args:
+        plan: is not changed.
+        remote: the layouts of the other engine, by rank.
+    """
+    return replace(plan, sources=tuple(_source(each, remote[each.remote]) for each in plan.sources))
 
 
-def _source(known: Source, layout: Layout) -> Source:
-    regions = dict(zip(known.remote_layout.regions, layout.regions, strict=True))
-    matches = tuple(_match(each, regions) for each in known.matches)
-    return replace(known, remote_layout=layout, matches=matches)
+def _source(source: Source, layout: Layout) -> Source:
+    regions = dict(zip(source.remote_layout.regions, layout.regions, strict=True))
+    matches = tuple(_match(each, regions) for each in source.matches)
+    return replace(source, remote_layout=layout, matches=matches)
 
 
-def _match(known: Match, regions: dict[Region, Region]) -> Match:
-    return replace(known, batches=tuple(_batch(each, regions) for each in known.batches))
+def _match(match: Match, regions: dict[Region, Region]) -> Match:
+    return replace(match, batches=tuple(_batch(each, regions) for each in match.batches))
 
 
-def _batch(known: StripBatch, regions: dict[Region, Region]) -> StripBatch:
-    remote, start = known.remote.copy(), 0
+def _batch(batch: StripBatch, regions: dict[Region, Region]) -> StripBatch:
+    remote, start = batch.remote.copy(), 0
     cuts = []
-    for stop, local, old in known.cuts:
+    for stop, local, old in batch.cuts:
         new = regions[old]
         remote[start:stop] += new.address - old.address
         cuts.append((stop, local, new))
         start = stop
-    return replace(known, remote=remote, cuts=tuple(cuts))
+    return replace(batch, remote=remote, cuts=tuple(cuts))

@@ -1,8 +1,8 @@
-"""The arithmetic of axes: windows into them, and the digits that two of them have in common.
+"""Arithmetic of axes: windows into one, and the dims that two of them have in common.
 
-An axis is a mixed-radix number: digits of (count, stride), coarse to fine. Two axes that hold the
-same entries can be walked together where the digits of one refine those of the other; where they
-cannot (3 x 4 against 4 x 3), the entries are enumerated.
+An axis is a mixed-radix number whose digits are dims of (extent, stride), coarse to fine. Two axes
+that hold the same entries can be walked together where the dims of one refine those of the other;
+where they do not (3 x 4 against 4 x 3), the entries are enumerated.
 """
 
 from __future__ import annotations
@@ -12,137 +12,162 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.core.layout import Axis
+from kvferry.core.layout.fields import Dims
 from kvferry.core.memory import I64Array
 
-Digits = tuple[tuple[int, int], ...]
-"""(count, stride in bytes), coarse to fine, normalised: no count of 1, nothing left to merge."""
-
-Joint = tuple[tuple[int, int, int], ...]
-"""(count, local stride, remote stride), in any order."""
+JointDims = tuple[tuple[int, int, int], ...]
+"""(extent, local stride, remote stride) of dims that both sides have, in any order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StrideWalk:
-    """Entries of two axes, side by side: every offset with every combination of the digits.
+    """Entries of two axes side by side: every start, repeated along the dims.
 
     Attributes:
-        local: (n,) int64, bytes from the first local entry of the axis.
-        remote: (n,) int64, likewise.
-        digits: the steps from there.
+        local: (n,) int64, bytes from the first local entry of the axis to each start.
+        remote: (n,) int64, the same on the remote side.
+        dims: the dims that every start is repeated along.
     """
 
     local: I64Array
     remote: I64Array
-    digits: Joint
+    dims: JointDims
 
 
-def digits_of(axis: Axis) -> Digits:
-    """An axis of a layout, normalised."""
-    return normalised(tuple((digit.count, digit.stride) for digit in axis))
+def axis_dims(axis: Axis) -> Dims:
+    """Return the dims of a layout's axis, merged."""
+    return merge_dims(tuple((dim.extent, dim.stride) for dim in axis))
 
 
-def normalised(digits: Digits) -> Digits:
-    """The same entries with as few digits as possible."""
+def merge_dims(dims: Dims) -> Dims:
+    """Return the same entries with as few dims as possible.
+
+    Args:
+        dims: coarse to fine.
+
+    Returns:
+        Coarse to fine; none has the extent 1, and no two neighbours could be one.
+    """
     merged: list[tuple[int, int]] = []
-    for count, stride in digits:
-        if count == 1:
+    for extent, stride in dims:
+        if extent == 1:
             continue
-        if merged and merged[-1][1] == count * stride:
-            count *= merged.pop()[0]
-        merged.append((count, stride))
+        if merged and merged[-1][1] == extent * stride:
+            extent *= merged.pop()[0]
+        merged.append((extent, stride))
     return tuple(merged)
 
 
-def offsets(digits: Digits, index: I64Array) -> I64Array:
-    """Where the entries with these indices lie, in bytes from the first."""
-    if len(digits) == 1:
-        return index * digits[0][1]
-    total = np.zeros(len(index), dtype=np.int64)
-    for count, stride in reversed(digits):
-        total += index % count * stride
-        index = index // count
-    return total
+def entry_offsets(dims: Dims, index: I64Array) -> I64Array:
+    """Return where entries of an axis lie.
+
+    Args:
+        dims: of the axis, merged.
+        index: (n,) int64, index of each entry.
+
+    Returns:
+        (n,) int64, bytes from entry 0.
+    """
+    if len(dims) == 1:
+        return index * dims[0][1]
+    offsets = np.zeros(len(index), dtype=np.int64)
+    for extent, stride in reversed(dims):
+        offsets += index % extent * stride
+        index = index // extent
+    return offsets
 
 
-def coarse(digits: Digits, entries: int) -> Digits:
-    """The axis of runs of ``entries`` entries, for a number that ``even`` approved."""
+def coarsen(dims: Dims, entries: int) -> Dims:
+    """Return the dims of the axis whose entries are runs of ``entries`` entries.
+
+    Args:
+        dims: of the axis, merged.
+        entries: a number that ``uniform_run`` returned for the axis.
+    """
     kept: list[tuple[int, int]] = []
-    for count, stride in reversed(digits):
-        if entries >= count:
-            entries //= count
+    for extent, stride in reversed(dims):
+        if entries >= extent:
+            entries //= extent
         else:
-            kept.append((count // entries, stride * entries))
+            kept.append((extent // entries, stride * entries))
             entries = 1
-    return normalised(tuple(reversed(kept)))
+    return merge_dims(tuple(reversed(kept)))
 
 
-def even(digits: Digits, entries: int) -> int:
-    """The largest divisor of ``entries`` whose runs look alike wherever on the axis they start."""
+def uniform_run(dims: Dims, entries: int) -> int:
+    """Return the largest divisor of ``entries`` whose runs look alike all along the axis."""
     product = 1
-    for count, _ in reversed(digits):
-        product *= count
+    for extent, _ in reversed(dims):
+        product *= extent
         if entries % product and product % entries:
-            return even(digits, int(np.gcd(entries, product)))
+            return uniform_run(dims, int(np.gcd(entries, product)))
     return entries
 
 
-def walk(
-    local: Digits, remote: Digits, starts: tuple[int, int], count: int, limit: int
+def walk_together(
+    local: Dims, remote: Dims, starts: tuple[int, int], entries: int, limit: int
 ) -> StrideWalk:
-    """The ``count`` entries from the two ``starts`` on, side by side.
+    """Walk the same entries of two axes.
+
+    Args:
+        local: dims of the local axis, merged.
+        remote: dims of the remote axis, merged.
+        starts: index of the first entry on the local and on the remote axis.
+        entries: how many to walk.
+        limit: how many may be enumerated where the axes have no dims in common.
 
     Raises:
-        OverflowError: the axes have no digits in common and ``count`` is above ``limit``.
+        OverflowError: the axes have no dims in common and ``entries`` is above ``limit``.
     """
-    near = _window(local, starts[0], count)
-    far = _window(remote, starts[1], count)
-    joint = _refined(near[1], far[1]) if near and far else None
+    near = _window(local, starts[0], entries)
+    far = _window(remote, starts[1], entries)
+    joint = _common_dims(near[1], far[1]) if near and far else None
     if near and far and joint is not None:
-        return StrideWalk(local=_one(near[0]), remote=_one(far[0]), digits=joint)
-    if count > limit:
+        return StrideWalk(local=_single(near[0]), remote=_single(far[0]), dims=joint)
+    if entries > limit:
         raise OverflowError
-    index = np.arange(count, dtype=np.int64)
+    index = np.arange(entries, dtype=np.int64)
     return StrideWalk(
-        local=offsets(local, index + starts[0]),
-        remote=offsets(remote, index + starts[1]),
-        digits=(),
+        local=entry_offsets(local, index + starts[0]),
+        remote=entry_offsets(remote, index + starts[1]),
+        dims=(),
     )
 
 
-def _one(offset: int) -> I64Array:
+def _single(offset: int) -> I64Array:
     return np.array([offset], dtype=np.int64)
 
 
-def _window(digits: Digits, start: int, count: int) -> tuple[int, Digits] | None:
-    """Offset and digits of ``count`` entries from ``start`` on; ``None`` if they are no box."""
+def _window(dims: Dims, start: int, entries: int) -> tuple[int, Dims] | None:
+    """Return offset and dims of the entries from ``start`` on; ``None`` if they are no box."""
     offset = 0
     kept: list[tuple[int, int]] = []
-    for size, stride in reversed(digits):
-        start, within = divmod(start, size)
-        if within + count <= size:
-            kept.append((count, stride))
+    for extent, stride in reversed(dims):
+        start, within = divmod(start, extent)
+        if within + entries <= extent:
+            kept.append((entries, stride))
             offset += within * stride
-            count = 1
-        elif within or count % size:
+            entries = 1
+        elif within or entries % extent:
             return None
         else:
-            kept.append((size, stride))
-            count //= size
-    return offset, tuple(digit for digit in reversed(kept) if digit[0] > 1)
+            kept.append((extent, stride))
+            entries //= extent
+    return offset, tuple(dim for dim in reversed(kept) if dim[0] > 1)
 
 
-def _refined(local: Digits, remote: Digits) -> Joint | None:
-    """The coarsest digits that both axes can be walked with, or ``None``."""
+def _common_dims(local: Dims, remote: Dims) -> JointDims | None:
+    """Return the coarsest dims that both axes can be walked with, or ``None``."""
     near, far = list(local), list(remote)
     joint: list[tuple[int, int, int]] = []
     while near and far:
-        (near_count, near_stride), (far_count, far_stride) = near.pop(), far.pop()
-        count = min(near_count, far_count)
-        if near_count % count or far_count % count:
+        (near_extent, near_stride), (far_extent, far_stride) = near.pop(), far.pop()
+        extent = min(near_extent, far_extent)
+        if near_extent % extent or far_extent % extent:
             return None
-        joint.append((count, near_stride, far_stride))
-        if near_count > count:
-            near.append((near_count // count, near_stride * count))
-        if far_count > count:
-            far.append((far_count // count, far_stride * count))
+        joint.append((extent, near_stride, far_stride))
+        if near_extent > extent:
+            near.append((near_extent // extent, near_stride * extent))
+        if far_extent > extent:
+            far.append((far_extent // extent, far_stride * extent))
     return tuple(joint)

@@ -1,8 +1,8 @@
-"""From fields that overlap to strips: the longest runs that move as one, sub-block by sub-block.
+"""Find strips: the longest runs of bytes that two overlapping fields move as one.
 
 What two fields share of one sub-block is walked along three axes at once: its tokens, the shard
-axis and the bytes of an entry. Fields that differ only in where they start have one shape, so that
-this is done once for a model of many layers.
+axis and the bytes of an entry. Fields that differ only in where they start have one shape, so this
+is done once for a model of many layers.
 """
 
 from __future__ import annotations
@@ -15,40 +15,52 @@ import numpy as np
 
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import Field, Layout
-from kvferry.core.layout.fields import FieldSet
+from kvferry.core.layout.fields import Dims, FieldSet
 from kvferry.core.memory import I64Array, Region
 from kvferry.core.planner.coalesce import (
     Boxes,
     CoalescedRuns,
-    absorbed,
-    concatenated,
-    count,
-    joined,
-    sums,
-    unfolded,
+    absorb_dims,
+    concatenate,
+    count_runs,
+    merge_boxes,
+    outer_sums,
+    unfold,
 )
 from kvferry.core.planner.strides import (
-    Digits,
-    Joint,
+    JointDims,
     StrideWalk,
-    coarse,
-    digits_of,
-    even,
-    normalised,
-    walk,
+    axis_dims,
+    coarsen,
+    merge_dims,
+    uniform_run,
+    walk_together,
 )
-from kvferry.core.work_budget import LOOP_STEPS, MAX_STEPS, WorkBudget
+from kvferry.core.work_budget import (
+    BATCH_STEPS,
+    LOOP_STEPS,
+    MAX_STEPS,
+    SELECTED_RUNS_PER_STEP,
+    SHAPE_STEPS,
+    STRIP_STEPS,
+    WorkBudget,
+)
 
-SHAPE_STEPS, STRIP_STEPS, BATCH_STEPS = 500, 5, 1000
-"""Of a shape, of a strip, and of strips that are kept together: every request goes through them."""
 MAX_STRIPS = MAX_STEPS // STRIP_STEPS
-"""Above this many strips in one sub-block two layouts are refused: nobody could read them."""
+"""Two layouts with more strips than this in one sub-block are refused: no request could read
+them."""
 WHERE = "fields that lie differently on both sides"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """The part of a tensor, by global range ``shard``, that is read from one field into another."""
+    """The part of a tensor that is read from a remote field into a local one.
+
+    Attributes:
+        local: the field that is filled.
+        remote: the field that is read.
+        shard: global range ``[start, stop)`` of the shard axis.
+    """
 
     local: Field
     remote: Field
@@ -57,8 +69,13 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlaps:
-    """Overlaps of fields that are alike, the local ones among each other and the remote ones: they
-    differ in where they start. At least one."""
+    """Overlaps of n local fields of one kind with n remote fields of one kind, at least one.
+
+    Attributes:
+        local: the fields that are filled.
+        remote: the fields that are read, in the same order.
+        shard: global range ``[start, stop)`` of the shard axis, of all of them.
+    """
 
     local: FieldSet
     remote: FieldSet
@@ -73,45 +90,51 @@ class Overlaps:
 
     @property
     def first(self) -> Overlap:
-        """One that stands for all."""
+        """The first overlap, which stands for all in everything but where it starts."""
         return Overlap(local=self.local.first, remote=self.remote.first, shard=self.shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strides:
-    """How far a place in a page is from the same place of page 0 and of its first sub-block.
+    """Distances on one side.
 
     Attributes:
         page: bytes from one page to the next.
-        within: digits from one sub-block of a page to the next.
+        within: dims from one sub-block of a page to the next.
     """
 
     page: int
-    within: Digits
+    within: Dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStrides:
-    """What strips have in common that go through the sub-blocks of a request together."""
+    """How strips go from sub-block to sub-block of a request.
 
-    grain: int
+    Attributes:
+        granularity: tokens of a sub-block.
+        local: distances in local memory.
+        remote: distances in remote memory.
+    """
+
+    granularity: int
     local: Strides
     remote: Strides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StripBatch:
-    """Strips of one length and one motion, ordered by region pair and local address.
+    """Strips of one length and with the same strides, ordered by region pair and local address.
 
     Attributes:
-        motion: how they go through the sub-blocks.
+        strides: how they go through the sub-blocks.
         nbytes: length of each in one sub-block.
         local: (n,) int64, local address in page 0, sub-block 0.
         remote: (n,) int64, remote address there.
         cuts: (stop, local region, remote region) of every stretch of strips in one region pair.
     """
 
-    motion: BlockStrides
+    strides: BlockStrides
     nbytes: int
     local: I64Array
     remote: I64Array
@@ -120,60 +143,77 @@ class StripBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shape:
-    """What the fields of a model repeat layer after layer: everything but where they start."""
+    """Everything about an overlap but where its fields start; equal in every layer of a model.
 
-    motion: BlockStrides
+    Attributes:
+        strides: how it goes through the sub-blocks.
+        local: (n,) int64, bytes from the start of the local field to each box.
+        remote: (n,) int64, likewise.
+        nbytes: length of the run that every box repeats.
+        dims: the dims that it is repeated along.
+    """
+
+    strides: BlockStrides
     local: I64Array
     remote: I64Array
     nbytes: int
-    digits: Joint
+    dims: JointDims
 
 
-def batches(
+def find_strips(
     parts: Sequence[Overlaps],
     local: Layout,
     remote: Layout,
-    grain: int,
+    granularity: int,
     window: tuple[int, int] | None = None,
     *,
-    effort: WorkBudget | None = None,
+    budget: WorkBudget | None = None,
 ) -> tuple[StripBatch, ...]:
-    """The strips of fields of one local and one remote group, per sub-block of ``grain`` tokens.
+    """Return the strips of fields of one local and one remote group.
 
-    With ``window``, of the tokens ``[start, stop)`` of each sub-block only; whole entries.
-    ``effort`` counts what it takes; by itself if it is ``None``.
+    Args:
+        parts: the fields that overlap, at least one.
+        local: the layout of the rank that reads.
+        remote: the layout of the rank that is read.
+        granularity: tokens of a sub-block.
+        window: the tokens ``[start, stop)`` of every sub-block to which the strips are limited, in
+            whole entries; ``None`` for all.
+        budget: is charged for the work; ``None`` for a budget of its own.
 
     Raises:
-        PlanError: they are too many, or too much work; names a field.
+        PlanError: there are too many strips, or it is too much work; names a field.
     """
     first = parts[0].first
-    effort = effort or WorkBudget(PlanError, "finding strips")
+    budget = budget or WorkBudget(PlanError, "finding strips")
     shapes: dict[object, tuple[_Shape, list[Overlaps]]] = {}
     for part in parts:
         geometry = _geometry(part.first)
-        # Shapes may all hash alike, and are then compared one by one.
-        effort.spend(LOOP_STEPS + len(shapes), WHERE)
+        # The hashes of untrusted geometries may all collide; each is then compared with all others.
+        budget.spend(LOOP_STEPS + len(shapes), WHERE)
         if geometry not in shapes:
-            effort.spend(SHAPE_STEPS, WHERE)
-            shapes[geometry] = _shape(part.first, grain, window), []
-            effort.spend(len(shapes[geometry][0].local), WHERE)
+            budget.spend(SHAPE_STEPS, WHERE)
+            shapes[geometry] = _shape(part.first, granularity, window), []
+            budget.spend(len(shapes[geometry][0].local), WHERE)
         shapes[geometry][1].append(part)
-    boxes_in_all = sum(len(shape.local) * sum(map(len, found)) for shape, found in shapes.values())
-    _check_count(first, [boxes_in_all])
-    effort.spend(boxes_in_all, WHERE)
-    pairs = _Pairs(local, remote)
-    boxes: dict[BlockStrides, list[Boxes]] = {}
-    for shape, found in shapes.values():
-        runs = concatenated([_runs(shape, part, pairs) for part in found])
-        boxes.setdefault(shape.motion, []).append((shape.digits, runs))
+    box_count = sum(
+        len(shape.local) * sum(map(len, overlaps)) for shape, overlaps in shapes.values()
+    )
+    _check_count(first, [box_count])
+    budget.spend(box_count, WHERE)
+    pairs = _RegionPairs(local, remote)
+    by_strides: dict[BlockStrides, list[Boxes]] = {}
+    for shape, overlaps in shapes.values():
+        runs = concatenate([_runs(shape, part, pairs) for part in overlaps])
+        by_strides.setdefault(shape.strides, []).append((shape.dims, runs))
     return tuple(
         batch
-        for motion, some in boxes.items()
-        for batch in _batches(motion, _strips(some, first, effort), pairs, effort)
+        for strides, boxes in by_strides.items()
+        for batch in _batches(strides, _strips(boxes, first, budget), pairs, budget)
     )
 
 
 def _geometry(o: Overlap) -> object:
+    """Return all that the shape of an overlap depends on."""
     near, far = o.local, o.remote
     start, stop = o.shard
     return (
@@ -183,60 +223,72 @@ def _geometry(o: Overlap) -> object:
     )
 
 
-def _shape(o: Overlap, grain: int, window: tuple[int, int] | None) -> _Shape:
-    near, far = digits_of(o.local.tokens), digits_of(o.remote.tokens)
-    per_entry = o.local.tokens_per_state if near or far else grain
-    entries = grain // per_entry
+def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Shape:
+    near, far = axis_dims(o.local.tokens), axis_dims(o.remote.tokens)
+    per_entry = o.local.tokens_per_state if near or far else granularity
+    entries = granularity // per_entry
     if window is None:
-        entries = _even(near, far, entries)
+        entries = _uniform_entries(near, far, entries)
         window = 0, entries * per_entry
     first, stop = (token // per_entry for token in window)
     try:
-        walks = (walk(near, far, (first, first), stop - first, MAX_STRIPS), *_entry_walks(o))
+        walks = (
+            walk_together(near, far, (first, first), stop - first, MAX_STRIPS),
+            *_entry_walks(o),
+        )
     except OverflowError:
         raise _too_many(o) from None
-    _check_count(o, [math.prod(len(w.local) for w in walks)])
+    _check_count(o, [math.prod(len(walk.local) for walk in walks)])
     unit = math.gcd(o.local.unit, o.remote.unit)
-    nbytes, digits = absorbed(unit, tuple(digit for w in walks for digit in w.digits))
+    nbytes, dims = absorb_dims(unit, tuple(dim for walk in walks for dim in walk.dims))
     return _Shape(
-        motion=BlockStrides(
-            grain=entries * per_entry,
-            local=Strides(page=o.local.page_stride, within=coarse(near, entries)),
-            remote=Strides(page=o.remote.page_stride, within=coarse(far, entries)),
+        strides=BlockStrides(
+            granularity=entries * per_entry,
+            local=Strides(page=o.local.page_stride, within=coarsen(near, entries)),
+            remote=Strides(page=o.remote.page_stride, within=coarsen(far, entries)),
         ),
-        local=sums([w.local for w in walks]),
-        remote=sums([w.remote for w in walks]),
+        local=outer_sums([walk.local for walk in walks]),
+        remote=outer_sums([walk.remote for walk in walks]),
         nbytes=nbytes,
-        digits=digits,
+        dims=dims,
     )
 
 
-def _even(near: Digits, far: Digits, entries: int) -> int:
-    """The most entries of a sub-block that all look alike on both sides."""
-    while (fewer := even(far, even(near, entries))) != entries:
+def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
+    """Return the largest sub-block, in entries, of which all look alike on both sides."""
+    while (fewer := uniform_run(far, uniform_run(near, entries))) != entries:
         entries = fewer
     return entries
 
 
 def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
-    """The shard axis, and the bytes of one (token entry, shard index)."""
+    """Walk the shard axis, and the bytes of one (token entry, shard index)."""
     near, far = o.local, o.remote
     start, stop = o.shard
     starts = start - near.shard_range[0], start - far.shard_range[0]
     unit = math.gcd(near.unit, far.unit)
     return (
-        walk(digits_of(near.shard), digits_of(far.shard), starts, stop - start, MAX_STRIPS),
-        walk(_inner(near, unit), _inner(far, unit), (0, 0), near.entry_bytes // unit, MAX_STRIPS),
+        walk_together(
+            axis_dims(near.shard), axis_dims(far.shard), starts, stop - start, MAX_STRIPS
+        ),
+        walk_together(
+            _inner_dims(near, unit),
+            _inner_dims(far, unit),
+            (0, 0),
+            near.entry_bytes // unit,
+            MAX_STRIPS,
+        ),
     )
 
 
-def _inner(f: Field, unit: int) -> Digits:
-    digits = tuple((digit.count, digit.stride) for axis in f.inner for digit in axis)
-    return normalised((*digits, (f.unit // unit, unit)))
+def _inner_dims(f: Field, unit: int) -> Dims:
+    """Return the dims of the bytes of one (token entry, shard index), in steps of ``unit``."""
+    dims = tuple((dim.extent, dim.stride) for axis in f.inner for dim in axis)
+    return merge_dims((*dims, (f.unit // unit, unit)))
 
 
-class _Pairs:
-    """Pairs of regions, each with a number."""
+class _RegionPairs:
+    """Numbers the pairs of a local and a remote region."""
 
     def __init__(self, local: Layout, remote: Layout) -> None:
         self._local = local.regions
@@ -247,7 +299,7 @@ class _Pairs:
         ]
 
     def numbers(self, part: Overlaps) -> I64Array:
-        """(n,) int64, one for each field."""
+        """Return the number of each overlap's pair, (n,) int64."""
         return part.local.regions * len(self._remote) + part.remote.regions
 
     def __getitem__(self, number: int) -> tuple[Region, Region]:
@@ -255,37 +307,40 @@ class _Pairs:
         return self._local[near], self._remote[far]
 
 
-def _runs(shape: _Shape, part: Overlaps, pairs: _Pairs) -> CoalescedRuns:
-    """The first run of every box of the fields, which have this shape."""
+def _runs(shape: _Shape, part: Overlaps, pairs: _RegionPairs) -> CoalescedRuns:
+    """Return the first run of every box of overlaps that have this shape."""
     near, far = pairs.starts
     boxes = len(shape.local)
     return CoalescedRuns(
         pair=np.repeat(pairs.numbers(part), boxes),
-        local=sums([near[part.local.regions] + part.local.offsets, shape.local]),
-        remote=sums([far[part.remote.regions] + part.remote.offsets, shape.remote]),
+        local=outer_sums([near[part.local.regions] + part.local.offsets, shape.local]),
+        remote=outer_sums([far[part.remote.regions] + part.remote.offsets, shape.remote]),
         nbytes=np.full(len(part) * boxes, shape.nbytes),
     )
 
 
-def _strips(boxes: list[Boxes], o: Overlap, effort: WorkBudget) -> CoalescedRuns:
-    fewest = joined(boxes, effort)
-    strips = count(fewest)
+def _strips(boxes: list[Boxes], o: Overlap, budget: WorkBudget) -> CoalescedRuns:
+    fewest = merge_boxes(boxes, budget)
+    strips = count_runs(fewest)
     _check_count(o, [strips])
-    effort.spend(STRIP_STEPS * strips, WHERE)
-    return unfolded(fewest)
+    budget.spend(STRIP_STEPS * strips, WHERE)
+    return unfold(fewest)
 
 
 def _batches(
-    motion: BlockStrides, runs: CoalescedRuns, pairs: _Pairs, effort: WorkBudget
+    strides: BlockStrides, runs: CoalescedRuns, pairs: _RegionPairs, budget: WorkBudget
 ) -> Iterator[StripBatch]:
-    """Sorted runs, by length."""
+    """Yield sorted runs as one batch for each length."""
     lengths = np.unique(runs.nbytes).tolist()
-    effort.spend(len(lengths) * (BATCH_STEPS + len(runs) // 20), "strips of many lengths")
+    budget.spend(
+        len(lengths) * (BATCH_STEPS + len(runs) // SELECTED_RUNS_PER_STEP),
+        "strips of many lengths",
+    )
     for nbytes in lengths:
-        part = runs.at(runs.nbytes == nbytes)
+        part = runs.select(runs.nbytes == nbytes)
         stops = [*(np.flatnonzero(np.diff(part.pair)) + 1).tolist(), len(part)]
         yield StripBatch(
-            motion=motion,
+            strides=strides,
             nbytes=nbytes,
             local=part.local,
             remote=part.remote,
@@ -294,7 +349,7 @@ def _batches(
 
 
 def _check_count(o: Overlap, strips: Iterable[int]) -> None:
-    """Before anything of that size is made: a layout may come from anyone."""
+    """Refuse too many strips before an array of that length is made: layouts are untrusted."""
     if sum(strips) > MAX_STRIPS:
         raise _too_many(o)
 

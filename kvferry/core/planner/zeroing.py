@@ -1,4 +1,4 @@
-"""Zeroing the bytes of pages that a read does not write."""
+"""Zero the bytes of pages that a read does not write."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from kvferry.core.memory import CPU, Region, U64Array
 from kvferry.core.planner.build_copies import Spans
 
 LONG_BYTES = 1 << 12
-"""From here on a call per span is cheaper than an index per byte."""
+"""From this length on, one call per span is cheaper than one index per byte."""
 INDEX_BYTES = 1 << 20
-"""How many bytes are indexed at a time."""
+"""How many bytes are zeroed by one indexed assignment at most."""
 
 
 def zero_cpu(spans: Spans) -> None:
-    """Zero spans of CPU memory, which must be alive and in nobody else's use.
+    """Zero spans of CPU memory.
+
+    Args:
+        spans: of memory that is alive and that nothing else uses; it stays its owner's.
 
     Raises:
         LayoutError: a span lies in memory that the CPU cannot write.
@@ -47,7 +50,7 @@ def _bytes_of(region: Region) -> npt.NDArray[np.uint8]:
 def _zero_short(
     memory: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> None:
-    """One fancy assignment per chunk: every byte's index is its span's offset plus its place."""
+    """Zero short spans, chunk by chunk, with one indexed assignment for each chunk."""
     step = INDEX_BYTES // LONG_BYTES
     for start in range(0, len(offsets), step):
         first, count = offsets[start : start + step], lengths[start : start + step]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvferry.core.errors import SecretError, TicketError, TicketReason
-from kvferry.core.untrusted import MALFORMED
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -27,6 +26,9 @@ CONTENT_BYTES = 32
 FINGERPRINT_BYTES = 16
 CONTEXT = b"kvferry ticket proof\0"
 """Precedes what is signed, so that a proof of a ticket is never a signature of anything else."""
+
+ENCODE_ERRORS = (msgspec.MsgspecError, TypeError, ValueError, RecursionError, OverflowError)
+"""All that msgspec's JSON encoder raises for what is not JSON."""
 
 MAX_VERIFIED = 1 << 10
 """Verified proofs that are remembered: a ticket is checked when it comes and when it is used."""
@@ -99,7 +101,7 @@ def content_of(said: Mapping[str, object]) -> bytes:
     """
     try:
         text = _canonical.encode(said)
-    except (*MALFORMED, TypeError) as exc:
+    except ENCODE_ERRORS as exc:
         raise TicketError(f"what the ticket says cannot be proved: {exc}") from exc
     return hashlib.blake2b(text, digest_size=CONTENT_BYTES).digest()
 

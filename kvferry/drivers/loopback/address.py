@@ -8,7 +8,7 @@ import msgspec
 
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
-from kvferry.core.untrusted import MALFORMED
+from kvferry.core.messages import DECODE_ERRORS
 from kvferry.drivers.loopback.registry import MAX_REGIONS, Entry
 
 MAX_ADDRESS_BYTES = 64 * MAX_REGIONS
@@ -80,7 +80,7 @@ def decode(data: bytes) -> LoopbackAddress:
         )
     try:
         return _decoder.decode(data)
-    except MALFORMED as exc:
+    except DECODE_ERRORS as exc:
         raise ConnectError(
             f"not an address of the loopback driver ({exc}): both sides must use the same driver"
         ) from exc

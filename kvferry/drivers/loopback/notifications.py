@@ -23,8 +23,8 @@ from typing import Literal
 import msgspec
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
+from kvferry.core.messages import DECODE_ERRORS
 from kvferry.core.transport import Notification
-from kvferry.core.untrusted import MALFORMED
 from kvferry.drivers.loopback.address import Instance, Name
 
 MAX_NOTIFICATION = 1 << 16
@@ -275,7 +275,7 @@ class Mailbox:
             self._inbox.append(Notification(sender=incoming.sender, payload=message))
             self._inbox_bytes += len(message) + _PER_MESSAGE
             return True
-        with contextlib.suppress(*MALFORMED):
+        with contextlib.suppress(*DECODE_ERRORS):
             hello = _hello.decode(message)
             if hello.to == self._instance:
                 incoming.sender = hello.sender

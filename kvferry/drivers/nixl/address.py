@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
-from kvferry.core.untrusted import MALFORMED
+from kvferry.core.messages import DECODE_ERRORS
 from kvferry.drivers.nixl.registrations import RegisteredSpan
 
 MAX_ADDRESS_BYTES = 1 << 20
@@ -93,7 +93,7 @@ def decode(data: bytes) -> NixlAddress:
         )
     try:
         address = _decoder.decode(data)
-    except MALFORMED as exc:
+    except DECODE_ERRORS as exc:
         raise ConnectError(
             f"not an address of the nixl driver ({exc}): both sides must use the same driver"
         ) from exc

@@ -9,7 +9,7 @@ import msgspec
 
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
-from kvferry.core.untrusted import MALFORMED
+from kvferry.core.messages import DECODE_ERRORS
 from kvferry.drivers.ucx.ucp import MAX_PACKED_KEY, MAX_WORKER_ADDRESS
 from kvferry.drivers.ucx.ucp_structs import MEMORY
 from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
@@ -100,7 +100,7 @@ def decode(data: bytes) -> UcxAddress:
         )
     try:
         address = _decoder.decode(data)
-    except MALFORMED as exc:
+    except DECODE_ERRORS as exc:
         raise ConnectError(
             f"not an address of the ucx driver ({exc}): both sides must use the same driver"
         ) from exc

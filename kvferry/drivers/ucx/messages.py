@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.core.untrusted import MALFORMED
+from kvferry.core.messages import DECODE_ERRORS
 from kvferry.drivers.ucx.address import Instance, Name, Word, WorkerAddress
 
 MAX_NOTIFICATION = 4096
@@ -169,5 +169,5 @@ def decode(data: bytes) -> Message | None:
     """A message of a stranger's; ``None`` for what is none, which is dropped."""
     try:
         return _decoder.decode(data)
-    except MALFORMED:
+    except DECODE_ERRORS:
         return None

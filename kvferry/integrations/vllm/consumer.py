@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.core.endpoint import Load
-from kvferry.core.error_causes import explained, on_one_line
+from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import HandshakeError, TicketError, TicketReason
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
@@ -313,7 +313,7 @@ def _log_refusal(request: Request, error: TicketError) -> None:
     logger.warning(
         "request %s: ticket refused: %s (stage ticket, cause %s, of engine %s)",
         on_one_line(request.request_id),
-        explained(error),
+        with_remedy(error),
         error.reason,
         on_one_line(str(peer), 64),
     )

@@ -17,9 +17,9 @@ from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.layout import MAX_GROUPS
 from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import MAX_TEXT, MAX_TOKENS, Ticket
+from kvferry.core.messages import DECODE_ERRORS
 from kvferry.core.security import Proof, TicketKey, TicketSecrets
 from kvferry.core.security.proof import content_of
-from kvferry.core.untrusted import MALFORMED
 
 VERSION = 1
 KEY = "kvferry"
@@ -307,7 +307,7 @@ def _proven_content(params: Mapping[str, Any]) -> dict[str, Any]:
 def _convert(value: object, struct: type[S], where: str) -> S:
     try:
         return msgspec.convert(value, struct)
-    except MALFORMED as exc:
+    except DECODE_ERRORS as exc:
         raise TicketError(f"{where}: {exc}") from exc
 
 

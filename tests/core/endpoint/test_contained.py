@@ -18,8 +18,8 @@ from kvferry.core.endpoint import Endpoint, EndpointOptions, peers
 from kvferry.core.endpoint.error_containment import ErrorContainment
 from kvferry.core.errors import EndpointClosedError, KVFerryError, PeerLostError, TransportError
 from kvferry.core.lifecycle import ticket as ticket_module
-from kvferry.core.lifecycle.holds import WORD_BYTES, RequestId
-from kvferry.core.messages import Release, encode
+from kvferry.core.lifecycle.holds import RequestId
+from kvferry.core.messages import WORD_BYTES, Release, encode
 from kvferry.core.metrics import IGNORED
 from kvferry.core.transport import Notification, PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
@@ -266,7 +266,7 @@ def test_a_poll_that_raises_for_all_is_a_problem_until_it_does_not() -> None:
         eventually(lambda: endpoint.healthy, "it has succeeded since")
 
 
-MALFORMED = [
+DECODE_ERRORS = [
     b"x",
     b"\xc1" * 100,
     encode([]),
@@ -276,7 +276,7 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize("payload", MALFORMED)
+@pytest.mark.parametrize("payload", DECODE_ERRORS)
 def test_a_malformed_notification_is_dropped_and_its_producer_goes_on(payload: bytes) -> None:
     with engine("prefill") as prefill, engine("decode") as decode, closing(Watched()) as stranger:
         (rank,) = prefill.ranks

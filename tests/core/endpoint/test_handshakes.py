@@ -14,7 +14,9 @@ from kvferry.core.endpoint.handshakes import MAX_HANDSHAKES, HandshakeResult, Ha
 from kvferry.core.errors import HandshakeError, KVFerryError
 from kvferry.core.planner.plan import Plan
 
-GOOD = HandshakeResult(payloads=(), plan=Plan(rank=0, sources=(), readers=(), tells=(), own=()))
+GOOD = HandshakeResult(
+    payloads=(), plan=Plan(rank=0, sources=(), readers=(), notified_ranks=(), local_groups=())
+)
 
 
 class Bench:

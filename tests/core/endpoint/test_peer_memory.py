@@ -34,7 +34,7 @@ from kvferry.core.messages import (
     decode_request,
     encode,
 )
-from kvferry.core.planner.plan import plan
+from kvferry.core.planner.plan import make_plan
 from kvferry.core.transport import PeerId
 from tests.core.endpoint.engines import Engine, Watched, engine, eventually
 from tests.core.messages import payload
@@ -57,10 +57,10 @@ def test_engines_that_are_laid_out_alike_share_their_fields() -> None:
     def met(address: int) -> tuple[dict[int, int], Layout]:
         one = payload()
         regions = (msgspec.structs.replace(one, layout=one.layout).layout.regions[0],)
-        moved = one.layout.moved((replace(regions[0], address=address),))
+        moved = one.layout.with_regions((replace(regions[0], address=address),))
         data = encode(msgspec.structs.replace(one, layout=moved))
         got = decode_payload(data)
-        made = plan([one.layout], [got.layout], 0)
+        made = make_plan([one.layout], [got.layout], 0)
         held.append((got, made))
         return dict(memory_of([got], [len(data)], made)), got.layout
 

@@ -14,9 +14,9 @@ from kvferry.core.endpoint.producer import SlotTable
 from kvferry.core.endpoint.slot_reads import MAX_BATCH, ScratchWords, SlotRead, SlotReads, fitting
 from kvferry.core.endpoint.transfers import Outcome, Read
 from kvferry.core.errors import KVFerryError, PeerLostError, TransportError
-from kvferry.core.lifecycle.holds import NOTHING, WORD_BYTES
+from kvferry.core.lifecycle.holds import NOTHING
 from kvferry.core.memory import Region
-from kvferry.core.messages import Note, Release, Renewal, decode_notes, encode
+from kvferry.core.messages import WORD_BYTES, Note, Release, Renewal, decode_notes, encode
 from kvferry.core.transport import PeerId
 from kvferry.drivers.loopback import notifications as loopback
 from kvferry.drivers.ucx import messages as ucx

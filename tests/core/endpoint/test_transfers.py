@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.endpoint import transfers
-from kvferry.core.lifecycle.holds import WORD_BYTES
+from kvferry.core.messages import WORD_BYTES
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
 from tests.core.endpoint.engines import LAYERS, Engine, Watched, engine, eventually, expected

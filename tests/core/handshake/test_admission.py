@@ -148,7 +148,7 @@ def test_a_key_that_may_not_be_asked_is_refused_before_anything_is_sent() -> Non
 
 @contextmanager
 def line(server: HandshakeServer, access: Access) -> Iterator[SideChannelConnection]:
-    """A connection that lasts, as signs of life have it."""
+    """A connection for more than one question."""
     call = Dialer(
         host=server.host,
         port=server.port,
@@ -157,14 +157,12 @@ def line(server: HandshakeServer, access: Access) -> Iterator[SideChannelConnect
         access=access,
         key=PREFILL.public,
     )
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        made = SideChannelConnection(call, theirs)
-        yield made
-        made.close()
+    made = SideChannelConnection(call)
+    yield made
+    made.close()
 
 
-def test_a_connection_that_lasts_is_encrypted_likewise() -> None:
+def test_a_connection_for_several_questions_is_encrypted_likewise() -> None:
     stranger = Access(own=STRANGER, peers=frozenset({PREFILL.public}))
     with serve(SERVES) as server:
         with line(server, READS) as admitted:

@@ -1,9 +1,8 @@
-"""A lasting connection: any number of questions, and its end is noticed at once."""
+"""A connection takes any number of questions, and its end is noticed at once."""
 
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -39,23 +38,13 @@ def server(encrypted: bool) -> Iterator[HandshakeServer]:
 
 
 @pytest.fixture
-def wakers() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """What ends a wait, and what a line waits for."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        yield ours, theirs
-
-
-@pytest.fixture
-def line(
-    server: HandshakeServer, encrypted: bool, wakers: tuple[socket.socket, socket.socket]
-) -> Iterator[SideChannelConnection]:
+def line(server: HandshakeServer, encrypted: bool) -> Iterator[SideChannelConnection]:
     access = Access(own=ASKER, peers=frozenset({ENGINE.public})) if encrypted else Access()
     key = ENGINE.public if encrypted else b""
     call = Dialer(
         host=server.host, port=server.port, timeout=LONG, context=None, access=access, key=key
     )
-    made = SideChannelConnection(call, wakers[1])
+    made = SideChannelConnection(call)
     yield made
     made.close()
 
@@ -63,38 +52,24 @@ def line(
 def test_it_answers_again_and_again(line: SideChannelConnection) -> None:
     for _ in range(5):
         assert line.ask(PING) == Pong(incarnation=7)
-        line.rest(0.001)
     assert isinstance(line.ask(Ping(engine="other")), Refusal)
 
 
-def test_the_other_end_closes_while_nothing_is_said(
+def test_the_other_end_closes_before_the_next_question(
     line: SideChannelConnection, server: HandshakeServer
 ) -> None:
     assert line.ask(PING) == Pong(incarnation=7)
-    closing = threading.Thread(target=server.close)
-    closing.start()
-    with pytest.raises(HandshakeError):
-        line.rest(LONG)
-    closing.join()
+    server.close()
     with pytest.raises(HandshakeError):
         line.ask(PING)
 
 
-def test_a_wait_that_is_ended(
-    line: SideChannelConnection, wakers: tuple[socket.socket, socket.socket]
-) -> None:
-    assert line.ask(PING) == Pong(incarnation=7)
-    wakers[0].close()
-    line.rest(LONG)
-    assert line.ask(PING) in (None, Pong(incarnation=7))
-
-
-def test_nobody_is_there(wakers: tuple[socket.socket, socket.socket]) -> None:
+def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     call = Dialer(host="127.0.0.1", port=port, timeout=LONG, context=None, access=Access(), key=b"")
     with pytest.raises(HandshakeError, match="nobody listens there"):
-        SideChannelConnection(call, wakers[1])
+        SideChannelConnection(call)
 
 
 # Another end, which does what the test says: libzmq may lose a wake-up, so that a question or an
@@ -119,6 +94,10 @@ class Other:
         """Wait for a question; from whom."""
         assert self.channel.poll(int(LONG * 1e3)), "nobody asks"
         return self.channel.recv_multipart()[0]
+
+    def await_arrival(self) -> None:
+        """Wait until what was said has come to the connection, which does not take it yet."""
+        assert self.line._channel.poll(int(LONG * 1e3)), "nothing arrives"
 
     def say(self, to: bytes) -> None:
         self.channel.send_multipart([to, encode(Pong(incarnation=7))])
@@ -152,13 +131,13 @@ def test_an_answer_that_came_late_is_dropped(other: Other) -> None:
     other.say(asker)
     assert answer.result(LONG) == Pong(incarnation=7)
     other.say(asker)
-    other.line.rest(0.2)
+    other.await_arrival()
     answer = other.ask()
     other.say(other.hear())
     assert answer.result(LONG) == Pong(incarnation=7)
 
 
-def test_what_was_not_asked_for_ends_the_line(other: Other) -> None:
+def test_what_was_not_asked_for_is_refused(other: Other) -> None:
     answer = other.ask()
     asker = other.hear()
     other.say(asker)
@@ -167,7 +146,8 @@ def test_what_was_not_asked_for_ends_the_line(other: Other) -> None:
     def spoken_to() -> None:
         while True:  # the question may have been asked more than once
             other.say(asker)
-            other.line.rest(1.0)
+            other.await_arrival()
+            other.line._drop_late_answer()
 
     with pytest.raises(HandshakeError, match="not asked for"):
         spoken_to()

@@ -9,24 +9,34 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_field
 
 from kvferry.core.errors import LayoutError
-from kvferry.core.layout import ContextParallel, Dim, Field, Group, GroupKind, Layout, axis, length
+from kvferry.core.layout import (
+    ContextParallel,
+    Dim,
+    Field,
+    Group,
+    GroupKind,
+    Layout,
+    axis,
+    axis_length,
+)
 from kvferry.core.memory import Region, region_of
 from tests.core.layouts import DIM, PAGES, heads, layout, paged
 from tests.core.oracle import World, field_offsets
 from tests.core.worlds import worlds
 
 
-def test_an_axis_multiplies_its_digits() -> None:
-    assert length(axis((3, 100), (4, 10))) == 12
-    assert length(()) == 1
+def test_an_axis_multiplies_its_extents() -> None:
+    assert axis_length(axis((3, 100), (4, 10))) == 12
+    assert axis_length(()) == 1
 
 
 def test_a_field_knows_its_bytes() -> None:
-    f = replace(heads(), inner=(axis((2, 1024)),))
+    f = replace_field(heads(), inner=(axis((2, 1024)),))
     assert f.entry_bytes == 2 * DIM
-    assert f.extent == 1024 + 4 * 16 * DIM
+    assert f.byte_span == 1024 + 4 * 16 * DIM
 
 
 def test_a_group_has_as_many_pages_as_its_smallest_field() -> None:
@@ -52,10 +62,10 @@ BAD_FIELDS = {
     "pages 0": {"pages": 0},
     "shard range [4, 4) is empty": {"shard_range": (4, 4)},
     "shard axis of 4 entries for the range [0, 8)": {"shard_range": (0, 8)},
-    "9 digits": {"inner": (axis(*[(1, 1)] * 7),)},
+    "9 dims": {"inner": (axis(*[(1, 1)] * 7),)},
     "9 inner axes": {"inner": ((),) * 9},
-    "a digit of 0 steps of 64 bytes": {"shard": axis((0, 64))},
-    "a digit of 4 steps of -8 bytes": {"shard": axis((4, -8))},
+    "a dim of 0 entries with a stride of 64 bytes": {"shard": axis((0, 64))},
+    "a dim of 4 entries with a stride of -8 bytes": {"shard": axis((4, -8))},
     "up to 256 characters": {"encoding": "x" * 257},
 }
 
@@ -65,7 +75,7 @@ BAD_FIELDS = {
 )
 def test_refuses_a_field_that_cannot_be(message: str, change: dict[str, object]) -> None:
     good = layout(heads())
-    bad = replace(good.fields[0], **change)  # type: ignore[arg-type]
+    bad = replace_field(good.fields[0], **change)
     with pytest.raises(LayoutError) as refusal:
         replace(good, fields=(bad,))
     assert message in str(refusal.value)
@@ -86,7 +96,7 @@ BAD_IN_A_LAYOUT = {
 @pytest.mark.parametrize(("message", "change"), BAD_IN_A_LAYOUT.items(), ids=list(BAD_IN_A_LAYOUT))
 def test_refuses_a_field_that_does_not_fit(message: str, change: dict[str, object]) -> None:
     good = layout(heads())
-    bad = replace(good.fields[0], **change)  # type: ignore[arg-type]
+    bad = replace_field(good.fields[0], **change)
     with pytest.raises(LayoutError) as refusal:
         replace(good, fields=(bad,))
     assert message in str(refusal.value)
@@ -104,8 +114,8 @@ def test_one_bad_field_among_many_alike_is_refused_by_name(
     size = PAGES * 4 * 16 * DIM
     many = [heads(f"layer.{i}", offset=i * size) for i in range(160)]
     good = layout(*many)
-    assert len(good.kinds) == 1
-    bad = replace(many[place], **({"key": f"bad-{place}"} | change))  # type: ignore[arg-type]
+    assert len(good.field_sets) == 1
+    bad = replace_field(many[place], **({"key": f"bad-{place}"} | change))
     with pytest.raises(LayoutError) as refusal:
         replace(good, fields=(*many[:place], bad, *many[place + 1 :]))
     assert repr(bad.key[:512]) in str(refusal.value)
@@ -113,7 +123,9 @@ def test_one_bad_field_among_many_alike_is_refused_by_name(
 
 def test_refuses_more_kinds_of_fields_than_a_model_has() -> None:
     """Also those that hash alike, as -1 and -2 do: a peer decides what it publishes."""
-    some = [replace(heads(f"layer.{i}"), shard_range=(-1 - i % 2, i // 2)) for i in range(513)]
+    some = [
+        replace_field(heads(f"layer.{i}"), shard_range=(-1 - i % 2, i // 2)) for i in range(513)
+    ]
     with pytest.raises(LayoutError, match=r"field 'layer\.512' is of another kind"):
         layout(*some)
 
@@ -146,7 +158,7 @@ def test_refuses_a_context_that_cannot_be(wrong: dict[str, int]) -> None:
 
 
 def test_refuses_entries_that_two_ranks_would_share() -> None:
-    compressed = replace(heads(), tokens=axis((4, DIM)), tokens_per_state=4)
+    compressed = replace_field(heads(), tokens=axis((4, DIM)), tokens_per_state=4)
     with pytest.raises(LayoutError, match="which would lie on two ranks"):
         layout(compressed, groups=[paged(16, ContextParallel(size=2, interleave=2))])
     layout(compressed, groups=[paged(16, ContextParallel(size=2, interleave=4))])
@@ -168,7 +180,7 @@ def test_refuses_axes_where_there_is_nothing_to_index() -> None:
     state = Group(kind=GroupKind.STATE, block_tokens=0)
     layout(whole, groups=[opaque])
     with pytest.raises(LayoutError, match="an opaque page has no axes"):
-        layout(replace(whole, unit=32, tokens=axis((2, 32))), groups=[opaque])
+        layout(replace_field(whole, unit=32, tokens=axis((2, 32))), groups=[opaque])
     with pytest.raises(LayoutError, match="a state has no token axis"):
         layout(heads(), groups=[state])
 
@@ -177,14 +189,14 @@ def test_groups_may_share_bytes_and_fields_of_one_group_may_not() -> None:
     k, v = heads("k"), heads("v", group=1)
     layout(k, v, groups=[paged(), paged()])
     with pytest.raises(LayoutError, match="fields 'k' and 'v'"):
-        layout(k, replace(v, group=0))
+        layout(k, replace_field(v, group=0))
 
 
 def test_regions_that_share_bytes_hide_nothing() -> None:
     """The same memory, named twice, or the end of one region inside another."""
     one, size = layout(heads("k")), PAGES * 4 * 16 * DIM
-    other = replace(heads("v"), region=1)
-    flipped = replace(other, region=0), replace(one.fields[0], region=1)
+    other = replace_field(heads("v"), region=1)
+    flipped = replace_field(other, region=0), replace_field(one.fields[0], region=1)
     for start in (0, 8, size - 1):
         twin = Region(address=one.regions[0].address + start, nbytes=size)
         with pytest.raises(LayoutError, match="fields 'k' and 'v' put two elements"):
@@ -196,13 +208,13 @@ def test_regions_that_share_bytes_hide_nothing() -> None:
 def test_regions_may_share_bytes_that_no_two_fields_of_a_group_share() -> None:
     one, size = layout(heads("k")), PAGES * 4 * 16 * DIM
     both = Region(address=one.regions[0].address, nbytes=2 * size)
-    other = replace(heads("v"), region=1, offset=size)
+    other = replace_field(heads("v"), region=1, offset=size)
     replace(one, regions=(one.regions[0], both), fields=(one.fields[0], other))
-    again = replace(heads("v"), region=1, group=1)
+    again = replace_field(heads("v"), region=1, group=1)
     groups = (paged(), paged())
     replace(one, regions=(one.regions[0], both), fields=(one.fields[0], again), groups=groups)
     elsewhere = replace(one.regions[0], kind="cuda")
-    second = replace(heads("v"), region=1)
+    second = replace_field(heads("v"), region=1)
     replace(one, regions=(one.regions[0], elsewhere), fields=(one.fields[0], second))
 
 
@@ -210,9 +222,9 @@ def test_the_highest_addresses_do_not_overflow() -> None:
     size = PAGES * 4 * 16 * DIM
     high = Region(address=(1 << 63) - size, nbytes=size)
     low = Region(address=1, nbytes=(1 << 63) - 1)
-    fields = (heads("k"), replace(heads("v"), region=1))
+    fields = (heads("k"), replace_field(heads("v"), region=1))
     replace(layout(), regions=(high, low), fields=fields, groups=(paged(),))
-    last = replace(fields[1], offset=0, pages=1)
+    last = replace_field(fields[1], offset=0, pages=1)
     with pytest.raises(LayoutError, match="put two elements"):
         replace(layout(), regions=(high, high), fields=(fields[0], last), groups=(paged(),))
 
@@ -226,16 +238,16 @@ def test_the_highest_addresses_do_not_overflow() -> None:
 )
 def test_what_would_leave_64_bits_leaves_its_region_first(change: dict[str, object]) -> None:
     everything = Region(address=1, nbytes=(1 << 63) - 1)
-    field = replace(heads(), **change)  # type: ignore[arg-type]
+    field = replace_field(heads(), **change)
     with pytest.raises(LayoutError, match="ends at byte"):
         Layout(regions=(everything,), groups=(paged(),), fields=(field,))
 
 
 def test_fields_may_interleave() -> None:
     k = heads("k", packed=2)
-    layout(k, replace(k, key="v", offset=DIM))
+    layout(k, replace_field(k, key="v", offset=DIM))
     with pytest.raises(LayoutError, match="fields 'k' and 'v'"):
-        layout(k, replace(k, key="v", offset=DIM - 1))
+        layout(k, replace_field(k, key="v", offset=DIM - 1))
 
 
 @pytest.mark.parametrize("bounds", [(0, 8), (8, 0), ((1 << 63) - 4, 8)])
@@ -266,7 +278,7 @@ def test_engines_of_any_shape_are_accepted(world: World) -> None:
         assert Layout(regions=one.regions, groups=one.groups, fields=one.fields) == one
 
 
-DIGITS = st.builds(Dim, count=st.integers(1, 3), stride=st.integers(1, 40))
+DIGITS = st.builds(Dim, extent=st.integers(1, 3), stride=st.integers(1, 40))
 
 
 @st.composite
@@ -283,7 +295,7 @@ def wild_fields(draw: st.DrawFn, key: str) -> Field:
         dtype="int8",
         unit=draw(st.integers(1, 4)),
         shard=shard,
-        shard_range=(0, length(shard)),
+        shard_range=(0, axis_length(shard)),
     )
 
 

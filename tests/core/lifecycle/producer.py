@@ -16,19 +16,20 @@ from typing import NamedTuple
 
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.lifecycle.digest import digest
-from kvferry.core.lifecycle.holds import (
-    WORD_BYTES,
-    Hold,
-    Incarnation,
-    RequestId,
-    random_incarnation,
-)
+from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId, random_incarnation
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure, Silence
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.memory import Region
-from kvferry.core.messages import Coordinates, Heartbeat, RankPayload, Renewal, decode_notes
+from kvferry.core.messages import (
+    WORD_BYTES,
+    Coordinates,
+    Heartbeat,
+    RankPayload,
+    Renewal,
+    decode_notes,
+)
 from kvferry.core.security import TicketKey
 from tests.core.lifecycle.book import Book, Cause
 from tests.core.lifecycle.fabric import Content, Message, require

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core.errors import TicketError
-from kvferry.core.lifecycle.holds import (
-    GENERATION_LIMIT,
-    MAX_SLOTS,
-    NOTHING,
-    Hold,
-    random_generation,
-    random_incarnation,
-)
+from kvferry.core.lifecycle.holds import NOTHING, Hold, random_generation, random_incarnation
+from kvferry.core.messages import GENERATION_LIMIT, MAX_SLOTS
 
 
 def test_a_word_says_whose_it_is_and_whether_it_may_be_read() -> None:

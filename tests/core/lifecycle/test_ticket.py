@@ -11,10 +11,10 @@ import pytest
 from kvferry.core.errors import TicketError
 from kvferry.core.layout import Dim, Field, Group, GroupKind, Layout
 from kvferry.core.lifecycle import ticket as module
-from kvferry.core.lifecycle.holds import GENERATION_LIMIT, Hold
+from kvferry.core.lifecycle.holds import Hold
 from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
 from kvferry.core.memory import Region
-from kvferry.core.messages import Coordinates, RankPayload
+from kvferry.core.messages import GENERATION_LIMIT, Coordinates, RankPayload
 
 GOOD = Ticket(
     engine="prefill",
@@ -107,7 +107,7 @@ def payloads(ranks: int = 1, pages: tuple[int, int] = (8, 2), slots: int = 4) ->
             pages=count,
             dtype="uint8",
             unit=16,
-            tokens=(Dim(count=4, stride=16),),
+            tokens=(Dim(extent=4, stride=16),),
         )
         for group, count in enumerate(pages)
     )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_field
 
 from kvferry.core.errors import PageError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
@@ -17,10 +18,10 @@ from kvferry.core.planner.build_copies import (
     ReadRequest,
     Spans,
     Workspace,
-    copies,
-    unwritten,
+    build_copies,
+    unwritten_spans,
 )
-from kvferry.core.planner.plan import plan
+from kvferry.core.planner.plan import make_plan
 from kvferry.core.transport.copies import Copies
 from tests.core.layouts import DIM, heads, layout, model, paged, stacked
 from tests.core.oracle import World, check_rank, pages
@@ -48,13 +49,13 @@ def request(
 
 def pull(local: Layout, remote: Layout, asked: ReadRequest) -> Copies:
     """The copies of a request between two engines of one rank each."""
-    found = plan([local], [remote], 0)
-    return copies(found.sources[0], asked)
+    found = make_plan([local], [remote], 0)
+    return build_copies(found.sources[0], asked)
 
 
 def left(local: Layout, remote: Layout, asked: ReadRequest) -> Spans:
     """What that leaves unwritten."""
-    return unwritten(local, plan([local], [remote], 0), asked)
+    return unwritten_spans(local, make_plan([local], [remote], 0), asked)
 
 
 def spans(found: Spans, one: Layout) -> list[tuple[int, int]]:
@@ -105,9 +106,9 @@ def test_a_share_of_a_context_moves_whole_pages_between_equal_layouts() -> None:
     two = [layout(heads(), groups=[paged(16, ContextParallel(size=2, rank=r))]) for r in (0, 1)]
     asked = request((0, 90), [3, 7, 5], [2, 8, 4])
     for rank in (0, 1):
-        found = plan(two, two, rank)
+        found = make_plan(two, two, rank)
         assert [source.remote for source in found.sources] == [rank]
-        assert copies(found.sources[0], asked).nbytes.tolist() == [PAGE] * 3
+        assert build_copies(found.sources[0], asked).nbytes.tolist() == [PAGE] * 3
 
 
 @pytest.mark.parametrize("wanted", [(0, 33), (15, 48), (1, 34)])
@@ -138,9 +139,9 @@ def test_tiles_without_common_digits_move_right(name: str, wanted: tuple[int, in
         digits = axis((coarse, DIM), (fine, coarse * DIM))
         if name == "tokens":
             long = heads(order="NHD", block=12, shard=(0, 1), pages=30)
-            return layout(replace(long, tokens=digits), groups=[paged(12)])
+            return layout(replace_field(long, tokens=digits), groups=[paged(12)])
         wide = heads(order="NHD", block=1, shard=(0, 12), pages=30)
-        return layout(replace(wide, shard=digits), groups=[paged(1)])
+        return layout(replace_field(wide, shard=digits), groups=[paged(1)])
 
     listed = list(range(1, 3)) if name == "tokens" else list(range(1, 25))
     asked = request(wanted, listed, listed[::-1])
@@ -157,11 +158,11 @@ def test_nothing_is_pulled_where_nothing_is_wanted() -> None:
 
 def test_a_result_lasts_until_its_workspace_is_used_again() -> None:
     one = stacked(2)
-    found = plan([one], [one], 0)
+    found = make_plan([one], [one], 0)
     workspace = Workspace()
-    first = copies(found.sources[0], request((0, 32), [1, 5], [2, 7]), workspace)
+    first = build_copies(found.sources[0], request((0, 32), [1, 5], [2, 7]), workspace)
     kept = first.local.copy()
-    second = copies(found.sources[0], request((0, 32), [9, 5], [2, 7]), workspace)
+    second = build_copies(found.sources[0], request((0, 32), [9, 5], [2, 7]), workspace)
     assert np.shares_memory(first.local, second.local)
     assert first.local.tolist() != kept.tolist()
 
@@ -193,17 +194,20 @@ def test_a_state_is_one_page_whatever_its_tokens() -> None:
 
 def test_groups_pair_by_their_fields() -> None:
     k = heads("k")
-    here = layout(k, replace(state("s", 1), offset=PAGE * 100), groups=[paged(), STATE])
+    here = layout(k, replace_field(state("s", 1), offset=PAGE * 100), groups=[paged(), STATE])
     there = layout(
-        replace(k, group=1, offset=64 * 20), state("s", 0), groups=[STATE, paged()], base=1 << 40
+        replace_field(k, group=1, offset=64 * 20),
+        state("s", 0),
+        groups=[STATE, paged()],
+        base=1 << 40,
     )
-    found = plan([here], [there], 0)
+    found = make_plan([here], [there], 0)
     asked = ReadRequest(
         ranges=((0, 16), (0, 16)),
         local=(pages([3]), pages([4])),
         remote=(pages([5]), pages([6])),
     )
-    pulled = copies(found.sources[0], asked)
+    pulled = build_copies(found.sources[0], asked)
     assert sorted(zip(pulled.local - (1 << 32), pulled.remote - (1 << 40), strict=True)) == [
         (3 * PAGE, 64 * 20 + 6 * PAGE),
         (PAGE * 100 + 4 * 64, 5 * 64),
@@ -269,10 +273,14 @@ def test_a_state_does_not_start_in_the_middle() -> None:
 
 def test_an_entry_moves_whole() -> None:
     near = layout(
-        replace(heads(order="NHD"), tokens=axis((4, 4 * DIM)), tokens_per_state=4, page_stride=512)
+        replace_field(
+            heads(order="NHD"), tokens=axis((4, 4 * DIM)), tokens_per_state=4, page_stride=512
+        )
     )
     far = layout(
-        replace(heads(order="NHD"), tokens=axis((2, 4 * DIM)), tokens_per_state=4, page_stride=256),
+        replace_field(
+            heads(order="NHD"), tokens=axis((2, 4 * DIM)), tokens_per_state=4, page_stride=256
+        ),
         groups=[paged(8)],
     )
     assert pull(near, far, request((10, 11), [3], [7, 8])).total == 2 * 4 * DIM
@@ -367,7 +375,7 @@ def drafted(*, first: bool = False) -> Layout:
     """K of a layer and of a draft layer, in one page of one group."""
     both = [
         heads("k", page_stride=2 * PAGE, offset=first * PAGE),
-        replace(heads("d", page_stride=2 * PAGE, offset=(not first) * PAGE), draft=True),
+        replace_field(heads("d", page_stride=2 * PAGE, offset=(not first) * PAGE), draft=True),
     ]
     return layout(*both)
 
@@ -386,7 +394,7 @@ def test_draft_fields_that_nobody_reads_are_left_in_every_page() -> None:
 
 
 def test_a_draft_group_that_nobody_reads_is_left_whole() -> None:
-    draft = replace(heads("d", region=1), group=1, draft=True)
+    draft = replace_field(heads("d", region=1), group=1, draft=True)
     near, far = layout(heads("k"), draft, groups=[paged(), paged()]), layout(heads("k"))
     asked = ReadRequest(
         ranges=((0, 16), (0, 16)), local=(pages([3]), pages([4, 0, 6])), remote=(pages([5]),)
@@ -398,19 +406,19 @@ def test_a_draft_group_that_nobody_reads_is_left_whole() -> None:
 
 def test_groups_whose_fields_are_on_other_ranks_cost_nothing() -> None:
     groups = [paged(), paged(32)]
-    one, other = heads("0"), replace(heads("1", block=32), group=1)
+    one, other = heads("0"), replace_field(heads("1", block=32), group=1)
     stages = [layout(one, groups=groups), layout(other, groups=groups)]
-    whole = [layout(one, replace(other, region=1), groups=groups)]
+    whole = [layout(one, replace_field(other, region=1), groups=groups)]
     for remote in (stages, whole):
-        found = plan(stages, remote, 0)
+        found = make_plan(stages, remote, 0)
         asked = ReadRequest(
             ranges=((0, 16), (0, 20)),
             local=(pages([3]), pages([200, 7])),
             remote=(pages([5]), pages([6])),
         )
         [source] = found.sources
-        assert copies(source, asked).nbytes.tolist() == [PAGE]
-        assert len(unwritten(stages[0], found, asked)) == 0
+        assert build_copies(source, asked).nbytes.tolist() == [PAGE]
+        assert len(unwritten_spans(stages[0], found, asked)) == 0
 
 
 def test_spans_are_cut_by_region() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_field
 
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
-from kvferry.core.planner.plan import Plan, plan
+from kvferry.core.planner.plan import Plan, make_plan
 from kvferry.core.planner.token_blocks import share_tokens
 from tests.core.layouts import DIM, heads, layout, model, paged, stacked
 from tests.core.oracle import World
@@ -31,7 +31,7 @@ def replicas(count: int, context: int = 1) -> list[Layout]:
 
 def plans(local: Sequence[Layout], remote: Sequence[Layout]) -> list[Plan]:
     """The plan of every local rank."""
-    return [plan(local, remote, rank) for rank in range(len(local))]
+    return [make_plan(local, remote, rank) for rank in range(len(local))]
 
 
 def reads(local: Sequence[Layout], remote: Sequence[Layout]) -> list[dict[int, tuple[int, int]]]:
@@ -51,7 +51,7 @@ def test_three_ranks_read_from_two() -> None:
     two, three = engine((0, 3), (3, 6)), engine((0, 2), (2, 4), (4, 6))
     assert reads(three, two) == [{0: (0, 2)}, {0: (2, 3), 1: (3, 4)}, {1: (4, 6)}]
     assert reads(two, three) == [{0: (0, 2), 1: (2, 3)}, {1: (3, 4), 2: (4, 6)}]
-    assert plan(two, three, 0).readers == (1, 2, 1)
+    assert make_plan(two, three, 0).readers == (1, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def test_replicated_heads_are_read_at_the_same_relative_position() -> None:
 
 def test_a_replica_that_nobody_reads_is_told_by_one() -> None:
     found = plans(replicas(2), replicas(8))
-    assert [one.tells for one in found] == [(1, 2, 3), (5, 6, 7)]
+    assert [one.notified_ranks for one in found] == [(1, 2, 3), (5, 6, 7)]
     assert {one.readers for one in found} == {(1,) * 8}
 
 
 def test_a_rank_without_a_cache_is_told_too() -> None:
     found = plans([layout(heads()), layout()], [layout(), layout(heads())])
     assert [[source.remote for source in one.sources] for one in found] == [[1], []]
-    assert [one.tells for one in found] == [(0,), ()]
+    assert [one.notified_ranks for one in found] == [(0,), ()]
 
 
 def test_pipeline_stages_are_found_by_key() -> None:
@@ -141,29 +141,29 @@ def strips(found: Plan) -> list[int]:
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 def test_k_and_v_of_a_layer_are_one_strip_between_equal_layouts(order: str) -> None:
-    assert strips(plan([model(5, order=order)], [model(5, order=order)], 0)) == [5]
+    assert strips(make_plan([model(5, order=order)], [model(5, order=order)], 0)) == [5]
 
 
 def test_all_layers_are_one_strip_where_a_page_holds_them_all() -> None:
-    assert strips(plan([stacked(5)], [stacked(5)], 0)) == [1]
+    assert strips(make_plan([stacked(5)], [stacked(5)], 0)) == [1]
 
 
 def test_heads_stay_together_in_hnd() -> None:
     halves = [model(5, shard=(0, 2)), model(5, shard=(2, 4))]
-    assert strips(plan([model(5)], halves, 0)) == [10, 10]
-    assert strips(plan(halves, [model(5)], 1)) == [10]
+    assert strips(make_plan([model(5)], halves, 0)) == [10, 10]
+    assert strips(make_plan(halves, [model(5)], 1)) == [10]
 
 
 def test_tokens_stay_together_between_blocks_of_other_sizes() -> None:
     small = layout(heads(order="NHD", block=16), groups=[paged(16)])
     large = layout(heads(order="NHD", block=64), groups=[paged(64)])
-    assert strips(plan([small], [large], 0)) == strips(plan([large], [small], 0)) == [1]
+    assert strips(make_plan([small], [large], 0)) == strips(make_plan([large], [small], 0)) == [1]
 
 
 def test_packed_rows_are_one_strip_and_single_ones_are_not() -> None:
-    both = [replace(heads(name, packed=2), offset=i * 8) for i, name in enumerate("kv")]
-    assert strips(plan([layout(*both)], [layout(*both)], 0)) == [1]
-    assert strips(plan([layout(both[0])], [layout(both[0])], 0)) == [4 * 16]
+    both = [replace_field(heads(name, packed=2), offset=i * 8) for i, name in enumerate("kv")]
+    assert strips(make_plan([layout(*both)], [layout(*both)], 0)) == [1]
+    assert strips(make_plan([layout(both[0])], [layout(both[0])], 0)) == [4 * 16]
 
 
 def state(shard: tuple[int, int], sizes: dict[str, int]) -> Layout:
@@ -194,13 +194,13 @@ def state(shard: tuple[int, int], sizes: dict[str, int]) -> Layout:
 def test_the_parts_of_a_state_are_one_strip_where_both_pages_are_equal() -> None:
     sizes = {"x": 3, "b": 1, "ssm": 20}
     whole, halves = state((0, 4), sizes), [state((0, 2), sizes), state((2, 4), sizes)]
-    assert strips(plan([whole], [whole], 0)) == [1]
-    assert strips(plan(halves, [whole], 0)) == [1, 1, 1]
+    assert strips(make_plan([whole], [whole], 0)) == [1]
+    assert strips(make_plan(halves, [whole], 0)) == [1, 1, 1]
 
 
 def test_neighbours_in_different_regions_stay_apart() -> None:
     two = layout(heads("k", pages=1), heads("v", region=1, pages=1), gap=0)
-    assert strips(plan([two], [two], 0)) == [2]
+    assert strips(make_plan([two], [two], 0)) == [2]
 
 
 def test_axes_without_common_digits_are_walked_one_by_one() -> None:
@@ -209,26 +209,28 @@ def test_axes_without_common_digits_are_walked_one_by_one() -> None:
         shard = axis((coarse, fine * 8), (fine, 8))
         swapped = axis((coarse, 8), (fine, coarse * 8))
         return layout(
-            replace(f, shard=shard), replace(f, key="x", region=1, shard=swapped), groups=[paged(1)]
+            replace_field(f, shard=shard),
+            replace_field(f, key="x", region=1, shard=swapped),
+            groups=[paged(1)],
         )
 
-    found = plan([tiled(3, 4)], [tiled(4, 3)], 0)
+    found = make_plan([tiled(3, 4)], [tiled(4, 3)], 0)
     assert sum(strips(found)) == 1 + 12
 
 
 def test_a_plan_does_not_grow_with_pages() -> None:
-    few = plan([model(3, pages=10)], [model(3, order="NHD", pages=10)], 0)
-    many = plan([model(3, pages=100_000)], [model(3, order="NHD", pages=100_000)], 0)
+    few = make_plan([model(3, pages=10)], [model(3, order="NHD", pages=10)], 0)
+    many = make_plan([model(3, pages=100_000)], [model(3, order="NHD", pages=100_000)], 0)
     assert strips(few) == strips(many)
 
 
 def test_a_plan_is_made_once_for_layers_that_are_alike() -> None:
-    one, many = (plan([model(n)], [model(n, order="NHD")], 0) for n in (1, 4))
+    one, many = (make_plan([model(n)], [model(n, order="NHD")], 0) for n in (1, 4))
     assert [count * 4 for count in strips(one)] == strips(many)
 
 
 def renamed(f: Field, **changes: object) -> list[Layout]:
-    return [layout(replace(f, **changes))]  # type: ignore[arg-type]
+    return [layout(replace_field(f, **changes))]
 
 
 MISMATCHES = [
@@ -253,19 +255,19 @@ MISMATCHES = [
 @pytest.mark.parametrize(("change", "message"), MISMATCHES)
 def test_refuses_engines_that_do_not_match(change: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError) as refusal:
-        plan([layout(heads())], renamed(heads(), **change), 0)
+        make_plan([layout(heads())], renamed(heads(), **change), 0)
     assert message in str(refusal.value)
     assert "'k'" in str(refusal.value)
 
 
 def test_refuses_a_remote_field_that_nobody_wants() -> None:
     with pytest.raises(PlanError, match=r"'v' is held by remote ranks 0 \[0, 4\), 1 \[0, 4\) and"):
-        plan([layout(heads())], [layout(heads(), heads("v", region=1))] * 2, 0)
+        make_plan([layout(heads())], [layout(heads(), heads("v", region=1))] * 2, 0)
 
 
 def test_refuses_a_gap_between_ranks() -> None:
     with pytest.raises(PlanError, match=r"no remote rank has \[1, 3\)"):
-        plan(engine((0, 4)), engine((0, 1), (3, 4)), 0)
+        make_plan(engine((0, 4)), engine((0, 1), (3, 4)), 0)
 
 
 def test_refuses_what_only_the_remote_side_holds() -> None:
@@ -274,12 +276,12 @@ def test_refuses_what_only_the_remote_side_holds() -> None:
         r"local ranks that hold a part: 0 \[0, 4\), 1 \[5, 6\)"
     )
     with pytest.raises(PlanError, match=message):
-        plan(engine((0, 4), (5, 6)), engine((0, 3), (3, 6)), 0)
+        make_plan(engine((0, 4), (5, 6)), engine((0, 3), (3, 6)), 0)
 
 
 def test_refuses_a_share_of_a_context_that_only_the_remote_side_holds() -> None:
     with pytest.raises(PlanError, match=r"no local rank has \[0, 1\) of context rank 1 of 2"):
-        plan(replicas(2, context=2)[:1], replicas(1), 0)
+        make_plan(replicas(2, context=2)[:1], replicas(1), 0)
 
 
 def turns(size: int, *interleaves: int) -> list[Layout]:
@@ -294,7 +296,7 @@ def test_refuses_an_engine_whose_ranks_deal_out_tokens_differently() -> None:
     one, other = turns(2, 4, 4), turns(2, 4, 2)
     for local, remote in ((other, one), (one, other)):
         with pytest.raises(PlanError, match=r"context interleave is 4 on .* rank 0 and 2 on"):
-            plan(local, remote, 0)
+            make_plan(local, remote, 0)
 
 
 def test_how_tokens_are_dealt_out_says_nothing_where_one_rank_has_all() -> None:
@@ -302,25 +304,25 @@ def test_how_tokens_are_dealt_out_says_nothing_where_one_rank_has_all() -> None:
 
 
 def draft(key: str = "d", *, region: int = 0, draft: bool = True) -> Field:
-    return replace(heads(key, region=region), draft=draft)
+    return replace_field(heads(key, region=region), draft=draft)
 
 
 def test_draft_layers_that_one_engine_has_are_left_out() -> None:
     plain, drafted = layout(heads("k")), layout(heads("k"), draft(region=1))
     for local, remote in (([drafted], [plain]), ([plain], [drafted])):
-        [source] = plan(local, remote, 0).sources
+        [source] = make_plan(local, remote, 0).sources
         assert [o.local.key for match in source.matches for o in match.overlaps] == ["k"]
 
 
 def test_a_rank_that_has_only_draft_layers_nobody_reads_is_told() -> None:
-    found = plan([layout(heads("k"))], [layout(heads("k")), layout(draft())], 0)
+    found = make_plan([layout(heads("k"))], [layout(heads("k")), layout(draft())], 0)
     assert [source.remote for source in found.sources] == [0]
-    assert (found.tells, found.readers) == ((1,), (1, 1))
+    assert (found.notified_ranks, found.readers) == ((1,), (1, 1))
 
 
 def test_equal_draft_layers_are_read() -> None:
     both = layout(heads("k"), draft(region=1))
-    [source] = plan([both], [both], 0).sources
+    [source] = make_plan([both], [both], 0).sources
     assert [o.local.key for match in source.matches for o in match.overlaps] == ["k", "d"]
 
 
@@ -330,36 +332,36 @@ def test_refuses_draft_layers_that_differ() -> None:
     with pytest.raises(
         PlanError, match=r"draft field 'e' is held by local ranks 0 \[0, 4\) and by"
     ):
-        plan([one], [other], 0)
+        make_plan([one], [other], 0)
     with pytest.raises(
         PlanError, match=r"by remote ranks 0 \[0, 4\) and by no local rank: .*draft"
     ):
-        plan([other], [one], 0)
+        make_plan([other], [one], 0)
 
 
 def test_refuses_a_field_that_is_a_draft_s_on_one_side_only() -> None:
     one, other = layout(draft("k")), layout(draft("k", draft=False))
     for local, remote in (([one], [other]), ([other], [one]), ([one, other], [other])):
         with pytest.raises(PlanError, match=r"'k' is of draft layers on \w+ rank 0 and not on"):
-            plan(local, remote, 0)
+            make_plan(local, remote, 0)
 
 
 def test_refuses_a_missing_share_of_a_context() -> None:
     with pytest.raises(PlanError, match=r"has \[0, 1\) of context rank 1 of 2; .*: none"):
-        plan(replicas(1), replicas(1, context=2), 0)
+        make_plan(replicas(1), replicas(1, context=2), 0)
 
 
 def test_refuses_ranks_that_take_turns_in_different_ways() -> None:
     odd = [*replicas(2, context=2), *replicas(1)]
     with pytest.raises(PlanError, match="context size is 2 on remote rank 0 and 1 on remote rank"):
-        plan(replicas(1), odd, 0)
+        make_plan(replicas(1), odd, 0)
 
 
 def test_refuses_a_group_of_another_kind() -> None:
-    one = replace(heads(block=1, order="NHD"), tokens=())
+    one = replace_field(heads(block=1, order="NHD"), tokens=())
     as_state = [layout(one, groups=[Group(kind=GroupKind.STATE, block_tokens=0)])]
     with pytest.raises(PlanError, match="group kind is 'paged' on local rank 0 and 'state' on"):
-        plan([layout(one, groups=[paged(1)])], as_state, 0)
+        make_plan([layout(one, groups=[paged(1)])], as_state, 0)
 
 
 def packed(shard: tuple[int, int] = (0, 4), *, block: int = 16, unit: int = 64) -> Layout:
@@ -379,16 +381,16 @@ def packed(shard: tuple[int, int] = (0, 4), *, block: int = 16, unit: int = 64) 
 
 
 def test_opaque_pages_only_move_between_equal_layouts() -> None:
-    assert strips(plan([packed()], [packed()], 0)) == [1]
+    assert strips(make_plan([packed()], [packed()], 0)) == [1]
     with pytest.raises(PlanError, match="tokens of a block is 16 on local rank 0 and 32"):
-        plan([packed()], [packed(block=32)], 0)
+        make_plan([packed()], [packed(block=32)], 0)
     with pytest.raises(PlanError, match="packed as 'tiles' and only moves whole"):
-        plan([packed()], [packed((0, 2)), packed((2, 4))], 0)
+        make_plan([packed()], [packed((0, 2)), packed((2, 4))], 0)
     with pytest.raises(PlanError, match=r"\[0, 4\) in 64 bytes and remote rank 0 \[0, 4\) in 32"):
-        plan([packed()], [packed(unit=32)], 0)
-    other = layout(replace(packed().fields[0], packing="rows"), groups=packed().groups)
+        make_plan([packed()], [packed(unit=32)], 0)
+    other = layout(replace_field(packed().fields[0], packing="rows"), groups=packed().groups)
     with pytest.raises(PlanError, match="packing is 'tiles' on local rank 0 and 'rows'"):
-        plan([packed()], [other], 0)
+        make_plan([packed()], [other], 0)
 
 
 def test_refuses_what_would_need_a_copy_per_byte() -> None:
@@ -410,9 +412,9 @@ def test_refuses_what_would_need_a_copy_per_byte() -> None:
         )
         return layout(f, groups=[paged(block)])
 
-    assert strips(plan([bytewise("dt")], [bytewise("dt")], 0)) == [1]
+    assert strips(make_plan([bytewise("dt")], [bytewise("dt")], 0)) == [1]
     with pytest.raises(PlanError, match="field 'k': the two layouts share no runs longer"):
-        plan([bytewise("td")], [bytewise("dt")], 0)
+        make_plan([bytewise("td")], [bytewise("dt")], 0)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +435,7 @@ def test_a_shard_is_found_where_its_range_says(
         rest = [(head, head + 1) for head in range(4) if not first[0] <= head < first[1]]
         return [layout(heads(shard=shard), base=base) for shard in (first, *rest)]
 
-    found = plan(ranks(here, 1 << 32), ranks(there, 1 << 40), 0)
+    found = make_plan(ranks(here, 1 << 32), ranks(there, 1 << 40), 0)
     [batch] = next(each for each in found.sources if each.remote == 0).matches[0].batches
     head = 16 * DIM
     assert (int(batch.local[0]) - (1 << 32), int(batch.remote[0]) - (1 << 40)) == (
@@ -466,26 +468,26 @@ def test_refuses_an_axis_that_shares_no_runs(where: str) -> None:
         state = Group(kind=GroupKind.STATE, block_tokens=0)
         return layout(f, groups=[paged(near * far) if where == "tokens" else state])
 
-    assert strips(plan([walked(near, far)], [walked(near, far)], 0)) == [1]
+    assert strips(make_plan([walked(near, far)], [walked(near, far)], 0)) == [1]
     with pytest.raises(PlanError, match="field 'k': the two layouts share no runs longer"):
-        plan([walked(near, far)], [walked(far, near)], 0)
+        make_plan([walked(near, far)], [walked(far, near)], 0)
 
 
 def test_refuses_a_rank_that_is_not_there() -> None:
     with pytest.raises(PlanError, match="there is no local rank 1: there are 1"):
-        plan(engine((0, 1)), engine((0, 1)), 1)
+        make_plan(engine((0, 1)), engine((0, 1)), 1)
 
 
 def test_every_rank_refuses_what_one_cannot_read() -> None:
     local, remote = engine((0, 2), (2, 4)), engine((0, 2))
     for rank in (0, 1):
         with pytest.raises(PlanError, match=r"local rank 1 holds \[2, 4\)"):
-            plan(local, remote, rank)
+            make_plan(local, remote, rank)
 
 
 @given(worlds())
 def test_strips_that_move_together_never_touch(world: World) -> None:
-    for source in plan(world.local, world.remote, 0).sources:
+    for source in make_plan(world.local, world.remote, 0).sources:
         for match in source.matches:
             starts: set[object] = set()
             ends: set[object] = set()
@@ -495,7 +497,7 @@ def test_strips_that_move_together_never_touch(world: World) -> None:
                     for i in range(begin, stop):
                         place = int(batch.local[i]), int(batch.remote[i])
                         after = place[0] + batch.nbytes, place[1] + batch.nbytes
-                        starts.add((batch.motion, *regions, place))
-                        ends.add((batch.motion, *regions, after))
+                        starts.add((batch.strides, *regions, place))
+                        ends.add((batch.strides, *regions, after))
                     begin = stop
             assert not starts & ends

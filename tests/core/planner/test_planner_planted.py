@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_field
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import GroupKind, Layout
@@ -59,7 +60,7 @@ def plan_is(patch: Patch, fault: Callable[[Plan], Plan]) -> None:
         return fault(real(*args))
 
     for module in (planning, properties):
-        instead(patch, module, "plan", changed)
+        instead(patch, module, "make_plan", changed)
 
 
 # Which remote ranks.
@@ -130,7 +131,7 @@ def facts_are_not_compared(*names: str) -> Callable[[Patch], None]:
         def fewer(self: EngineHoldings, real: Any, holding: Holding) -> dict[str, object]:
             return {name: fact for name, fact in real(self, holding).items() if name not in names}
 
-        method(patch, EngineHoldings, "facts", fewer)
+        method(patch, EngineHoldings, "tensor_facts", fewer)
 
     fault.__name__ = f"not_compared_{'_'.join(names)}".replace(" ", "_")
     return fault
@@ -140,14 +141,14 @@ def fields_may_be_missing(patch: Patch) -> None:
     """The fields that one side lacks are left out, whatever they are."""
 
     def lenient(_: Any, local: EngineHoldings, remote: EngineHoldings) -> None:
-        local.leave_out(set(local.holdings) - set(remote.holdings))
-        remote.leave_out(set(remote.holdings) - set(local.holdings))
+        local.exclude(set(local.holdings) - set(remote.holdings))
+        remote.exclude(set(remote.holdings) - set(local.holdings))
 
     instead(patch, planning, "_check_keys", lenient)
 
 
 def drafts_are_like_all_fields(patch: Patch) -> None:
-    method(patch, EngineHoldings, "leave_out", lambda self, real, keys: None)
+    method(patch, EngineHoldings, "exclude", lambda self, real, keys: None)
 
 
 def drafts_need_not_agree(patch: Patch) -> None:
@@ -159,7 +160,7 @@ def drafts_are_always_left_out(patch: Patch) -> None:
 
     def lenient(real: Any, local: EngineHoldings, remote: EngineHoldings) -> None:
         for here, there in ((local, remote), (remote, local)):
-            here.leave_out({k for k in here.drafts & set(here.holdings) if k not in there.holdings})
+            here.exclude({k for k in here.drafts & set(here.holdings) if k not in there.holdings})
         real(local, remote)
 
     instead(patch, planning, "_check_keys", lenient)
@@ -181,14 +182,14 @@ def readers_are_counted_by_match(patch: Patch) -> None:
 
 
 def replicas_are_not_told(patch: Patch) -> None:
-    plan_is(patch, lambda one: replace(one, tells=()))
+    plan_is(patch, lambda one: replace(one, notified_ranks=()))
 
 
 def replicas_are_told_by_all(patch: Patch) -> None:
     def all_unread(one: Plan) -> Plan:
         read = {source.remote for source in one.sources}
         unread = (i for i, n in enumerate(one.readers) if n == 1 and i not in read)
-        return replace(one, tells=tuple(unread))
+        return replace(one, notified_ranks=tuple(unread))
 
     plan_is(patch, all_unread)
 
@@ -199,7 +200,7 @@ def replicas_are_told_by_all(patch: Patch) -> None:
 def sub_blocks_are_the_smaller_block(patch: Patch) -> None:
     patch.setattr(
         Pairing,
-        "grain",
+        "granularity",
         property(lambda self: max(min(self.local.block_tokens, self.remote.block_tokens), 1)),
     )
 
@@ -209,22 +210,34 @@ def sub_blocks_are_single_entries(patch: Patch) -> None:
         return math.lcm(*(part.local.first.tokens_per_state for part in parts))
 
     def fine(
-        real: Any, parts: Any, local: Any, remote: Any, grain: int, *window: Any, **counted: Any
+        real: Any,
+        parts: Any,
+        local: Any,
+        remote: Any,
+        granularity: int,
+        *window: Any,
+        **counted: Any,
     ) -> Any:
-        return real(parts, local, remote, grain if window else entry(parts), *window, **counted)
+        return real(
+            parts, local, remote, granularity if window else entry(parts), *window, **counted
+        )
 
-    instead(patch, planning, "batches", fine)
+    instead(patch, planning, "find_strips", fine)
 
 
 def span_is(patch: Patch, fault: Callable[..., tuple[int, int]]) -> None:
-    method(patch, Pairing, "span", fault)
+    method(patch, Pairing, "round_outwards", fault)
 
 
 def the_last_token_is_rounded_down(patch: Patch) -> None:
     def down(self: Pairing, real: Any, first: int, last: int) -> tuple[int, int]:
         start, stop = real(self, first, last)
-        cut = self.local.kind is GroupKind.PAGED and self.alike and last % self.grain
-        return start, stop - (self.grain if cut else 0)
+        cut = (
+            self.local.kind is GroupKind.PAGED
+            and self.holds_same_tokens
+            and last % self.granularity
+        )
+        return start, stop - (self.granularity if cut else 0)
 
     span_is(patch, down)
 
@@ -232,8 +245,12 @@ def the_last_token_is_rounded_down(patch: Patch) -> None:
 def the_first_token_is_rounded_up(patch: Patch) -> None:
     def up(self: Pairing, real: Any, first: int, last: int) -> tuple[int, int]:
         start, stop = real(self, first, last)
-        cut = self.local.kind is GroupKind.PAGED and self.alike and first % self.grain
-        return min(start + (self.grain if cut else 0), stop), stop
+        cut = (
+            self.local.kind is GroupKind.PAGED
+            and self.holds_same_tokens
+            and first % self.granularity
+        )
+        return min(start + (self.granularity if cut else 0), stop), stop
 
     span_is(patch, up)
 
@@ -243,7 +260,7 @@ def tokens_before_the_first_are_read_too(patch: Patch) -> None:
 
 
 def all_contexts_are_alike(patch: Patch) -> None:
-    patch.setattr(Pairing, "alike", property(lambda self: True))
+    patch.setattr(Pairing, "holds_same_tokens", property(lambda self: True))
 
 
 def every_rank_has_the_first_turn(patch: Patch) -> None:
@@ -251,28 +268,30 @@ def every_rank_has_the_first_turn(patch: Patch) -> None:
         held: I64Array = real(replace(self, rank=0), index)
         return held
 
-    method(patch, BlockMap, "holds", first)
+    method(patch, BlockMap, "held", first)
 
 
 def turns_leave_gaps(patch: Patch) -> None:
     """A rank stores its tokens as if it held all of them."""
-    method(patch, BlockMap, "places", lambda self, real, index: np.divmod(index, self.per_page))
+    method(patch, BlockMap, "locate", lambda self, real, index: np.divmod(index, self.per_page))
 
 
 def the_state_is_on_the_last_page(patch: Patch) -> None:
-    def last(real: Any, name: str, listed: Any, limit: int, lens: BlockMap, index: I64Array) -> Any:
-        if lens.per_page == 1 and len(index) == 1 and not index[0]:
+    def last(
+        real: Any, name: str, listed: Any, limit: int, block_map: BlockMap, index: I64Array
+    ) -> Any:
+        if block_map.per_page == 1 and len(index) == 1 and not index[0]:
             index = index + listed.first_index + max(len(listed.ids) - 1, 0)
-        return real(name, listed, limit, lens, index)
+        return real(name, listed, limit, block_map, index)
 
-    instead(patch, build_copies, "_places", last)
+    instead(patch, build_copies, "_locate_on_side", last)
 
 
 def lists_start_at_the_first_block(patch: Patch) -> None:
     def unmoved(real: Any, name: str, listed: Any, *args: Any) -> Any:
         return real(name, replace(listed, first_index=0), *args)
 
-    instead(patch, build_copies, "_places", unmoved)
+    instead(patch, build_copies, "_locate_on_side", unmoved)
 
 
 def groups_have_the_same_numbers(patch: Patch) -> None:
@@ -280,7 +299,7 @@ def groups_have_the_same_numbers(patch: Patch) -> None:
         number = min(match.local_group, len(request.remote) - 1)
         return real(replace(match, remote_group=number), request, *args)
 
-    instead(patch, build_copies, "_placed", local_number)
+    instead(patch, build_copies, "_locate", local_number)
 
 
 def holes_are_pages(patch: Patch) -> None:
@@ -291,7 +310,7 @@ def ids_have_no_end(patch: Patch) -> None:
     def endless(real: Any, name: str, listed: Any, limit: int, *args: Any) -> Any:
         return real(name, listed, 1 << 62, *args)
 
-    instead(patch, build_copies, "_places", endless)
+    instead(patch, build_copies, "_locate_on_side", endless)
 
 
 # Which bytes.
@@ -306,16 +325,16 @@ def shape_is(patch: Patch, fault: Callable[..., Any]) -> None:
 
 def pages_are_as_far_apart_as_here(patch: Patch) -> None:
     def near(shape: Any, o: Overlap) -> Any:
-        far = replace(shape.motion.remote, page=o.local.page_stride)
-        return replace(shape, motion=replace(shape.motion, remote=far))
+        far = replace(shape.strides.remote, page=o.local.page_stride)
+        return replace(shape, strides=replace(shape.strides, remote=far))
 
     shape_is(patch, near)
 
 
 def sub_blocks_are_as_far_apart_as_here(patch: Patch) -> None:
     def near(shape: Any, o: Overlap) -> Any:
-        far = replace(shape.motion.remote, within=shape.motion.local.within)
-        return replace(shape, motion=replace(shape.motion, remote=far))
+        far = replace(shape.strides.remote, within=shape.strides.local.within)
+        return replace(shape, strides=replace(shape.strides, remote=far))
 
     shape_is(patch, near)
 
@@ -324,14 +343,14 @@ def a_page_is_one_sub_block(patch: Patch) -> None:
     """Sub-blocks of a page all lie at its start."""
 
     def start(shape: Any, o: Overlap) -> Any:
-        far = replace(shape.motion.local, within=())
-        return replace(shape, motion=replace(shape.motion, local=far))
+        far = replace(shape.strides.local, within=())
+        return replace(shape, strides=replace(shape.strides, local=far))
 
     shape_is(patch, start)
 
 
 def tiles_are_alike_everywhere(patch: Patch) -> None:
-    patch.setattr(strips, "_even", lambda near, far, entries: entries)
+    patch.setattr(strips, "_uniform_entries", lambda near, far, entries: entries)
 
 
 def an_entry_is_a_token(patch: Patch) -> None:
@@ -339,8 +358,8 @@ def an_entry_is_a_token(patch: Patch) -> None:
         return real(
             replace(
                 o,
-                local=replace(o.local, tokens_per_state=1),
-                remote=replace(o.remote, tokens_per_state=1),
+                local=replace_field(o.local, tokens_per_state=1),
+                remote=replace_field(o.remote, tokens_per_state=1),
             ),
             *args,
         )
@@ -352,14 +371,16 @@ def inner_axes_have_any_order(patch: Patch) -> None:
     def backwards(real: Any, f: Any, unit: int) -> Any:
         return tuple(reversed(real(f, unit)))
 
-    instead(patch, strips, "_inner", backwards)
+    instead(patch, strips, "_inner_dims", backwards)
 
 
 def units_are_equal(patch: Patch) -> None:
     """The unit of the local side is taken for that of both."""
 
     def local_unit(real: Any, o: Overlap) -> Any:
-        return real(replace(o, remote=replace(o.remote, unit=o.local.unit, inner=o.local.inner)))
+        return real(
+            replace(o, remote=replace_field(o.remote, unit=o.local.unit, inner=o.local.inner))
+        )
 
     instead(patch, strips, "_entry_walks", local_unit)
 
@@ -367,11 +388,11 @@ def units_are_equal(patch: Patch) -> None:
 def runs_merge_if_they_do_here(patch: Patch) -> None:
     """A digit lengthens the run if its local stride alone equals it."""
 
-    def one_sided(real: Any, nbytes: int, digits: Any) -> Any:
-        return real(nbytes, tuple((count, near, near) for count, near, _ in digits))
+    def one_sided(real: Any, nbytes: int, dims: Any) -> Any:
+        return real(nbytes, tuple((extent, near, near) for extent, near, _ in dims))
 
     for module in (runs, strips):
-        instead(patch, module, "absorbed", one_sided)
+        instead(patch, module, "absorb_dims", one_sided)
 
 
 def neighbours_here_are_neighbours_there(patch: Patch) -> None:
@@ -381,18 +402,20 @@ def neighbours_here_are_neighbours_there(patch: Patch) -> None:
         remote = np.array([starts[start] for start in found.local.tolist()], dtype=np.int64)
         return replace(found, remote=remote)
 
-    instead(patch, coalesce, "touching", one_sided)
+    instead(patch, coalesce, "coalesce", one_sided)
 
 
 def neighbouring_fields_never_merge(patch: Patch) -> None:
-    patch.setattr(coalesce, "touching", lambda some: some.at(np.lexsort((some.local, some.pair))))
+    patch.setattr(
+        coalesce, "coalesce", lambda some: some.select(np.lexsort((some.local, some.pair)))
+    )
 
 
 def neighbouring_regions_are_one(patch: Patch) -> None:
     def regardless(real: Any, some: CoalescedRuns) -> CoalescedRuns:
         return real(replace(some, pair=np.zeros_like(some.pair)))  # type: ignore[no-any-return]
 
-    instead(patch, coalesce, "touching", regardless)
+    instead(patch, coalesce, "coalesce", regardless)
 
 
 def fields_of_one_shape_start_alike(patch: Patch) -> None:
@@ -407,8 +430,8 @@ def pages_join_if_they_do_here(patch: Patch) -> None:
 
     def one_sided(real: Any, batch: Any, local: Any, remote: Any) -> Any:
         found = real(batch, local, local)
-        near = local.moved(batch.motion.local)
-        far = remote.moved(batch.motion.remote)
+        near = local.offsets(batch.strides.local)
+        far = remote.offsets(batch.strides.remote)
         kept = np.searchsorted(np.arange(len(near)), np.flatnonzero(np.isin(near, found.local)))
         return replace(found, remote=far[kept][: len(found.local)])
 
@@ -452,7 +475,7 @@ def unread_fields_stay(patch: Patch) -> None:
     def only_read(real: Any, side: EngineHoldings, rank: int) -> tuple[LocalGroup, ...]:
         return tuple(replace(o, fields=o.fields | {False: ()}) for o in real(side, rank))
 
-    instead(patch, planning, "_own", only_read)
+    instead(patch, planning, "_local_groups", only_read)
 
 
 def unread_groups_stay(patch: Patch) -> None:

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_field
 
 from kvferry.core.errors import PlanError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region
-from kvferry.core.planner.build_copies import ReadRequest, copies
-from kvferry.core.planner.plan import Plan, plan
+from kvferry.core.planner.build_copies import ReadRequest, build_copies
+from kvferry.core.planner.plan import Plan, make_plan
 from tests.core.layouts import heads, layout, paged
 from tests.core.oracle import World, check_rank, pages
 
@@ -69,7 +70,7 @@ def heads_read(found: Plan) -> dict[int, int]:
     [(2, 1, 2, (1,)), (4, 2, 2, (1,)), (1, 0, 2, (0, 1)), (4, 1, 2, (0,))],
 )
 def test_which_ranks_are_read(tp: int, rank: int, remote_tp: int, expected: Sequence[int]) -> None:
-    assert sources(plan(attention(8, tp), attention(8, remote_tp), rank)) == expected
+    assert sources(make_plan(attention(8, tp), attention(8, remote_tp), rank)) == expected
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_which_ranks_are_read(tp: int, rank: int, remote_tp: int, expected: Sequ
 def test_which_shares_of_a_context_are_read(
     rank: int, tp: int, remote_tp: int, dcp: int, remote_dcp: int, expected: tuple[int, ...]
 ) -> None:
-    assert sources(plan(latent(tp, dcp), latent(remote_tp, remote_dcp), rank)) == expected
+    assert sources(make_plan(latent(tp, dcp), latent(remote_tp, remote_dcp), rank)) == expected
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_producer_waits_for_the_ranks_that_read_it(
     tp: int, remote_tp: int, dcp: int, remote_dcp: int
 ) -> None:
     local, remote = latent(tp, dcp), latent(remote_tp, remote_dcp)
-    found = [plan(local, remote, rank) for rank in range(tp)]
+    found = [make_plan(local, remote, rank) for rank in range(tp)]
     readers = tuple(sum(rank in sources(one) for one in found) for rank in range(remote_tp))
     assert {one.readers for one in found} == {readers}
 
@@ -104,7 +105,7 @@ def test_a_producer_waits_for_the_ranks_that_read_it(
 @pytest.mark.parametrize("remote_tp", [2, 4])
 def test_a_page_is_split_evenly_between_the_ranks_that_have_its_heads(remote_tp: int) -> None:
     local, remote = attention(8, 1), attention(8, remote_tp)
-    found = plan(local, remote, 0)
+    found = make_plan(local, remote, 0)
     asked = ReadRequest(
         ranges=((0, 8 * 16),),
         local=(pages([3, 9, 5, 20, 30, 11, 7, 1]),),
@@ -113,7 +114,7 @@ def test_a_page_is_split_evenly_between_the_ranks_that_have_its_heads(remote_tp:
     page = 8 * 16 * 8
     assert sources(found) == tuple(range(remote_tp))
     for source in found.sources:
-        assert copies(source, asked).nbytes.tolist() == [page // remote_tp] * 8
+        assert build_copies(source, asked).nbytes.tolist() == [page // remote_tp] * 8
 
 
 def hybrid(
@@ -122,7 +123,7 @@ def hybrid(
     """Attention and a state of eight channels in one region: a page of either at its own ids."""
     held, channels = shard(total, tp, rank), shard(8, tp, rank)
     size = max((held[1] - held[0]) * block * row, (channels[1] - channels[0]) * units)
-    attention = replace(
+    attention = replace_field(
         heads(shard=held, block=block, dim=row, page_stride=size, order="HND"), pages=20
     )
     state = Field(
@@ -142,7 +143,7 @@ def hybrid(
 
 def moved(found: Plan, number: int, asked: ReadRequest, here: Layout) -> list[tuple[int, int]]:
     """(local offset, length) of every copy from one source."""
-    made = copies(found.sources[number], asked)
+    made = build_copies(found.sources[number], asked)
     return sorted(
         (int(start) - here.regions[0].address, int(size))
         for start, size in zip(made.local, made.nbytes, strict=True)
@@ -152,7 +153,7 @@ def moved(found: Plan, number: int, asked: ReadRequest, here: Layout) -> list[tu
 def test_a_replicated_head_is_read_once_and_a_state_from_all() -> None:
     """vLLM: splits[0] has both attention pages and the state's first half, splits[1] the second."""
     local, remote = [hybrid(1, 0, units=50)], [hybrid(2, rank, units=50) for rank in range(2)]
-    found = plan(local, remote, 0)
+    found = make_plan(local, remote, 0)
     asked = ReadRequest(
         ranges=((0, 8), (0, 8)),
         local=(pages([2, 4]), pages([6])),
@@ -169,7 +170,7 @@ def test_a_replicated_head_is_read_in_the_smaller_block() -> None:
     """vLLM: with blocks half as large, every page is two copies, and the state is split as ever."""
     local = [hybrid(1, 0, units=50)]
     remote = [hybrid(2, rank, block=2, units=50) for rank in range(2)]
-    found = plan(local, remote, 0)
+    found = make_plan(local, remote, 0)
     asked = ReadRequest(
         ranges=((0, 8), (0, 8)),
         local=(pages([2, 4]), pages([6])),
@@ -201,7 +202,7 @@ def test_heads_are_read_from_ranks_that_hold_them(total: int, tp: int, remote_tp
     """vLLM refuses three of these for one family ("KV-head sharding boundary"): not here."""
     local, remote = attention(total, tp), attention(total, remote_tp)
     for rank in range(tp):
-        read = heads_read(plan(local, remote, rank))
+        read = heads_read(make_plan(local, remote, rank))
         assert sorted(read) == list(range(*shard(total, tp, rank)))
         for head, source in read.items():
             assert head in range(*shard(total, remote_tp, source))
@@ -210,12 +211,12 @@ def test_heads_are_read_from_ranks_that_hold_them(total: int, tp: int, remote_tp
 def test_stages_of_other_sizes_are_read_each_by_its_own_ranks() -> None:
     """vLLM asks ranks 2 and 3 of the second stage, which hold the same head: one is enough."""
     first, second = attention(2, 1), attention(2, 4)
-    renamed = [replace(one, fields=(replace(one.fields[0], key="late"),)) for one in second]
+    renamed = [replace(one, fields=(replace_field(one.fields[0], key="late"),)) for one in second]
     local = [
         layout(heads(shard=shard(2, 2, rank)), heads("late", shard=shard(2, 2, rank), region=1))
         for rank in range(2)
     ]
-    zeroth, other = sources(plan(local, [*first, *renamed], 1))
+    zeroth, other = sources(make_plan(local, [*first, *renamed], 1))
     assert zeroth == 0
     assert other - 1 in (2, 3)
 
@@ -233,7 +234,7 @@ def kernels(block: int, kernel: int, tp: int, rank: int, *, pages: int, packed: 
     size = max(block * ROW * both, (conv[1] - conv[0]) * 6 + (ssm[1] - ssm[0]) * 8)
     groups = [paged(block), STATE, STATE]
     fields = [
-        replace(
+        replace_field(
             heads(name, shard=(0, 1), block=kernel, dim=ROW, page_stride=size, pages=pages),
             tokens=axis((block // kernel, kernel * ROW * both), (kernel, ROW)),
             offset=i * kernel * ROW,
@@ -312,9 +313,9 @@ def test_tokens_align_in_large_pages(tokens: int) -> None:
 def test_a_token_of_half_the_size_is_refused() -> None:
     local = kernels(12, 4, 1, 0, pages=4, packed=False)
     remote = kernels(8, 4, 1, 0, pages=4, packed=False)
-    half = replace(remote.fields[0], unit=ROW // 2)
+    half = replace_field(remote.fields[0], unit=ROW // 2)
     with pytest.raises(PlanError, match="bytes of one entry is 12 on local rank 0 and 6 on remote"):
-        plan([local], [replace(remote, fields=(half, *remote.fields[1:]))], 0)
+        make_plan([local], [replace(remote, fields=(half, *remote.fields[1:]))], 0)
 
 
 # Pages of several layers side by side in one row, and of several groups on top of each other.
@@ -326,7 +327,7 @@ def rows(
     """Latents in rows of ``stride`` bytes by (offset, bytes of a page); a group of its own each."""
     names = list(groups or members)
     fields = [
-        replace(
+        replace_field(
             heads(name, shard=(0, 1), dim=size // 16, page_stride=stride, pages=pages),
             offset=offset,
             group=names.index(name),
@@ -341,12 +342,12 @@ def rows(
 def test_a_row_of_layers_moves_whole(layers: int) -> None:
     stride = layers * 128
     fields = [
-        replace(heads(f"L{i}", shard=(0, 1), page_stride=stride, pages=4), offset=i * 128)
+        replace_field(heads(f"L{i}", shard=(0, 1), page_stride=stride, pages=4), offset=i * 128)
         for i in range(layers)
     ]
     one = layout(*fields)
     asked = ReadRequest(ranges=((0, 48),), local=(pages([1, 2, 3]),), remote=(pages([3, 2, 1]),))
-    found = plan([one], [one], 0)
+    found = make_plan([one], [one], 0)
     assert moved(found, 0, asked, one) == [(page * stride, stride) for page in (1, 2, 3)]
 
 
@@ -375,8 +376,8 @@ def test_layers_of_a_stage_are_found_in_rows_of_another_make(
         remote=(pages([1]), pages([1]), pages([2]), pages([3])),
     )
     asked = replace(asked, ranges=(None, *asked.ranges[1:]))
-    found = plan([whole, whole], [early, late], rank)
-    made = copies(found.sources[1], asked)
+    found = make_plan([whole, whole], [early, late], rank)
+    made = build_copies(found.sources[1], asked)
     base = 1 << 32
     assert sorted(zip(made.local - base, made.remote - base, made.nbytes, strict=True)) == [
         (1 * 256, 2 * 192, 64),
@@ -410,8 +411,8 @@ def test_a_state_that_is_whole_on_every_rank_is_not_split() -> None:
 
     local, remote = rank((0, 4)), [rank((0, 2)), rank((2, 4))]
     asked = ReadRequest(ranges=((0, 5),), local=(pages([1]),), remote=(pages([2]),))
-    found = plan([local], remote, 0)
+    found = make_plan([local], remote, 0)
     total = [pair for i in range(2) for pair in moved(found, i, asked, local)]
     assert sorted(total) == [(512, 56), (512 + 56, 56), (512 + 256, 256)]
     with pytest.raises(PlanError, match="field 'whole': bytes of one entry is 256 on local rank 0"):
-        plan([local], [rank((0, 2), 128), rank((2, 4), 128)], 0)
+        make_plan([local], [rank((0, 2), 128), rank((2, 4), 128)], 0)

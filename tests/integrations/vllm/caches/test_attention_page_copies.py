@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvferry.core.planner.build_copies import Pages, ReadRequest, copies
-from kvferry.core.planner.plan import plan
+from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies
+from kvferry.core.planner.plan import make_plan
 from kvferry.core.transport.copies import Copies
 from tests.integrations.vllm.caches import views
 from tests.integrations.vllm.caches.layers import ORDERS, TWO, full, mla, planes
@@ -32,13 +32,13 @@ def _copies(local: Rank, remote: Rank, tokens: int, ids: list[int], theirs: list
 def _batches(
     local: Rank, remote: Rank, tokens: int, ids: list[int], theirs: list[int]
 ) -> list[Copies]:
-    made = plan([local.layout], [remote.layout], 0)
+    made = make_plan([local.layout], [remote.layout], 0)
     request = ReadRequest(
         ranges=((0, tokens),),
         local=(Pages(ids=np.array(ids, dtype=np.int64)),),
         remote=(Pages(ids=np.array(theirs, dtype=np.int64)),),
     )
-    return [copies(source, request) for source in made.sources]
+    return [build_copies(source, request) for source in made.sources]
 
 
 @pytest.mark.parametrize(

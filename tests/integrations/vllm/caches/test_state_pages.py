@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import LayoutError, PlanError
 from kvferry.core.layout import GroupKind, Layout
-from kvferry.core.planner.build_copies import Pages, ReadRequest, copies
-from kvferry.core.planner.plan import plan
+from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies
+from kvferry.core.planner.plan import make_plan
 from kvferry.integrations.vllm.caches.pages import ShardPosition
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.integrations.vllm.caches.recurrent import KINDS, Model, Rank, Setup, Truth
@@ -43,9 +43,9 @@ def _pull(local: Sequence[Layout], remote: Sequence[Layout]) -> int:
     )
     total = 0
     for rank in range(len(local)):
-        ours = plan(local, remote, rank)
+        ours = make_plan(local, remote, rank)
         for source in ours.sources:
-            batch = copies(source, request)
+            batch = build_copies(source, request)
             total += len(batch.nbytes)
             for near, far, nbytes in zip(batch.local, batch.remote, batch.nbytes, strict=True):
                 ctypes.memmove(int(near), int(far), int(nbytes))
@@ -172,7 +172,7 @@ def test_what_does_not_add_up_moves_whole(facts: dict[str, Any]) -> None:
     assert [len(layout.fields) for layout in ours] == [1, 1]
     assert _check(Model(kind="mamba2", groups=2), Setup(ranks=2), Setup(ranks=2), **facts) == 2
     with pytest.raises(PlanError, match=r"is held by .* and by no remote rank"):
-        plan(ours, _layouts(Setup(ranks=1), **facts), 0)
+        make_plan(ours, _layouts(Setup(ranks=1), **facts), 0)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_whole_states_in_another_order_never_meet(there: dict[str, Any]) -> None
         _layouts(Setup(**{"ranks": 2, **there}), **facts),
     )
     with pytest.raises(PlanError, match="MAMBA2_ATTN"):
-        plan(ours, theirs, 0)
+        make_plan(ours, theirs, 0)
 
 
 @pytest.mark.parametrize(("kernel", "drafts"), [(0, 2), (5, 0), (3, 2), (1, 3)])

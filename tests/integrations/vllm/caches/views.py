@@ -43,7 +43,7 @@ def walk(field: Field) -> Places:
 def _steps(digits: Axis) -> Places:
     steps = np.zeros(1, dtype=np.int64)
     for digit in digits:
-        steps = np.add.outer(steps, np.arange(digit.count) * digit.stride).ravel()
+        steps = np.add.outer(steps, np.arange(digit.extent) * digit.stride).ravel()
     return steps
 
 

@@ -12,7 +12,7 @@ from kvferry.core.layout import HOLE
 from kvferry.core.lifecycle.digest import digest
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.planner.plan import plan
+from kvferry.core.planner.plan import make_plan
 from kvferry.integrations.vllm.cache_groups import CacheGroup
 from tests.integrations.vllm.geometry.engine_of_ranks import Engine
 from tests.integrations.vllm.geometry.model import Bytes, Layer, Part
@@ -187,8 +187,8 @@ def _read_by(last: Rank, consumer: Engine, producer: Engine) -> set[int]:
         [r.endpoint.payload.layout for r in sorted(e.workers, key=lambda r: r.position.rank)]  # type: ignore[union-attr]
         for e in (consumer, producer)
     )
-    found = plan(local, remote, last.position.rank)
-    return {source.remote for source in found.sources} | set(found.tells)
+    found = make_plan(local, remote, last.position.rank)
+    return {source.remote for source in found.sources} | set(found.notified_ranks)
 
 
 def released(producer: Engine, request: str) -> None:
