@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from kvferry.core.errors import KVFerryError
     from kvferry.core.handshake import HandshakeServer
     from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+    from kvferry.core.layout.paged_layout import paged_layout
     from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
     from kvferry.core.lifecycle.ticket import Ticket
     from kvferry.core.memory import region_of
-    from kvferry.core.paged_layout import paged_layout
     from kvferry.core.planner.build_copies import Pages
     from kvferry.core.single_rank import SingleRankEngine
     from kvferry.core.transport.registry import create as create_transport
@@ -62,7 +62,7 @@ _SOURCES = {
     "Ticket": "core.lifecycle.ticket:Ticket",
     "axis": "core.layout:axis",
     "create_transport": "core.transport.registry:create",
-    "paged_layout": "core.paged_layout:paged_layout",
+    "paged_layout": "core.layout.paged_layout:paged_layout",
     "region_of": "core.memory:region_of",
 }
 """Where each exported name comes from; the imports above say the same to type checkers."""

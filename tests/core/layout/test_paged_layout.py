@@ -11,8 +11,8 @@ import pytest
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
+from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.memory import region_of
-from kvferry.core.paged_layout import paged_layout
 
 HND = ("page", "head", "token", "element")
 NHD = ("page", "token", "head", "element")
