@@ -27,8 +27,9 @@ def check_copies(copies: Copies, ends: U64Array) -> None:
     """
     n = checked_length(copies)
     if n:
-        check_bounds(copies, "local", ends[:n])
-        check_bounds(copies, "remote", ends[:n])
+        ends = ends[:n]
+        check_bounds(copies, "local", ends)
+        check_bounds(copies, "remote", ends)
 
 
 def checked_length(copies: Copies) -> int:

@@ -78,7 +78,7 @@ class CopyRuns:
                 not needed afterwards.
             write: whether the local side is the source.
         """
-        n = len(copies)
+        n = len(copies.nbytes)
         self.count = self.total = 0
         if n == 0:
             return

@@ -200,7 +200,7 @@ class LoopbackTransport(
 
     def _make_transfer(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
         peer, notify = request.connection, request.notify
-        runs = self._pool.take(len(request.copies))
+        runs = self._pool.take(len(request.copies.nbytes))
         runs.fill(request.copies, write=request.write)
         return LoopbackTransfer(
             memory=peer.memory,
