@@ -1,7 +1,7 @@
-"""The engine, one per process: the only file that knows mooncake.
+"""Mooncake's engine, one for each process. No other module imports mooncake.
 
-Transports share it, because an engine takes half a second to end, and because engines of one
-process would each hold threads and sockets for the same memory.
+Transports share it, because an engine takes half a second to end, and because several engines in a
+process would each have threads and sockets for the same memory.
 """
 
 from __future__ import annotations
@@ -13,17 +13,26 @@ from kvferry.core.errors import DriverError, TransportError
 from kvferry.core.memory import Region
 
 _NO_BATCH = (0, -1, (1 << 64) - 1)
-"""What the engine answers instead of a batch when it refuses; asking after one of them crashes."""
+"""What the engine returns instead of a batch when it refuses; asking about one of them crashes."""
 
-_MOST = 512
-"""Pieces under way with one peer: the engine queues 1024 by itself, and refuses the rest."""
+_MAX_RUNNING = 512
+"""Pieces under way with one peer. The engine queues 1024 and fails the next one."""
 
 
 class Engine:
     """Mooncake's ``TransferEngine`` over tcp, and what is registered with it.
 
-    The engine refuses memory that overlaps what it has. So overlapping regions are registered as
+    The engine refuses memory that overlaps a registration. So overlapping regions are registered as
     one span, from the first to the last byte of them.
+
+    Args:
+        host: an address of this machine.
+
+    Attributes:
+        segment: the engine's name among engines, ``host:port``.
+
+    Raises:
+        DriverError: mooncake is not installed, or does not start there.
     """
 
     def __init__(self, host: str) -> None:
@@ -44,15 +53,15 @@ class Engine:
                 "driver_options: host to an address of this machine"
             )
         self.segment = f"{host}:{self._engine.get_rpc_port()}"
-        self._flying: dict[int, str] = {}
+        self._running: dict[int, str] = {}
         self._load: Counter[str] = Counter()
         self._users: Counter[Region] = Counter()
         self._spans: set[Region] = set()
 
     def register(self, region: Region) -> None:
-        """Make a region reachable. Counts: as many ``deregister`` take it back.
+        """Make a region reachable. It takes as many ``deregister`` to undo it.
 
-        Where it overlaps others without lying within one, they are out of reach for a moment.
+        Regions that it overlaps, without lying within one, cannot be reached for a moment.
 
         Raises:
             TransportError: the engine refuses.
@@ -63,7 +72,7 @@ class Engine:
         self._users[region] += 1
 
     def deregister(self, region: Region) -> None:
-        """Take a region back; its span goes with the last region in it."""
+        """Undo one ``register``; the span goes with the last region in it."""
         self._users[region] -= 1
         if self._users[region]:
             return
@@ -73,33 +82,49 @@ class Engine:
                 self._remove(span)
 
     def meet(self, segment: str) -> bool:
-        """Ask another engine what it is; whether it answers. Waits for that, and so ``read`` of its
-        memory need not, which would be in the middle of ``poll``."""
+        """Make first contact with another engine, and return whether it answers.
+
+        This waits for the answer. The first ``read`` would wait for it otherwise, within ``poll``.
+        """
         return self._engine.batch_transfer_async_read(segment, [], [], []) not in _NO_BATCH
 
     def has_room(self, segment: str) -> bool:
-        """Whether one more piece may be begun with another engine."""
-        return self._load[segment] < _MOST
+        """Return whether one more piece may be begun with another engine."""
+        return self._load[segment] < _MAX_RUNNING
 
     def read(self, segment: str, local: int, remote: int, nbytes: int) -> int | None:
-        """Begin to read a piece; ``None``: the engine refuses, because nobody is there, say."""
+        """Begin to read a piece.
+
+        Args:
+            segment: the other engine.
+            local: the first local byte.
+            remote: the first remote byte.
+            nbytes: how many bytes to read.
+
+        Returns:
+            The batch to ask ``ended`` about; ``None`` if the engine refuses, because there is no
+            such engine, for example.
+        """
         batch = self._engine.batch_transfer_async_read(segment, [local], [remote], [nbytes])
         if batch in _NO_BATCH:
             return None
-        self._flying[batch] = segment
+        self._running[batch] = segment
         self._load[segment] += 1
         return int(batch)
 
     def ended(self, batch: int) -> bool | None:
-        """Whether a piece has ended well; ``None``: it has not ended. Not again once it has.
+        """Return how a piece has ended. Must not be called again once it has.
 
-        There is one piece in a batch, because this is the only question that the engine answers
-        without waiting, and it asks after the first piece only.
+        A batch has one piece only: this is the one question that the engine answers without
+        waiting, and it is about the first piece of a batch.
+
+        Returns:
+            Whether the piece has ended well; ``None`` if it has not ended.
         """
         code = self._engine.transfer_check_status(batch)
         if code in (0, -2):
             return None
-        self._load[self._flying.pop(batch)] -= 1
+        self._load[self._running.pop(batch)] -= 1
         return bool(code == 1)
 
     def _add(self, span: Region) -> None:
@@ -127,7 +152,7 @@ _engines: dict[tuple[int, str], Engine] = {}
 
 
 def shared(host: str) -> Engine:
-    """The engine of this process on a host address, which must be one of this machine's.
+    """Return the engine of this process on a host address, which must be one of this machine's.
 
     Raises:
         DriverError: mooncake is not installed, or does not start there.

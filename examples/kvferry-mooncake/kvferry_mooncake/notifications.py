@@ -1,7 +1,7 @@
 """Notifications over tcp, without threads: everything happens within calls.
 
-The engine has notifications, but sends each with a transfer of its own, waits for it, and takes ten
-milliseconds. A connection of ours also tells at once when the peer's process is gone.
+The engine has notifications, but sends each with a transfer of its own and waits for it, which
+takes ten milliseconds. A separate connection also tells at once when the peer's process is gone.
 """
 
 from __future__ import annotations
@@ -29,28 +29,39 @@ _LENGTH = struct.Struct("<I")
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The first message of a connection: the receiver's secret, and who sends."""
+    """The first message of a connection: the receiver's secret, and the name of the sender."""
 
     secret: Secret
     sender: Name
 
 
 _inherited: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""What a fork must let go of: while it holds a connection, the peer does not see it end."""
+"""Sockets that a fork must close: while it holds one, the peer does not see the connection end."""
 
 
-def _let_go() -> None:
-    for one in list(_inherited):
-        one.close()
+def _close_inherited() -> None:
+    for inherited in list(_inherited):
+        inherited.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_inherited)
 
 _hello = msgspec.msgpack.Decoder(_Hello)
 
 
 class Channel:
-    """The sending end of a connection; what the socket does not take yet waits."""
+    """The sending end of a connection. What the socket does not take yet is queued.
+
+    Args:
+        to: the peer's address.
+        sender: the name of this transport.
+
+    Attributes:
+        lost: whether the peer is gone.
+
+    Raises:
+        ConnectError: the peer cannot be reached.
+    """
 
     def __init__(self, to: Address, sender: str) -> None:
         self._peer = to.name
@@ -69,18 +80,21 @@ class Channel:
         self.send(msgspec.msgpack.encode(_Hello(to.secret, sender)))
 
     def send(self, payload: bytes) -> None:
-        """Send, or queue. A peer that is gone takes nothing, which is no error.
+        """Send or queue a notification. That the peer is gone is no error.
 
         Raises:
-            TransportError: too much waits already.
+            TransportError: the queue is full.
         """
         if len(self._queue) > _MAX_QUEUED:
             raise TransportError(f"{self._peer} takes no notifications: is it stopped?")
         self._queue += _LENGTH.pack(len(payload)) + payload
-        self.turn()
+        self.progress()
 
-    def turn(self) -> None:
-        """Send what waits, and see whether the peer is still there: it never sends, but ends."""
+    def progress(self) -> None:
+        """Send what is queued, and find out whether the peer is still there.
+
+        The peer never sends anything on this connection, so all there is to receive is its end.
+        """
         try:
             while self._queue and not self.lost:
                 del self._queue[: self._socket.send(self._queue[:_CHUNK])]
@@ -96,11 +110,11 @@ class Channel:
             self.lost = True
 
     def error(self) -> PeerLostError:
-        """That the peer is gone."""
+        """Return the error that the peer is gone."""
         return PeerLostError(f"{self._peer} is gone: its process ended, or closed its transport")
 
     def close(self) -> None:
-        """End the connection, also for a fork that has inherited it."""
+        """End the connection, even if a fork has inherited the socket."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         self._socket.close()
@@ -116,6 +130,13 @@ class _Sender:
 class Mailbox:
     """The receiving end of all connections.
 
+    Args:
+        host: the address to listen at.
+        secret: 16 bytes that every sender has to know.
+
+    Attributes:
+        port: the port that it listens at.
+
     Raises:
         OSError: the host is not an address of this machine.
     """
@@ -130,8 +151,8 @@ class Mailbox:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self.port: int = self._listener.getsockname()[1]
 
-    def turn(self) -> None:
-        """Take what has arrived at the sockets."""
+    def progress(self) -> None:
+        """Receive what has arrived at the sockets."""
         for key, _ in self._selector.select(0):
             if key.data is None:
                 self._accept()
@@ -139,13 +160,17 @@ class Mailbox:
                 self._receive(key.data)
 
     def take(self) -> list[Notification]:
-        """What has arrived since the last call."""
-        self.turn()
+        """Return the notifications that arrived since the last call."""
+        self.progress()
         taken, self._inbox = self._inbox, []
         return taken
 
     def close(self) -> bool:
-        """End every connection, which is how peers know; whether there was one."""
+        """End every connection, by which peers learn that this side is closed.
+
+        Returns:
+            Whether there was one.
+        """
         self._accept()
         senders = [key.data for key in self._selector.get_map().values() if key.data is not None]
         for sender in senders:
@@ -178,22 +203,22 @@ class Mailbox:
             self._drop(sender)
 
     def _parsed(self, sender: _Sender) -> bool:
-        """Use the whole messages; false if there is one that must not be."""
-        at, data = 0, sender.data
-        while len(data) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(data, at)
+        """Handle the messages that are complete; return false if one breaks the format."""
+        position, data = 0, sender.data
+        while len(data) - position >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(data, position)
             if not 0 < length <= MAX_NOTIFICATION:
                 return False
-            if len(data) - at < _LENGTH.size + length:
+            if len(data) - position < _LENGTH.size + length:
                 break
-            at += _LENGTH.size
-            if not self._used(sender, bytes(data[at : at + length])):
+            position += _LENGTH.size
+            if not self._handled(sender, bytes(data[position : position + length])):
                 return False
-            at += length
-        del data[:at]
+            position += length
+        del data[:position]
         return True
 
-    def _used(self, sender: _Sender, message: bytes) -> bool:
+    def _handled(self, sender: _Sender, message: bytes) -> bool:
         if sender.name is not None:
             self._inbox.append(Notification(sender=sender.name, payload=message))
             return True

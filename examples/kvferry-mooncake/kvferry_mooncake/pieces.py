@@ -1,4 +1,4 @@
-"""From a batch of copies to the pieces that the engine is given."""
+"""Turning a batch of copies into the pieces that the engine reads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import numpy as np
 from kvferry.core.transport.copies import Copies
 
 PIECE_BYTES = 1 << 18
-"""The longest piece: what is under way has to end before a transfer can be final."""
+"""The longest piece: those under way have to end before a failed transfer is final."""
 
 Piece = tuple[int, int, int]
-"""Local address, remote address, length."""
+"""Local address, remote address, bytes."""
 
 
 def pieces_of(copies: Copies) -> list[Piece]:
@@ -41,14 +41,14 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 def _joined(local: np.ndarray, remote: np.ndarray, nbytes: np.ndarray, owner: np.ndarray) -> Arrays:
     if not len(local):
         return local, remote, nbytes
-    new = np.ones(len(local), bool)
-    new[1:] = (
+    starts = np.ones(len(local), bool)
+    starts[1:] = (
         (local[1:] != local[:-1] + nbytes[:-1])
         | (remote[1:] != remote[:-1] + nbytes[:-1])
-        # Regions that touch need not be registered as one.
+        # Regions that touch may be registered separately.
         | (owner[1:] != owner[:-1])
     )
-    first = np.flatnonzero(new)
+    first = np.flatnonzero(starts)
     return local[first], remote[first], np.add.reduceat(nbytes, first)
 
 

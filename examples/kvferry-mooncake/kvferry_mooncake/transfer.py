@@ -99,7 +99,7 @@ class MooncakeTransfer:
             self._running.append(batch)
 
     def _piece_failed(self) -> None:
-        self.connection.channel.turn()
+        self.connection.channel.progress()
         self._check_peer()
         self.fail(
             PeerLostError(
@@ -111,7 +111,7 @@ class MooncakeTransfer:
     def _conclude(self) -> None:
         # The engine knows peers by host and port. Only this connection tells that the process that
         # has answered there is still the peer, and not one that came after it.
-        self.connection.channel.turn()
+        self.connection.channel.progress()
         self._check_peer()
         if self._pending and self.notify is not None:
             try:

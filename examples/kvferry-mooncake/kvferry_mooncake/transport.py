@@ -141,9 +141,9 @@ class MooncakeTransport(BaseTransport[None, wire.Address, MooncakeConnection, Mo
         return transfer
 
     def _progress(self, transfers: Sequence[MooncakeTransfer]) -> None:
-        self._mailbox.turn()
+        self._mailbox.progress()
         for connection in self._peers.values():
-            connection.channel.turn()
+            connection.channel.progress()
         # All of them, whichever the caller asks about: nobody else begins their next pieces.
         for transfer in self._unfinished():
             transfer.advance()

@@ -41,8 +41,8 @@ def test_whole_and_in_order_from_whoever_has_the_address() -> None:
     payloads = [b"x" * size for size in (1, MAX_NOTIFICATION, 7)] * 50
     for payload in payloads:
         channel.send(payload)
-        mailbox.turn()
-        channel.turn()
+        mailbox.progress()
+        channel.progress()
     found = _received(mailbox, len(payloads))
     assert [(one.sender, one.payload) for one in found] == [("sender", one) for one in payloads]
     channel.close()
@@ -88,7 +88,7 @@ def test_the_receivers_end_is_known() -> None:
     channel = Channel(_address(mailbox.port), "sender")
     mailbox.close()
     for _ in range(100_000):
-        channel.turn()
+        channel.progress()
         if channel.lost:
             break
     assert channel.lost

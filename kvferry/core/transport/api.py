@@ -1,24 +1,25 @@
-"""What a driver implements: one-sided, polled transfers between registered memory.
+"""The interface of a driver: one-sided, polled transfers between registered memory.
 
 A ``Transport`` moves bytes and carries small messages. It knows no model, no parallelism and no
-request. Users never call it: ``kvferry.core.endpoint.Endpoint`` does.
+request. Users do not call it: ``kvferry.core.endpoint.Endpoint`` does. A driver usually derives
+from ``kvferry.core.transport.base.BaseTransport``, which implements most of it.
 
 **Threads.** Calls come from different threads, but one at a time. ``connect``, ``read``, ``write``
-and ``disconnect`` may block; they release the interpreter's lock while they do. Where
-``Capabilities.concurrent_connect`` says so, ``connect`` and ``disconnect`` come beside any calls
-but ``close``, each other included, and hold none of them up; while one runs, no other call names
-its peer, or a transfer of that peer.
+and ``disconnect`` may block; they release the interpreter's lock while they do. If
+``Capabilities.concurrent_connect`` is set, ``connect`` and ``disconnect`` may be called while any
+other call but ``close`` runs, each other included, and hold none of them up. While one of the two
+runs, no other call names its peer or a transfer of that peer.
 
 **Memory** belongs to the caller, who keeps it alive from ``register`` until ``deregister`` has
-returned. The arrays of ``Copies`` are the caller's too: a driver that needs them after ``read`` or
-``write`` has returned makes its own copy, because the caller reuses them at once.
+returned. The arrays of ``Copies`` are the caller's too, who reuses them as soon as ``read`` or
+``write`` has returned: a driver that needs them longer makes its own copy.
 
 **Errors.** A caller's mistake raises at once (``TransportUsageError``,
 ``TransportUnsupportedError``), and then nothing has started. The outcome of a transfer is a value
-from ``poll``, never an exception. A driver maps its library's errors in one place, with
-``raise ... from exc``. Every method but ``close`` raises ``TransportUsageError`` after ``close``,
-while the properties, and ``path``, go on answering; an op that the capabilities deny raises
-``TransportUnsupportedError``, closed or not.
+returned by ``poll``, never an exception. A driver maps its library's errors in one place, with
+``raise ... from exc``. After ``close``, every method but ``close`` raises ``TransportUsageError``;
+the properties and ``path`` still answer. An op that the capabilities deny raises
+``TransportUnsupportedError``, before and after ``close``.
 
 **Fork.** A transport belongs to the process that made it. In a forked child every method but
 ``close`` raises ``TransportUsageError``, and ``close`` does nothing.
@@ -26,14 +27,14 @@ while the properties, and ``path``, go on answering; an op that the capabilities
 **Quiescence.** ``DONE`` and ``FAILED`` are final, and final means quiet: the driver touches none of
 the transfer's buffers again, on either side. A transfer that is known to fail while its bytes may
 still land is ``FAILING`` until it is quiet. ``DONE`` also means that the bytes are visible to
-device work enqueued afterwards.
+device work that is enqueued afterwards.
 
-**Death.** That a peer's process has died is known within a second: its transfers are FAILING or
+**Death.** The death of a peer's process is known within a second: its transfers are FAILING or
 FAILED by then, also if a fork of that process lives on and holds its sockets.
 
-**Order.** Transfers have none. Free notifications (``notify``) of one sender to one peer keep
-theirs, and so do those bound to transfers of which each began when the one before was DONE; between
-the two sorts there is none.
+**Order.** Transfers have none. Free notifications (``notify``) of one sender to one peer keep their
+order. Notifications bound to transfers keep theirs if each transfer began when the one before was
+DONE. Between the two sorts there is no order.
 """
 
 from __future__ import annotations
@@ -49,36 +50,41 @@ from kvferry.core.memory import Region
 from kvferry.core.transport.copies import Copies
 
 PeerId = NewType("PeerId", int)
-"""Names one connection of one transport; never used again after ``disconnect``."""
+"""The id of a connection of one transport; never used again after ``disconnect``."""
 
 TransferId = NewType("TransferId", int)
-"""Names one transfer of one transport; never used again after ``forget``."""
+"""The id of a transfer of one transport; never used again after ``forget``."""
 
 INTERFACE_VERSION = (1, 0)
 """Major and minor version of this interface; see ``Transport.interface_version``."""
 
 
 class State(enum.Enum):
-    """Where a transfer stands."""
+    """The state of a transfer."""
 
     PENDING = "pending"
     """Under way."""
     FAILING = "failing"
-    """Will fail, but bytes may still land: the pages stay pinned until it is final."""
+    """Will fail, but bytes may still land: the memory stays in use until it is final."""
     DONE = "done"
     """Final: all bytes have arrived."""
     FAILED = "failed"
-    """Final: some bytes may have arrived; none will any more."""
+    """Final: some bytes may have arrived; no others will."""
 
     @property
     def final(self) -> bool:
-        """Whether the buffers are quiet."""
+        """Whether the state is final: the buffers are quiet."""
         return self in (State.DONE, State.FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The answer of ``poll`` for one transfer; ``error`` is set if it is FAILING or FAILED."""
+    """The status of one transfer.
+
+    Attributes:
+        state: the state.
+        error: why the transfer fails or has failed; set exactly if it is FAILING or FAILED.
+    """
 
     state: State
     error: TransportError | None = None
@@ -90,7 +96,7 @@ class Quiescence(enum.Enum):
     ALWAYS = "always"
     """By itself, and soon."""
     AFTER_DISCONNECT = "after_disconnect"
-    """It stays FAILING until ``disconnect`` of its peer has returned: nothing less proves quiet."""
+    """After ``disconnect`` of its peer has returned; nothing less proves that it is quiet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,17 +104,17 @@ class Capabilities:
     """What a transport can do here, on this machine, with its options.
 
     Attributes:
-        ops: of ``read`` and ``write``, those that work.
+        ops: those of ``read`` and ``write`` that the transport has.
         memory: the memory kinds that can be registered.
-        max_notification: longest payload of a notification, in bytes.
+        max_notification: the longest payload of a notification, in bytes; 0 if it carries none.
         cancel: whether ``cancel`` can end a transfer early.
-        background_progress: whether transfers go on, and peers are served, without calls. That one
-            has ended may take a ``poll`` to be noticed, and its notification to be sent, and the
-            rest of a long one to be begun.
+        background_progress: whether transfers go on, and peers are served, without calls. It may
+            still take a ``poll`` to notice that a transfer has ended, to send its notification, or
+            to begin the rest of a long one.
         quiescence: when a failed transfer becomes FAILED.
         max_outstanding: how many transfers may be unfinished at once; ``None``: no limit.
-        concurrent_connect: whether ``connect`` and ``disconnect`` may be called beside other calls.
-            If not, a peer that they wait for makes all other peers of the endpoint wait.
+        concurrent_connect: whether ``connect`` and ``disconnect`` may be called while other calls
+            run. If not, a peer that they wait for makes all other peers of the endpoint wait.
     """
 
     ops: frozenset[str]
@@ -123,7 +129,12 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notification:
-    """A message from a peer: the payload, and the ``Transport.name`` of who sent it."""
+    """A message from a peer.
+
+    Attributes:
+        sender: the ``Transport.name`` of the sender.
+        payload: what it sent.
+    """
 
     sender: str
     payload: bytes = field(repr=False)
@@ -132,9 +143,9 @@ class Notification:
 class Transport(ABC):
     """A driver's transport.
 
-    The entry point (group ``kvferry.drivers``) names a class whose constructor takes the user's
-    ``driver_options`` as keyword arguments, and raises ``DriverError`` for one that it does not
-    know, with those that it does.
+    The entry point (group ``kvferry.drivers``) names a subclass. Its constructor takes the user's
+    ``driver_options`` as keyword arguments, and raises ``DriverError`` for an option that it does
+    not have, naming those that it has.
     """
 
     interface_version: ClassVar[tuple[int, int]] = INTERFACE_VERSION
@@ -146,19 +157,19 @@ class Transport(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """This transport, unique among all transports anywhere; peers see it as ``sender``."""
+        """The name, unique among all transports anywhere; peers see it as ``sender``."""
 
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this transport can do; constant over its life."""
+        """What this transport can do. Constant over its life."""
 
     @abstractmethod
     def register(self, region: Region) -> None:
-        """Make a region reachable for local and remote use. Again for an equal one: no effect.
+        """Make a region reachable for local and remote use.
 
-        Regions may overlap. Peers that connected before need ``connect`` with new bytes from
-        ``address`` to see it.
+        An equal region that is registered already has no effect. Regions may overlap. Peers that
+        connected before see the region when they ``connect`` with new bytes from ``address``.
 
         Raises:
             TransportUnsupportedError: the memory kind is not among the capabilities.
@@ -167,12 +178,11 @@ class Transport(ABC):
 
     @abstractmethod
     def deregister(self, region: Region) -> None:
-        """Make a region unreachable: transfers that name it are refused from now on.
+        """Make a region unreachable: this side's transfers that name it are refused from now on.
 
-        That is promised of this side's transfers. A peer that connected before may still know the
-        region, and what it has begun or begins may be refused, fail, or be carried out: over shared
-        memory nobody here takes part in it. So the owner of the memory first learns from its peers
-        that they have ended.
+        A peer that connected before may still know the region. Transfers that it has begun or
+        begins may be refused, fail, or be carried out: over shared memory this side takes no part
+        in them. So the owner of the memory first makes sure that its peers have ended.
 
         Raises:
             TransportUsageError: it is not registered, or a transfer of this side still uses it.
@@ -180,26 +190,33 @@ class Transport(ABC):
 
     @abstractmethod
     def address(self) -> bytes:
-        """What a peer needs to connect and to know this side's registered regions; opaque."""
+        """Return what a peer needs to connect and to know this side's registered regions.
+
+        Only the same driver can read the bytes.
+        """
 
     @abstractmethod
     def connect(self, address: bytes) -> PeerId:
         """Connect to the transport that gave these bytes (this very one is allowed too).
 
-        For a peer that is connected already, which it is until ``disconnect``, refreshes what is
-        known of it (its regions, say) and returns the same id; transfers under way go on. The bytes
-        are untrusted. That the peer was connected does not mean that its address is still good: one
-        that has died may be refused, or give the same id, whose transfers then fail.
+        A peer stays connected until ``disconnect``. Until then, connecting again refreshes what is
+        known of it (its regions, say) and returns the same id; transfers under way go on. A peer
+        that has died meanwhile may be refused, or keep its id, whose transfers then fail.
+
+        Args:
+            address: bytes from the peer's ``address``; untrusted.
 
         Raises:
-            ConnectError: not an address of this driver, or the peer cannot be reached; says why.
+            ConnectError: the bytes are no address of this driver, or the peer cannot be reached;
+                says why.
         """
 
     @abstractmethod
     def disconnect(self, peer: PeerId) -> None:
-        """End a connection. Unfinished transfers become FAILED with ``PeerLostError``.
+        """End a connection.
 
-        Returns when nothing of that peer is running, within a deadline of seconds.
+        Unfinished transfers of the peer become FAILED with ``PeerLostError``. Returns when they
+        are, within a deadline of seconds.
 
         Raises:
             TransportUsageError: no such peer.
@@ -208,9 +225,10 @@ class Transport(ABC):
 
     @abstractmethod
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        """The status of each transfer, in the order of the ids. Drives progress. Never blocks.
+        """Return the status of each transfer, in the order of the ids. Never block.
 
-        An id that is named twice is answered twice.
+        Drives progress where the driver has no threads. An id that is named twice is answered
+        twice.
 
         Raises:
             TransportUsageError: an id is unknown or was forgotten.
@@ -228,36 +246,40 @@ class Transport(ABC):
     def notify(self, peer: PeerId, payload: bytes) -> None:
         """Send a message of 1 to ``capabilities.max_notification`` bytes, bound to nothing.
 
-        Best effort: a peer that is gone is not an error. It never waits for the peer: what is not
+        Best effort: that the peer is gone is not an error. Does not wait for the peer: what is not
         taken at once is queued, and ``disconnect`` and ``close`` may drop what still is.
 
         Raises:
             TransportUsageError: no such peer, or the length is out of bounds.
-            TransportError: a peer that lives takes nothing, and the queue for it is full.
+            TransportError: the peer lives and takes nothing, and the queue for it is full.
         """
 
     @abstractmethod
     def notifications(self) -> list[Notification]:
-        """Those that arrived since the last call, each once. Never blocks."""
+        """Return the notifications that arrived since the last call. Never block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything: disconnects peers, deregisters regions. Twice is fine.
+        """Release everything: disconnect peers, deregister regions. The second call does nothing.
 
-        An error means that grace failed, not that closing failed: bytes of unfinished transfers may
-        still land. Without one, all is quiet.
+        Raises:
+            TransportError: everything has been released, but some transfers did not end in time:
+                their bytes may still land. Without this error all is quiet.
         """
 
     # What a driver may add.
 
     @property
     def library(self) -> str:
-        """The library that moves the bytes and its version, for people; empty if it needs none."""
+        """The library that moves the bytes, with its version; empty if there is none."""
         return ""
 
     def path(self, peer: PeerId) -> str:
-        """What carries a connected peer's bytes, in a few words that stay the same (``rc_mlx5``,
-        say), for figures and people; empty if the driver cannot tell, or there is no such peer."""
+        """Return what carries a connected peer's bytes, ``rc_mlx5`` for example.
+
+        A few words that do not change, for metrics and people; empty if the driver cannot tell or
+        there is no such peer.
+        """
         del peer
         return ""
 
@@ -266,15 +288,18 @@ class Transport(ABC):
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """Pull remote bytes into local memory.
 
-        ``notify`` is seen by the peer after all of the transfer's bytes have arrived, also where
-        the driver had to split the transfer, and not at all if it fails. It has at least 1 byte.
-        Copies of no bytes at all are allowed; the notification is still sent. A segment may have no
-        copies, but has to name regions that are known, like any.
+        Args:
+            peer: a connected peer.
+            copies: what to read; it may have no bytes at all. Also a segment without copies has to
+                name registered regions.
+            notify: a payload for the peer, of 1 to ``max_notification`` bytes. The peer sees it
+                after all bytes of the transfer have arrived, also if the driver had to split the
+                transfer, and never if the transfer fails.
 
         Raises:
-            TransportUsageError: no such peer; a segment's local region is not registered or its
-                remote region not known of the peer; a copy leaves its segment's regions; a bad
-                notification. Nothing was read.
+            TransportUsageError: there is no such peer; a segment's local region is not registered,
+                or its remote region is not among the peer's; a copy leaves its segment's regions;
+                the notification is empty or too long. Nothing was read.
             TransportUnsupportedError: ``read`` is not among the capabilities.
             TransportError: ``capabilities.max_outstanding`` transfers are unfinished.
         """
@@ -287,16 +312,15 @@ class Transport(ABC):
         raise unsupported_op(self, "write")
 
     def cancel(self, transfer: TransferId) -> None:
-        """Ask for an early end; best effort. Poll on until the transfer is final.
+        """Ask a transfer to end early; best effort. Poll on until it is final.
 
-        A transfer that ends this way is FAILED with ``TransferCancelledError``.
-
-        Without the capability it does nothing else than to look at the id.
+        A transfer that ends this way is FAILED with ``TransferCancelledError``. Without the
+        capability ``cancel``, only the id is checked.
 
         Raises:
             TransportUsageError: the id is unknown.
         """
-        # Refuses what has to be refused, and changes nothing.
+        # Refuses an unknown id, and changes nothing.
         self.poll([transfer])
 
 

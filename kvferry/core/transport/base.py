@@ -86,7 +86,8 @@ class DriverConnection(Protocol):
     def regions(self) -> Collection[Region]:
         """The regions that the peer has registered, as far as this side knows.
 
-        A mapping from regions to what the driver keeps of each will do. ``_refresh`` replaces it.
+        A set, or a dict from regions to what the driver keeps of each, is looked up fastest.
+        ``_refresh`` replaces it.
         """
 
 
@@ -493,7 +494,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
             check_payload(notify, capabilities.max_notification)
         local = local_regions(copies, self._registered)
         remote = remote_regions(copies, connection.regions, connection.name)
-        self._check_bounds(copies)
+        if len(copies.nbytes) > len(self._ends):
+            self._ends = np.empty(1 << (len(copies) - 1).bit_length(), np.uint64)
+        check_copies(copies, self._ends)
         if capabilities.max_outstanding is not None:
             self._check_outstanding(capabilities.max_outstanding)
         transfer = self._start(
@@ -502,11 +505,6 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         transfer_id = TransferId(next(self._ids))
         self._transfers[transfer_id] = _Record(peer, local, transfer)
         return transfer_id
-
-    def _check_bounds(self, copies: Copies) -> None:
-        if len(copies) > len(self._ends):
-            self._ends = np.empty(1 << (len(copies) - 1).bit_length(), np.uint64)
-        check_copies(copies, self._ends)
 
     def _check_outstanding(self, limit: int) -> None:
         if len(self._transfers) < limit:

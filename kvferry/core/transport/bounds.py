@@ -1,4 +1,4 @@
-"""Whether a batch of copies is well formed and stays within its regions: what every driver checks.
+"""Checks that a batch of copies is well formed and stays within its regions.
 
 Addresses are compared per segment, because looking up a region for every copy would cost more than
 computing the copies.
@@ -27,12 +27,13 @@ def check_copies(copies: Copies, ends: U64Array) -> None:
     """
     n = checked_length(copies)
     if n:
-        check_bounds(copies, "local", ends[:n])
-        check_bounds(copies, "remote", ends[:n])
+        ends = ends[:n]
+        check_bounds(copies, "local", ends)
+        check_bounds(copies, "remote", ends)
 
 
 def checked_length(copies: Copies) -> int:
-    """The number of copies n, after a look at the form of the batch.
+    """Check the form of a batch and return the number of its copies, n.
 
     Raises:
         TransportUsageError: an array is not uint64 of shape (n,), or the segments do not cover the
@@ -79,7 +80,7 @@ def _uncovered(copies: Copies, n: int) -> TransportUsageError:
 
 
 def _largest(values: U64Array) -> int:
-    """As ``values.max()``, which has a longer way to go: for a small batch, that is most of it."""
+    """Return the maximum; for small arrays this takes less time than ``values.max()``."""
     return int(values[values.argmax()])
 
 
@@ -91,12 +92,12 @@ def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
     """Refuse a copy that leaves its segment's region on one side.
 
     Args:
-        copies: at least one, of a form that ``checked_length`` has accepted.
+        copies: at least one copy, of a form that ``checked_length`` has accepted.
         side: ``local`` or ``remote``.
-        ends: (n,) uint64, to write into.
+        ends: (n,) uint64, scratch.
 
     Raises:
-        TransportUsageError: a copy is not within its region; names it, and both.
+        TransportUsageError: a copy is not within its region; names the copy and the region.
     """
     address: U64Array = getattr(copies, side)
     segments = [segment for segment in copies.segments if segment.stop > segment.start]
@@ -114,7 +115,7 @@ def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
 
 
 def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
-    """Whether even the longest copy would be within the region wherever one begins."""
+    """Return whether even the longest copy would be within the region wherever one begins."""
     if _smallest(address) < region.address:
         return False
     return _largest(address) + _largest(nbytes) <= region.end

@@ -1,4 +1,4 @@
-"""A batch of copies: what core hands to a driver."""
+"""A batch of copies, which the core passes to a driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from kvferry.core.memory import Region, U64Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Copies ``[start, stop)`` of a batch, all within one local and one remote region."""
+    """Copies ``[start, stop)`` of a batch, all within one local and one remote region.
+
+    Attributes:
+        start: index of the first copy.
+        stop: index after the last copy; may equal ``start``.
+        local: the registered region of this side.
+        remote: the registered region of the peer.
+    """
 
     start: int
     stop: int
@@ -30,8 +37,8 @@ class Copies:
         nbytes: (n,) uint64, length of each copy; 0 is allowed.
         segments: which regions the copies lie in.
 
-    The arrays may be views of a workspace that its owner fills again: whoever needs them longer
-    than the call they were passed to makes a copy.
+    The arrays may be views of a workspace that its owner fills again: copy them if they are needed
+    after the call that they were passed to.
     """
 
     local: U64Array
@@ -51,7 +58,13 @@ class Copies:
 def copies_between(
     pairs: Sequence[tuple[int, int, int]], *, local: Region, remote: Region
 ) -> Copies:
-    """A small batch written out: (local address, remote address, nbytes), all in one segment."""
+    """Make a small batch in one segment.
+
+    Args:
+        pairs: (local address, remote address, nbytes) of each copy.
+        local: the local region.
+        remote: the remote region.
+    """
     table = np.array(pairs, dtype=np.uint64).reshape(-1, 3)
     return Copies(
         local=table[:, 0].copy(),

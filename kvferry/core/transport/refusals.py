@@ -1,13 +1,13 @@
-"""What every driver refuses, in the same words: mistakes of a caller that need no library to see.
+"""Checks of what a caller passes to a transport, for ``BaseTransport`` and for other drivers.
 
-A driver calls these where ``kvferry.core.transport`` says that a method raises. Whether copies stay
-within their regions is in ``kvferry.core.transport.bounds``.
+Each function refuses one mistake for which ``kvferry.core.transport.api`` says that a method
+raises. The check that copies stay within their regions is in ``kvferry.core.transport.bounds``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -26,7 +26,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class TransportOwner:
-    """The one process that may use a transport, until it closes it."""
+    """The process that made a transport, and whether the transport is closed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,10 +34,10 @@ class TransportOwner:
         self.closed = False
 
     def check(self) -> None:
-        """Refuse a call that comes after ``close``, or from a fork.
+        """Refuse a call after ``close`` or in a fork.
 
         Raises:
-            TransportUsageError: it does.
+            TransportUsageError: the transport is closed, or this process is a fork.
         """
         if self.closed:
             raise TransportUsageError(f"{self.name} is closed")
@@ -48,10 +48,12 @@ class TransportOwner:
             )
 
     def end(self) -> bool:
-        """Whether ``close`` has anything to do: true once, and never in a fork.
+        """Mark the transport as closed.
 
-        A fork has none of a transport's threads, and sockets and handles are its parent's: it must
-        not even let go of them.
+        Returns:
+            Whether ``close`` has anything to do: true once, and never in a fork. A fork has none of
+            the transport's threads, and sockets and handles are its parent's, so it must not even
+            release them.
         """
         if self.closed or os.getpid() != self.pid:
             return False
@@ -60,15 +62,15 @@ class TransportOwner:
 
 
 def parse_options(driver: str, kind: type[T], options: Mapping[str, object]) -> T:
-    """The user's ``driver_options``, as the struct in which a driver declares what it takes.
+    """Convert the user's ``driver_options`` to the struct in which a driver declares them.
 
     Args:
         driver: the driver's name, for the error.
         kind: a struct with ``forbid_unknown_fields`` and a default for every field.
-        options: as the user wrote them.
+        options: the options as the user wrote them.
 
     Raises:
-        DriverError: one is unknown, of a wrong type or out of range; names all there are.
+        DriverError: an option is unknown, of a wrong type or out of range; names all that exist.
     """
     try:
         return msgspec.convert(options, kind)
@@ -80,10 +82,10 @@ def parse_options(driver: str, kind: type[T], options: Mapping[str, object]) -> 
 
 
 def find_peer(peers: Mapping[PeerId, V], peer: PeerId) -> V:
-    """What a driver knows of a peer.
+    """Return the entry of a connected peer.
 
     Raises:
-        TransportUsageError: it is not connected.
+        TransportUsageError: the peer is not connected.
     """
     if peer not in peers:
         raise TransportUsageError(f"no peer {peer}; connected: {list(peers)[:16]}")
@@ -91,10 +93,10 @@ def find_peer(peers: Mapping[PeerId, V], peer: PeerId) -> V:
 
 
 def find_transfer(transfers: Mapping[TransferId, V], transfer: TransferId) -> V:
-    """What a driver knows of a transfer.
+    """Return the entry of a transfer.
 
     Raises:
-        TransportUsageError: there is none of that id.
+        TransportUsageError: there is no transfer of that id.
     """
     if transfer not in transfers:
         raise TransportUsageError(f"no transfer {transfer}: never started, or forgotten")
@@ -105,7 +107,7 @@ def check_final(transfer: TransferId, status: Status) -> None:
     """Refuse to forget a transfer that is not final.
 
     Raises:
-        TransportUsageError: it is not.
+        TransportUsageError: the transfer is not final.
     """
     if not status.state.final:
         raise TransportUsageError(
@@ -115,20 +117,20 @@ def check_final(transfer: TransferId, status: Status) -> None:
 
 
 def check_registered(region: Region, registered: Collection[Region]) -> None:
-    """Refuse to deregister what is not registered.
+    """Refuse to deregister a region that is not registered.
 
     Raises:
-        TransportUsageError: it is not.
+        TransportUsageError: the region is not registered.
     """
     if region not in registered:
         raise TransportUsageError(f"{region} is not registered")
 
 
 def check_unused(region: Region, used: Collection[Region]) -> None:
-    """Refuse to deregister what an unfinished transfer of this side uses.
+    """Refuse to deregister a region that an unfinished transfer of this side uses.
 
     Raises:
-        TransportUsageError: one does.
+        TransportUsageError: the region is in use.
     """
     if region in used:
         raise TransportUsageError(
@@ -137,15 +139,15 @@ def check_unused(region: Region, used: Collection[Region]) -> None:
 
 
 def check_payload(payload: object, limit: int) -> None:
-    """Refuse what is no notification.
+    """Refuse a payload that cannot be a notification.
 
     Args:
-        payload: the caller's.
-        limit: ``Capabilities.max_notification``, in bytes; 0: there are none.
+        payload: what the caller passed.
+        limit: ``Capabilities.max_notification``, in bytes.
 
     Raises:
-        TransportUnsupportedError: there are none.
-        TransportUsageError: not bytes, empty, or too long.
+        TransportUnsupportedError: the limit is 0: the transport carries no notifications.
+        TransportUsageError: the payload is not of type bytes, empty, or too long.
     """
     if limit == 0:
         raise TransportUnsupportedError("this transport carries no notifications")
@@ -155,36 +157,42 @@ def check_payload(payload: object, limit: int) -> None:
 
 
 def local_regions(copies: Copies, registered: Collection[Region]) -> frozenset[Region]:
-    """The local regions of a batch.
+    """Return the distinct local regions of a batch.
 
     Raises:
-        TransportUsageError: one is not registered.
+        TransportUsageError: a region is not registered.
     """
     regions = frozenset([segment.local for segment in copies.segments])
-    for region in regions:
-        if region not in registered:
-            raise TransportUsageError(
-                f"local {region} is not registered; {len(registered)} regions are"
-            )
+    for region in _missing(regions, registered):
+        raise TransportUsageError(
+            f"local {region} is not registered; {len(registered)} regions are"
+        )
     return regions
 
 
 def remote_regions(copies: Copies, known: Collection[Region], name: str) -> frozenset[Region]:
-    """The remote regions of a batch.
+    """Return the distinct remote regions of a batch.
 
     Args:
         copies: the batch.
-        known: the regions known of the peer.
-        name: the peer's.
+        known: the regions that the peer is known to have registered.
+        name: the peer's name, for the error.
 
     Raises:
-        TransportUsageError: one is not known.
+        TransportUsageError: a region is not among them.
     """
     regions = frozenset([segment.remote for segment in copies.segments])
-    for region in regions:
-        if region not in known:
-            raise TransportUsageError(
-                f"remote {region} is not among the {len(known)} regions known of {name}: if it "
-                "was registered after its address was made, connect again with a new one"
-            )
+    for region in _missing(regions, known):
+        raise TransportUsageError(
+            f"remote {region} is not among the {len(known)} regions known of {name}: if it "
+            "was registered after its address was made, connect again with a new one"
+        )
     return regions
+
+
+def _missing(regions: frozenset[Region], known: Collection[Region]) -> Iterable[Region]:
+    # Hashing a region takes longer than looking it up. Between sets and dicts, the hashes that the
+    # first set has stored are used again.
+    if isinstance(known, (dict, set, frozenset)):
+        return regions.difference(known)
+    return [region for region in regions if region not in known]

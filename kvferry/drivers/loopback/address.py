@@ -1,4 +1,4 @@
-"""What a loopback transport tells its peers: where it is and what it has registered."""
+"""The address of a loopback transport: where it is, and what it has registered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Slot = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
 
 
 class LoopbackRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A region and its entry on the owner's board."""
+    """A region and its entry in the owner's registry."""
 
     address: _Word
     nbytes: _Word
@@ -36,15 +36,18 @@ class LoopbackAddress(msgspec.Struct, frozen=True, kw_only=True):
     """An address, as msgpack. Fields that a later version adds are ignored.
 
     Attributes:
+        magic: the format of the address.
         name: the transport's name.
-        boot: which running kernel it lives under.
-        pid_namespace: where ``pid`` means something.
-        pid: the process, and ``start_time``, in ticks: which one of all that have had that pid.
-        instance: random; stands first on the board, so that a reader knows whom it reads, and
-            must be in the first message to ``socket``, so that only who has this address can send.
-        socket: name of the notification socket in the abstract namespace.
-        board: where the board lies in the process's memory.
-        regions: what was registered when the address was made.
+        boot: the id of the running kernel.
+        pid_namespace: the namespace that ``pid`` belongs to.
+        pid: the process.
+        start_time: when the process started, in ticks: tells it from others of the same pid.
+        instance: 16 random bytes. The registry begins with them, so that a reader knows whose it
+            is; the first message to ``socket`` has to contain them, so that only a process that
+            has this address can send notifications.
+        socket: the name of the notification socket in the abstract namespace.
+        board: the address of the registry in the process's memory.
+        regions: the regions that were registered when the address was made.
     """
 
     magic: Literal["kvferry-loopback-1"] = "kvferry-loopback-1"
@@ -63,7 +66,7 @@ _decoder = msgspec.msgpack.Decoder(LoopbackAddress)
 
 
 def encode(address: LoopbackAddress) -> bytes:
-    """The bytes that peers get."""
+    """Return the bytes that peers get."""
     return msgspec.msgpack.encode(address)
 
 
@@ -71,7 +74,7 @@ def decode(data: bytes) -> LoopbackAddress:
     """Parse untrusted bytes.
 
     Raises:
-        ConnectError: they are no address of this driver.
+        ConnectError: the bytes are no address of this driver.
     """
     if len(data) > MAX_ADDRESS_BYTES:
         raise ConnectError(
@@ -87,10 +90,10 @@ def decode(data: bytes) -> LoopbackAddress:
 
 
 def entries(address: LoopbackAddress) -> dict[Region, Entry]:
-    """The regions of a peer and where its board has them.
+    """Return the regions of a peer with their entries in its registry.
 
     Raises:
-        ConnectError: one is not a region.
+        ConnectError: one of them is no valid region.
     """
     try:
         return {

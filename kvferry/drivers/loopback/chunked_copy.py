@@ -1,4 +1,4 @@
-"""From a batch of copies to memory that has been moved: bounds, merged runs, chunks, memmove."""
+"""Merging a batch of copies into runs, cutting runs into chunks, and moving chunks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,26 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback.procfs import MAX_IOVECS
 
 _RELEASE_FROM = 1 << 20
-"""Mean bytes per run from which an in-process copy gives up the interpreter's lock for each run.
-Below, asking for the lock again may take longer (5 ms, beside a busy thread) than the run."""
+"""Mean bytes per run from which an in-process copy releases the interpreter's lock for each run.
+For shorter runs, getting the lock back (5 ms, while another thread is busy) may take longer than
+the run."""
 
-_WORTH_SORTING = 64
+_SORTED_FROM = 64
+"""How many copies make sorting them worth its time."""
+
 _POOLED = 4
-_SMALLEST = 4096
+_SMALLEST_CAPACITY = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
-    """What one system call moves: (k, 2) uint64 iovec arrays, k <= 1024, and their bytes."""
+    """What one system call moves.
+
+    Attributes:
+        local: (k, 2) uint64 iovecs (address, bytes) of this side, k at most 1024.
+        remote: the iovecs of the peer, of the same shape and lengths.
+        nbytes: the bytes of all iovecs together.
+    """
 
     local: U64Array
     remote: U64Array
@@ -35,11 +44,16 @@ class Chunk:
 
 
 class CopyRuns:
-    """A batch, merged: (n,) runs, each contiguous on both sides, in the order of the source.
+    """A merged batch: runs, each contiguous on both sides, in the order of the source addresses.
 
-    Owns arrays that are filled again for batch after batch: touching fresh memory costs more than
-    what is computed in it. Positions in a batch are bytes from its start, so that it can be cut
+    Owns arrays that are reused for batch after batch: touching fresh memory costs more than what is
+    computed in it. A position in a batch is a number of bytes from its start, so that it can be cut
     anywhere.
+
+    Attributes:
+        capacity: how many copies there is room for.
+        count: how many runs there are.
+        total: the bytes of all runs together.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -64,27 +78,35 @@ class CopyRuns:
                 not needed afterwards.
             write: whether the local side is the source.
         """
-        n = len(copies)
+        n = len(copies.nbytes)
         self.count = self.total = 0
         if n == 0:
             return
         source = copies.local if write else copies.remote
         # From random to ascending source addresses, 4 KiB copies take 0.7 times as long.
-        if n >= _WORTH_SORTING and (source[1:] < source[:-1]).any():
+        if n >= _SORTED_FROM and (source[1:] < source[:-1]).any():
             copies = self._sort(copies, source.argsort())
         self._merge(copies, n)
 
     def small(self, limit: int) -> bool:
-        """Whether one system call can move it all, and that is at most ``limit`` bytes."""
+        """Return whether the batch has at most ``limit`` bytes and one system call can move it."""
         return self.total == 0 or (self.total <= limit and self.count <= MAX_IOVECS)
 
     def next_stop(self, start: int, limit: int) -> int:
-        """Where a chunk that starts at byte ``start`` ends: ``limit`` bytes or 1024 runs on."""
+        """Return where a chunk ends that starts at byte ``start``.
+
+        That is ``limit`` bytes or 1024 runs further, whichever comes first, or the batch's end.
+        """
         first = self._run_at(start)
         return min(start + limit, int(self._starts[min(first + MAX_IOVECS, self.count)]))
 
     def chunk(self, start: int, stop: int) -> Chunk:
-        """The iovecs of bytes ``[start, stop)``, ``stop`` being at most ``next_stop``'s."""
+        """Return the chunk of bytes ``[start, stop)``.
+
+        Args:
+            start: the first byte.
+            stop: the byte after the last; at most what ``next_stop`` returns for ``start``.
+        """
         first, last = self._run_at(start), self._run_at(stop - 1) + 1
         edges = self._starts[first : last + 1].copy()
         skipped = start - int(edges[0])
@@ -126,22 +148,22 @@ class CopyRuns:
 
 
 class CopyRunsPool:
-    """Lends ``CopyRuns``, and keeps a few that came back. Safe to use from several threads."""
+    """A pool of ``CopyRuns``. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._idle: list[CopyRuns] = []
         self._lock = threading.Lock()
 
     def take(self, n: int) -> CopyRuns:
-        """One with room for n copies."""
+        """Return runs with room for n copies; the caller gives them back."""
         with self._lock:
             for index, runs in enumerate(self._idle):
                 if runs.capacity >= n:
                     return self._idle.pop(index)
-        return CopyRuns(max(_SMALLEST, 1 << (n - 1).bit_length()))
+        return CopyRuns(max(_SMALLEST_CAPACITY, 1 << (n - 1).bit_length()))
 
     def give(self, runs: CopyRuns) -> None:
-        """Take one back; of too many, the smallest goes."""
+        """Take runs back. The pool keeps a few, the largest."""
         with self._lock:
             self._idle.append(runs)
             self._idle.sort(key=lambda idle: idle.capacity)
@@ -161,11 +183,11 @@ _memmove_releasing_lock = _memmove(ctypes.CDLL(None))
 
 
 def copy_in_process(chunk: Chunk, *, write: bool) -> None:
-    """Move a chunk whose both sides are this process's memory, without system calls."""
+    """Move a chunk of which both sides are in this process, without system calls."""
     source, target = (chunk.local, chunk.remote) if write else (chunk.remote, chunk.local)
     long = chunk.nbytes >= _RELEASE_FROM * len(source)
     move = _memmove_releasing_lock if long else _memmove_holding_lock
-    # The loop itself runs in C: map, consumed by a deque that keeps nothing.
+    # The loop itself runs in C: a map, consumed by a deque that keeps nothing.
     lengths: npt.NDArray[np.uint64] = source[:, 1]
     calls = map(move, target[:, 0].tolist(), source[:, 0].tolist(), lengths.tolist())
     collections.deque(calls, maxlen=0)

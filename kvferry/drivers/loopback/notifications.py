@@ -1,9 +1,9 @@
 """Notifications, over Unix sockets.
 
-Each transport listens at a random name of the abstract namespace, of which nothing is left when
-the process dies, however it dies. A peer connects, says in a first message for whom (the instance,
-which only who was given the address knows) and from whom, and then sends one message per
-notification. SOCK_SEQPACKET keeps messages apart and in order.
+Each transport listens at a random name of the abstract namespace, of which nothing is left when the
+process dies, however it dies. A peer connects and sends a first message with the instance of the
+receiver, which only holders of its address know, and its own name. Then it sends one message for
+each notification. SOCK_SEQPACKET keeps messages apart and in order.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MAX_NOTIFICATION = 1 << 16
 _MAX_INBOX = 64 << 20
 _MAX_QUEUED = 16 << 20
 _MAX_SENDERS = 4096
-_MAX_STRANGERS = 64
-"""Connections without a hello, which anybody on the host can make."""
+_MAX_UNIDENTIFIED = 64
+"""How many connections without a hello are kept; anybody on the host can make some."""
 _PER_MESSAGE = 256
-"""What a message is taken to cost besides its bytes, so that the number of tiny ones is bounded."""
+"""Bytes that a message counts for besides its own, so that the number of tiny ones is bounded."""
 _BACK_OFF_SECONDS = 0.05
 _DRAIN_SECONDS = 0.5
-_PER_TURN = 256
-"""Messages taken from one sender before the others have their turn."""
+_MESSAGES_AT_ONCE = 256
+"""How many messages are received from one sender before the next sender."""
 
 
 _CREDENTIALS = struct.Struct("iII")
@@ -46,7 +46,13 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class ChannelHello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message on a connection."""
+    """The first message on a connection.
+
+    Attributes:
+        magic: the format of the message.
+        to: the instance of the receiver.
+        sender: the name of the sender.
+    """
 
     magic: Literal["kvferry-loopback-hello-1"] = "kvferry-loopback-hello-1"
     to: Instance
@@ -58,57 +64,64 @@ _hello = msgspec.msgpack.Decoder(ChannelHello)
 
 @dataclass(slots=True, eq=False)
 class NotificationChannel:
-    """The sending end of one connection. What the socket does not take yet waits, in order."""
+    """The sending end of one connection. What the socket does not take yet is queued, in order.
+
+    Attributes:
+        peer: the name of the receiver.
+        socket: the connection, non-blocking.
+        epoll: the mailbox's; it tells when the socket takes more.
+        lost: whether the receiver's end is gone.
+    """
 
     peer: str
     socket: socket.socket
     epoll: select.epoll
     lost: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _waiting: deque[bytes] = field(default_factory=deque)
-    _waiting_bytes: int = 0
+    _queue: deque[bytes] = field(default_factory=deque)
+    _queued_bytes: int = 0
 
     def send(self, payload: bytes) -> None:
-        """Send, or queue; never blocks.
+        """Send or queue a notification. Never block.
 
         Raises:
-            PeerLostError: the peer's end is gone.
-            TransportError: the queue is full, because the peer does not take its notifications.
+            PeerLostError: the receiver's end is gone.
+            TransportError: the queue is full: the receiver takes no notifications.
         """
         with self._lock:
-            if self._waiting_bytes > _MAX_QUEUED:
+            if self._queued_bytes > _MAX_QUEUED:
                 raise TransportError(
-                    f"{self.peer} has not taken {len(self._waiting)} notifications, which are "
+                    f"{self.peer} has not taken {len(self._queue)} notifications, which are "
                     f"more than {_MAX_QUEUED} bytes: is it stopped?"
                 )
-            if self._waiting or not self._taken(payload):
-                self._waiting.append(payload)
-                self._waiting_bytes += len(payload) + _PER_MESSAGE
-                self._ask_when_writable()
+            if self._queue or not self._sent(payload):
+                self._queue.append(payload)
+                self._queued_bytes += len(payload) + _PER_MESSAGE
+                self._wake_when_writable()
             if self.lost:
                 raise PeerLostError(f"{self.peer} is gone: it takes no notifications any more")
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it."""
+        """Send what is queued, as far as the socket takes it."""
         with self._lock:
-            while self._waiting and self._taken(self._waiting[0]):
-                self._waiting_bytes -= len(self._waiting.popleft()) + _PER_MESSAGE
-            if self._waiting:
-                self._ask_when_writable()
+            while self._queue and self._sent(self._queue[0]):
+                self._queued_bytes -= len(self._queue.popleft()) + _PER_MESSAGE
+            if self._queue:
+                self._wake_when_writable()
 
     @property
     def waiting(self) -> bool:
-        """Whether a live peer's socket has not taken everything yet."""
-        return bool(self._waiting) and not self.lost
+        """Whether the receiver is there and something is queued for it."""
+        return bool(self._queue) and not self.lost
 
     def close(self) -> None:
-        """Close the socket; what waits is dropped."""
+        """Close the socket; what is queued is dropped."""
         with self._lock:
             self.lost = True
-            self._waiting.clear()
+            self._queue.clear()
             self.socket.close()
 
-    def _taken(self, payload: bytes) -> bool:
+    def _sent(self, payload: bytes) -> bool:
         if self.lost:
             return True
         try:
@@ -119,7 +132,7 @@ class NotificationChannel:
             self.lost = True
         return True
 
-    def _ask_when_writable(self) -> None:
+    def _wake_when_writable(self) -> None:
         self.epoll.modify(self.socket, select.EPOLLOUT | select.EPOLLONESHOT)
 
 
@@ -130,7 +143,12 @@ class _Incoming:
 
 
 class Mailbox:
-    """What a transport receives, and the thread that sees to it and to the channels' queues."""
+    """The receiving end of all connections, with a thread that also serves the channels' queues.
+
+    Args:
+        instance: 16 bytes that every sender has to know.
+        name: the transport's name, which is what peers see as sender.
+    """
 
     def __init__(self, instance: bytes, name: str) -> None:
         self._instance = instance
@@ -155,10 +173,15 @@ class Mailbox:
         self._thread.start()
 
     def open_channel(self, peer: str, instance: bytes, socket_name: str) -> NotificationChannel:
-        """Connect to a peer's mailbox and say hello.
+        """Connect to a peer's mailbox and send the hello.
+
+        Args:
+            peer: the name of the peer.
+            instance: the instance of the peer.
+            socket_name: the name of its socket in the abstract namespace.
 
         Raises:
-            ConnectError: nobody listens there, or it does not answer.
+            ConnectError: nobody listens there, or nobody answers.
         """
         hello = msgspec.msgpack.encode(ChannelHello(to=instance, sender=self._name))
         try:
@@ -171,12 +194,12 @@ class Mailbox:
         channel = NotificationChannel(peer=peer, socket=sock, epoll=self._epoll)
         with self._lock:
             self._channels[sock.fileno()] = channel
-            # Asks for nothing yet; see Channel._ask_when_writable.
+            # No events yet; see NotificationChannel._wake_when_writable.
             self._epoll.register(sock, select.EPOLLONESHOT)
         return channel
 
     def close_channel(self, channel: NotificationChannel) -> None:
-        """Close one that ``open_channel`` gave, after a moment for what still waits."""
+        """Close a channel from ``open_channel``, after a moment for what is still queued."""
         _let_drain([channel])
         with self._lock:
             if self._channels.pop(channel.socket.fileno(), None) is not None:
@@ -184,7 +207,7 @@ class Mailbox:
         channel.close()
 
     def take(self) -> list[Notification]:
-        """What has arrived since the last call; never blocks."""
+        """Return the notifications that arrived since the last call. Never block."""
         with self._lock:
             # Do not depend on the thread, which a busy interpreter may starve.
             self._handle(self._epoll.poll(0))
@@ -193,7 +216,7 @@ class Mailbox:
         return taken
 
     def close(self, deadline_seconds: float) -> None:
-        """End the thread and close every socket, after a moment for what still waits."""
+        """End the thread and close every socket, after a moment for what is still queued."""
         _let_drain(list(self._channels.values()))
         self._closing = True
         self._room.set()
@@ -216,11 +239,15 @@ class Mailbox:
             with self._lock:
                 settled = self._handle(events)
             if not settled:
-                # No room in the inbox (``take`` makes some) or no file descriptor left.
+                # No room in the inbox, until ``take`` makes some, or no file descriptor left.
                 self._room.wait(_BACK_OFF_SECONDS)
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
-        """Do what there is to do; whether all of it was done."""
+        """Handle events of the epoll object.
+
+        Returns:
+            Whether everything could be done: there was room in the inbox, and a file descriptor.
+        """
         settled = True
         for fd, _ in events:
             if fd in self._channels:
@@ -241,10 +268,10 @@ class Mailbox:
                 sock.setblocking(False)
                 self._incoming[sock.fileno()] = _Incoming(sock)
                 self._epoll.register(sock, select.EPOLLIN)
-                # The one goes that has been longest without a hello; at worst, the new one.
-                strangers = [one for one in self._incoming.values() if one.sender is None]
-                if len(strangers) > _MAX_STRANGERS or len(self._incoming) > _MAX_SENDERS:
-                    self._drop(strangers[0])
+                # Drop the one that has been longest without a hello; at worst, the new one.
+                unidentified = [one for one in self._incoming.values() if one.sender is None]
+                if len(unidentified) > _MAX_UNIDENTIFIED or len(self._incoming) > _MAX_SENDERS:
+                    self._drop(unidentified[0])
         except BlockingIOError:
             return True
         except OSError:
@@ -252,7 +279,7 @@ class Mailbox:
             return False
 
     def _receive(self, incoming: _Incoming) -> bool:
-        for _ in range(_PER_TURN):
+        for _ in range(_MESSAGES_AT_ONCE):
             if self._inbox_bytes > _MAX_INBOX:
                 self._room.clear()
                 return False
@@ -268,7 +295,11 @@ class Mailbox:
         return True
 
     def _accepted(self, incoming: _Incoming, message: bytes) -> bool:
-        """Use a message; false if the connection has ended or sends what it must not."""
+        """Handle one message.
+
+        Returns:
+            Whether to keep the connection: it has not ended and keeps to the format.
+        """
         if not 0 < len(message) <= MAX_NOTIFICATION:
             return False
         if incoming.sender is not None:
@@ -288,7 +319,10 @@ class Mailbox:
 
 
 def _may_send(sock: socket.socket) -> bool:
-    """Whether it is a process of our user or of root: nobody else could reach our memory."""
+    """Return whether a process may send notifications: one of this user or of root.
+
+    No other could reach this process's memory either.
+    """
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return uid in (0, os.geteuid())
@@ -307,7 +341,7 @@ def _connected(name: str, hello: bytes) -> socket.socket:
 
 
 def _let_drain(channels: list[NotificationChannel]) -> None:
-    """Give peers a moment to take what waits; the mailbox's thread sends it."""
+    """Wait a moment until peers have taken what is queued; the mailbox's thread sends it."""
     deadline = time.monotonic() + _DRAIN_SECONDS
     while any(channel.waiting for channel in channels) and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""How a transport gets at a peer's memory: inside this process, or across processes."""
+"""Access to a peer's memory: inside this process, or across processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import ClassVar
 import numpy as np
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
-from kvferry.drivers.loopback import registry as board
 from kvferry.drivers.loopback.address import LoopbackAddress
 from kvferry.drivers.loopback.chunked_copy import Chunk, copy_in_process
 from kvferry.drivers.loopback.procfs import (
@@ -22,9 +21,15 @@ from kvferry.drivers.loopback.procfs import (
     vm_peek,
     why_forbidden,
 )
-from kvferry.drivers.loopback.registry import Claims, RegionRegistry
+from kvferry.drivers.loopback.registry import (
+    Claims,
+    RegionRegistry,
+    check_claims,
+    claims_of,
+    registry_in_this_process,
+)
 
-# A copy within these takes microseconds, and keeps the interpreter's lock; see vm_copy.
+# A copy within these limits takes microseconds, and keeps the interpreter's lock; see vm_copy.
 _BRIEF_BYTES = 32 << 10
 _BRIEF_RUNS = 16
 
@@ -33,31 +38,38 @@ class PeerMemory(ABC):
     """Access to one peer's memory. Safe to use from several threads."""
 
     path: ClassVar[str]
-    """What it is, for people."""
+    """What ``Transport.path`` answers for such a peer."""
 
     @abstractmethod
     def check(self, claims: Claims) -> None:
-        """See whether the peer lives and has registered what is claimed.
+        """Check that the peer lives and still has the claimed regions registered.
 
         Raises:
-            PeerLostError: it has died, restarted or closed.
-            TransportError: it has deregistered a region, or the kernel refuses.
+            PeerLostError: the peer has died, restarted or closed.
+            TransportError: the peer has deregistered a region, or the kernel refuses.
         """
 
     @abstractmethod
     def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
-        """Check, then move a chunk.
+        """Check the claims, then move a chunk.
+
+        Args:
+            chunk: what to move.
+            claims: as for ``check``.
+            write: whether the local side is the source.
 
         Raises:
-            PeerLostError, TransportError: as ``check``; or memory of either side is not there.
+            PeerLostError: as ``check``.
+            TransportError: as ``check``, or memory of either side is not mapped.
         """
 
 
-def reach(address: LoopbackAddress) -> PeerMemory:
+def open_memory(address: LoopbackAddress) -> PeerMemory:
     """Find the process that an address names, and prove that its memory can be read.
 
     Raises:
-        ConnectError: it is elsewhere, gone, another one, or may not be read; says what to change.
+        ConnectError: the process is on another host, in another pid namespace, gone, not the one
+            that made the address, or may not be read; says what to change.
     """
     if address.boot != boot_id():
         raise ConnectError(
@@ -70,28 +82,28 @@ def reach(address: LoopbackAddress) -> PeerMemory:
             "share one (docker run --pid=..., shareProcessNamespace in a pod)"
         )
     if address.pid == os.getpid():
-        return _reach_here(address)
+        return _same_process(address)
     if start_time(address.pid) != address.start_time:
         raise ConnectError(f"{address.name} is gone: process {address.pid} has ended or restarted")
-    return _reach_there(address)
+    return _other_process(address)
 
 
-def _reach_here(address: LoopbackAddress) -> PeerMemory:
-    found = board.board_in_this_process(address.instance)
+def _same_process(address: LoopbackAddress) -> PeerMemory:
+    found = registry_in_this_process(address.instance)
     if found is None or start_time(address.pid) != address.start_time:
         raise ConnectError(f"{address.name} is gone: this process has closed it")
     return SameProcess(owner=address.name, target=found)
 
 
-def _reach_there(address: LoopbackAddress) -> PeerMemory:
+def _other_process(address: LoopbackAddress) -> PeerMemory:
     there = OtherProcess(
         owner=address.name,
         pid=address.pid,
-        board=address.board,
+        registry=address.board,
         instance=address.instance,
     )
     try:
-        there.check(board.claims_of(()))
+        there.check(claims_of(()))
     except TransportError as exc:
         raise ConnectError(f"cannot connect to {address.name}: {exc}") from exc
     return there
@@ -99,7 +111,7 @@ def _reach_there(address: LoopbackAddress) -> PeerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SameProcess(PeerMemory):
-    """A transport of this process, this side's own among them."""
+    """The memory of a transport of this process, this side's own among them."""
 
     path: ClassVar[str] = "memcpy"
 
@@ -107,43 +119,47 @@ class SameProcess(PeerMemory):
     target: RegionRegistry
 
     def check(self, claims: Claims) -> None:
-        board.check(self.target.words, self.target.instance, claims, self.owner)
+        """As ``PeerMemory.check``."""
+        check_claims(self.target.words, self.target.instance, claims, self.owner)
 
     def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
-        with self.target.gate:
+        """As ``PeerMemory.move``."""
+        with self.target.lock:
             self.check(claims)
             copy_in_process(chunk, write=write)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OtherProcess(PeerMemory):
-    """A transport of another process of this host.
+    """The memory of a transport of another process of this host.
 
     Attributes:
-        owner: its name.
+        owner: the name of the transport.
         pid: its process.
-        board: address of its board, there.
-        instance: what its board starts with.
+        registry: the address of its registry in that process.
+        instance: what the registry begins with.
     """
 
     path: ClassVar[str] = "process_vm"
 
     owner: str
     pid: int
-    board: int
+    registry: int
     instance: bytes
 
     def check(self, claims: Claims) -> None:
+        """As ``PeerMemory.check``."""
         # Seeing the instance after a copy proves that the pid was still the peer's during it:
-        # only that one process has ever had these bytes at this place.
+        # no other process has ever had these bytes at this address.
         words = np.empty(claims.words, np.uint64)
         try:
-            vm_peek(self.pid, self.board, words)
+            vm_peek(self.pid, self.registry, words)
         except OSError as exc:
             raise self._lost_or_forbidden(exc) from exc
-        board.check(words, self.instance, claims, self.owner)
+        check_claims(words, self.instance, claims, self.owner)
 
     def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
+        """As ``PeerMemory.move``."""
         self.check(claims)
         brief = chunk.nbytes <= _BRIEF_BYTES and len(chunk.local) <= _BRIEF_RUNS
         try:

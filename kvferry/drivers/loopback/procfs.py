@@ -1,6 +1,6 @@
-"""What Linux says of a process, and how to read and write another one's memory.
+"""Linux's view of processes: whether one lives, and reading and writing another one's memory.
 
-This is the only file of the driver that calls the kernel through ctypes.
+This is the only module of the driver that calls the kernel through ctypes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.core.errors import DriverError
 from kvferry.core.memory import U64Array
 
 MAX_IOVECS = 1024
-"""UIO_MAXIOV: entries of each iovec array that the kernel takes in one call."""
+"""UIO_MAXIOV: how many entries of an iovec array the kernel takes in one call."""
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -52,12 +52,12 @@ def vm_copy(
         pid: the other process.
         local: (n, 2) uint64, C-contiguous, n <= ``MAX_IOVECS``: address and length, as ``iovec``.
         remote: (m, 2) uint64, likewise, in the other process.
-        write: from local to remote; otherwise from remote to local.
-        brief: keep the interpreter's lock. Beside a busy thread it takes 5 ms to get the lock
-            back, which is out of proportion for what takes microseconds.
+        write: whether to copy from local to remote; otherwise from remote to local.
+        brief: whether to keep the interpreter's lock. While another thread is busy it takes 5 ms to
+            get the lock back, which is too much for a copy of microseconds.
 
     Returns:
-        How many bytes were copied; less than asked for if one side faulted on the way.
+        How many bytes were copied; fewer than asked for if a page of one side is not mapped.
 
     Raises:
         OSError: nothing was copied; ``ESRCH``, ``EPERM``, ``EFAULT``, ``ENOSYS`` among others.
@@ -83,7 +83,7 @@ def vm_peek(pid: int, address: int, out: U64Array) -> None:
 
 
 def allow_readers() -> None:
-    """Let processes of the same user read this one where Yama would only let ancestors.
+    """Let processes of the same user read this one, where Yama would only let ancestors.
 
     A kernel without Yama refuses the request and needs none.
     """
@@ -91,14 +91,18 @@ def allow_readers() -> None:
 
 
 def is_mapped(address: int, nbytes: int) -> bool:
-    """Whether every page of a range is mapped in this process."""
+    """Return whether every page of a range is mapped in this process."""
     first = address // _PAGE * _PAGE
     # With MS_ASYNC msync writes nothing; it only walks the mappings.
     return bool(_libc().msync(first, address + nbytes - first, _MS_ASYNC) == 0)
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; ``None`` if it does not live for us."""
+    """Return when a process started, in clock ticks since boot.
+
+    Returns:
+        ``None`` if the process is dead, a zombie, or hidden from this one.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:  # gone, or hidden from us
@@ -110,17 +114,17 @@ def start_time(pid: int) -> int | None:
 
 @functools.cache
 def boot_id() -> str:
-    """The same for all processes of one running kernel, and for no others."""
+    """Return the id of the running kernel, which no other has had."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def pid_namespace() -> int:
-    """The inode of this process's pid namespace: within one, pids mean the same."""
+    """Return the inode of this process's pid namespace: within one, pids mean the same."""
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def why_forbidden(code: int, pid: int) -> str:
-    """Why the kernel refuses to copy to and from a process, and what to change."""
+    """Return why the kernel refuses to copy to and from a process, and what to change."""
     if code == errno.ENOSYS:
         return (
             "this kernel has no process_vm_readv, or a sandbox filters it: allow process_vm_readv "

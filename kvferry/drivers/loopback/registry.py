@@ -1,12 +1,12 @@
-"""The board: what a transport has registered, where its peers can read it themselves.
+"""The registry of a transport's regions, in memory that its peers read themselves.
 
-It is a small piece of the owner's memory: the instance, then one row (key, address, length) per
-registered region. A peer reads it through the same call as the data, before and after, so that
+A registry is a small piece of the owner's memory: the instance, then one row (key, address, length)
+for each registered region. A peer reads it by the same call as the data, before and after, so that
 
-- a process that merely got the same pid, a restarted one and a forked child (whose copy of the
-  board the kernel wipes) are found out: they do not have the instance there;
+- another process is never taken for the owner: one that got the same pid, a restarted one and a
+  forked child (whose copy of the registry the kernel wipes) do not have the instance there;
 - a region that was deregistered is refused at once, as an RDMA device refuses an old key, although
-  the peer has not heard of it. Keys are never used twice.
+  the peer has not been told. Keys are never used twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ _MADV_WIPEONFORK = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Where a region stands on its owner's board, and the key that it stands under."""
+    """The place of a region in its owner's registry.
+
+    Attributes:
+        slot: the index of its row.
+        key: the key in that row.
+    """
 
     slot: int
     key: int
@@ -39,13 +44,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Claims:
-    """What a transfer takes to be on its peer's board.
+    """What a transfer expects in its peer's registry.
 
     Attributes:
         regions: the n remote regions.
-        slots: (n,) their slots.
-        rows: what must stand there: n rows of uint64, as bytes.
-        words: how much of the board one has to see: the words up to the last slot.
+        slots: (n,) int64, the slots of the regions.
+        rows: the expected rows: (n, 3) uint64, as bytes.
+        words: how many words of the registry have to be read: up to the last slot.
     """
 
     regions: tuple[Region, ...]
@@ -55,7 +60,7 @@ class Claims:
 
 
 def claims_of(entries: Iterable[tuple[Region, Entry]]) -> Claims:
-    """The claims for some regions of a peer."""
+    """Return the claims for some regions of a peer, each with its entry."""
     table = list(entries)
     slots = [entry.slot for _, entry in table]
     rows = [(entry.key, region.address, region.nbytes) for region, entry in table]
@@ -67,19 +72,25 @@ def claims_of(entries: Iterable[tuple[Region, Entry]]) -> Claims:
     )
 
 
-def check(board: U64Array, instance: bytes, claims: Claims, owner: str) -> None:
-    """Compare the words of a board (at least ``claims.words`` of them) with what is expected.
+def check_claims(words: U64Array, instance: bytes, claims: Claims, owner: str) -> None:
+    """Compare a registry with what a transfer expects in it.
+
+    Args:
+        words: the first words of the registry, at least ``claims.words`` of them.
+        instance: what the registry has to begin with.
+        claims: what the transfer expects.
+        owner: the name of the registry's owner, for errors.
 
     Raises:
-        PeerLostError: it is not the owner's board, or the owner has closed.
+        PeerLostError: it is not the owner's registry, or the owner has closed.
         TransportError: the owner has deregistered a region.
     """
-    if board[:INSTANCE_WORDS].tobytes() != instance:
+    if words[:INSTANCE_WORDS].tobytes() != instance:
         raise PeerLostError(f"{owner} has been closed, or its process has restarted")
-    found = board[INSTANCE_WORDS : claims.words].reshape(-1, ROW_WORDS)[claims.slots]
-    if found.tobytes() != claims.rows:
+    rows = words[INSTANCE_WORDS : claims.words].reshape(-1, ROW_WORDS)[claims.slots]
+    if rows.tobytes() != claims.rows:
         expected = np.frombuffer(claims.rows, np.uint64).reshape(-1, ROW_WORDS)
-        gone = claims.regions[int((found != expected).any(axis=1).argmax())]
+        gone = claims.regions[int((rows != expected).any(axis=1).argmax())]
         raise TransportError(
             f"{owner} no longer has {gone} registered as its address said: connect again with "
             "its new address"
@@ -88,14 +99,16 @@ def check(board: U64Array, instance: bytes, claims: Claims, owner: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class RegionRegistry:
-    """The board of one transport of this process.
+    """The registry of one transport of this process.
 
-    ``gate`` is held while a copy inside this process uses the owner's memory, so that a region is
-    quiet once ``erase`` has returned. (In other processes it is the kernel that looks after them.)
+    Attributes:
+        instance: 16 random bytes.
+        lock: held while a copy inside this process uses the owner's memory, so that a region is
+            quiet once ``remove`` has returned. For other processes the kernel sees to that.
     """
 
     instance: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    gate: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     _words: U64Array = field(init=False)
     _free: Iterator[int] = field(init=False)
     _erased: list[int] = field(default_factory=list)
@@ -109,19 +122,19 @@ class RegionRegistry:
         self._words = np.frombuffer(memory, np.uint64)
         self._words[:INSTANCE_WORDS] = np.frombuffer(self.instance, np.uint64)
         self._free = iter(range(MAX_REGIONS))
-        _boards[self.instance] = self
+        _registries[self.instance] = self
 
     @property
     def address(self) -> int:
-        """Where it lies in memory."""
+        """The address of the registry in memory."""
         return int(self._words.ctypes.data)
 
     @property
     def words(self) -> U64Array:
-        """All of it."""
+        """The whole registry, as words."""
         return self._words
 
-    def enter(self, region: Region) -> Entry:
+    def add(self, region: Region) -> Entry:
         """Give a region a slot and a key.
 
         Raises:
@@ -134,21 +147,21 @@ class RegionRegistry:
                 "register fewer and larger ones"
             )
         self._last_key += 1
-        # The key last: a row is nothing without it.
+        # The key comes last: a row without its key is not valid.
         self._row(slot)[1:] = region.address, region.nbytes
         self._row(slot)[0] = self._last_key
         return Entry(slot=slot, key=self._last_key)
 
-    def erase(self, entry: Entry) -> None:
-        """Take a region off; returns when no copy inside this process uses it."""
-        with self.gate:
+    def remove(self, entry: Entry) -> None:
+        """Remove a region; return when no copy inside this process uses it."""
+        with self.lock:
             self._row(entry.slot)[:] = 0
         self._erased.append(entry.slot)
 
-    def wipe(self) -> None:
-        """Take everything off, the instance too, for good."""
-        _boards.pop(self.instance, None)
-        with self.gate:
+    def close(self) -> None:
+        """Remove the instance, and so every region, for good."""
+        _registries.pop(self.instance, None)
+        with self.lock:
             self._words[:INSTANCE_WORDS] = 0
 
     def _row(self, slot: int) -> U64Array:
@@ -156,9 +169,9 @@ class RegionRegistry:
         return self._words[start : start + ROW_WORDS]
 
 
-_boards: dict[bytes, RegionRegistry] = {}
+_registries: dict[bytes, RegionRegistry] = {}
 
 
-def board_in_this_process(instance: bytes) -> RegionRegistry | None:
-    """The board of a transport of this process, if there is one."""
-    return _boards.get(instance)
+def registry_in_this_process(instance: bytes) -> RegionRegistry | None:
+    """Return the registry of a transport of this process, or ``None``."""
+    return _registries.get(instance)

@@ -22,7 +22,7 @@ from kvferry.drivers.loopback import procfs
 from kvferry.drivers.loopback.address import LoopbackAddress, LoopbackRegion
 from kvferry.drivers.loopback.chunked_copy import CopyRunsPool
 from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, Mailbox, NotificationChannel
-from kvferry.drivers.loopback.peer_memory import PeerMemory, reach
+from kvferry.drivers.loopback.peer_memory import PeerMemory, open_memory
 from kvferry.drivers.loopback.registry import Entry, RegionRegistry, claims_of
 from kvferry.drivers.loopback.worker_pool import LoopbackTransfer, WorkerPool
 
@@ -113,10 +113,10 @@ class LoopbackTransport(
                 f"{region} is not, or not all, mapped in this process: register memory that "
                 "exists, and keep it until it is deregistered"
             )
-        return self._registry.enter(region)
+        return self._registry.add(region)
 
     def _deregister(self, region: Region, registration: Entry) -> None:
-        self._registry.erase(registration)
+        self._registry.remove(registration)
 
     # Connections.
 
@@ -151,7 +151,7 @@ class LoopbackTransport(
 
     def _connect(self, address: LoopbackAddress) -> LoopbackConnection:
         regions = wire.entries(address)
-        memory = reach(address)
+        memory = open_memory(address)
         return LoopbackConnection(
             name=address.name,
             identity=self._identity(address),
@@ -162,7 +162,7 @@ class LoopbackTransport(
 
     def _refresh(self, connection: LoopbackConnection, address: LoopbackAddress) -> None:
         regions = wire.entries(address)
-        memory = reach(address)
+        memory = open_memory(address)
         if connection.channel.lost:
             channel = self._open_channel(address)
             self._mailbox.close_channel(connection.channel)
@@ -200,7 +200,7 @@ class LoopbackTransport(
 
     def _make_transfer(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
         peer, notify = request.connection, request.notify
-        runs = self._pool.take(len(request.copies))
+        runs = self._pool.take(len(request.copies.nbytes))
         runs.fill(request.copies, write=request.write)
         return LoopbackTransfer(
             memory=peer.memory,
@@ -225,5 +225,5 @@ class LoopbackTransport(
         # A thread that the kernel still holds has had its time in ``_end_transfers``.
         held = any(not transfer.final for transfer in transfers)
         self._workers.close(time.monotonic() + (0.0 if held else self.grace_seconds))
-        self._registry.wipe()
+        self._registry.close()
         self._mailbox.close(self.grace_seconds)

@@ -1,4 +1,4 @@
-"""Transfers under way: what one is, and the threads that move the large ones chunk by chunk."""
+"""Transfers, and the threads that move the large ones chunk by chunk."""
 
 from __future__ import annotations
 
@@ -26,16 +26,24 @@ _DONE = Status(state=State.DONE)
 class LoopbackTransfer:
     """One transfer.
 
-    It ends in one of two ways. All bytes were moved: it is *concluding* (cancelling comes too
-    late), the peer is checked a last time, the notification is sent, and it is DONE. Or ``stop``
-    is set, by an error, ``cancel``, ``disconnect`` or ``close``: no further chunk starts, and when
-    none is running it is FAILED.
+    It ends in one of two ways. If all bytes were moved, it is *concluding*: it can no longer be
+    cancelled, the peer is checked a last time, the notification is sent, and it is DONE. If
+    ``stop`` is set, by an error, ``cancel``, ``disconnect`` or ``close``, no further chunk starts,
+    and when none is running it is FAILED.
 
     Attributes:
+        memory: access to the peer's memory.
+        write: whether the local side is the source.
         runs: what to move; lent by the transport's pool until the transfer is final.
-        position: bytes ``[0, position)`` have been given out as chunks.
-        running: chunks that threads are moving now.
-        send: sends the bound notification.
+        claims: what must be in the peer's registry.
+        send: sends the bound notification; ``None``: there is none.
+        release: gives the runs back to the pool.
+        status: the status that ``poll`` answers with.
+        position: bytes ``[0, position)`` have been handed out as chunks.
+        running: how many chunks threads are moving now.
+        concluding: whether all bytes were moved and the rest is under way.
+        stop: the error that the transfer fails with; ``None``: it has not been stopped.
+        limit: the most bytes of a chunk.
     """
 
     memory: PeerMemory
@@ -53,23 +61,23 @@ class LoopbackTransfer:
 
     @property
     def final(self) -> bool:
-        """Whether its buffers are quiet."""
+        """Whether the buffers are quiet."""
         return self.status.state.final
 
     @property
-    def given_out(self) -> bool:
+    def handed_out(self) -> bool:
         """Whether no chunk is left to start."""
         return self.stop is not None or self.position == self.runs.total
 
     def next_span(self) -> tuple[int, int]:
-        """Give out the next chunk, as a range of bytes."""
+        """Hand out the next chunk, as a range of bytes."""
         start = self.position
         self.position = self.runs.next_stop(start, self.limit)
         self.running += 1
         return start, self.position
 
     def move(self, span: tuple[int, int]) -> None:
-        """Move a chunk that was given out.
+        """Move a chunk that was handed out.
 
         Raises:
             TransportError: as ``PeerMemory.move``.
@@ -77,7 +85,7 @@ class LoopbackTransfer:
         self.memory.move(self.runs.chunk(*span), self.claims, write=self.write)
 
     def conclude(self) -> None:
-        """What comes after the last byte: a last check of the peer, then the notification.
+        """Check the peer a last time and send the notification, after the last byte was moved.
 
         Raises:
             TransportError: either went wrong.
@@ -87,13 +95,18 @@ class LoopbackTransfer:
             self.send()
 
     def end(self, status: Status) -> None:
-        """Become final."""
+        """Become final, with a status that is."""
         self.status = status
         self.release(self.runs)
 
 
 class WorkerPool:
-    """The threads; started with the first transfer that needs them."""
+    """The threads that move large transfers. They start with the first one.
+
+    Args:
+        name: the name of the threads.
+        threads: how many there are.
+    """
 
     def __init__(self, name: str, threads: int) -> None:
         self._name = name
@@ -105,9 +118,9 @@ class WorkerPool:
         self._changed = threading.Condition()
 
     def run_here(self, transfer: LoopbackTransfer) -> None:
-        """Run a small transfer to its end on the calling thread."""
+        """Run a small transfer to its end, on the calling thread."""
         try:
-            while not transfer.given_out:
+            while not transfer.handed_out:
                 transfer.move(transfer.next_span())
             transfer.conclude()
         except TransportError as exc:
@@ -116,7 +129,7 @@ class WorkerPool:
             transfer.end(_DONE)
 
     def submit(self, transfer: LoopbackTransfer) -> None:
-        """Run a transfer on the threads, after those submitted before."""
+        """Run a transfer on the threads, after those that were submitted before."""
         even_share = transfer.runs.total // (2 * self._wanted)
         transfer.limit = min(transfer.limit, max(_SMALLEST_CHUNK, even_share))
         while len(self._threads) < self._wanted:
@@ -152,7 +165,7 @@ class WorkerPool:
             )
 
     def close(self, deadline: float) -> None:
-        """End the threads; one that the kernel still holds at the deadline is left behind."""
+        """End the threads. One that is still in a system call at the deadline is left behind."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -160,11 +173,11 @@ class WorkerPool:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        while (given := self._next()) is not None:
-            transfer, span = given
-            error = _attempt(partial(transfer.move, span))
-            if self._returned(transfer, error):
-                error = _attempt(transfer.conclude)
+        while (task := self._next()) is not None:
+            transfer, span = task
+            error = _error_of(partial(transfer.move, span))
+            if self._chunk_ended(transfer, error):
+                error = _error_of(transfer.conclude)
                 with self._changed:
                     transfer.end(_DONE if error is None else _failed(error))
                     self._changed.notify_all()
@@ -176,18 +189,22 @@ class WorkerPool:
                 return None
             transfer = self._queue[0]
             span = transfer.next_span()
-            if transfer.given_out:
+            if transfer.handed_out:
                 self._queue.popleft()
             return transfer, span
 
-    def _returned(self, transfer: LoopbackTransfer, error: TransportError | None) -> bool:
-        """Take a chunk back; whether the transfer is now to be concluded by the caller."""
+    def _chunk_ended(self, transfer: LoopbackTransfer, error: TransportError | None) -> bool:
+        """Note that a chunk has ended.
+
+        Returns:
+            Whether it was the last one of a transfer, which the caller has to conclude.
+        """
         with self._changed:
             transfer.running -= 1
             if error is not None or transfer.stop is not None:
                 self._fail(transfer, transfer.stop or error)
                 return False
-            transfer.concluding = transfer.running == 0 and transfer.given_out
+            transfer.concluding = transfer.running == 0 and transfer.handed_out
             return transfer.concluding
 
     def _fail(self, transfer: LoopbackTransfer, error: TransportError | None) -> None:
@@ -201,12 +218,13 @@ class WorkerPool:
             self._changed.notify_all()
 
 
-def _attempt(step: Callable[[], None]) -> TransportError | None:
+def _error_of(step: Callable[[], None]) -> TransportError | None:
+    """Run a step and return the error that it raises, or ``None``."""
     try:
         step()
     except TransportError as exc:
         return exc
-    # A thread that dies would leave its transfers PENDING for ever, and their pages pinned.
+    # A thread that ended by it would leave its transfers PENDING for ever, and their pages pinned.
     except Exception as exc:  # noqa: BLE001
         return TransportError(f"the loopback driver failed, which is a bug of it: {exc!r}")
     return None

@@ -1,4 +1,7 @@
-"""NIXL: any of its backends, by its Python API. Imports the library when a transport is made."""
+"""The driver for NIXL: any of its backends, by its Python API.
+
+The library is imported when a transport is made.
+"""
 
 from kvferry.drivers.nixl.transport import NixlTransport
 

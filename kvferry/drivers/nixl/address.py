@@ -1,4 +1,4 @@
-"""What a NIXL transport tells its peers: NIXL's metadata, and what it has registered."""
+"""The address of a NIXL transport: NIXL's metadata, and what is registered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
-    """A region, or a span with its key; the key of a region is 0."""
+    """A region, or a span with its key. The key of a region is 0."""
 
     address: _Word
     nbytes: _Word
@@ -38,13 +38,14 @@ class NixlAddress(msgspec.Struct, frozen=True, kw_only=True):
     """An address, as msgpack. Fields that a later version adds are ignored.
 
     Attributes:
-        name: the transport's, which is also its agent's.
+        magic: the format of the address.
+        name: the name of the transport and of its agent.
         backend: its NIXL backend; both sides must have the same.
-        metadata: the agent's, as NIXL writes it.
-        digest: of the metadata. NIXL drops a peer that it knew when it cannot read what it is
-            given, so bytes that were cut or changed on the way must not reach it.
-        spans: what is registered with NIXL.
-        regions: what the transport's user has registered.
+        metadata: the agent's metadata, as NIXL writes it.
+        digest: the digest of the metadata. When NIXL cannot read metadata, it drops the peer if it
+            knew it, so bytes that were cut or changed on the way must not reach it.
+        spans: the spans that are registered with NIXL.
+        regions: the regions that the transport's user has registered.
     """
 
     magic: Literal["kvferry-nixl-1"] = "kvferry-nixl-1"
@@ -67,7 +68,15 @@ def encode(
     spans: Iterable[RegisteredSpan],
     regions: Iterable[Region],
 ) -> bytes:
-    """The bytes that peers get."""
+    """Return the bytes that peers get.
+
+    Args:
+        name: the name of the transport.
+        backend: its NIXL backend.
+        metadata: its agent's metadata.
+        spans: what is registered with NIXL.
+        regions: what the transport's user has registered.
+    """
     return msgspec.msgpack.encode(
         NixlAddress(
             name=name,
@@ -84,7 +93,7 @@ def decode(data: bytes) -> NixlAddress:
     """Parse untrusted bytes.
 
     Raises:
-        ConnectError: they are no address of this driver.
+        ConnectError: the bytes are no address of this driver.
     """
     if len(data) > MAX_ADDRESS_BYTES:
         raise ConnectError(
@@ -105,10 +114,10 @@ def decode(data: bytes) -> NixlAddress:
 
 
 def regions_of(address: NixlAddress) -> frozenset[Region]:
-    """The regions of a peer.
+    """Return the regions of a peer.
 
     Raises:
-        ConnectError: one is not a region.
+        ConnectError: one of them is no valid region.
     """
     try:
         return frozenset(
@@ -124,5 +133,5 @@ def _range(region: Region, key: int = 0) -> Range:
 
 
 def digest_of(metadata: bytes) -> bytes:
-    """Return what makes bytes that were changed on the way known before NIXL reads them."""
+    """Return a digest, by which bytes that were changed are found before NIXL reads them."""
     return hashlib.blake2b(metadata, digest_size=_DIGEST_BYTES).digest()

@@ -1,7 +1,7 @@
-"""NIXL's agent, typed: a method for each of its calls that the driver makes.
+"""NIXL's agent, typed: a method for each call that the driver makes.
 
-What NIXL raises becomes a ``TransportError`` here and nowhere else, and its words for states become
-values.
+Here and nowhere else, what NIXL raises becomes a ``TransportError``, and its strings for states
+become values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from kvferry.core.errors import (
     DriverError,
     PeerLostError,
     TransportError,
-    TransportUnsupportedError,
 )
 from kvferry.core.memory import CPU, Region
 from kvferry.drivers.nixl.library import NixlLibrary
@@ -31,18 +30,24 @@ SEGMENTS = {CPU: "DRAM", CUDA: "VRAM"}
 """NIXL's names for memory kinds."""
 
 CHUNK_ROWS = 4096
-"""How many copies a part has at most. Posting one may take as long as moving it."""
+"""How many copies a chunk has at most. Posting a chunk may take as long as moving it."""
 
 Registration = NewType("Registration", object)
 """NIXL's handle of registered memory."""
 
 Rows = npt.NDArray[np.uint64]
-"""(n, 3): address, bytes and device of each copy, on one side."""
+"""(n, 3) uint64: address, bytes and device of each copy, on one side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TransferChunk:
-    """What one transfer of NIXL's is to move: rows that NIXL has copied, for any agent."""
+    """What one transfer of NIXL's is to move: descriptors that any agent can use.
+
+    Attributes:
+        write: whether the local side is the source.
+        local: NIXL's descriptors of the local side, which own copies of the rows.
+        remote: those of the remote side.
+    """
 
     write: bool
     local: object
@@ -51,12 +56,12 @@ class TransferChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Handle:
-    """A transfer of NIXL's. It lasts until ``Agent.release``.
+    """A transfer of NIXL's, until ``Agent.release``.
 
     Attributes:
-        agent: whose it is.
+        agent: the agent that made it.
         native: NIXL's own handle.
-        name: of the agent with the remote side.
+        name: the name of the remote agent.
     """
 
     agent: Agent
@@ -69,9 +74,10 @@ class Telemetry:
     """What NIXL measured of a transfer that is DONE.
 
     Attributes:
-        nbytes: moved.
-        descriptors: how many pieces they were in, after NIXL had merged neighbours.
-        post_seconds: until it had been posted, and ``seconds``: until it had ended.
+        nbytes: how many bytes it moved.
+        descriptors: in how many pieces, after NIXL had merged neighbours.
+        post_seconds: the seconds until it had been posted.
+        seconds: the seconds until it had ended.
     """
 
     nbytes: int
@@ -81,10 +87,15 @@ class Telemetry:
 
 
 class Agent:
-    """One agent with one backend. Calls are serialised by NIXL, so any thread may make them.
+    """One agent with one backend. NIXL serialises calls, so any thread may make them.
 
-    It ends in ``close`` and nowhere else, least of all when garbage is collected; one of which a
-    transfer has failed never ends (docs/adr/0012).
+    NIXL's object is destroyed by ``close`` and nowhere else, least of all by the garbage collector.
+    If a transfer of it has failed, it is never destroyed (docs/adr/0012).
+
+    Args:
+        library: NIXL.
+        name: the agent's name, unique among all agents anywhere.
+        options: the backend and its parameters.
 
     Raises:
         DriverError: the backend does not start, or reaches no other process.
@@ -115,57 +126,74 @@ class Agent:
         _pin(self._agent.agent)
 
     def close(self, *, quiet: bool) -> None:
-        """End the agent, with its threads; its handles have been released.
+        """Destroy NIXL's agent, with its threads. All handles have been released.
 
         Args:
-            quiet: whether all of its transfers have ended. If not, it lives on.
+            quiet: whether all of its transfers have ended. If not, NIXL's agent lives on.
         """
         agent, self._agent = self._agent, None
         if quiet and not self._failed:
             _unpin(agent.agent)
-        # Whoever still has NIXL's object, in a traceback say, does not keep what it is made of.
+        # A reference to NIXL's Python object, in a traceback say, keeps nothing native alive.
         agent.agent = None
 
     @property
     def must_not_post(self) -> bool:
-        """Whether it must post nothing more: the threads that its backend has beside its progress
-        thread may keep something of a transfer that has failed, and would run it when they next
-        move anything (docs/adr/0018). It can do all else."""
+        """Whether the agent must not post any more; everything else it may do.
+
+        The threads that its backend has besides its progress thread may keep part of a transfer
+        that has failed, and would run it when they next move anything (docs/adr/0018).
+        """
         return self._failed and self._threads > 0
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until its threads have left whatever copy they were in; whether that was in time."""
+        """Wait until none of its threads is in a copy that it is in now.
+
+        Args:
+            deadline: when to give up, by ``time.monotonic``.
+
+        Returns:
+            Whether that was in time.
+        """
         return self._own.wait_idle(deadline)
 
     # Memory.
 
     def register(self, region: Region) -> Registration:
-        """Make memory reachable."""
+        """Register memory with NIXL."""
         entry = (region.address, region.nbytes, region.device, "")
         with self._mapped(f"cannot register {region}"):
             return Registration(self._agent.register_memory([entry], SEGMENTS[region.kind]))
 
     def deregister(self, registration: Registration) -> None:
-        """Make memory unreachable."""
+        """Deregister memory."""
         with self._mapped("cannot deregister memory"):
             self._agent.deregister_memory(registration)
 
     # Peers.
 
     def metadata(self) -> bytes:
-        """How to reach this agent and what it has registered."""
+        """Return NIXL's metadata: how to reach this agent and what it has registered."""
         with self._mapped("cannot say its address"):
             metadata: bytes = self._agent.get_agent_metadata()
             return metadata
 
     def add(self, metadata: bytes) -> str:
-        """Get to know an agent, or more of one that is known; its name."""
+        """Load the metadata of another agent, or newer metadata of a known one.
+
+        Returns:
+            The name of that agent.
+        """
         with self._mapped("cannot take the address"):
             name: bytes | str = self._agent.add_remote_agent(metadata)
         return name.decode(errors="replace") if isinstance(name, bytes) else name
 
     def remove(self, name: str) -> bool:
-        """Close the connection to an agent; whether NIXL had not done so before."""
+        """Close the connection to another agent.
+
+        Returns:
+            Whether it was open: NIXL closes a broken one by itself.
+        """
         try:
             with self._mapped(f"cannot disconnect {name}", known=True):
                 self._agent.remove_remote_agent(name)
@@ -178,12 +206,12 @@ class Agent:
     def make_chunk(
         self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows
     ) -> TransferChunk:
-        """Copy rows, for a transfer that ``prepare`` makes.
+        """Copy rows into a chunk for ``prepare``.
 
         Args:
-            write: the direction.
+            write: whether the local side is the source.
             kinds: the memory kinds of the local and of the remote side.
-            local: (n, 3), C-contiguous; n is at least 1.
+            local: (n, 3) rows, C-contiguous; n is at least 1.
             remote: likewise.
         """
         try:
@@ -193,19 +221,23 @@ class Agent:
                 remote=self._agent.get_xfer_descs(remote, SEGMENTS[kinds[1]]),
             )
         except self._library.errors as exc:
-            raise self._ours(exc, "cannot describe a transfer") from exc
+            raise self._error(exc, "cannot describe a transfer") from exc
 
     def prepare(self, part: TransferChunk, name: str) -> Handle:
-        """Make a transfer with an agent, of which nothing moves yet."""
+        """Make a transfer of a chunk with another agent. Nothing moves yet."""
         op = "WRITE" if part.write else "READ"
         try:
             native = self._agent.initialize_xfer(op, part.local, part.remote, name)
         except self._library.errors as exc:
-            raise self._ours(exc, f"cannot prepare a transfer with {name}", known=True) from exc
+            raise self._error(exc, f"cannot prepare a transfer with {name}", known=True) from exc
         return Handle(agent=self, native=native, name=name)
 
     def post(self, handle: Handle) -> bool:
-        """Start a transfer, which may take as long as all of it; whether it has ended already."""
+        """Start a transfer. The call may take as long as the whole transfer.
+
+        Returns:
+            Whether the transfer has ended already.
+        """
         try:
             state = self._agent.transfer(handle.native)
         except self._library.errors as exc:
@@ -213,7 +245,7 @@ class Agent:
         return state == "DONE" or self._running(state, handle.name)
 
     def check(self, handle: Handle) -> bool:
-        """Whether a transfer has ended. Drives it, too."""
+        """Drive a transfer and return whether it has ended."""
         try:
             state = self._agent.check_xfer_state(handle.native)
         except self._library.errors as exc:
@@ -221,50 +253,56 @@ class Agent:
         return state == "DONE" or self._running(state, handle.name)
 
     def release(self, handle: Handle) -> None:
-        """Give a handle back. NIXL tries to cancel what still runs, and does not wait for it."""
+        """Release a handle. NIXL tries to cancel what still runs, and does not wait for it."""
         try:
             self._agent.release_xfer_handle(handle.native)
         except self._library.errors as exc:
-            raise self._ours(exc, "cannot release a transfer") from exc
+            raise self._error(exc, "cannot release a transfer") from exc
 
     def telemetry(self, handle: Handle) -> Telemetry:
-        """Of a transfer that has ended well; before, NIXL gives numbers that mean nothing."""
+        """Return what NIXL measured of a transfer, which has ended well: before, that is noise."""
         with self._mapped("has no telemetry"):
-            found = self._agent.get_xfer_telemetry(handle.native)
+            native = self._agent.get_xfer_telemetry(handle.native)
         return Telemetry(
-            nbytes=found.totalBytes,
-            descriptors=found.descCount,
-            post_seconds=found.postDuration / 1e6,
-            seconds=found.xferDuration / 1e6,
+            nbytes=native.totalBytes,
+            descriptors=native.descCount,
+            post_seconds=native.postDuration / 1e6,
+            seconds=native.xferDuration / 1e6,
         )
 
     # Notifications.
 
     def notify(self, name: str, payload: bytes) -> None:
-        """Send a notification. NIXL drops empty ones."""
+        """Send a notification, which must not be empty: NIXL drops empty ones."""
         with self._mapped(f"cannot notify {name}", known=True):
             self._agent.send_notif(name, payload)
 
     def notifications(self) -> dict[str, list[bytes]]:
-        """Those that arrived since the last call, by sender."""
+        """Return the notifications that arrived since the last call, by sender."""
         with self._mapped("cannot look for notifications"):
-            found: dict[str, list[bytes]] = self._agent.get_new_notifs()
-            return found
+            arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
+            return arrived
 
     @contextlib.contextmanager
     def _mapped(self, trouble: str, *, known: bool = False) -> Iterator[None]:
-        """Turn NIXL's errors into ours. What is called per transfer does without this: a context
-        manager costs as much as a call of NIXL's."""
+        """Turn NIXL's errors into a ``TransportError``.
+
+        Methods that are called for each transfer do without it: a context manager costs as much as
+        a call of NIXL's.
+        """
         try:
             yield
         except self._library.errors as exc:
-            raise self._ours(exc, trouble, known=known) from exc
+            raise self._error(exc, trouble, known=known) from exc
 
-    def _ours(self, error: Exception, trouble: str, *, known: bool = False) -> TransportError:
-        """What to raise for an error of NIXL's, which loses its frames.
+    def _error(self, error: Exception, trouble: str, *, known: bool = False) -> TransportError:
+        """Return what to raise for an error of NIXL's, and take the error's frames from it.
 
-        If the peer and its memory are ``known``, and NIXL says that it knows no such thing, then
-        it has dropped the peer, which it does by itself when a connection breaks.
+        Args:
+            error: what NIXL raised.
+            trouble: what failed.
+            known: whether NIXL knew the peer and its memory. If it then says that it knows no such
+                thing, it has dropped the peer, as it does by itself when a connection breaks.
         """
         bare(error)
         if isinstance(error, self._library.lost):
@@ -276,12 +314,12 @@ class Agent:
         )
 
     def _failing(self, error: Exception, name: str) -> TransportError:
-        """As ``_ours``, for what moves bytes: remember that it has failed."""
+        """Return what to raise for a transfer that failed, and remember that one has."""
         self._failed = True
-        return self._ours(error, f"a transfer with {name} failed", known=True)
+        return self._error(error, f"a transfer with {name} failed", known=True)
 
     def _running(self, state: str, name: str) -> bool:
-        """False, if a transfer that has not ended has not failed either."""
+        """Return false for a transfer that is under way, and raise for one that has failed."""
         if state == "PROC":
             return False
         self._failed = True
@@ -319,25 +357,17 @@ E = TypeVar("E", bound=Exception)
 
 
 def bare(error: E) -> E:
-    """An error without the frames in which it was raised, which hold an agent and its handles.
+    """Return an error without its traceback.
 
-    Whoever keeps an error keeps what its frames hold.
+    The frames hold the agent and its handles, and a kept error would keep them.
     """
     return error.with_traceback(None)
 
 
 def _pin(native: Any) -> None:  # noqa: ANN401
-    """Let an object outlive everything that refers to it, the interpreter included."""
+    """Keep an object alive, even when the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
 
 
 def _unpin(native: Any) -> None:  # noqa: ANN401
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(native))
-
-
-def unsupported(region: Region, backend: str, memory: frozenset[str]) -> TransportUnsupportedError:
-    """The error for a region of a kind that cannot be registered."""
-    kinds = ", ".join(sorted(memory)) or "no memory"
-    return TransportUnsupportedError(
-        f"nixl with backend {backend} reaches {kinds} here, not {region.kind}: {region}"
-    )

@@ -1,4 +1,4 @@
-"""Check an agent's metadata before NIXL reads it, and read from it whose it is.
+"""Check an agent's metadata before NIXL reads it, and find out which agent it is of.
 
 The format is that of ai-dynamo/nixl, ``src/utils/serdes/serdes.cpp``, ``getLocalMD`` of
 ``src/core/nixl_agent.cpp``, ``serializeSections`` of ``src/infra/nixl_memory_section.cpp`` and
@@ -31,11 +31,11 @@ _SEGMENTS = range(7)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentMetadata:
-    """What an agent's metadata says.
+    """The parsed metadata of an agent.
 
     Attributes:
-        agent: its name.
-        connections: by the names of its backends, how each is reached. They stay as they are.
+        agent: the name of the agent.
+        connections: how each of its backends is reached, by their names. It never changes.
     """
 
     agent: str
@@ -43,11 +43,11 @@ class AgentMetadata:
 
 
 def parsed(data: bytes, *, ucx: bool = True) -> AgentMetadata:
-    """Read metadata.
+    """Parse metadata.
 
     Args:
-        data: of any agent.
-        ucx: whether what UCX packed is checked too.
+        data: the metadata of any agent; untrusted.
+        ucx: whether to check what UCX packed, too.
 
     Raises:
         FormatError: NIXL did not write this.

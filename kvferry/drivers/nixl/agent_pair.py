@@ -1,8 +1,8 @@
-"""A transport's agents: the one that peers know, and one that posts in its stead after a failure.
+"""A transport's agents: the one that peers know, and one that posts in its place after a failure.
 
-Once a transfer has failed, an agent whose backend has threads of its own must post nothing more
-(docs/adr/0018). So a second agent, which has none, posts what begins later. It is made when it is
-first needed, has the same memory, and knows the same peers; no peer knows it.
+Once a transfer has failed, an agent whose backend has threads of its own must not post any more
+(docs/adr/0018). So a second agent, without such threads, posts what is started later. It is made
+when it is first needed, registers the same memory and loads the same peers; no peer knows it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,28 @@ from kvferry.drivers.nixl.peer import NixlPeer
 _FAILED_BEFORE = "a transfer has failed before"
 
 _FILES = 64
-"""Three times as many file descriptors as an agent without threads takes."""
+"""Three times the file descriptors that an agent without threads takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shared:
-    """Memory, as each agent has registered it."""
+    """A region, registered with each agent.
+
+    Attributes:
+        region: the region.
+        held: the registration of each agent.
+    """
 
     region: Region
     held: dict[Agent, Registration] = field(default_factory=dict)
 
 
 class AgentPair:
-    """The agents of one transport, of which there are at most two.
+    """The agents of one transport, at most two.
 
     Attributes:
-        first: has the transport's name. Peers reach its memory, and it carries all notifications;
-            it also posts, until one of its transfers has failed.
+        first: the agent with the transport's name. Peers reach its memory, and it carries all
+            notifications; it also posts, until one of its transfers has failed.
 
     Raises:
         DriverError: as ``Agent`` does.
@@ -51,11 +56,11 @@ class AgentPair:
         self._library = library
         self._options = without_threads(options)
         self._memory: dict[Registration, _Shared] = {}
-        # Whoever connects or disconnects may do so beside the other calls.
+        # connect and disconnect may be called while other calls run.
         self._lock = threading.Lock()
 
     def prepare(self, peer: NixlPeer, part: TransferChunk) -> Handle:
-        """Make a transfer with a peer, by the agent that posts from now on.
+        """Make a transfer with a peer, by the agent that posts now.
 
         Raises:
             PeerLostError: the peer is gone.
@@ -71,7 +76,7 @@ class AgentPair:
         return agent.prepare(part, agent.name if peer.itself else peer.name)
 
     def register(self, region: Region) -> Registration:
-        """Make memory reachable."""
+        """Register memory with every agent."""
         with self._lock:
             shared = _Shared(region=region)
             made = Registration(shared)
@@ -85,20 +90,23 @@ class AgentPair:
             return made
 
     def deregister(self, registration: Registration) -> None:
-        """Make memory unreachable."""
+        """Deregister memory from every agent."""
         with self._lock:
             self._deregister(registration)
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until NIXL's threads have left whatever copy they were in; whether that was in time.
+        """Wait until none of NIXL's threads is in a copy that it is in now.
 
         Args:
-            deadline: by ``time.monotonic``.
+            deadline: when to give up, by ``time.monotonic``.
+
+        Returns:
+            Whether that was in time.
         """
         return all(agent.wait_idle(deadline) for agent in self._all)
 
     def close(self, *, quiet: bool) -> None:
-        """End them; memory has been deregistered, and handles have been released.
+        """Destroy the agents. Memory has been deregistered, and handles have been released.
 
         Args:
             quiet: whether all transfers have ended.
@@ -153,7 +161,13 @@ class AgentPair:
 
 
 def _check_files() -> None:
-    """UCX aborts the process if it gets some of the file descriptors that it wants, and not all."""
+    """Refuse to make an agent where file descriptors are scarce.
+
+    UCX aborts the process if it gets some of the file descriptors that it needs, and not all.
+
+    Raises:
+        TransportError: too few are free.
+    """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = most - len(os.listdir("/proc/self/fd"))
     if free < _FILES:

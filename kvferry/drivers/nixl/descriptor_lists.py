@@ -1,4 +1,4 @@
-"""From a batch of copies to the arrays that NIXL takes: one pair for each pair of memory kinds."""
+"""Turning a batch of copies into the arrays that NIXL takes, for each pair of memory kinds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ Kinds = tuple[str, str]
 """The memory kinds of the local and of the remote side."""
 
 _Devices = tuple[int, int]
-"""Of the local and of the remote side."""
+"""The device indices of the local and of the remote side."""
 
 _SMALLEST = 4096
 
 
 class DescriptorLists:
-    """Arrays that are filled again for batch after batch: NIXL copies them, and fresh memory is
-    slow to touch."""
+    """Arrays that are reused for batch after batch.
+
+    NIXL copies them, and fresh memory is slow to touch.
+    """
 
     def __init__(self) -> None:
         self._reserve(_SMALLEST)
@@ -61,7 +63,10 @@ class DescriptorLists:
         return local, remote
 
     def _fill_devices(self, copies: Copies, devices: set[_Devices]) -> None:
-        """Where all copies have the same devices, for the next batches as well."""
+        """Fill the column of devices.
+
+        If all copies have the same devices, the column is right for later batches too.
+        """
         if len(devices) == 1:
             (self._devices,) = devices
             self._local[:, 2], self._remote[:, 2] = self._devices

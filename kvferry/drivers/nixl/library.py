@@ -1,4 +1,4 @@
-"""NIXL's Python package: which one is installed, quiet unless asked, and what it raises."""
+"""NIXL's Python package: finding it, importing it without its log output, and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from kvferry.core.errors import DriverError
 
 PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
-"""In this order: ``nixl`` takes the one of the others that fits the CUDA that is installed."""
+"""In this order: ``nixl`` imports the one of the others that fits the installed CUDA."""
 
 _LOG_LEVEL = "NIXL_LOG_LEVEL"
 
@@ -33,11 +33,12 @@ class NixlLibrary:
     """An imported NIXL.
 
     Attributes:
-        package: what was imported, and ``version``: which.
-        api: its module of agents.
-        errors: whatever a call of it can raise.
-        lost: of these, what means that the peer is gone.
-        unknown: of these, what means that NIXL knows no such agent or memory (any more).
+        package: the package that was imported.
+        version: its version.
+        api: its module with the class of agents.
+        errors: the exceptions that its calls can raise.
+        lost: the one of them that means that the peer is gone.
+        unknown: the one that means that NIXL knows no such agent or memory, or not any more.
     """
 
     package: str
@@ -52,10 +53,10 @@ class NixlLibrary:
 
     @contextlib.contextmanager
     def patient(self, milliseconds: int) -> Iterator[None]:
-        """Let agents that are made meanwhile have a progress thread that sleeps.
+        """Give agents that are made within the context a progress thread that sleeps.
 
-        It wakes when something arrives, and after so many milliseconds. NIXL's Python API says 0
-        here, with which the thread never sleeps and takes a core, and has no argument for it.
+        The thread wakes when something arrives, and after ``milliseconds``. NIXL's Python API
+        passes 0, with which the thread never sleeps and takes a core, and has no argument for it.
         """
         with _patience:
             native = self.api.nixlBind
@@ -67,7 +68,7 @@ class NixlLibrary:
 
 
 class _Patient:
-    """NIXL's bindings, but for what makes an agent."""
+    """NIXL's bindings, with another function that makes an agent."""
 
     def __init__(self, native: Any, milliseconds: int) -> None:  # noqa: ANN401
         self._native = native
@@ -95,7 +96,7 @@ def load() -> NixlLibrary:
         except ModuleNotFoundError as exc:
             if exc.name != package:
                 reasons.append(f"{package}: {exc}")
-        # What a native library lacks, it says so: an ImportError or an OSError.
+        # A native library that cannot be loaded raises ImportError or OSError.
         except (ImportError, OSError) as exc:
             reasons.append(f"{package}: {exc}")
     if reasons:
@@ -109,7 +110,7 @@ def load() -> NixlLibrary:
 def _loaded(package: str) -> NixlLibrary:
     with contextlib.suppress(OSError):
         ctypes.CDLL(_SYSTEMS_OWN, os.RTLD_NOW | os.RTLD_LOCAL)
-    # Its logging configuration turns off, for all of Python, that handlers say what they lack.
+    # Its logging configuration turns off, for all of Python, the errors of logging handlers.
     raising = logging.raiseExceptions
     try:
         api = importlib.import_module(f"{package}._api")
@@ -127,7 +128,7 @@ def _loaded(package: str) -> NixlLibrary:
         package=package,
         version=_version(package),
         api=api,
-        # The others are what its bindings make of the exceptions of C++.
+        # The others are what its bindings turn the exceptions of C++ into.
         errors=(*own, RuntimeError, ValueError, IndexError, MemoryError),
         lost=native.nixlRemoteDisconnectError,
         unknown=native.nixlNotFoundError,

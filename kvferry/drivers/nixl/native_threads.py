@@ -1,7 +1,7 @@
 """NIXL's own threads, as the kernel sees them.
 
-NIXL closes a broken connection by itself, and tells no end of it: one of its threads may still be
-within one copy of it. So who has to know that none is any more watches the threads themselves.
+NIXL closes a broken connection by itself and does not say when that has ended: one of its threads
+may still be in the middle of a copy. To know that none is, this module watches the threads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _COPY_SECONDS = 0.03
-"""Of a processor: many times what a copy takes. UCX makes them of 512 KiB at most."""
+"""Processor time: many times what a copy takes, which UCX makes of 512 KiB at most."""
 
 _TURN_SECONDS = 0.0005
 _TASKS = Path("/proc/self/task")
@@ -21,26 +21,29 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class NativeThreads:
-    """The threads that a library has started, and those of others that began at the same time."""
+    """The threads that a library has started, and any others that started at the same time."""
 
     def __init__(self) -> None:
         self._ids: set[str] = set()
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Whoever is started meanwhile is one of them."""
+        """Count the threads that start within the context among them."""
         before = set(os.listdir(_TASKS))
         yield
         self._ids |= set(os.listdir(_TASKS)) - before
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until none is within a copy that it was in before; whether that was in time.
+        """Wait until no thread is in a copy that it is in now.
 
-        A thread has left it when it sleeps, has ended, or has had a processor for longer than a
-        copy takes; what it waits for a processor does not count.
+        A thread has left that copy when it sleeps, has ended, or has had a processor for longer
+        than a copy takes; time in which it waits for a processor does not count.
 
         Args:
-            deadline: by ``time.monotonic``.
+            deadline: when to give up, by ``time.monotonic``.
+
+        Returns:
+            Whether that was in time.
         """
         ran = {thread: seconds for thread in self._ids if (seconds := _ran(thread)) is not None}
         while ran:
@@ -55,9 +58,11 @@ class NativeThreads:
 
 
 def _ran(thread: str) -> float | None:
-    """For how many seconds a thread has had a processor; ``None`` if it sleeps, or is no more.
+    """Return for how many seconds a thread has had a processor.
 
-    A thread that waits for memory, in the midst of a copy, does not sleep in this sense (``D``).
+    Returns:
+        ``None`` if the thread sleeps or has ended. A thread that waits for memory, in the middle of
+        a copy, does not sleep in this sense (state ``D``).
     """
     try:
         stat = (_TASKS / thread / "stat").read_text()

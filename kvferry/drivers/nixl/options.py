@@ -13,7 +13,7 @@ from kvferry.core.errors import DriverError
 from kvferry.drivers.nixl.library import NixlLibrary
 
 Parameter = str | int | float | bool
-"""Of a backend. NIXL takes all of them as text; ``true`` and ``false`` for a bool."""
+"""A parameter of a backend. NIXL takes all of them as text; ``true`` and ``false`` for a bool."""
 
 _THREADS = {"num_threads": "4"}
 """Each thread of UCX takes pages of a NIC's doorbells, which other libraries need, too."""
@@ -37,7 +37,7 @@ UNLISTED: Mapping[str, frozenset[str]] = {
         }
     )
 }
-"""What a backend takes although NIXL does not list it."""
+"""Parameters that a backend takes although NIXL does not list them."""
 
 
 class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         backend: NIXL's name for what moves the bytes.
-        backend_options: parameters of that backend, by NIXL's names; beside ``defaults``.
+        backend_options: parameters of that backend, by NIXL's names; they override ``defaults``.
         telemetry: whether NIXL times transfers, for ``NixlTransport.telemetry``.
         progress_milliseconds: how long NIXL's progress thread sleeps at most when nothing arrives.
             At 0 it never sleeps, and takes a core.
@@ -58,11 +58,11 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def defaults(backend: str, root: Path = Path("/")) -> dict[str, str]:
-    """What a backend is started with unless the user says otherwise.
+    """Return the parameters that a backend is started with unless the user says otherwise.
 
     Args:
         backend: NIXL's name for it.
-        root: where the kernel shows its devices.
+        root: where ``/sys`` is, which lists the devices.
     """
     if backend != "UCX":
         return {}
@@ -71,7 +71,7 @@ def defaults(backend: str, root: Path = Path("/")) -> dict[str, str]:
 
 
 def has_cuda() -> bool:
-    """Whether this machine has a CUDA driver."""
+    """Return whether this machine has a CUDA driver."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -80,22 +80,22 @@ def has_cuda() -> bool:
 
 
 class Plugins(Protocol):
-    """What NIXL's native agent says about its backends."""
+    """What NIXL's native agent knows of its backends."""
 
     def getAvailPlugins(self) -> list[str]:
-        """Their names; one that is listed need not load."""
+        """Return their names; one that is listed need not load."""
 
     def getPluginParams(self, name: str) -> tuple[dict[str, str], list[str]]:
-        """The parameters of one with their defaults, and its memory kinds."""
+        """Return the parameters of a backend with their defaults, and its memory kinds."""
 
 
 def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> dict[str, str]:
-    """What the backend is started with.
+    """Return the parameters to start the backend with.
 
     Args:
-        options: the user's.
-        library: to name in errors.
-        native: NIXL's agent, which knows the plugins.
+        options: the user's options.
+        library: NIXL, to be named in errors.
+        native: NIXL's agent, which knows the backends.
 
     Raises:
         DriverError: this NIXL has no such backend, it does not load here, or it has no such
@@ -120,13 +120,13 @@ def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> d
 
 
 def threads(started: Mapping[str, str]) -> int:
-    """How many threads UCX has beside its progress thread.
+    """Return how many threads UCX has besides its progress thread.
 
     Args:
-        started: what the backend was started with.
+        started: the parameters that the backend was started with.
 
     Raises:
-        DriverError: the number is none.
+        DriverError: ``num_threads`` is not a number.
     """
     found = started.get("num_threads", "0")
     try:
@@ -138,14 +138,14 @@ def threads(started: Mapping[str, str]) -> int:
 
 
 def without_threads(options: NixlOptions) -> NixlOptions:
-    """The same, for an agent that has none beside its progress thread."""
+    """Return the options for an agent that has no threads besides its progress thread."""
     return msgspec.structs.replace(
         options, backend_options={**options.backend_options, "num_threads": 0}
     )
 
 
 def _known(backend: str, library: NixlLibrary, native: Plugins) -> dict[str, str]:
-    """The parameters of a backend, with their defaults."""
+    """Return all parameters of a backend, with their defaults."""
     try:
         listed, _ = native.getPluginParams(backend)
     except library.errors as exc:

@@ -1,8 +1,8 @@
-"""What is registered with NIXL: spans, which never overlap, for regions, which may.
+"""Registrations with NIXL: spans, which never overlap, for regions, which may.
 
-NIXL looks an address up among its registrations by bisection, and finds nothing where one lies
-within another. So a region that lies within a registered span is one more user of it, and spans
-that a new region overlaps become one with it.
+NIXL looks an address up among its registrations by bisection, and finds nothing if one registration
+lies within another. So a region within a registered span becomes one more user of that span, and
+spans that a new region overlaps become one with it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvferry.drivers.nixl.agent import Registration
 
 
 class Registrar(Protocol):
-    """What registers: ``Agents``."""
+    """What registers memory with NIXL: ``AgentPair``."""
 
     def register(self, region: Region) -> Registration:
-        """Make memory reachable, or raise ``TransportError``."""
+        """Register memory, or raise ``TransportError``."""
 
     def deregister(self, registration: Registration) -> None:
-        """Make memory unreachable."""
+        """Deregister memory."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,9 +32,11 @@ class RegisteredSpan:
     """One registration.
 
     Attributes:
-        whole: its range.
-        key: never used for another one, so that peers see when memory was registered anew.
-        users: the regions for which it is registered.
+        whole: the range of memory.
+        key: a number that no other registration gets, so that peers see when memory was registered
+            anew.
+        registration: NIXL's handle.
+        users: the regions that lie in it.
     """
 
     whole: Region
@@ -59,7 +61,7 @@ class Registrations:
 
     @property
     def regions(self) -> Collection[Region]:
-        """All that is registered."""
+        """The registered regions."""
         return self._spans.keys()
 
     def add(self, region: Region, used: Collection[Region]) -> None:
@@ -70,7 +72,7 @@ class Registrations:
             used: the regions of unfinished transfers of this side.
 
         Raises:
-            TransportError: NIXL refuses, or a span would have to grow that is in use.
+            TransportError: NIXL refuses, or a span that is in use would have to grow.
         """
         touched = [span for span in self if _overlap(span.whole, region)]
         within = next((span for span in touched if span.whole.contains(region)), None)
@@ -87,7 +89,11 @@ class Registrations:
             self._registrar.deregister(span.registration)
 
     def clear(self) -> list[TransportError]:
-        """Deregister everything; what went wrong."""
+        """Deregister everything.
+
+        Returns:
+            What went wrong.
+        """
         failed = []
         for span in self:
             try:
@@ -132,7 +138,7 @@ def _overlap(one: Region, other: Region) -> bool:
 
 
 def _hull(regions: list[Region]) -> Region:
-    """The range from the first to the last byte; overlapping regions leave no hole in it."""
+    """Return the range from the first to the last byte; overlapping regions leave no hole in it."""
     first = min(region.address for region in regions)
     return Region(
         address=first,

@@ -151,7 +151,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         return NixlPeer(
             name=theirs.name,
             itself=itself,
-            regions=self._registered.keys() if itself else regions,
+            regions=self._registered if itself else regions,
             metadata=theirs.metadata,
             connections=self._backend_connections(theirs),
             keys=frozenset(span.key for span in theirs.spans),

@@ -104,7 +104,7 @@ class DeregistersWhatIsInUse(LoopbackTransport):
         self._check_usable()
         if region not in self._registered:
             raise TransportUsageError("not registered")
-        self._registry.erase(self._registered.pop(region))
+        self._registry.remove(self._registered.pop(region))
 
 
 @caught_by("test_registering_again_has_no_effect")

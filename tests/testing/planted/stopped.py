@@ -114,7 +114,7 @@ class LetsShortOnesPass(LoopbackTransport):
         super().notify(peer, payload)
         channel = self._peers[peer].channel
         with channel._lock:
-            waiting = channel._waiting
+            waiting = channel._queue
             if len(waiting) > 1 and len(waiting[-1]) < _SHORT < len(waiting[-2]):
                 waiting[-1], waiting[-2] = waiting[-2], waiting[-1]
 
