@@ -1,7 +1,8 @@
 """Connections to producers' transports, which several engines may share, from dial to close.
 
 ``Transport.connect`` returns one ``PeerId`` for one transport, however many engines publish its
-address. So users are counted here, and the last one closes the connection.
+address. So users are counted here, and the last one closes the connection. The driver's calls,
+which may take seconds, are made by ``BlockingCalls``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from kvferry.core.transport import PeerId, Transport
 logger = logging.getLogger(__name__)
 
 LONGEST_SECONDS = 60.0
-"""Between two tries to close a connection that does not fall silent."""
+"""At most so long between two tries to close a connection that does not fall silent."""
 
 STUCK_SECONDS = 30.0
-"""A call that has not returned by then is a problem of the engine's: drivers promise less."""
+"""A call that has not returned by then is a problem of the endpoint's health: drivers promise to
+return sooner."""
 
 T = TypeVar("T")
 
@@ -42,46 +44,64 @@ class _State(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Acquisition:
-    """One engine's way to the connections that it needs, one after the other."""
+    """The connections that one engine needs, which it gets one after the other.
+
+    Attributes:
+        engine: its name, for errors.
+        left: ranks and addresses that are still to be connected; the first is under way.
+        over: called with the outcome.
+        ids: connections that it has, by rank.
+        error: why it fails.
+    """
 
     engine: str
     left: deque[tuple[int, bytes]]
-    """Ranks and addresses that are still to be connected; the first is under way."""
     over: Acquired
     ids: dict[int, PeerId] = field(default_factory=dict)
     error: KVFerryError | None = None
 
     def fail(self, error: Exception) -> None:
-        """The first rank that is left cannot be connected."""
+        """Fail, because the first rank that is left cannot be connected."""
         rank, _ = self.left[0]
         self.error = ConnectError(f"cannot connect to rank {rank} of engine {self.engine}: {error}")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Connection:
+    """One connection, or a dial that is to give one.
+
+    Attributes:
+        address: with which it was dialled last.
+        engine: which had it dialled, for log lines.
+        state: dialling, open, or closing.
+        peer: the driver's id; ``None`` while it is dialled.
+        users: how many engines use it.
+        waiting: acquisitions that go on when it is open, or closed.
+        due: when it is closed again, if that has failed.
+        tries: how often it did not fall silent when it was closed.
+        is_in_call: whether the driver is disconnecting it.
+    """
+
     address: bytes
-    """With which it was dialled last."""
     engine: str
-    """Which had it dialled, for log lines."""
     state: _State = _State.DIALLING
     peer: PeerId | None = None
     users: int = 0
     waiting: list[_Acquisition] = field(default_factory=list)
-    """Those that go on when it is open, or closed."""
     due: float = 0.0
     tries: int = 0
-    """How often it did not fall silent when it was closed."""
     is_in_call: bool = False
-    """The driver is disconnecting it."""
 
 
 class Connections:
-    """All connections of one endpoint. Used by its thread only.
+    """Open, share and close the connections of one endpoint.
+
+    Used by the endpoint's thread only, but for ``not_quiesced`` and ``problems``.
 
     Args:
         transport: whose connections they are.
         transfers: of the same transport.
-        aside: makes the calls that open and close them.
+        blocking_calls: makes the calls that open and close them.
         clock: seconds, monotonic.
     """
 
@@ -89,12 +109,12 @@ class Connections:
         self,
         transport: Transport,
         transfers: Transfers,
-        aside: BlockingCalls,
+        blocking_calls: BlockingCalls,
         clock: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._transfers = transfers
-        self._aside = aside
+        self._blocking_calls = blocking_calls
         self._clock = clock
         self._by_address: dict[bytes, _Connection] = {}
         self._by_peer: dict[PeerId, _Connection] = {}
@@ -108,7 +128,7 @@ class Connections:
 
     @property
     def closing(self) -> int:
-        """Return how many are given up and not closed yet. On the endpoint's thread."""
+        """Return how many are given up and not closed yet."""
         return sum(each.state is _State.CLOSING for each in self._by_peer.values())
 
     @property
@@ -130,17 +150,17 @@ class Connections:
         )
 
     def has_not_quiesced(self, peer: PeerId) -> bool:
-        """Whether a connection did not fall silent when it was closed."""
-        found = self._by_peer.get(peer)
-        return found is not None and found.tries > 0
+        """Return whether a connection did not fall silent when it was closed."""
+        connection = self._by_peer.get(peer)
+        return connection is not None and connection.tries > 0
 
     def is_open(self, peer: PeerId) -> bool:
-        """Whether a connection has users, and is not being closed."""
-        found = self._by_peer.get(peer)
-        return found is not None and found.state is _State.OPEN
+        """Return whether a connection has users, and is not being closed."""
+        connection = self._by_peer.get(peer)
+        return connection is not None and connection.state is _State.OPEN
 
     def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
-        """Use the connections to these addresses, and open those that are not open.
+        """Open the connections to these addresses that are not open, and use all of them.
 
         One after the other: an address that hangs holds up its own engine, and no other that
         shares the rest. An address whose connection is being closed is waited for.
@@ -148,37 +168,41 @@ class Connections:
         Args:
             addresses: rank to transport address, as the engine publishes them.
             engine: its name, for errors and log lines.
-            over: called once, with the connections by rank, of which each is to be released once;
+            over: called once: with the connections by rank, each of which is to be released once;
                 or with an error, and then there is nothing to release.
         """
         left = deque(sorted(addresses.items()))
         self._go_on([_Acquisition(engine=engine, left=left, over=over)])
 
     def release(self, peer: PeerId) -> None:
-        """Use a connection no more. The last user closes it, which ends what runs on it."""
-        found = self._by_peer.get(peer)
-        if found is None or found.state is not _State.OPEN:
+        """Use a connection no more. When the last user releases it, it is closed."""
+        connection = self._by_peer.get(peer)
+        if connection is None or connection.state is not _State.OPEN:
             return  # it was closed under its users
-        found.users -= 1
-        if not found.users:
-            self._close(found)
+        connection.users -= 1
+        if not connection.users:
+            self._close(connection)
 
     def close(self, peer: PeerId) -> None:
-        """Close a connection, whoever uses it; ends what runs on it."""
-        found = self._by_peer.get(peer)
-        if found is not None and found.state is _State.OPEN:
-            self._close(found)
+        """Close a connection, whoever uses it, which ends what runs on it."""
+        connection = self._by_peer.get(peer)
+        if connection is not None and connection.state is _State.OPEN:
+            self._close(connection)
 
     def progress(self, now: float) -> None:
         """Try again to close what did not fall silent, when that is due."""
-        for found in list(self._by_peer.values()):
-            if found.state is _State.CLOSING and not found.is_in_call and now >= found.due:
-                self._close(found)
+        for connection in list(self._by_peer.values()):
+            if (
+                connection.state is _State.CLOSING
+                and not connection.is_in_call
+                and now >= connection.due
+            ):
+                self._close(connection)
 
     # Opening.
 
     def _go_on(self, acquisitions: Iterable[_Acquisition]) -> None:
-        """Advance them all. A loop, and no recursion: an engine may have a thousand ranks."""
+        """Advance acquisitions. In a loop, not recursively: an engine may have a thousand ranks."""
         self._resumed.extend(acquisitions)
         if self._is_advancing:
             return
@@ -190,38 +214,38 @@ class Connections:
             self._is_advancing = False
 
     def _advance(self, one: _Acquisition) -> None:
-        """Go on until all are there, or one has to be waited for."""
+        """Acquire connections until all are there, or one has to be waited for."""
         while one.left and one.error is None:
             rank, address = one.left[0]
-            found = self._by_address.get(address)
-            if found is None:
+            connection = self._by_address.get(address)
+            if connection is None:
                 self._dial(one, address)
                 return
-            if found.state is not _State.OPEN:
-                self._wait(one, found)
+            if connection.state is not _State.OPEN:
+                self._wait(one, connection)
                 if one.error is None:
                     return
             else:
-                self._use(one, rank, found)
+                self._use(one, rank, connection)
         self._end(one)
 
-    def _wait(self, one: _Acquisition, found: _Connection) -> None:
-        if found.tries:
+    def _wait(self, one: _Acquisition, connection: _Connection) -> None:
+        if connection.tries:
             one.error = ConnectError(f"the last connection to {one.engine} does not fall silent")
         else:
-            found.waiting.append(one)
+            connection.waiting.append(one)
 
-    def _use(self, one: _Acquisition, rank: int, found: _Connection) -> None:
-        if found.peer is None:
+    def _use(self, one: _Acquisition, rank: int, connection: _Connection) -> None:
+        if connection.peer is None:
             one.fail(ConnectError("it has no connection"))
             return
-        twin = next((r for r, peer in one.ids.items() if peer == found.peer), None)
+        twin = next((r for r, peer in one.ids.items() if peer == connection.peer), None)
         if twin is not None:
             one.fail(ConnectError(f"it is the transport of rank {twin}"))
             return
         one.left.popleft()
-        one.ids[rank] = found.peer
-        found.users += 1
+        one.ids[rank] = connection.peer
+        connection.users += 1
 
     def _end(self, one: _Acquisition) -> None:
         if one.error is None and not all(map(self.is_open, one.ids.values())):
@@ -237,34 +261,40 @@ class Connections:
         made = _Connection(address=address, engine=one.engine, waiting=[one])
         self._by_address[address] = made
         self._dialling += 1
-        self._aside.run(
+        self._blocking_calls.run(
             lambda: self._transport.connect(address), lambda outcome: self._dialled(made, outcome)
         )
 
     def _dialled(self, made: _Connection, outcome: object) -> None:
-        """The driver's ``connect`` has returned an id, or raised."""
+        """Take what the driver's ``connect`` has returned or raised."""
         self._dialling -= 1
         waiting, made.waiting = made.waiting, []
         del self._by_address[made.address]
         try:
-            found = self._opened(made, outcome)
+            connection = self._opened(made, outcome)
         except Exception as exc:  # noqa: BLE001  whatever a driver raises fails who waits for this
             for one in waiting:
                 one.fail(exc)
         else:
-            if found.state is _State.CLOSING:
+            if connection.state is _State.CLOSING:
                 for one in waiting:
-                    self._wait(one, found)
+                    self._wait(one, connection)
                 waiting = [one for one in waiting if one.error is not None]
         if not self._dialling:
             self._closed_meanwhile.clear()
         self._go_on(waiting)
 
     def _opened(self, made: _Connection, outcome: object) -> _Connection:
-        """The connection that a dial gave: a new one, or one that other bytes had given before.
+        """Return the connection that a dial gave.
 
-        The driver knows a transport by the bytes that came last. So those are the ones that need no
-        further dial, and an engine that comes with others dials again, which refreshes.
+        It is a new one, or one that another address had given before. The driver knows a transport
+        by the address that came last. So that is the one that needs no further dial; an engine that
+        comes with another dials again, which makes the driver use that one.
+
+        Raises:
+            Exception: what the driver raised.
+            TypeError: the driver returned no id.
+            ConnectError: the connection was closed meanwhile.
         """
         if isinstance(outcome, Exception):
             raise outcome
@@ -273,51 +303,51 @@ class Connections:
         peer = PeerId(outcome)
         if peer in self._closed_meanwhile:
             raise ConnectError("its connection was closed meanwhile")
-        found = self._by_peer.get(peer)
-        if found is None:
+        connection = self._by_peer.get(peer)
+        if connection is None:
             made.peer, made.state = peer, _State.OPEN
             self._by_peer[peer] = self._by_address[made.address] = made
             return made
-        if found.state is _State.OPEN:
-            if self._by_address.get(found.address) is found:
-                del self._by_address[found.address]
-            found.address = made.address
-            self._by_address[made.address] = found
-        return found
+        if connection.state is _State.OPEN:
+            if self._by_address.get(connection.address) is connection:
+                del self._by_address[connection.address]
+            connection.address = made.address
+            self._by_address[made.address] = connection
+        return connection
 
     # Closing.
 
-    def _close(self, found: _Connection) -> None:
-        peer = found.peer
+    def _close(self, connection: _Connection) -> None:
+        peer = connection.peer
         if peer is None:
             return
-        found.state, found.is_in_call = _State.CLOSING, True
+        connection.state, connection.is_in_call = _State.CLOSING, True
         self._transfers.begin_disconnect(peer)
-        self._aside.run(
+        self._blocking_calls.run(
             lambda: self._transport.disconnect(peer),
-            lambda outcome: self._closed(found, peer, outcome),
+            lambda outcome: self._closed(connection, peer, outcome),
         )
 
-    def _closed(self, found: _Connection, peer: PeerId, error: Exception | None) -> None:
-        found.is_in_call = False
+    def _closed(self, connection: _Connection, peer: PeerId, error: Exception | None) -> None:
+        connection.is_in_call = False
         is_closed = error is None or isinstance(error, TransportUsageError)  # or was already
         self._transfers.end_disconnect(peer, closed=is_closed)
-        waiting, found.waiting = found.waiting, []
+        waiting, connection.waiting = connection.waiting, []
         if error is None or is_closed:
             del self._by_peer[peer]
-            self._not_quiesced -= found.tries > 0
-            if self._by_address.get(found.address) is found:
-                del self._by_address[found.address]
+            self._not_quiesced -= connection.tries > 0
+            if self._by_address.get(connection.address) is connection:
+                del self._by_address[connection.address]
             if self._dialling:
                 self._closed_meanwhile.add(peer)
         else:
-            self._is_not_quiesced_still(found, peer, error)
+            self._on_not_quiesced(connection, peer, error)
             for one in waiting:
-                self._wait(one, found)
+                self._wait(one, connection)
         self._go_on(waiting)
 
-    def _is_not_quiesced_still(self, found: _Connection, peer: PeerId, error: Exception) -> None:
-        if not found.tries:
+    def _on_not_quiesced(self, connection: _Connection, peer: PeerId, error: Exception) -> None:
+        if not connection.tries:
             self._not_quiesced += 1
             ours = as_ours(error)
             logger.error(
@@ -325,16 +355,18 @@ class Connections:
                 "pages that it may still write are quarantined until it does: restart the engine "
                 "if that lasts",
                 peer,
-                on_one_line(found.engine),
+                on_one_line(connection.engine),
                 cause_of(ours),
                 on_one_line(str(ours)),
             )
-        found.tries += 1
-        found.due = self._clock() + min(2.0**found.tries, LONGEST_SECONDS)
+        connection.tries += 1
+        connection.due = self._clock() + min(2.0**connection.tries, LONGEST_SECONDS)
 
 
 class BlockingCalls:
-    """Used by the endpoint's thread only, but for ``stuck`` and ``wait``.
+    """Make a driver's calls that may take seconds, on threads of their own where that is allowed.
+
+    Used by the endpoint's thread only, but for ``stuck``, ``problems`` and ``wait``.
 
     Args:
         threads: whether calls may run on threads of their own. If not, the endpoint waits for each.
@@ -372,9 +404,12 @@ class BlockingCalls:
         )
 
     def run(self, call: Callable[[], T], over: Callable[[T | Exception], None]) -> None:
-        """Make a call, and tell ``over`` what it returned or raised, on the endpoint's thread.
+        """Make a call.
 
-        Without threads that has happened when this returns.
+        Args:
+            call: to be made.
+            over: called on the endpoint's thread with what ``call`` returned or raised; without
+                threads, before this returns.
         """
         if not self._threads:
             over(_outcome(call))
@@ -391,7 +426,11 @@ class BlockingCalls:
             over(_outcome(call))
 
     def wait(self, until: float) -> bool:
-        """Wait for all calls, or until then by ``time.monotonic``; whether all have returned."""
+        """Wait for all calls, or until then by ``time.monotonic``.
+
+        Returns:
+            Whether all have returned.
+        """
         running = list(self._running)
         for thread in running:
             thread.join(max(0.0, until - time.monotonic()))

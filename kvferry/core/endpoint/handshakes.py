@@ -1,4 +1,8 @@
-"""Handshakes with producers: side by side, each on a thread of its own, and not too often."""
+"""Handshakes with producers: side by side, each on a thread of its own, and not too often.
+
+``Handshakes`` decides when, on the endpoint's thread; ``HandshakeWorker`` makes one: it asks a
+producer's side channel what the producer publishes, checks that the two engines fit, and plans.
+"""
 
 from __future__ import annotations
 
@@ -26,32 +30,39 @@ from kvferry.core.security.proof import load_library
 logger = logging.getLogger(__name__)
 
 MAX_HANDSHAKES = 64
-"""How many run at once: a client chooses whom a ticket names, and mute hosts must not make the
-others wait. Each may have a reply of ``wire.MAX_SHORT_REPLY_BYTES`` on its way, which is in memory
-two or three times while it is passed on."""
+"""How many run at once: a client chooses whom a ticket names, and hosts that never answer must not
+make the others wait. Each may have a reply of ``MAX_SHORT_REPLY_BYTES`` on its way, which is in
+memory two or three times while it is passed on."""
 FIRST_BACKOFF_SECONDS = 0.1
 LONGEST_BACKOFF_SECONDS = 5.0
-"""Between a handshake that failed and the next one with the same engine, doubling."""
+"""Pause between a handshake that failed and the next one with the same engine; it doubles."""
 MAX_REMEMBERED = 1 << 12
-"""Engines whose handshakes failed."""
+"""Engines whose failures are remembered."""
 
 
 class PeerKey(NamedTuple):
-    """Where a ticket says that its producer is."""
+    """Where a ticket says that its producer is.
+
+    The keys belong to it so that a forged ticket does not make a genuine one wait.
+
+    Attributes:
+        engine: the producer's id.
+        host, port: of its side channel.
+        key: public key of the side channel; empty without encryption.
+        routed: host and port that are asked where those do not answer; ``None`` for none.
+        ticket_key: the key by which the ticket is proved; empty without a proof.
+    """
 
     engine: str
     host: str
     port: int
     key: bytes = b""
-    """Public, of the side channel: a forged ticket must not make a genuine one wait for it."""
     routed: tuple[str, int] | None = None
-    """Host and port that are asked where those do not answer."""
     ticket_key: bytes = b""
-    """By which the ticket is proved; empty without a proof."""
 
     @property
     def places(self) -> tuple[PeerKey, ...]:
-        """The places to ask, one after the other."""
+        """Return the places to ask, one after the other."""
         if self.routed is None:
             return (self,)
         host, port = self.routed
@@ -60,15 +71,17 @@ class PeerKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeResult:
-    """What a handshake gave: the producer's ranks, and this rank's plan of them.
+    """The result of a handshake that succeeded.
 
     Attributes:
+        payloads: what the producer's ranks publish, in rank order.
+        plan: how this rank reads from them.
         overridden: differences that an operator has judged to mean nothing.
-        begun: when it was, by ``time.perf_counter``.
+        begun: when the handshake began, by ``time.perf_counter``.
         place: which of the places answered; ``None`` for the only one.
         ticket_key: the key by which the producer proves its tickets; empty if it proves none.
-        numeric: the address at which the side channel was found.
-        memory: how many bytes it takes, by what takes them (``keeping.memory_of``).
+        numeric: the address of the side channel, without a name to look up.
+        memory: the bytes that keeping it takes, by what takes them (``memory_of``).
     """
 
     payloads: tuple[RankPayload, ...]
@@ -95,10 +108,11 @@ class _Backoff:
 
 
 class Handshakes:
-    """Used by the endpoint's thread only, but for the handshakes themselves.
+    """Start handshakes, once for all who ask for one, and not too many at once.
 
-    A failure is not remembered, but it makes the next handshake with that engine wait a little:
-    an engine that is starting again is used again soon, and one that is gone costs little.
+    A failure is not kept as an answer, but makes the next handshake with that engine wait a little:
+    an engine that is starting again is used again soon, and one that is gone costs little. Used by
+    the endpoint's thread only; the handshakes run on threads of their own.
 
     Args:
         shake: the handshake, on a thread of its own; may block, and raise.
@@ -126,11 +140,16 @@ class Handshakes:
         self._is_turn_of_oldest = False
 
     def __len__(self) -> int:
-        """How many are asked for and not over."""
+        """Return how many handshakes are asked for and not over."""
         return len(self._asked)
 
     def ask(self, key: PeerKey, heard: Heard) -> None:
-        """Shake hands, once for all who ask meanwhile, and tell them how it went."""
+        """Shake hands, once for all who ask meanwhile.
+
+        Args:
+            key: with whom.
+            heard: called with the result, or with why there is none.
+        """
         asked = self._asked.setdefault(key, [])
         asked.append(heard)
         if len(asked) == 1:
@@ -139,7 +158,7 @@ class Handshakes:
             self.progress(self._clock())
 
     def progress(self, now: float) -> None:
-        """Start what is due."""
+        """Start the handshakes that are due."""
         for key in [key for key, due in self._delayed.items() if due <= now]:
             del self._delayed[key]
             self._queued.append(key)
@@ -147,7 +166,7 @@ class Handshakes:
             self._start(self._take())
 
     def failed(self, key: PeerKey) -> None:
-        """The engine could not be reached, or was lost: the next handshake waits longer."""
+        """Make the next handshake with an engine wait longer: it could not be reached or used."""
         now = self._clock()
         if key not in self._backoffs and len(self._backoffs) >= MAX_REMEMBERED:
             del self._backoffs[next(iter(self._backoffs))]
@@ -158,19 +177,20 @@ class Handshakes:
             backoff.until = now + min(seconds, LONGEST_BACKOFF_SECONDS)
 
     def succeeded(self, key: PeerKey) -> None:
-        """The engine is connected."""
+        """Let the next handshake with an engine begin at once: it is connected."""
         self._backoffs.pop(key, None)
 
     def close(self) -> None:
-        """Start no more; wait for none."""
+        """Start no more handshakes; wait for none."""
         self._queued.clear()
         self._delayed.clear()
 
     def _take(self) -> PeerKey:
-        """By turns who has failed least and who has waited longest.
+        """Remove from the queue the engine that is next: by turns the oldest and the most hopeful.
 
-        Those that never answer must not make others wait that might; and names that nobody has
-        asked for yet, of which tickets may bring any number, must not make others wait for ever.
+        Engines that never answer must not make others wait, so one turn goes to the engine that has
+        failed least; and new names, of which tickets may bring any number, must not make others
+        wait for ever, so the other turn goes to the engine that has waited longest.
         """
         oldest, self._is_turn_of_oldest = self._is_turn_of_oldest, not self._is_turn_of_oldest
         key = self._queued[0] if oldest else min(self._queued, key=self._failures)
@@ -182,10 +202,11 @@ class Handshakes:
         return backoff.failures if backoff is not None else 0
 
     def _start(self, key: PeerKey) -> None:
-        """Daemon threads: a host that never answers must not keep the process from ending."""
+        """Start a handshake's thread."""
         self._running += 1
         name = f"kvferry-handshake-{key.engine[:16]}"
         try:
+            # A daemon: a host that never answers must not keep the process from ending.
             threading.Thread(target=self._run, args=(key,), name=name, daemon=True).start()
         except RuntimeError as exc:
             error = HandshakeError(f"{exc}; {RAISE_LIMITS}")
@@ -200,7 +221,7 @@ class Handshakes:
         self._post(lambda: self._over(key, result))
 
     def _over(self, key: PeerKey, result: HandshakeResult | KVFerryError) -> None:
-        """On the endpoint's thread again."""
+        """Take the outcome of a handshake, on the endpoint's thread again."""
         self._running -= 1
         if isinstance(result, KVFerryError):
             self.failed(key)
@@ -212,14 +233,19 @@ class Handshakes:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """It is kept until its requests are reported, and its frames have all that was decoded."""
+    """Drop the tracebacks of an error: their frames keep everything that was decoded.
+
+    The error itself is kept until its requests are reported.
+    """
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 class HandshakeWorker:
-    """Make handshakes for one rank of an engine; ``perform`` runs on threads of its own.
+    """Make handshakes for one rank of an engine.
+
+    ``perform`` runs on many threads at once; all else is used by the endpoint's thread.
 
     Args:
         options: whom to connect to, how long it may take, and which differences are accepted.
@@ -233,25 +259,36 @@ class HandshakeWorker:
         self._reply_limits = ReplyLimits()
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """Take all ranks of the own engine, and which one this is: the plan needs them all."""
-        self._own, self._rank = tuple(own), rank
-        self._planner = PlanCache([payload.layout for payload in own], rank)
+        """Make all ranks of the own engine known, and which one this is."""
+        self._planner, self._rank = PlanCache([payload.layout for payload in own], rank), rank
+        self._own = tuple(own)  # last: with it, other threads begin to use the rest
 
     def used(self, result: HandshakeResult) -> None:
-        """Count a result no more as one that waits to be used."""
+        """Count a result no more as one that has yet to be used by the endpoint's thread."""
         self._reply_limits.used(sum(result.memory.values()))
 
     def perform(self, key: PeerKey) -> HandshakeResult:
-        """On a thread of its own: everything that needs no transport."""
+        """Make one handshake: everything that needs no transport. Blocks.
+
+        Args:
+            key: with whom.
+
+        Returns:
+            What the producer publishes, and the plan.
+
+        Raises:
+            HandshakeError: the producer cannot be reached, or does not fit this engine.
+            KVFerryError: any other error of what it publishes.
+        """
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
         begun, options = time.perf_counter(), self._options
         with ExitStack() as turn:
             place, fetched = self._fetch(key, turn)
-            info, mine = fetched.info, self._own[self._rank]
+            info, own = fetched.info, self._own[self._rank]
             if info.ticket_key:
                 load_library()
-            agreed = [agree(mine, theirs, options.judgements) for theirs in info.ranks]
+            agreed = [agree(own, rank, options.judgements) for rank in info.ranks]
             plan = self._planner.plan([payload.layout for payload in info.ranks])
             memory = memory_of(info.ranks, fetched.sizes, plan)
             self._reply_limits.made(sum(memory.values()))
@@ -269,24 +306,27 @@ class HandshakeWorker:
     def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
         """Ask at each place until one answers as the engine of the ticket.
 
-        All share the handshake's time, so one that is silent leaves some for the next.
+        They share the handshake's time, so that one that is silent leaves some for the next.
 
         Args:
             key: says where to ask.
-            turn: keeps the turn to read the answer, until it is closed.
+            turn: keeps the right to have the answer in memory, until it is closed.
+
+        Returns:
+            The place that answered, and the answer.
 
         Raises:
-            HandshakeError: none did; says why not of each.
+            HandshakeError: none of them did; the message says why, for each.
         """
         deadline = time.monotonic() + self._options.handshake_timeout
         places, failures = list(key.places), list[HandshakeError]()
         while True:
             place, left = places.pop(0), max(deadline - time.monotonic(), 0.0)
-            call = self._call(place, left / (1 + len(places)))
+            dialer = self._dialer(place, left / (1 + len(places)))
             try:
                 with ExitStack() as attempt:
                     fetched = attempt.enter_context(
-                        fetching(call, place.engine, self._reply_limits)
+                        fetching(dialer, place.engine, self._reply_limits)
                     )
                     # Where another key is published, an engine of the same name may listen: every
                     # host has a loopback address of its own.
@@ -298,7 +338,7 @@ class HandshakeWorker:
                 if not places:
                     raise type(exc)("; and ".join(map(str, failures))) from exc
 
-    def _call(self, place: PeerKey, timeout: float) -> Dialer:
+    def _dialer(self, place: PeerKey, timeout: float) -> Dialer:
         return Dialer(
             host=place.host,
             port=place.port,
@@ -312,15 +352,15 @@ class HandshakeWorker:
 def memory_of(
     payloads: Sequence[RankPayload], sizes: Sequence[int], plan: Plan
 ) -> Mapping[int, int]:
-    """Estimate what keeping a producer takes.
+    """Estimate the memory that keeping a producer takes.
 
     Args:
-        payloads: of its ranks, and ``sizes``: in bytes, as they came.
-        plan: of it.
+        payloads: of its ranks.
+        sizes: in bytes, of the payloads as they came.
+        plan: of reads from it.
 
     Returns:
-        Bytes, by the ``id`` of what takes them: for as long as the producer is kept nothing else
-        has that.
+        Bytes, by the ``id`` of what takes them, which nothing else has as long as it is kept.
     """
     memory = {id(plan): sum(map(_own_bytes, payloads))}
     for payload, size in zip(payloads, sizes, strict=True):
@@ -334,12 +374,12 @@ def memory_of(
 
 
 def _own_bytes(payload: RankPayload) -> int:
-    """What no other producer shares."""
-    facts = sum(len(name) + len(value) for name, value in payload.agreement.items())
+    """Return the bytes of a payload that it shares with no other."""
+    texts = sum(len(name) + len(value) for name, value in payload.agreement.items())
     return (
         RANK_BYTES
         + REGION_BYTES * len(payload.layout.regions)
         + FACT_BYTES * len(payload.agreement)
-        + facts
+        + texts
         + len(payload.address)
     )

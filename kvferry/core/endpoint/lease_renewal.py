@@ -1,8 +1,10 @@
-"""Renews the holds that a rank waits for: performs what ``Renewals`` says is due.
+"""Renewal of the leases of holds that a rank waits for, before its loads and during them.
 
-A renewal is a read of the slot word with the renewal bound to it: the word is the answer ("gone",
-or that the hold stands for the producer's lease from now on), and costs the producer nothing.
-It claims the hold for this engine, which says with a heartbeat every second that it lives.
+A renewal is a read of the slot word with the renewal bound to it: the word is the answer (the hold
+is gone, or it stands for the producer's lease from now on), and costs the producer nothing. It
+claims the hold for this engine, which says with a heartbeat every second that it lives.
+``Renewals`` decides when, ``LeaseRenewal`` performs it, and ``PendingTickets`` has it done for
+tickets whose requests wait for pages.
 """
 
 from __future__ import annotations
@@ -30,32 +32,36 @@ from kvferry.core.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.1
-"""How often it is looked for tickets whose producer must be reached (again)."""
+SEARCH_SECONDS = 0.1
+"""How often tickets are looked for whose producer must be reached (again)."""
 
 _Key = tuple[str, int, Hold, Proof | None]
-"""A forged ticket that names a genuine one's hold must not share its fate."""
+"""Engine, incarnation, hold and proof of a ticket. With the proof, because a forged ticket that
+names the hold of a genuine one must not share its fate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
+    """What one renewal is about."""
+
     peer: Peer
     hold: Hold
     ended: Callable[[KVFerryError], None]
 
 
 class LeaseRenewal:
-    """All renewals of one rank. Used by the endpoint's thread only.
+    """Perform the renewals of one rank. Used by the endpoint's thread only.
 
     Args:
-        engine, life: this engine and its incarnation, which claim what is renewed.
-        notify: sends bytes to a peer. What it raises is ignored: a heartbeat that does not arrive
-            is the lease's matter.
+        engine: this engine, which claims what is renewed.
+        life: its incarnation.
+        notify: sends bytes to a peer. What it raises is ignored: if heartbeats do not arrive, the
+            leases end.
         slot_reads: reads the slot words.
         transfers: to give up reads that are not answered.
-        lost: called with peer and rank when a read of a peer's word has failed, or will.
-        failing: called when it is known to fail and not yet quiet; after its grace where it was
-            cancelled, if it has not ended by itself.
+        lost: called with peer and rank when the read of a word has failed.
+        failing: called with peer and rank when a read will fail, and bytes may still land; if it
+            was cancelled, only after its grace.
     """
 
     def __init__(
@@ -80,9 +86,10 @@ class LeaseRenewal:
         self._renewals = Renewals()
         self._targets: dict[RenewalId, _Target] = {}
         self._peers = Counter[Peer]()
-        """Producers to how much is renewed there; thousands may wait for one."""
+        """Producers to how many holds are renewed there; thousands may wait for one."""
 
     def __len__(self) -> int:
+        """Return how many holds are renewed."""
         return len(self._renewals)
 
     def begin(
@@ -94,7 +101,7 @@ class LeaseRenewal:
         at_once: bool,
         ended: Callable[[KVFerryError], None],
     ) -> RenewalId | None:
-        """Renew a hold from now on; ``None`` where the producer knows no renewals.
+        """Renew a hold from now on.
 
         Args:
             peer: the producer.
@@ -102,6 +109,9 @@ class LeaseRenewal:
             now: seconds, on the clock of ``progress``.
             at_once: whether the first renewal is due now.
             ended: called, at most once, when the hold is gone.
+
+        Returns:
+            The renewal, for ``end``; ``None`` where the producer knows no renewals.
         """
         if peer.lease is None:
             return None
@@ -113,7 +123,7 @@ class LeaseRenewal:
         return renewal
 
     def end(self, renewal: RenewalId | None) -> None:
-        """It is waited for no more."""
+        """Renew a hold no more."""
         if renewal is not None:
             self._renewals.end(renewal)
             target = self._targets.pop(renewal, None)
@@ -121,19 +131,19 @@ class LeaseRenewal:
                 self._forget(target.peer)
 
     def settle(self, renewal: RenewalId | None, rank: int) -> None:
-        """The fence of this rank is posted."""
+        """Renew a hold no more with one producer rank, because its fence is about to be posted."""
         if renewal is not None:
             self._renewals.settle(renewal, rank)
 
     def progress(self, now: float) -> None:
         """Renew what is due, and give up what has not been answered since the last time."""
         due, overdue = self._renewals.take_due(now)
-        for ask in overdue:
-            peer = self._targets[ask.renewal].peer
-            escalate = partial(self._end_lingering, peer, ask.rank)
-            self._transfers.cancel(ask, Grace(escalate=escalate))
-        for ask in due:
-            self._slot_reads.add(self._read(ask, self._targets[ask.renewal]))
+        for request in overdue:
+            peer = self._targets[request.renewal].peer
+            escalate = partial(self._end_lingering, peer, request.rank)
+            self._transfers.cancel(request, Grace(escalate=escalate))
+        for request in due:
+            self._slot_reads.add(self._read(request, self._targets[request.renewal]))
         if self._peers and now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
             for peer in list(self._peers):
@@ -154,13 +164,13 @@ class LeaseRenewal:
         return not failures
 
     def _forget(self, peer: Peer) -> None:
-        """One thing less is renewed there."""
+        """Count one hold less that is renewed with a peer."""
         self._peers[peer] -= 1
         if not self._peers[peer]:
             del self._peers[peer]
 
     def _say_alive(self, peer: Peer) -> None:
-        """One message to each rank, for all that is claimed there."""
+        """Send each rank of a peer one heartbeat, for everything that is claimed there."""
         note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
         payload = encode([note])
         for peer_id in peer.heartbeats.values():
@@ -169,27 +179,27 @@ class LeaseRenewal:
             except Exception:  # whatever a driver raises
                 logger.debug("no heartbeat to engine %s", peer.key.engine, exc_info=True)
 
-    def _read(self, ask: RenewalRequest, target: _Target) -> SlotRead:
+    def _read(self, request: RenewalRequest, target: _Target) -> SlotRead:
         peer, hold = target.peer, target.hold
 
         def landed(word: int, seconds: float) -> None:
             del seconds
-            if self._renewals.answered(ask, stands=hold.stands(word)):
-                self.end(ask.renewal)
+            if self._renewals.answered(request, stands=hold.stands(word)):
+                self.end(request.renewal)
                 target.ended(gone())
 
         def failing(error: KVFerryError) -> None:
             if not isinstance(error, TransferCancelledError):  # else it has its grace
-                self._failing(peer, ask.rank, error)
+                self._failing(peer, request.rank, error)
 
         def lost(error: KVFerryError) -> None:
-            self._renewals.unanswered(ask)
-            self._lost(peer, ask.rank, error)
+            self._renewals.unanswered(request)
+            self._lost(peer, request.rank, error)
 
         return SlotRead(
-            tag=ask,
+            tag=request,
             peer=peer,
-            rank=ask.rank,
+            rank=request.rank,
             slot=hold.slot,
             note=Renewal(
                 incarnation=peer.incarnation,
@@ -206,104 +216,126 @@ class LeaseRenewal:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PendingTicket:
+    """A ticket whose requests wait for pages.
+
+    Attributes:
+        ticket: as the first of them brought it.
+        begun: when, by ``time.perf_counter``.
+        requests: how many came with it and wait.
+        peer: its producer, while that is connected.
+        renewal: of its hold, while that is renewed.
+        is_reaching: whether its producer is being reached.
+        is_over: whether there is nothing to renew: the hold is gone, or the ticket was refused.
+        gone: why the load will fail, where the hold is gone.
+    """
+
     ticket: Ticket
     begun: float
     requests: int = 0
-    """How many requests came with this ticket and wait."""
     peer: Peer | None = None
     renewal: RenewalId | None = None
     is_reaching: bool = False
     is_over: bool = False
-    """There is nothing to renew: the hold is gone, or the handshake denies the ticket."""
     gone: KVFerryError | None = None
 
 
 class PendingTickets:
-    """All waiting tickets of one rank. Used by the endpoint's thread only."""
+    """Reach the producers of tickets whose requests wait for pages, and renew the holds.
 
-    def __init__(self, peers: Peers, renewer: LeaseRenewal, clock: Callable[[], float]) -> None:
+    Used by the endpoint's thread only.
+
+    Args:
+        peers: reaches the producers.
+        lease_renewal: renews the holds.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, peers: Peers, lease_renewal: LeaseRenewal, clock: Callable[[], float]
+    ) -> None:
         self._peers = peers
-        self._lease_renewal = renewer
+        self._lease_renewal = lease_renewal
         self._clock = clock
         self._tickets: dict[_Key, _PendingTicket] = {}
-        self._next_look = 0.0
+        self._next_search = 0.0
 
     def add(self, ticket: Ticket) -> None:
-        """A request waits with this ticket, until ``take``."""
+        """Count a request that waits with this ticket, until ``take``."""
         begun = time.perf_counter()
-        wait = self._tickets.setdefault(_key(ticket), _PendingTicket(ticket=ticket, begun=begun))
-        wait.requests += 1
-        if wait.requests == 1:
-            self._reach(wait)
+        pending = self._tickets.setdefault(_key(ticket), _PendingTicket(ticket=ticket, begun=begun))
+        pending.requests += 1
+        if pending.requests == 1:
+            self._reach(pending)
 
     def take(self, ticket: Ticket) -> tuple[float, KVFerryError | None]:
-        """A request with this ticket waits no more.
+        """Count a request with this ticket that waits no more.
 
         Returns:
-            For how many seconds one did, and the error if the hold is known to be gone.
+            For how many seconds requests have waited with the ticket, and the error if the hold is
+            known to be gone.
         """
-        wait = self._tickets.get(_key(ticket))
-        if wait is None:
+        pending = self._tickets.get(_key(ticket))
+        if pending is None:
             return 0.0, None
-        wait.requests -= 1
-        if wait.requests == 0:
+        pending.requests -= 1
+        if pending.requests == 0:
             del self._tickets[_key(ticket)]
-            self._part(wait)
-        return time.perf_counter() - wait.begun, wait.gone
+            self._stop(pending)
+        return time.perf_counter() - pending.begun, pending.gone
 
     def progress(self, now: float) -> None:
         """Reach the producers of tickets that have none, or none any more."""
-        if now < self._next_look:
+        if now < self._next_search:
             return
-        self._next_look = now + LOOK_SECONDS
-        for wait in list(self._tickets.values()):
-            if wait.peer is not None and not wait.peer.connected:
-                self._part(wait)
-            if wait.peer is None and not wait.is_reaching and not wait.is_over:
-                self._reach(wait)
+        self._next_search = now + SEARCH_SECONDS
+        for pending in list(self._tickets.values()):
+            if pending.peer is not None and not pending.peer.connected:
+                self._stop(pending)
+            if pending.peer is None and not pending.is_reaching and not pending.is_over:
+                self._reach(pending)
 
-    def _reach(self, wait: _PendingTicket) -> None:
-        wait.is_reaching = True
+    def _reach(self, pending: _PendingTicket) -> None:
+        pending.is_reaching = True
         self._peers.reach(
-            wait.ticket,
-            lambda peer: self._reached(wait, peer),
-            lambda error: self._unreached(wait, error),
+            pending.ticket,
+            lambda peer: self._reached(pending, peer),
+            lambda error: self._unreached(pending, error),
         )
 
-    def _unreached(self, wait: _PendingTicket, error: KVFerryError) -> None:
-        """Try again, which ``Peers`` sees to is not too often, unless the ticket was refused."""
-        wait.is_reaching = False
-        wait.is_over = isinstance(error, TicketError)  # the load will say so
+    def _unreached(self, pending: _PendingTicket, error: KVFerryError) -> None:
+        """Try again later, unless the ticket was refused. ``Peers`` spaces the attempts out."""
+        pending.is_reaching = False
+        pending.is_over = isinstance(error, TicketError)  # the load will say so
 
-    def _reached(self, wait: _PendingTicket, peer: Peer) -> None:
-        wait.is_reaching = False
-        if self._tickets.get(_key(wait.ticket)) is not wait or wait.is_over:
+    def _reached(self, pending: _PendingTicket, peer: Peer) -> None:
+        pending.is_reaching = False
+        if self._tickets.get(_key(pending.ticket)) is not pending or pending.is_over:
             return
         try:
-            peer.check(wait.ticket)
+            peer.check(pending.ticket)
         except TicketError:  # the load will say so
-            wait.is_over = True
+            pending.is_over = True
             return
-        wait.peer = peer
+        pending.peer = peer
         peer.acquire(PeerUse.TICKET)
-        wait.renewal = self._lease_renewal.begin(
+        pending.renewal = self._lease_renewal.begin(
             peer,
-            wait.ticket.hold,
+            pending.ticket.hold,
             now=self._clock(),
             at_once=True,
-            ended=lambda error: self._gone(wait, error),
+            ended=lambda error: self._gone(pending, error),
         )
 
-    def _gone(self, wait: _PendingTicket, error: KVFerryError) -> None:
-        wait.gone, wait.is_over = error, True
-        self._part(wait)
+    def _gone(self, pending: _PendingTicket, error: KVFerryError) -> None:
+        pending.gone, pending.is_over = error, True
+        self._stop(pending)
 
-    def _part(self, wait: _PendingTicket) -> None:
-        self._lease_renewal.end(wait.renewal)
-        wait.renewal = None
-        if wait.peer is not None:
-            wait.peer.release(PeerUse.TICKET)
-            wait.peer = None
+    def _stop(self, pending: _PendingTicket) -> None:
+        self._lease_renewal.end(pending.renewal)
+        pending.renewal = None
+        if pending.peer is not None:
+            pending.peer.release(PeerUse.TICKET)
+            pending.peer = None
 
 
 def _key(ticket: Ticket) -> _Key:

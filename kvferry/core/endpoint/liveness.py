@@ -1,8 +1,8 @@
-"""Whether producers live: all of them are asked over their side channels, from one thread.
+"""Liveness checks: one thread pings all producers over their side channels.
 
-A producer costs two descriptors, libzmq's for its socket and for the connection. Nothing here waits
-for a single producer: it is reached at the address that the handshake found, so that no name is
-looked up, by a connect that does not block.
+A producer costs two file descriptors, libzmq's for its socket and for the connection. Nothing here
+waits for a single producer: it is reached at the address that the handshake found, so that no name
+is looked up, by a connect that does not block.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from kvferry.core.messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply, en
 logger = logging.getLogger(__name__)
 
 QUICK_SECONDS = 0.1
-"""Between misses that are known at once: the connection was closed, or nobody listens any more. A
-process that ended is given up after some of these, and not only after as many intervals."""
+"""Pause after a miss that is known at once: the connection was closed, or nobody listens any more.
+So a process that has ended is given up after some of these, and not after as many intervals."""
 
 Lost = Callable[[KVFerryError], None]
 
 
 class LivenessCheck:
-    """One producer, which is asked again and again. Used by the thread of its ``LivenessChecks``.
+    """The pings of one producer. Used by the thread of its ``LivenessChecks``.
 
     Args:
         key: where its side channel is.
         numeric: the address of it that the handshake found.
-        incarnation: the start of it that is meant; another one is not it.
-        options: how often, and how many misses mean that it is dead.
+        incarnation: the start of the engine that is meant; if another one answers, it is lost.
+        options: how often to ping, and how many misses in a row mean that it is dead.
         polled: what the thread waits for.
     """
 
@@ -65,7 +65,7 @@ class LivenessCheck:
         self._options = options
         self._polled = polled
         self._numeric = numeric
-        self._call = Dialer(
+        self._dialer = Dialer(
             host=key.host,
             port=key.port,
             timeout=options.liveness_interval,
@@ -78,29 +78,32 @@ class LivenessCheck:
         self._name = f"engine {key.engine}"
         self._misses = 0
         self._attempt: socket.socket | None = None
-        """A connection that is being made, to see whether somebody listens."""
+        """A plain connection that is being made, to see whether somebody listens."""
         self._channel: Socket | None = None
         self._descriptor = -1
-        """Of one of the two."""
+        """Of the attempt or the channel, whichever there is."""
         self._unanswered = 0
         self._is_reached = False
-        """This connection has brought an answer."""
+        """Whether this connection has brought an answer."""
         self._is_second = False
-        """It is the second one for a question that had no answer."""
+        """Whether it is the second connection for a ping that had no answer."""
         self._deadline: float | None = None
-        """Until when an answer must be there, while one is waited for."""
+        """When a ping that was sent counts as missed; ``None`` while none is."""
         self.due = 0.0
         """When the next turn is, by ``time.monotonic``, if nothing happens before."""
         self.queued: float | None = None
-        """For when the thread has it in its queue."""
+        """The time for which the thread has it in its queue; ``None`` if it has not."""
 
     @property
     def descriptor(self) -> int:
-        """What is polled for this producer now; -1 for nothing."""
+        """Return the descriptor that is polled for this producer now; -1 for none."""
         return self._descriptor
 
     def turn(self, now: float) -> None:
-        """Go on: something happened, or it is time.
+        """Go on, because the descriptor is ready or because it is time.
+
+        Args:
+            now: by ``time.monotonic``.
 
         Raises:
             PeerLostError: the producer is dead, or another one.
@@ -118,7 +121,7 @@ class LivenessCheck:
             self._miss(f"no connection can be made from here: {exc}", now)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection, if there is one."""
         if self._descriptor >= 0:
             self._polled.unregister(self._descriptor)
             self._descriptor = -1
@@ -130,14 +133,14 @@ class LivenessCheck:
             self._channel = None
 
     def _try(self, now: float) -> None:
-        """libzmq would try for ever, and not say why it fails."""
+        """Begin a plain connection: libzmq would try for ever, and not say why it fails."""
         family = socket.AF_INET6 if ":" in self._numeric else socket.AF_INET
         self._attempt = socket.socket(family, socket.SOCK_STREAM)
         self._attempt.setblocking(False)
         self._deadline = self.due = now + self._options.liveness_interval
-        status = self._attempt.connect_ex((self._numeric, self._call.port))
+        status = self._attempt.connect_ex((self._numeric, self._dialer.port))
         if status not in (0, errno.EINPROGRESS):
-            raise HandshakeError(why_unreachable(_os_error(status), self._call.timeout))
+            raise HandshakeError(why_unreachable(_os_error(status), self._dialer.timeout))
         self._poll(self._attempt.fileno(), select.EPOLLOUT)
 
     def _reach(self, attempt: socket.socket, now: float) -> None:
@@ -147,16 +150,16 @@ class LivenessCheck:
                 return
             status = errno.ETIMEDOUT
         if status:
-            raise HandshakeError(why_unreachable(_os_error(status), self._call.timeout))
+            raise HandshakeError(why_unreachable(_os_error(status), self._dialer.timeout))
         self.close()
-        self._channel = self._call.channel(self._numeric)
-        self._channel.connect(endpoint(self._numeric, self._call.port))
+        self._channel = self._dialer.channel(self._numeric)
+        self._channel.connect(endpoint(self._numeric, self._dialer.port))
         self._poll(int(self._channel.getsockopt(zmq.FD)), select.EPOLLIN)
         self._unanswered, self._is_reached, self._deadline, self.due = 0, False, None, now
         self._listen(self._channel, now)
 
     def _listen(self, channel: Socket, now: float) -> None:
-        """Take what came, and ask if it is time. A socket that cannot send has no connection."""
+        """Take what came, and send a ping if it is time."""
         self._hear(channel, now)
         if now < self.due:
             return
@@ -170,14 +173,14 @@ class LivenessCheck:
             return
         elif now >= self._deadline:
             raise HandshakeError(
-                f"it took the connection, but did not answer within {self._call.timeout:g} s: its "
-                "process is stopped or overloaded"
+                f"it took the connection, but did not answer within {self._dialer.timeout:g} s: "
+                "its process is stopped or overloaded"
             )
         with suppress(zmq.Again):  # there is no connection, as is noticed below
             channel.send(self._ping, zmq.DONTWAIT)
             self._unanswered += 1
         self.due = min(self._deadline, now + AGAIN_SECONDS)
-        self._hear(channel, now)  # to send may take the word that something came
+        self._hear(channel, now)  # sending may consume the event that something came
 
     def _hear(self, channel: Socket, now: float) -> None:
         while (events := int(channel.getsockopt(zmq.EVENTS))) & zmq.POLLIN:
@@ -219,10 +222,10 @@ class LivenessCheck:
 
 
 class LivenessChecks:
-    """All producers that are watched, on one thread, which the first of them starts.
+    """Ping producers on one thread, which the first of them starts.
 
     Args:
-        options: how often each is asked, and how many misses mean that it is dead.
+        options: how often to ping, and how many misses in a row mean that a producer is dead.
     """
 
     def __init__(self, options: EndpointOptions) -> None:
@@ -232,36 +235,39 @@ class LivenessChecks:
     def start(
         self, key: PeerKey, numeric: str, incarnation: Incarnation, *, lost: Lost
     ) -> Callable[[], None]:
-        """Watch a producer until it is lost.
+        """Ping a producer until it is lost.
 
         Args:
-            key, numeric, incarnation: as of ``LivenessCheck``.
-            lost: called once, on the thread, when it is dead or another one.
+            key: where its side channel is.
+            numeric: the address of it that the handshake found.
+            incarnation: the start of the engine that is meant.
+            lost: called once, on the thread, when it is dead or was restarted.
 
         Returns:
-            What ends the watch before that; it returns at once, and may be called twice.
+            A call that ends the check before that; it returns at once, and may be made twice.
 
         Raises:
-            OSError, RuntimeError: no file descriptor, or no thread, is to be had.
+            OSError: there is no file descriptor left.
+            RuntimeError: there can be no more threads.
         """
         if self._poller is None:
             self._poller = _Poller()
         poller = self._poller
-        watch = LivenessCheck(
+        check = LivenessCheck(
             key, numeric, incarnation, options=self._options, polled=poller.polled
         )
-        poller.post(lambda: poller.add(watch, lost))
-        return lambda: poller.post(lambda: poller.remove(watch))
+        poller.post(lambda: poller.add(check, lost))
+        return lambda: poller.post(lambda: poller.remove(check))
 
     def close(self) -> None:
-        """Watch nobody any more; returns at once."""
+        """End all checks; returns at once."""
         if self._poller is not None:
             self._poller.post(self._poller.end)
             self._poller = None
 
 
 class _Poller:
-    """The thread. All but ``post`` is for itself."""
+    """The thread that pings. From other threads only ``post`` may be called."""
 
     def __init__(self) -> None:
         self._waker, self._wake = socket.socketpair()
@@ -276,7 +282,7 @@ class _Poller:
         self.polled.register(self._wake.fileno(), select.EPOLLIN)
         self._posted: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        self._watches: dict[LivenessCheck, Lost] = {}
+        self._checks: dict[LivenessCheck, Lost] = {}
         self._polling: dict[int, LivenessCheck] = {}
         self._due: list[tuple[float, int, LivenessCheck]] = []
         self._numbers = itertools.count()
@@ -288,7 +294,7 @@ class _Poller:
             raise
 
     def post(self, command: Callable[[], None]) -> None:
-        """Run it on the thread, soon; from any thread. Nothing, if the thread has ended."""
+        """Run a command on the thread, soon; from any thread. Ignored if the thread has ended."""
         with self._lock:
             if self._ended:
                 return
@@ -298,18 +304,18 @@ class _Poller:
             except BlockingIOError:  # it has been woken often enough
                 return
 
-    def add(self, watch: LivenessCheck, lost: Lost) -> None:
-        self._watches[watch] = lost
-        self._turn(watch, time.monotonic())
+    def add(self, check: LivenessCheck, lost: Lost) -> None:
+        self._checks[check] = lost
+        self._turn(check, time.monotonic())
 
-    def remove(self, watch: LivenessCheck) -> None:
-        if self._watches.pop(watch, None) is not None:
-            self._polling.pop(watch.descriptor, None)
-            watch.close()
+    def remove(self, check: LivenessCheck) -> None:
+        if self._checks.pop(check, None) is not None:
+            self._polling.pop(check.descriptor, None)
+            check.close()
 
     def end(self) -> None:
-        for watch in list(self._watches):
-            self.remove(watch)
+        for check in list(self._checks):
+            self.remove(check)
         self._close()
 
     def _close(self) -> None:
@@ -325,15 +331,15 @@ class _Poller:
             ready = self.polled.poll(self._pause())
             for descriptor, _ in ready:
                 if descriptor == self._wake.fileno():
-                    self._obey()
+                    self._run_commands()
                     if self._ended:
                         return
-                elif (watch := self._polling.get(descriptor)) is not None:
-                    self._turn(watch, time.monotonic())
+                elif (check := self._polling.get(descriptor)) is not None:
+                    self._turn(check, time.monotonic())
             self._catch_up(time.monotonic())
 
     def _pause(self) -> float | None:
-        """Seconds until something is due; ``None`` if nothing is."""
+        """Return the seconds until something is due; ``None`` if nothing is."""
         while self._due and not self._is_meant(self._due[0]):
             heapq.heappop(self._due)
         if not self._due:
@@ -342,11 +348,11 @@ class _Poller:
         return max(math.ceil((self._due[0][0] - time.monotonic()) * 1e3), 0) / 1e3
 
     def _is_meant(self, entry: tuple[float, int, LivenessCheck]) -> bool:
-        """It was not put off, nor is its watch over."""
-        due, _, watch = entry
-        return watch in self._watches and watch.queued == due == watch.due
+        """Return whether an entry still counts: its check is not over, and was not put off."""
+        due, _, check = entry
+        return check in self._checks and check.queued == due == check.due
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         try:
             self._wake.recv(1 << 12)
         except BlockingIOError:
@@ -361,38 +367,38 @@ class _Poller:
                 entry[2].queued = None
                 self._turn(entry[2], now)
 
-    def _turn(self, watch: LivenessCheck, now: float) -> None:
-        """Whatever goes wrong with one producer is none of the others' business."""
-        self._polling.pop(watch.descriptor, None)
+    def _turn(self, check: LivenessCheck, now: float) -> None:
+        """Let one check go on. Whatever goes wrong with it does not concern the others."""
+        self._polling.pop(check.descriptor, None)
         try:
-            watch.turn(now)
+            check.turn(now)
         except PeerLostError as exc:
-            self._give_up(watch, exc)
+            self._give_up(check, exc)
             return
         except Exception as exc:
             logger.exception("a producer cannot be watched any more")
-            self._give_up(watch, PeerLostError(f"it cannot be watched any more: {exc!r}"))
+            self._give_up(check, PeerLostError(f"it cannot be watched any more: {exc!r}"))
             return
-        if watch.descriptor >= 0:
-            self._polling[watch.descriptor] = watch
-        if watch.queued != watch.due:
-            watch.queued = watch.due
-            heapq.heappush(self._due, (watch.due, next(self._numbers), watch))
+        if check.descriptor >= 0:
+            self._polling[check.descriptor] = check
+        if check.queued != check.due:
+            check.queued = check.due
+            heapq.heappush(self._due, (check.due, next(self._numbers), check))
 
-    def _give_up(self, watch: LivenessCheck, error: KVFerryError) -> None:
-        lost = self._watches.get(watch)
-        self.remove(watch)
+    def _give_up(self, check: LivenessCheck, error: KVFerryError) -> None:
+        lost = self._checks.get(check)
+        self.remove(check)
         if lost is not None:
             lost(error)
 
 
 def _is_writable(attempt: socket.socket) -> bool:
-    """A connection was made, or will not be."""
+    """Return whether a connection was made, or has failed."""
     polled = select.poll()
     polled.register(attempt, select.POLLOUT)
     return bool(polled.poll(0))
 
 
 def _os_error(status: int) -> OSError:
-    """As the system's calls would raise it."""
+    """Return the error that a system call with this status would raise."""
     return OSError(status, os.strerror(status))

@@ -1,4 +1,8 @@
-"""Producers that this rank knows: handshakes, plans, connections."""
+"""The producer engines that a rank knows: how they are reached, used, released and given up.
+
+A peer goes from a ticket through handshake, connections and the check of its fingerprint to
+``Peers``, is asked from then on whether it lives, and is released when it is idle or in the way.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +41,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 1024
-"""Engines that a rank is connected to; fewer where the process may open few files. A deployment
-may have a thousand producers (``docs/scale.md``), and each that is given up costs a handshake when
-it is used again."""
+"""Engines that a rank is connected to at most; fewer where the process may open few files. A
+deployment may have a thousand producers (``docs/scale.md``), and each that is given up costs a
+handshake when it is used again."""
 FILES_PER_PEER = 8
-"""Two are its watch's. An eighth of a process's files are those of watches at most, therefore a
-quarter, and there is room for the driver and for those who connect to us."""
+"""A peer's liveness check takes two file descriptors. So all checks take a quarter at most of those
+that a process may have, and there is room for the driver and for incoming connections."""
 MAX_KEPT_BYTES = 48 << 20
-"""For what all of them publish, and the plans of it. An engine of 8 ranks and 80 layers takes 2 MB,
-a further one that is laid out alike some 20 kB."""
+"""Memory for what all peers publish, and for the plans of it. An engine of 8 ranks and 80 layers
+takes 2 MB, a further one with the same layout some 20 kB."""
 MAX_DOWN = 1 << 12
-"""Engines that are down: clients choose whom a ticket names."""
+"""Engines that are remembered as down: clients choose whom a ticket names."""
 
 Name = tuple[str, int, bytes]
-"""Of a producer: its engine, its incarnation, and the key by which it proves its tickets. Without
-the key, whoever is the first to claim an engine's name would answer for it."""
+"""Engine and incarnation of a producer, and the key by which it proves its tickets. Without the
+key, whoever is the first to claim an engine's name would answer for it."""
 
 
 class PeerUse(enum.Enum):
@@ -65,31 +69,41 @@ class PeerUse(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Peer:
-    """A producer engine that is connected."""
+    """A producer engine that is connected, or was until it was given up.
+
+    Attributes:
+        key: where its side channel answered.
+        payloads: what its ranks publish, in rank order.
+        plan: how this rank reads from it.
+        ids: producer rank to connection, for the ranks that concern this rank; empty once the peer
+            is given up.
+        links: the same, also once it is given up: reads may still be under way there.
+        sources: what is read from each rank, by rank.
+        page_limits: how many pages each of its groups has.
+        last_used: when it was last used, on the endpoint's clock.
+        connected: whether it has not been given up.
+        suspect: whether something has failed with it. It is connected anew as soon as it has no
+            loads, and new loads wait for that.
+        numeric: the address of its side channel, without a name to look up.
+        memory: the bytes that keeping it takes, by what takes them.
+        path: what carries its bytes, in the driver's words, once something was read.
+        ticket_key: the key by which it proves its tickets; empty if it proves none.
+    """
 
     key: PeerKey
     payloads: tuple[RankPayload, ...]
     plan: Plan
     ids: dict[int, PeerId]
-    """Producer rank to connection, for the ranks that concern this rank; none once given up."""
     links: Mapping[int, PeerId] = field(init=False)
-    """The same, also once given up: what was begun may still be under way there."""
     sources: dict[int, Source] = field(init=False)
     page_limits: tuple[int, ...] = field(init=False)
-    used: float = 0.0
-    """When it was last used."""
+    last_used: float = 0.0
     connected: bool = True
-    """It has not been given up."""
     suspect: bool = False
-    """Something failed: it is connected anew as soon as it has no loads; new ones wait for that."""
     numeric: str = ""
-    """The address of its side channel."""
     memory: Mapping[int, int] = field(default_factory=dict)
-    """What keeping it takes."""
     path: str | None = None
-    """What carries its bytes, in the driver's words, once something was read."""
     ticket_key: bytes = b""
-    """The key by which it proves its tickets; empty if it proves none."""
     _uses: Counter[PeerUse] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
@@ -117,36 +131,40 @@ class Peer:
 
     @property
     def incarnation(self) -> int:
-        """Of the producer engine."""
+        """Return which start of the engine it is."""
         return self.payloads[0].incarnation
 
     @property
     def name(self) -> Name:
-        """Which engine it is, which start of it, and who says so."""
+        """Return which engine it is, which start of it, and by which key it proves that."""
         return self.key.engine, self.incarnation, self.ticket_key
 
     def check(self, ticket: Ticket) -> None:
-        """Refuse a ticket that this producer did not make. Raises ``TicketError``."""
+        """Refuse a ticket that this producer did not make.
+
+        Raises:
+            TicketError: it did not, or the ticket does not fit what it publishes.
+        """
         check_against(ticket, self.payloads, self.page_limits, ticket_key=self.ticket_key)
 
     @property
     def lease(self) -> float | None:
-        """Seconds that a renewal gives; ``None`` where a rank of it knows no renewals."""
+        """Return the seconds that a renewal gives; ``None`` where a rank knows no renewals."""
         leases = [payload.lease for payload in self.payloads if payload.lease is not None]
         return min(leases) if len(leases) == len(self.payloads) else None
 
     def gone(self) -> PeerLostError:
-        """What happens to reads of a peer that was disconnected."""
+        """Return the error of reads from a peer that was given up."""
         return PeerLostError(f"engine {self.key.engine} was disconnected")
 
     @property
     def heartbeats(self) -> dict[int, PeerId]:
-        """The connections to ranks that know heartbeats, by rank."""
+        """Return the connections to the ranks that know heartbeats, by rank."""
         return {rank: peer for rank, peer in self.ids.items() if self.payloads[rank].heartbeats}
 
     @property
     def parties(self) -> tuple[RemoteRank, ...]:
-        """The ranks that concern this rank."""
+        """Return the producer ranks that concern this rank."""
         return tuple(RemoteRank(rank=rank, reads=rank in self.sources) for rank in sorted(self.ids))
 
 
@@ -155,21 +173,21 @@ Failed = Callable[[KVFerryError], None]
 
 
 class Peers:
-    """Producers by engine, incarnation and key, wherever a ticket says that they are.
+    """Reach, keep and release the producers that tickets name.
 
-    Used by the endpoint's thread only; handshakes, pings, and where the driver allows it,
-    connecting and disconnecting, run on threads of their own.
+    Used by the endpoint's thread only. Handshakes and liveness checks run on threads of their own,
+    and so do connecting and disconnecting where the driver allows it.
 
     Args:
-        transport: to connect with.
-        fingerprints: reads those of producers that prove their tickets.
+        transport: says what carries a peer's bytes.
+        fingerprints: checks those of producers that prove their tickets.
         connections: of the same transport.
         containment: told of unexpected exceptions; the tickets that they concern fail.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
         options: times, and whom to connect to.
-        metrics: told of handshakes, and of who is up and down.
-        lost: called when a producer is dead, or is another one now; it is to be given up.
+        metrics: told of handshakes, and of which peers are up and down.
+        lost: called when a peer is dead or was restarted, and is to be given up.
     """
 
     def __init__(
@@ -199,43 +217,45 @@ class Peers:
         self._by_name: dict[Name, Peer] = {}
         self._liveness = LivenessChecks(options)
         self._stop_watching: dict[Peer, Callable[[], None]] = {}
-        """What ends the watch of each."""
+        """By peer, what ends its liveness check."""
         self._memory = PeerMemoryBudget()
-        self._worker = HandshakeWorker(options)
-        self._handshakes = Handshakes(self._worker.perform, post, clock, self._worker.used)
+        self._handshake_worker = HandshakeWorker(options)
+        self._handshakes = Handshakes(
+            self._handshake_worker.perform, post, clock, self._handshake_worker.used
+        )
         self._connections = connections
         self._connecting: dict[Name, list[tuple[Ready, Failed]]] = {}
         self._deferred: dict[Peer, list[Callable[[], None]]] = {}
-        """Tickets that wait until a suspect peer has no loads."""
+        """Calls of ``reach`` that wait until a suspect peer has no loads."""
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """All ranks of the own engine, and which one this is: the plan needs them all."""
+        """Make all ranks of the own engine known, and which one this is."""
         self._rank = rank
-        self._worker.join(own, rank)
+        self._handshake_worker.join(own, rank)
 
     def reach(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
-        """Call one of the two with the ticket's producer, at once or when the handshake is over.
+        """Connect a ticket's producer, unless it is connected, and call one of the two.
 
-        Where the ticket's incarnation is not known, either the engine was restarted or the ticket
-        is old; only the engine can say which.
+        Where no producer with the ticket's incarnation is connected, either the engine was
+        restarted or the ticket is old; only the engine can say which. So hands are shaken then.
 
         Args:
             ticket: says where the producer is.
-            ready: called with it, when it is connected.
-            failed: called if it cannot be, or if ``ready`` raises.
+            ready: called with the producer, at once or when it is connected.
+            failed: called if it cannot be connected, or if ``ready`` raises.
             loads: whether a load is to begin. It waits while loads go on from a suspect producer:
                 otherwise loads that overlap would keep it from being connected anew for ever.
         """
-        known = self._by_name.get((ticket.engine, ticket.incarnation, ticket.ticket_key))
-        if known is not None and known.suspect and not known.loads:
-            self._forget_with_idle(known)
-            known = None
-        if known is not None and known.suspect and loads:
-            again = self._deferred.setdefault(known, [])
-            again.append(lambda: self.reach(ticket, ready, failed, loads=True))
-        elif known is not None:
-            known.used = self._clock()
-            self._tell(known, ready, failed)
+        peer = self._by_name.get((ticket.engine, ticket.incarnation, ticket.ticket_key))
+        if peer is not None and peer.suspect and not peer.loads:
+            self._forget_with_idle(peer)
+            peer = None
+        if peer is not None and peer.suspect and loads:
+            deferred = self._deferred.setdefault(peer, [])
+            deferred.append(lambda: self.reach(ticket, ready, failed, loads=True))
+        elif peer is not None:
+            peer.last_used = self._clock()
+            self._call_ready(peer, ready, failed)
         else:
             key = PeerKey(
                 ticket.engine,
@@ -246,10 +266,10 @@ class Peers:
                 ticket_key=ticket.ticket_key,
             )
             self._handshakes.ask(
-                key, lambda result: self._heard(key, ticket, result, ready, failed)
+                key, lambda result: self._on_handshake(key, ticket, result, ready, failed)
             )
 
-    def _heard(
+    def _on_handshake(
         self,
         key: PeerKey,
         ticket: Ticket,
@@ -260,33 +280,37 @@ class Peers:
         try:
             if isinstance(result, HandshakeResult):  # before anything is connected
                 check_maker(ticket, result.payloads, result.ticket_key)
-            self._on_connected(key, result, ready, failed)
+            self._after_handshake(key, result, ready, failed)
         except TicketError as error:
             failed(error)
         except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
             failed(self._containment.caught("a handshake that is over", exc))
 
-    def _tell(self, peer: Peer, ready: Ready, failed: Failed) -> None:
+    def _call_ready(self, peer: Peer, ready: Ready, failed: Failed) -> None:
         try:
             ready(peer)
         except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
             failed(self._containment.caught("a ticket whose producer is reached", exc))
 
     def _forget_with_idle(self, peer: Peer) -> None:
-        """Give a suspect peer up, and those on its connections that have no loads: that closes the
-        connections, unless others that did not fail are read from there."""
+        """Give a suspect peer up, and the peers on its connections that have no loads.
+
+        That closes the connections, unless peers that did not fail are read from there.
+        """
         for connection in list(peer.ids.values()):
             for other in self.using(connection):
                 if not other.loads:
                     self.forget(other)
 
     def forget(self, peer: Peer) -> None:
-        """Give a peer up: what runs on its connections is ended, unless others use them, too. The
-        next ticket shakes hands."""
-        known = peer.name
-        if self._by_name.get(known) is peer:
-            del self._by_name[known]
-            self._status.released(known)
+        """Give a peer up. The next ticket of it shakes hands.
+
+        What runs on its connections is ended, unless others use them, too.
+        """
+        name = peer.name
+        if self._by_name.get(name) is peer:
+            del self._by_name[name]
+            self._status.released(name)
         if (stop := self._stop_watching.pop(peer, None)) is not None:
             stop()
         memory, peer.memory = peer.memory, {}
@@ -297,17 +321,17 @@ class Peers:
             self._connections.release(connection)
 
     def lose(self, peer: Peer) -> None:
-        """As ``forget``, because it failed."""
+        """Give a peer up, as ``forget`` does, because it failed."""
         self._metrics.add(LOST_PEERS, peer=peer.key.engine[:MAX_NAME])
         self._status.lost(peer.key.engine)
         self.forget(peer)
 
     def using(self, connection: PeerId) -> list[Peer]:
-        """Producers that are connected by this connection."""
+        """Return the peers that are connected by this connection."""
         return [peer for peer in self._by_name.values() if connection in peer.ids.values()]
 
     def path(self, peer: Peer) -> str:
-        """What carries a peer's bytes, in the driver's words; empty if it cannot tell."""
+        """Return what carries a peer's bytes, in the driver's words; empty if it cannot tell."""
         if peer.path is None:
             try:
                 paths = {self._transport.path(peer_id) for peer_id in peer.ids.values()}
@@ -317,57 +341,63 @@ class Peers:
         return peer.path
 
     def progress(self, now: float) -> None:
-        """Start handshakes that had to wait, close what is quiet, release who is idle."""
+        """Start handshakes that had to wait, and release peers that are idle."""
         self._handshakes.progress(now)
         self._fingerprints.progress(now)
         self._status.progress(now)
         for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
-            for again in self._deferred.pop(peer):
-                again()
+            for reach in self._deferred.pop(peer):
+                reach()
         for peer in list(self._by_name.values()):
             if peer.is_used:
-                peer.used = now
-            elif now - peer.used >= self._options.engine_ttl:
+                peer.last_used = now
+            elif now - peer.last_used >= self._options.engine_ttl:
                 logger.info("engine %s: idle, released", peer.key.engine)
                 self.forget(peer)
 
     def close(self) -> None:
-        """Watch nobody; wait for no handshake. Closing the transport ends the connections."""
+        """End the liveness checks, and start no more handshakes; wait for none.
+
+        The connections end when the transport is closed.
+        """
         self._handshakes.close()
         self._liveness.close()
 
-    def _on_connected(
+    def _after_handshake(
         self, key: PeerKey, result: HandshakeResult | KVFerryError, ready: Ready, failed: Failed
     ) -> None:
         if isinstance(result, KVFerryError):
             self._status.lost(key.engine)
             failed(result)
         elif (peer := self._by_name.get(_name(key, result))) is not None:
-            self._tell(peer, ready, failed)
+            self._call_ready(peer, ready, failed)
         else:
             self._connect(key, result, ready, failed)
 
-    def _connect(self, key: PeerKey, shake: HandshakeResult, ready: Ready, failed: Failed) -> None:
-        """Once for all who shook hands meanwhile."""
-        ranks = {source.remote for source in shake.plan.sources} | set(shake.plan.notified_ranks)
-        addresses = {rank: shake.payloads[rank].address for rank in ranks}
-        waiting = self._connecting.setdefault(_name(key, shake), [])
+    def _connect(self, key: PeerKey, result: HandshakeResult, ready: Ready, failed: Failed) -> None:
+        """Connect a producer, once for all who ask meanwhile."""
+        ranks = {source.remote for source in result.plan.sources} | set(result.plan.notified_ranks)
+        addresses = {rank: result.payloads[rank].address for rank in ranks}
+        waiting = self._connecting.setdefault(_name(key, result), [])
         waiting.append((ready, failed))
         if len(waiting) == 1:
-            if (error := self._make_room(shake)) is not None:
-                del self._connecting[_name(key, shake)]
+            if (error := self._make_room(result)) is not None:
+                del self._connecting[_name(key, result)]
                 failed(error)
                 return
             self._connections.acquire(
-                addresses, key.engine, lambda made: self._connected(key, shake, made)
+                addresses, key.engine, lambda made: self._on_acquired(key, result, made)
             )
 
-    def _make_room(self, shake: HandshakeResult) -> ConnectError | None:
-        """Give up idle producers until one more fits, those first that were used longest ago; why
-        it does not fit, if all are in use."""
-        self._memory.add(shake.memory)
+    def _make_room(self, result: HandshakeResult) -> ConnectError | None:
+        """Give up idle peers until one more fits, those first that were used longest ago.
+
+        Returns:
+            Why it does not fit, if the others are in use; ``None`` if it does.
+        """
+        self._memory.add(result.memory)
         idle = (peer for peer in list(self._by_name.values()) if not peer.is_used)
-        for peer in sorted(idle, key=lambda peer: peer.used):
+        for peer in sorted(idle, key=lambda peer: peer.last_used):
             if self._has_room():
                 break
             logger.info("engine %s: released to make room for another", peer.key.engine)
@@ -375,7 +405,7 @@ class Peers:
         if self._has_room():
             return None
         kept = self._memory.nbytes
-        self._memory.remove(shake.memory)
+        self._memory.remove(result.memory)
         return ConnectError(
             f"there is no room for another engine: with it {len(self._by_name)} are in use and "
             f"{len(self._connecting)} are being connected, of {most_peers()} that may be, and "
@@ -387,77 +417,97 @@ class Peers:
         count = len(self._by_name) + len(self._connecting)
         return count <= most_peers() and self._memory.nbytes <= MAX_KEPT_BYTES
 
-    def _connected(
-        self, key: PeerKey, shake: HandshakeResult, made: dict[int, PeerId] | KVFerryError
+    def _on_acquired(
+        self, key: PeerKey, result: HandshakeResult, acquired: dict[int, PeerId] | KVFerryError
     ) -> None:
-        if isinstance(made, KVFerryError):
-            self._memory.remove(shake.memory)
-        met = made if isinstance(made, KVFerryError) else self._peer(key, shake, made)
-        if isinstance(met, Peer) and met.ticket_key:
-            self._fingerprints.check(met, lambda error: self._proved(key, shake, met, error))
+        """Take the connections of a producer, or why there are none."""
+        if isinstance(acquired, KVFerryError):
+            self._memory.remove(result.memory)
+            self._on_outcome(key, result, acquired)
+            return
+        peer = self._make_peer(key, result, acquired)
+        if isinstance(peer, Peer) and peer.ticket_key:
+            self._fingerprints.check(
+                peer, lambda error: self._on_fingerprint(key, result, peer, error)
+            )
         else:
-            self._made(key, shake, met)
+            self._on_outcome(key, result, peer)
 
-    def _proved(
-        self, key: PeerKey, shake: HandshakeResult, peer: Peer, error: KVFerryError | None
+    def _on_fingerprint(
+        self, key: PeerKey, result: HandshakeResult, peer: Peer, error: KVFerryError | None
     ) -> None:
-        """The fingerprint of a peer is that of its key, or not."""
+        """Take the outcome of the check of a peer's fingerprint."""
         if error is None and not all(map(self._connections.is_open, peer.ids.values())):
             error = ConnectError(f"a connection to engine {key.engine} was lost meanwhile")
         if error is not None:
             self.forget(peer)
-        self._made(key, shake, error or peer)
+        self._on_outcome(key, result, error or peer)
 
-    def _made(self, key: PeerKey, shake: HandshakeResult, made: Peer | KVFerryError) -> None:
-        waiting = self._connecting.pop(_name(key, shake))
-        met = made if isinstance(made, KVFerryError) else self._meet(key, shake, made)
-        if isinstance(met, KVFerryError):
+    def _on_outcome(
+        self, key: PeerKey, result: HandshakeResult, outcome: Peer | KVFerryError
+    ) -> None:
+        """Call everybody who waits for a producer: it can be used now, or cannot be connected."""
+        waiting = self._connecting.pop(_name(key, result))
+        if isinstance(outcome, Peer):
+            outcome = self._admit(key, result, outcome)
+        if isinstance(outcome, KVFerryError):
             self._handshakes.failed(key)
             self._status.lost(key.engine)
             for _, failed in waiting:
-                failed(met)
+                failed(outcome)
             return
         self._handshakes.succeeded(key)
         for ready, failed in waiting:
-            self._tell(met, ready, failed)
+            self._call_ready(outcome, ready, failed)
 
-    def _peer(
-        self, key: PeerKey, shake: HandshakeResult, ids: dict[int, PeerId]
+    def _make_peer(
+        self, key: PeerKey, result: HandshakeResult, ids: dict[int, PeerId]
     ) -> Peer | KVFerryError:
-        """The producer, now that it is connected; or why it cannot be used, with nothing left."""
+        """Return the producer that is connected now, or why it cannot be used.
+
+        In the second case nothing is left of it.
+        """
         try:
             return Peer(
-                key=shake.place or key,
-                payloads=shake.payloads,
-                plan=shake.plan,
+                key=result.place or key,
+                payloads=result.payloads,
+                plan=result.plan,
                 ids=ids,
-                used=self._clock(),
-                ticket_key=shake.ticket_key,
-                numeric=shake.numeric,
-                memory=shake.memory,
+                last_used=self._clock(),
+                ticket_key=result.ticket_key,
+                numeric=result.numeric,
+                memory=result.memory,
             )
         except Exception as exc:  # noqa: BLE001  of what a peer published: only it fails
-            self._memory.remove(shake.memory)
+            self._memory.remove(result.memory)
             for connection in ids.values():
                 self._connections.release(connection)
             return self._containment.caught("a producer that is connected", exc)
 
-    def _meet(self, key: PeerKey, shake: HandshakeResult, peer: Peer) -> Peer | KVFerryError:
-        """Use a producer from now on; why not, where that cannot be, with nothing left."""
-        known = _name(key, shake)
+    def _admit(self, key: PeerKey, result: HandshakeResult, peer: Peer) -> Peer | KVFerryError:
+        """Use a producer from now on.
+
+        Returns:
+            The producer, or why it cannot be used; nothing is left of it then.
+        """
+        name = _name(key, result)
         if (error := self._watch(peer)) is not None:
             self.forget(peer)
             return error
         self._forget_earlier(key.engine)
-        self._by_name[known] = peer
-        self._status.connected(key.engine, known)
-        seconds = time.perf_counter() - shake.begun
+        self._by_name[name] = peer
+        self._status.connected(key.engine, name)
+        seconds = time.perf_counter() - result.begun
         self._metrics.count_stage(Stage.HANDSHAKE, seconds, key.engine)
-        self._warn(known, shake)
+        self._warn(name, result)
         return peer
 
     def _watch(self, peer: Peer) -> ConnectError | None:
-        """Ask from now on whether it lives; why not, where that cannot be."""
+        """Begin the liveness check of a peer.
+
+        Returns:
+            Why that is not possible, or ``None``.
+        """
         if not self._options.liveness_interval:
             return None
 
@@ -472,35 +522,35 @@ class Peers:
             return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {RAISE_LIMITS}")
         return None
 
-    def _warn(self, known: Name, shake: HandshakeResult) -> None:
-        """Once per start of a producer; all ranks would say the same."""
-        if shake.overridden and self._rank == 0 and known not in self._warned:
-            self._warned.add(known)
+    def _warn(self, name: Name, result: HandshakeResult) -> None:
+        """Log which differences are accepted, once per start of a producer and on one rank only."""
+        if result.overridden and self._rank == 0 and name not in self._warned:
+            self._warned.add(name)
             logger.warning(
                 "reading from engine %s although it differs in %s: enforce_handshake_compat is "
                 "false, and if the pages do not mean the same, answers will be wrong",
-                known[0],
-                "; ".join(shake.overridden),
+                name[0],
+                "; ".join(result.overridden),
             )
 
     def _forget_earlier(self, engine: str) -> None:
-        """Earlier lives of an engine; one with loads under way ends by their errors instead."""
+        """Give up earlier starts of an engine. One with loads under way ends by their errors."""
         for (name, *_), peer in list(self._by_name.items()):
             if name == engine and not peer.loads:
                 self.forget(peer)
 
 
-def _name(key: PeerKey, shake: HandshakeResult) -> Name:
-    return key.engine, shake.payloads[0].incarnation, shake.ticket_key
+def _name(key: PeerKey, result: HandshakeResult) -> Name:
+    return key.engine, result.payloads[0].incarnation, result.ticket_key
 
 
 class PeerStatus:
-    """Used by the endpoint's thread only.
+    """Count the engines that are up and down, for the metrics. Used by the endpoint's thread only.
 
     Args:
         metrics: told of every change.
         clock: seconds, monotonic.
-        keep: for how many seconds an engine is called down that nobody asks for any more.
+        keep: seconds for which an engine counts as down that nobody asks for any more.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float], keep: float) -> None:
@@ -511,18 +561,18 @@ class PeerStatus:
         self._down: dict[str, float] = {}
 
     def connected(self, engine: str, start: Hashable) -> None:
-        """This start of an engine can be read from."""
+        """Count a start of an engine as up."""
         self._up.add(start)
         self._down.pop(engine, None)
         self._tell()
 
     def released(self, start: Hashable) -> None:
-        """It is not connected any more."""
+        """Count a start of an engine as up no more."""
         self._up.discard(start)
         self._tell()
 
     def lost(self, engine: str) -> None:
-        """The engine could not be reached, or failed."""
+        """Count an engine as down: it could not be reached, or failed."""
         self._down.pop(engine, None)
         if len(self._down) >= MAX_DOWN:
             del self._down[next(iter(self._down))]
@@ -530,7 +580,7 @@ class PeerStatus:
         self._tell()
 
     def progress(self, now: float) -> None:
-        """Forget who has been down for long, and nobody has asked for since."""
+        """Forget engines that have been down for long, and that nobody has asked for since."""
         over = [engine for engine, until in self._down.items() if until <= now]
         for engine in over:
             del self._down[engine]
@@ -543,7 +593,15 @@ class PeerStatus:
 
 
 class PeerMemoryBudget:
-    """Bytes that are kept, each once however many keep them."""
+    """Count the bytes that peers take. What several peers share is counted once.
+
+    A producer chooses what it publishes, so what is kept of it is counted. The engines of a
+    deployment publish the same fields, which are kept once, whoever published them; so bytes are
+    counted by what takes them, and not by peer.
+
+    Attributes:
+        nbytes: of all of them.
+    """
 
     def __init__(self) -> None:
         self._users: Counter[int] = Counter()
@@ -551,7 +609,7 @@ class PeerMemoryBudget:
         self.nbytes = 0
 
     def add(self, memory: Mapping[int, int]) -> None:
-        """Somebody keeps these."""
+        """Count what a peer takes, as ``memory_of`` returned it."""
         for key, nbytes in memory.items():
             self._users[key] += 1
             if self._users[key] == 1:
@@ -559,7 +617,7 @@ class PeerMemoryBudget:
                 self.nbytes += nbytes
 
     def remove(self, memory: Mapping[int, int]) -> None:
-        """Somebody who kept these keeps them no more."""
+        """Count what a peer takes no more."""
         for key in memory:
             self._users[key] -= 1
             if not self._users[key]:
@@ -568,7 +626,7 @@ class PeerMemoryBudget:
 
 
 def most_peers() -> int:
-    """How many engines this process may be connected to."""
+    """Return how many engines this process may be connected to."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return MAX_PEERS

@@ -1,6 +1,6 @@
-"""The producer half of an endpoint: the slot table and the messages that end holds.
+"""The producer half of an endpoint: the slot table, and the messages that renew and end holds.
 
-Called from the engine's thread (orders) and the endpoint's (everything else); a lock serialises.
+``WorkerHolds`` decides, ``HoldServer`` gives it what the engine orders and what consumers say.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
 class SlotTable:
     """One word per slot, in CPU memory that peers read one-sidedly.
 
-    Before the words stands a header: the fingerprint of the key that proves the engine's tickets,
+    In front of the words is a header: the fingerprint of the key that proves the engine's tickets,
     or zeros. Owns its memory, which stays where it is for the table's life.
+
+    Args:
+        slots: how many words there are.
 
     Attributes:
         region: the words of the slots.
@@ -62,16 +65,22 @@ class SlotTable:
 
 @dataclass(slots=True, kw_only=True)
 class _ComputingHold:
-    """A hold that is ready once the device has passed all its work."""
+    """A hold whose pages the device has yet to compute.
+
+    Attributes:
+        hold: which becomes ready then.
+        passed: says whether the device has passed all its work.
+        has_failed: whether it has raised, which is logged once.
+    """
 
     hold: Hold
     passed: Callable[[], bool]
     has_failed: bool = False
 
     def has_passed(self) -> bool:
-        """Whether the device says so; one that fails to answer has not, and is complained of once.
+        """Return whether the device has passed the work.
 
-        The hold stays unready then, until its lease ends it.
+        Where that cannot be told, it has not: the hold is never ready then, and its lease ends it.
         """
         try:
             return self.passed()
@@ -87,31 +96,47 @@ class _ComputingHold:
 
 
 class HoldServer:
-    """Holds of one rank, and who may end them."""
+    """Keep the holds of one rank, and let consumers renew and end them.
+
+    From any thread: the engine's brings orders, the endpoint's everything else, and a lock
+    serialises them.
+
+    Args:
+        table: of the slots; peers read it.
+        incarnation: which start of the engine this is.
+        clock: seconds, monotonic.
+        metrics: told of leases that ended, and of messages that came too late.
+    """
 
     def __init__(
         self,
         table: SlotTable,
         incarnation: Incarnation,
         clock: Callable[[], float],
-        figures: Metrics,
+        metrics: Metrics,
     ) -> None:
         self._holds = WorkerHolds(table, incarnation)
         self._clock = clock
-        self._metrics = figures
+        self._metrics = metrics
         self._computing: list[_ComputingHold] = []
         self._listened = clock()
-        """Until when all that consumers said was heard."""
+        """The time until which all messages of consumers have been taken."""
         self._lock = threading.Lock()
 
     @property
     def held(self) -> int:
-        """How many holds stand."""
+        """Return how many holds stand."""
         with self._lock:
             return self._holds.held
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None) -> None:
-        """Words of drops and take-ons are written before this returns."""
+        """Carry out orders. The words of new and dropped holds are written before this returns.
+
+        Args:
+            orders: from the scheduler half.
+            passed: says whether the device has passed all work of the ready orders; ``None``: it
+                has.
+        """
         with self._lock:
             self._holds.apply(orders, self._clock())
             for hold, _ in orders.ready:
@@ -121,7 +146,7 @@ class HoldServer:
                     self._computing.append(_ComputingHold(hold=hold, passed=passed))
 
     def hear(self, notifications: Iterable[Notification]) -> None:
-        """Messages from consumers; what is not one is dropped."""
+        """Take messages from consumers; what is not one is dropped, and logged."""
         for notification in notifications:
             try:
                 notes = decode_notes(notification.payload)
@@ -138,23 +163,23 @@ class HoldServer:
                     self._take(note)
 
     def listened(self, until: float) -> None:
-        """All that had arrived until then was heard, by the endpoint's clock."""
+        """Note that all that had arrived until then, by the endpoint's clock, was taken."""
         with self._lock:
             self._listened = until
 
     def tick(self) -> None:
-        """Pages that became ready, leases that are over."""
+        """Make holds ready whose pages have been computed, and end those whose lease is over."""
         with self._lock:
             now = self._clock()
-            waiting = []
-            for awaited in self._computing:
-                if awaited.hold not in self._holds:
+            computing = []
+            for one in self._computing:
+                if one.hold not in self._holds:
                     continue
-                if awaited.has_passed():
-                    self._holds.ready(awaited.hold, now)
+                if one.has_passed():
+                    self._holds.ready(one.hold, now)
                 else:
-                    waiting.append(awaited)
-            self._computing = waiting
+                    computing.append(one)
+            self._computing = computing
             expired = self._holds.expire(now)
             self._metrics.add(EXPIRED, len(expired))
         for request in expired:
@@ -166,20 +191,20 @@ class HoldServer:
             )
 
     def silent(self) -> list[Silence]:
-        """Ticketed holds whose consumer seems to be gone, the oldest first.
+        """Return the ticketed holds whose consumer seems to be gone, the oldest first.
 
-        Their ages are of when this rank last listened: who could not be heard is not gone.
+        Silence is counted until this rank last listened: who could not be heard is not gone.
         """
         with self._lock:
             return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)
 
     def take_sent(self) -> list[RequestId]:
-        """Requests to report sent."""
+        """Return the requests that have been sent since the last call."""
         with self._lock:
             return self._holds.take_sent()
 
     def close(self) -> None:
-        """Clear every word: no read that ends after this is valid."""
+        """Clear every word: no read whose fence comes after this is valid."""
         with self._lock:
             self._holds.end_all()
 

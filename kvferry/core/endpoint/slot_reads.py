@@ -1,7 +1,8 @@
 """Reads of peers' slot words: checks before the data, fences after it, renewals meanwhile.
 
-Words of several requests on one rank are read in one batch, and what is to be said of all of them
-("done", or that they are waited for) is bound to that read.
+The words of several requests on one producer rank are read in one batch, and the notes about them
+("done", or renewals) are bound to that read. The fingerprint in front of a producer's slot table is
+read in the same way, once per connection.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from kvferry.core.transport.copies import Copies, copies_between
 
 T = TypeVar("T")
 
-Heard = Callable[[KVFerryError | None], None]
+Checked = Callable[[KVFerryError | None], None]
 
 MAX_BATCH = 64
 """Slot words that are read in one batch, and messages in one notification."""
 SCRATCH_WORDS = 1 << 12
+"""Slot words that can be under way at once."""
 FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
 
 
@@ -40,9 +42,9 @@ class SlotRead:
     """One slot word to be read.
 
     Attributes:
-        tag: whose; see ``SlotReads.remove`` and ``Transfers.cancel``.
+        tag: who wants it; see ``SlotReads.remove`` and ``Transfers.cancel``.
         peer, rank, slot: where the word is.
-        is_header: whether the word is one of the fingerprint's, which ``slot`` counts then.
+        is_header: whether the word is one of the fingerprint's, of which ``slot`` is the index.
         note: bound to the read: "done" to a fence, a renewal to itself, nothing to a check.
         landed: called with the word and the seconds that the read took.
         lost: called instead if the read failed.
@@ -61,13 +63,20 @@ class SlotRead:
 
     @property
     def region(self) -> Region:
-        """The memory of the producer rank that the word is in."""
+        """Return the memory of the producer rank that the word is in."""
         payload = self.peer.payloads[self.rank]
         return payload.fingerprint or payload.slots if self.is_header else payload.slots
 
 
 class ScratchWords:
-    """Words that reads of peers' slot words land in; taken and given back by index."""
+    """Memory that peers' slot words land in, one word each. Owns it.
+
+    Args:
+        words: how many there are.
+
+    Attributes:
+        region: all of them.
+    """
 
     def __init__(self, words: int = SCRATCH_WORDS) -> None:
         self._words = np.full(words, NOTHING, dtype=np.uint64)
@@ -76,27 +85,30 @@ class ScratchWords:
 
     @property
     def free(self) -> int:
-        """How many words can be taken now."""
+        """Return how many words can be taken now."""
         return len(self._free)
 
     def take(self) -> int:
-        """A word of our own, cleared, so that a read that never lands never looks valid."""
+        """Return the index of a free word, which is the caller's until ``give_back``.
+
+        It is cleared, so that a read that never lands never looks valid.
+        """
         index = self._free.pop()
         self._words[index] = NOTHING
         return index
 
     def give_back(self, index: int) -> int:
-        """The word's value; the word is free again. Only when its read is final."""
+        """Free a word, once its read has ended. Returns its value."""
         self._free.append(index)
         return int(self._words[index])
 
     def address(self, index: int) -> int:
-        """Where the word lies."""
+        """Return the address of a word."""
         return self.region.address + index * WORD_BYTES
 
 
 class SlotReads:
-    """Word reads that wait to be posted together. Used by the endpoint's thread only.
+    """Collect reads of slot words and post them together. Used by the endpoint's thread only.
 
     Args:
         scratch: where the words land.
@@ -109,57 +121,66 @@ class SlotReads:
         self._waiting: list[SlotRead] = []
 
     def __len__(self) -> int:
-        """Reads that wait to be posted."""
+        """Return how many reads wait to be posted."""
         return len(self._waiting)
 
     def add(self, read: SlotRead) -> None:
-        """To be posted with the next ``post``."""
+        """Add a read, which the next ``post`` posts."""
         self._waiting.append(read)
 
     def remove(self, tag: Hashable) -> bool:
-        """Whether such a read was waiting; it is not made then."""
+        """Drop the reads with a tag that have not been posted.
+
+        Returns:
+            Whether there were any.
+        """
         kept = [read for read in self._waiting if read.tag != tag]
-        found = len(kept) < len(self._waiting)
+        is_removed = len(kept) < len(self._waiting)
         self._waiting = kept
-        return found
+        return is_removed
 
     def post(self, transfers: Transfers, max_notification: int) -> None:
-        """Post what waits; what there is no scratch memory for waits on."""
+        """Post what waits, in batches; what there is no scratch memory for waits on.
+
+        Args:
+            transfers: to post with.
+            max_notification: bytes that a notification of the driver may have.
+        """
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        alike: dict[tuple[Peer, int, type, bool], list[SlotRead]] = defaultdict(list)
+        groups: dict[tuple[Peer, int, type, bool], list[SlotRead]] = defaultdict(list)
         for read in waiting:
-            alike[read.peer, read.rank, type(read.note), read.is_header].append(read)
-        for reads in alike.values():
+            groups[read.peer, read.rank, type(read.note), read.is_header].append(read)
+        for reads in groups.values():
             try:
-                parts = self._parts(reads, max_notification)
+                batches = self._batches(reads, max_notification)
             except Exception as exc:  # noqa: BLE001  what cannot be said to one rank fails there
                 error = self._containment.caught("making a notification", exc)
                 for read in reads:
                     self._lose(read, error)
             else:
-                for part in parts:
-                    self._post_part(part, transfers)
+                for batch in batches:
+                    self._post_batch(batch, transfers)
 
-    def _parts(self, reads: list[SlotRead], max_notification: int) -> list[list[SlotRead]]:
-        """Reads that are posted together: alike, and as many as one notification speaks of."""
+    def _batches(self, reads: list[SlotRead], max_notification: int) -> list[list[SlotRead]]:
+        """Split reads of one kind so that the notes of each batch fit into one notification."""
         notes = [read.note for read in reads if read.note is not None]
         if not notes:
-            return list(_batches(reads, MAX_BATCH))
-        sizes = [len(part) for part in fitting(notes, max_notification)]
+            return list(_chunks(reads, MAX_BATCH))
+        sizes = [len(batch) for batch in fitting(notes, max_notification)]
         iterator = iter(reads)
         return [list(islice(iterator, size)) for size in sizes]
 
-    def _post_part(self, part: list[SlotRead], transfers: Transfers) -> None:
-        first = part[0]
+    def _post_batch(self, batch: list[SlotRead], transfers: Transfers) -> None:
+        first = batch[0]
         if first.rank not in first.peer.ids:
-            for read in part:
+            for read in batch:
                 self._lose(read, first.peer.gone())
-        elif len(part) > self._scratch.free:
-            self._waiting.extend(part)
+        elif len(batch) > self._scratch.free:
+            self._waiting.extend(batch)
         else:
-            transfers.add(self._job(part))
+            transfers.add(self._batch_read(batch))
 
     def _lose(self, read: SlotRead, error: KVFerryError) -> None:
         self._containment.run("a slot word that was not read", lambda: read.lost(error), None)
@@ -170,7 +191,7 @@ class SlotReads:
         except Exception as exc:  # noqa: BLE001  the others of the batch must hear of theirs
             self._lose(read, self._containment.caught("a slot word that was read", exc))
 
-    def _job(self, batch: Sequence[SlotRead]) -> Read:
+    def _batch_read(self, batch: Sequence[SlotRead]) -> Read:
         first = batch[0]
         words = [self._scratch.take() for _ in batch]
         notes = [read.note for read in batch if read.note is not None]
@@ -209,13 +230,18 @@ class SlotReads:
 
 
 def fitting(notes: Sequence[Note], max_notification: int) -> Iterator[list[Note]]:
-    """The messages in lists of which each fits into one notification of this driver."""
+    """Yield the notes in lists, each of which fits into one notification.
+
+    Args:
+        notes: in the order in which they are sent.
+        max_notification: bytes that a notification of the driver may have.
+    """
     if notes:
         one = max(len(encode([note])) for note in notes)
-        yield from _batches(notes, max(1, min(MAX_BATCH, (max_notification - 8) // one)))
+        yield from _chunks(notes, max(1, min(MAX_BATCH, (max_notification - 8) // one)))
 
 
-def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
+def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
     while part := list(islice(iterator, size)):
         yield part
@@ -224,17 +250,22 @@ def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Check:
     peer: Peer
-    heard: Heard
+    checked: Checked
     deadline: float
     words: dict[tuple[int, int], int] = field(default_factory=dict)
     """By producer rank and index, as they arrive."""
 
 
 class FingerprintReads:
-    """Checks of fingerprints under way. Used by the endpoint's thread only.
+    """Check that the memory which a producer's payloads name is the producer's.
+
+    Whoever listens at an address may serve the payloads of another engine with a key of his own.
+    The engine whose memory they name has the fingerprint of its own key there, in front of its slot
+    table, so it is read once per connection, before anything else. Used by the endpoint's thread
+    only.
 
     Args:
-        words: makes the reads.
+        slot_reads: makes the reads.
         clock: seconds, monotonic.
         patience: seconds after which a check fails.
         failing: called with peer and rank when it is known that a read will fail, and it is not yet
@@ -243,37 +274,37 @@ class FingerprintReads:
 
     def __init__(
         self,
-        words: SlotReads,
+        slot_reads: SlotReads,
         *,
         clock: Callable[[], float],
         patience: float,
         failing: Callable[[Peer, int, KVFerryError], None],
     ) -> None:
-        self._words = words
+        self._slot_reads = slot_reads
         self._clock = clock
         self._patience = patience
         self._failing = failing
         self._checks: set[_Check] = set()
 
-    def check(self, peer: Peer, heard: Heard) -> None:
+    def check(self, peer: Peer, checked: Checked) -> None:
         """Read the fingerprint of every rank of a peer that is connected.
 
         Args:
             peer: all of whose ranks say where it is.
-            heard: called once, with ``None`` if it is that of the peer's key everywhere. Otherwise
-                the peer is to be given up, which ends the reads that go on unless others use its
-                connections.
+            checked: called once, with ``None`` if it is that of the peer's key everywhere.
+                Otherwise the peer is to be given up, which ends the reads that go on unless others
+                use its connections.
         """
-        check = _Check(peer=peer, heard=heard, deadline=self._clock() + self._patience)
+        check = _Check(peer=peer, checked=checked, deadline=self._clock() + self._patience)
         self._checks.add(check)
         if not peer.ids:
             self._end(check, None)
         for rank in peer.ids:
             for index in range(FINGERPRINT_WORDS):
-                self._words.add(self._read(check, rank, index))
+                self._slot_reads.add(self._read(check, rank, index))
 
     def progress(self, now: float) -> None:
-        """End what takes too long."""
+        """End the checks that take too long."""
         for check in [each for each in self._checks if each.deadline <= now]:
             engine = check.peer.key.engine
             self._end(
@@ -307,25 +338,25 @@ class FingerprintReads:
             self._end(check, _problem(check.peer, check.words))
 
     def _end(self, check: _Check, error: KVFerryError | None) -> None:
-        """End a check, if it is not over; what is not posted is not read any more."""
+        """End a check, if it is not over; words that are not posted are not read any more."""
         if check in self._checks:
             self._checks.remove(check)
-            self._words.remove(check)
-            check.heard(error)
+            self._slot_reads.remove(check)
+            check.checked(error)
 
 
 def _problem(peer: Peer, words: dict[tuple[int, int], int]) -> HandshakeError | None:
-    """Return why a peer is refused that has these words in its memory."""
+    """Return why a peer is refused whose memory has these words, or ``None``."""
     expected = fingerprint(peer.ticket_key)
     for rank in peer.ids:
-        found = b"".join(
+        actual = b"".join(
             words[rank, index].to_bytes(WORD_BYTES, "little") for index in range(FINGERPRINT_WORDS)
         )
-        if found != expected:
+        if actual != expected:
             return HandshakeError(
                 f"engine {peer.key.engine!r} at {peer.key.host} port {peer.key.port} answers with "
                 f"the payloads of another: the memory that rank {rank} names bears the fingerprint "
-                f"{found.hex()}, and that of the key which it publishes is {expected.hex()}. It "
+                f"{actual.hex()}, and that of the key which it publishes is {expected.hex()}. It "
                 "relays another engine, or that engine has not run its first step"
             )
     return None

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.core.endpoint import peers as peers_module
 from kvferry.core.endpoint.device_sync import DeviceSync
-from kvferry.core.endpoint.lease_renewal import LOOK_SECONDS, LeaseRenewal, PendingTickets
+from kvferry.core.endpoint.lease_renewal import SEARCH_SECONDS, LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState
 from kvferry.core.endpoint.peers import PeerStatus, PeerUse
 from kvferry.core.endpoint.slot_reads import SlotRead
@@ -471,9 +471,9 @@ def test_a_producer_is_reached_again_now_and_then(monkeypatch: pytest.MonkeyPatc
     reaching.waiting.progress(1.0)
     assert len(reaching.asked) == 1, "it is being reached"
     reaching.asked[0][1](TransportError("no"))
-    reaching.waiting.progress(1.0 + LOOK_SECONDS / 2)
+    reaching.waiting.progress(1.0 + SEARCH_SECONDS / 2)
     assert len(reaching.asked) == 1, "not too often"
-    reaching.waiting.progress(1.0 + LOOK_SECONDS)
+    reaching.waiting.progress(1.0 + SEARCH_SECONDS)
     assert len(reaching.asked) == 2
     reaching.asked[1][0](peer)
     reaching.waiting.progress(2.0)
