@@ -43,7 +43,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; what kvferry refuses becomes one line and exit status 1."""
+    """Run the command line; a ``KVFerryError`` becomes one line and exit status 1."""
     try:
         app()
     except KVFerryError as exc:
@@ -56,7 +56,7 @@ def _refused(error: KVFerryError) -> int:
 
 
 def _leave_after(run: Callable[[], int | None]) -> NoReturn:
-    """Run what loads drivers, and end the process with the exit status that it returns.
+    """Run a command that loads drivers, and end the process with its exit status.
 
     Some transport libraries crash in their own exit handlers, long after all work, and the exit
     status would be theirs.

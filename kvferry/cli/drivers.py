@@ -1,4 +1,4 @@
-"""``kvferry drivers``: what is installed, and what works here."""
+"""``kvferry drivers``: list the installed drivers, and whether each works here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from kvferry.core.transport.registry import DriverReport, describe, installed
 
 
 def run(*, as_json: bool) -> None:
-    """Load every installed driver, one after the other, and print what came of it."""
+    """Load every installed driver, and print its capabilities or why it does not work.
+
+    Args:
+        as_json: Whether to print JSON instead of a table.
+    """
     reports = [describe(info) for info in installed()]
     if as_json:
         Console().print_json(json.dumps([_record(report) for report in reports]))
@@ -21,6 +25,7 @@ def run(*, as_json: bool) -> None:
 
 
 def _record(report: DriverReport) -> dict[str, object]:
+    """Return a driver for ``--json``."""
     can, info = report.capabilities, report.info
     return {
         "name": info.name,
@@ -35,6 +40,7 @@ def _record(report: DriverReport) -> dict[str, object]:
 
 
 def _capabilities(can: Capabilities) -> dict[str, object]:
+    """Return capabilities for ``--json``."""
     return {
         "ops": sorted(can.ops),
         "memory": sorted(can.memory),
@@ -47,13 +53,14 @@ def _capabilities(can: Capabilities) -> dict[str, object]:
     }
 
 
-QUIET = {
+QUIESCENCE_TEXTS = {
     Quiescence.ALWAYS: "after a failure no byte lands any more",
     Quiescence.AFTER_DISCONNECT: "after a failure bytes may land until it disconnects",
 }
 
 
 def _print_table(reports: list[DriverReport]) -> None:
+    """Print the drivers as a table."""
     console = Console()
     if not reports:
         console.print("No driver is installed. kvferry brings one, loopback: reinstall kvferry.")
@@ -80,18 +87,20 @@ def _print_table(reports: list[DriverReport]) -> None:
 
 
 def _more(can: Capabilities) -> str:
-    said = [
+    """Return the capabilities that have no column of their own."""
+    notes = [
         f"notifications up to {can.max_notification} bytes",
         "can cancel" if can.cancel else "cannot cancel",
         "progresses by itself" if can.background_progress else "progresses when polled",
-        QUIET[can.quiescence],
+        QUIESCENCE_TEXTS[can.quiescence],
     ]
     if can.max_outstanding is not None:
-        said.append(f"{can.max_outstanding} transfers at once")
+        notes.append(f"{can.max_outstanding} transfers at once")
     if not can.concurrent_connect:
-        said.append("a peer that is slow to connect holds others up")
-    return "; ".join(said)
+        notes.append("a peer that is slow to connect holds others up")
+    return "; ".join(notes)
 
 
 def _plain(reason: str | None) -> str:
+    """Return a reason without markup for rich."""
     return (reason or "").replace("[", r"\[")

@@ -1,4 +1,4 @@
-"""``kvferry health``: how an engine is, as a readiness probe wants to know it."""
+"""``kvferry health``: check a running engine, for readiness probes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from kvferry.core.handshake import health
 
 
 def run(host: str, port: int, *, timeout: float, keys: Keys = NONE) -> int:
-    """Ask, and print what the engine says.
+    """Ask an engine for its problems, and print them.
 
     Args:
-        host, port: its side channel.
-        timeout: seconds for everything.
-        keys: to ask with.
+        host: Host of its side channel.
+        port: TCP port of its side channel.
+        timeout: Seconds for the whole exchange.
+        keys: Keys with which to ask.
 
     Returns:
-        The exit status: 0 if nothing is wrong, or 1.
+        The exit status: 0 if the engine has no problems, otherwise 1.
 
     Raises:
-        HandshakeError: there is no answer.
+        HandshakeError: The engine does not answer.
     """
     condition = health(host, port, timeout=timeout, access=keys.access, key=keys.server)
     for problem in condition.problems:

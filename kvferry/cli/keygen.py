@@ -1,4 +1,4 @@
-"""``kvferry keygen``: keys for engines, a secret for their tickets, and what to configure."""
+"""``kvferry keygen``: make engines' keys and their ticket secret, and print the settings."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def run(folder: Path, engines: Sequence[str]) -> None:
-    """Write the keys of some engines, and print what each of them has to be told.
+    """Write the keys of engines, and print the settings of each.
 
     Args:
-        folder: made if it is not there. Engines whose public keys it holds already become peers of
-            the new ones, and its ticket secret is kept.
-        engines: names for the files.
+        folder: Where to write; created if it does not exist. Engines whose public keys it contains
+            already become peers of the new ones, and its ticket secret is kept.
+        engines: Names of the engines' files.
 
     Raises:
-        SecretError: a file is there already, or cannot be written. Nothing was written then.
+        SecretError: A file exists already, or cannot be written. Then nothing was written.
     """
     _check_names(engines)
     try:
@@ -53,6 +53,7 @@ def run(folder: Path, engines: Sequence[str]) -> None:
 
 
 def _check_names(engines: Sequence[str]) -> None:
+    """Refuse names that cannot be file names, or that are repeated."""
     for engine in engines:
         if not NAME.fullmatch(engine) or engine == TICKETS:
             raise SecretError(
@@ -64,16 +65,20 @@ def _check_names(engines: Sequence[str]) -> None:
 
 
 def _contents(folder: Path, engines: Sequence[str]) -> dict[Path, str]:
-    """What is to be written, where. Raises ``SecretError`` if something is there already."""
+    """Return what to write, by path.
+
+    Raises:
+        SecretError: One of the files exists already.
+    """
     contents: dict[Path, str] = {}
     for engine in engines:
         pair = generate()
         contents[folder / f"{engine}{SECRET}"] = f"{pair.secret.hex()}\n"
         contents[folder / f"{engine}{PUBLIC}"] = f"# {engine}\n{pair.public.hex()}\n"
-    there = [path.name for path in contents if os.path.lexists(path)]
-    if there:
+    existing = [path.name for path in contents if os.path.lexists(path)]
+    if existing:
         raise SecretError(
-            f"{folder} has {', '.join(there)} already, and nothing is overwritten: name another "
+            f"{folder} has {', '.join(existing)} already, and nothing is overwritten: name another "
             "folder, or other engines with --engine"
         )
     tickets = folder / f"{TICKETS}{SECRET}"
@@ -83,7 +88,7 @@ def _contents(folder: Path, engines: Sequence[str]) -> dict[Path, str]:
 
 
 def _write_all(contents: Mapping[Path, str]) -> None:
-    """All of them, or none."""
+    """Write all files, or none."""
     written: list[Path] = []
     try:
         for path, text in contents.items():
@@ -99,6 +104,7 @@ def _write_all(contents: Mapping[Path, str]) -> None:
 
 
 def _instructions(folder: Path, engine: str) -> str:
+    """Return the settings of an engine, for people."""
     peers = sorted(path for path in folder.glob(f"*{PUBLIC}") if path.stem != engine)
     settings = {
         "curve_secret_key": f"file:{folder / engine}{SECRET}",

@@ -1,4 +1,4 @@
-"""The keys with which a command asks an engine's side channel."""
+"""The keys with which a command authenticates at an engine's side channel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvferry.core.security import Access, KeyPair, listed_keys, read_secret
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """What to ask with.
+    """A command's keys.
 
     Attributes:
-        access: the command's own keys, and the engine's as the only ones that it asks.
-        server: the engine's public key; empty for a side channel that is open.
+        access: The command's own keys, and the engine as the only one that it asks.
+        server: The engine's public key; empty if its side channel is not encrypted.
     """
 
     access: Access = Access(is_command=True)  # noqa: RUF009 - frozen
@@ -27,11 +27,12 @@ NONE = Keys()
 
 
 def keys_of(secret_key: str, peer: str, environment: Mapping[str, str] = os.environ) -> Keys:
-    """The keys that options name, as ``curve_secret_key`` and ``curve_peers`` of an engine do.
+    """Return the keys that options name, like ``curve_secret_key`` and ``curve_peers``.
 
     Args:
-        secret_key: where the command's own secret key is, ``file:PATH`` or ``env:NAME``.
-        peer: the engine's public key, or where it is.
+        secret_key: Where the command's own secret key is, ``file:PATH`` or ``env:NAME``.
+        peer: The engine's public key, or where it is.
+        environment: The environment variables.
         environment: of this process.
 
     Raises:

@@ -33,24 +33,24 @@ def run(
     as_json: bool = False,
     plot: Path | None = None,
 ) -> int:
-    """Measure, and print what came of it.
+    """Measure a driver, and print the results.
 
     Args:
-        driver: the name of an installed driver.
-        options: its ``driver_options``, each ``KEY=VALUE``.
-        sizes: bytes of the transfers, and ``blocks``: of their copies; such as ``4K,1M``.
-        write: whether to measure writes, too.
-        memory: kind of both buffers, as ``kvferry.testing.memory.allocate`` takes it.
-        seconds: about how long to measure, all in all.
-        as_json: print JSON instead of a table.
-        plot: where to draw a picture.
+        driver: Name of an installed driver.
+        options: Its ``driver_options``, each ``KEY=VALUE``.
+        sizes: Bytes of the transfers, such as ``4K,1M``.
+        blocks: Bytes of their copies, likewise.
+        write: Whether to measure writes as well as reads.
+        memory: Kind of both buffers, as ``kvferry.testing.memory.allocate`` takes it.
+        seconds: For about how long to measure in total.
+        as_json: Whether to print JSON instead of a table.
+        plot: File for a picture.
 
     Returns:
         The exit status: 0, or 130 after Ctrl-C.
 
     Raises:
-        KVFerryError: it could not be measured, or a byte was wrong; says why. Nothing is left
-            behind.
+        KVFerryError: It could not be measured, or a byte was wrong. All processes have ended then.
     """
     grid = cases(
         sizes_of(sizes, "--size"), sizes_of(blocks, "--block"), ("read", "write")[: 1 + write]

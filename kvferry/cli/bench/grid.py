@@ -1,4 +1,4 @@
-"""What ``kvferry bench`` measures: cases, and how people write sizes and options."""
+"""The cases that ``kvferry bench`` measures, and how its options are written."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from kvferry.core.memory import I64Array, Region
 from kvferry.core.transport.copies import Copies, Segment
 
 SIZES, BLOCKS = "1M,16M,64M", "4K,64K,1M"
-"""What is measured unless said otherwise."""
+"""The default sizes."""
 
 LARGEST = 1 << 36
 COPIES_LIMIT = 1 << 24
-"""Copies of a case: more of them would take longer to lay out than anybody waits."""
+"""Most copies of a case; to prepare more would take too long."""
 
 _SIZE = re.compile(r"(\d{1,12})\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class BenchError(KVFerryError):
-    """A benchmark cannot be run, or what it moved is not right; says why."""
+    """A benchmark cannot be run, or moved wrong bytes; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One transfer to measure.
+    """A transfer to measure.
 
     Attributes:
         op: ``read`` or ``write``.
-        size: bytes that it moves, a multiple of ``block``.
-        block: bytes of each copy.
-        scattered: whether the blocks lie in random order on both sides; otherwise in a row.
+        size: Bytes that it moves, a multiple of ``block``.
+        block: Bytes of each copy.
+        scattered: Whether the blocks are in random order on both sides, not adjacent.
     """
 
     op: str
@@ -50,16 +50,16 @@ class Case:
 
     @property
     def copies(self) -> int:
-        """How many."""
+        """The number of copies."""
         return self.size // self.block
 
     @property
     def order(self) -> str:
-        """For people."""
+        """The order of the blocks, for people."""
         return "scattered" if self.scattered else "in a row"
 
-    def places(self) -> tuple[I64Array, I64Array]:
-        """The block of the local and of the remote side that each copy has; the same every time."""
+    def block_indices(self) -> tuple[I64Array, I64Array]:
+        """Return each copy's block on the local and on the remote side, always the same."""
         rows = np.arange(self.copies)
         if not self.scattered:
             return rows, rows
@@ -67,8 +67,15 @@ class Case:
         return rng.permutation(rows), rng.permutation(rows)
 
     def batch(self, local: Region, remote: Region) -> Copies:
-        """The copies, between the beginnings of two regions."""
-        here, there = (place.astype(np.uint64) * np.uint64(self.block) for place in self.places())
+        """Return the copies, from the starts of two regions.
+
+        Args:
+            local: This process's region.
+            remote: The other process's region.
+        """
+        here, there = (
+            index.astype(np.uint64) * np.uint64(self.block) for index in self.block_indices()
+        )
         return Copies(
             local=here + np.uint64(local.address),
             remote=there + np.uint64(remote.address),
@@ -78,12 +85,17 @@ class Case:
 
 
 def cases(sizes: Sequence[int], blocks: Sequence[int], ops: Sequence[str]) -> list[Case]:
-    """The grid. Blocks larger than a size are left out, and so is the order of a single one.
+    """Return all combinations, without blocks larger than a size and orders of a single block.
+
+    Args:
+        sizes: Bytes of the transfers.
+        blocks: Bytes of their copies.
+        ops: ``read``, ``write``.
 
     Raises:
-        BenchError: nothing is left, or a case would have too many copies.
+        BenchError: No case is left, or a case would have too many copies.
     """
-    found = [
+    result = [
         Case(op=op, size=total // block * block, block=block, scattered=scattered)
         for op in ops
         for total in sizes
@@ -91,58 +103,65 @@ def cases(sizes: Sequence[int], blocks: Sequence[int], ops: Sequence[str]) -> li
         for scattered in (True, False)
         if total // block > scattered
     ]
-    if not found:
+    if not result:
         raise BenchError(
             f"no size is as large as a block: sizes up to {size(max(sizes))}, blocks from "
             f"{size(min(blocks))}; enlarge --size, or make --block smaller"
         )
-    most = max(found, key=lambda case: case.copies)
+    most = max(result, key=lambda case: case.copies)
     if most.copies > COPIES_LIMIT:
         raise BenchError(
             f"a {most} has {most.copies:,} copies; at most {COPIES_LIMIT:,} are measured: make "
             "--block larger, or --size smaller"
         )
-    return found
+    return result
 
 
-def sizes_of(said: str, option: str) -> list[int]:
-    """Bytes, from such as ``4K,64KiB,1M,4096``: units are powers of 1024.
+def sizes_of(text: str, option: str) -> list[int]:
+    """Return the sizes in bytes that a text such as ``4K,64KiB,1M,4096`` names, ascending.
+
+    Args:
+        text: The text; units are powers of 1024.
+        option: The command's option, for messages.
 
     Raises:
-        BenchError: a part is no size, or too large; names the option.
+        BenchError: A part is no size, or too large.
     """
-    return sorted({_size_of(part.strip(), option) for part in said.split(",")})
+    return sorted({_size_of(part.strip(), option) for part in text.split(",")})
 
 
-def _size_of(said: str, option: str) -> int:
-    match = _SIZE.fullmatch(said)
+def _size_of(text: str, option: str) -> int:
+    match = _SIZE.fullmatch(text)
     nbytes = int(match[1]) * _UNITS[match[2].upper()] if match else 0
     if not 0 < nbytes <= LARGEST:
         raise BenchError(
-            f"{option}: {said!r} is no size from 1 to {size(LARGEST)}; write such as 4096, 64K or "
+            f"{option}: {text!r} is no size from 1 to {size(LARGEST)}; write such as 4096, 64K or "
             "1M, with commas between"
         )
     return nbytes
 
 
-def options_of(said: Sequence[str]) -> dict[str, object]:
-    """``driver_options`` from ``KEY=VALUE`` pairs, whose values are JSON, or else text.
+def options_of(text: Sequence[str]) -> dict[str, object]:
+    """Return ``driver_options`` from ``KEY=VALUE`` pairs.
+
+    Args:
+        text: The pairs; values are JSON, or else text.
 
     Raises:
-        BenchError: one is no pair.
+        BenchError: One of them is no pair.
     """
-    found: dict[str, object] = {}
-    for pair in said:
+    result: dict[str, object] = {}
+    for pair in text:
         key, equals, value = pair.partition("=")
         if not (key and equals):
             raise BenchError(f"--option {pair!r}: write KEY=VALUE, such as --option threads=4")
-        found[key] = _value(value)
-    return found
+        result[key] = _value(value)
+    return result
 
 
-def _value(said: str) -> object:
+def _value(text: str) -> object:
     try:
-        value: object = msgspec.json.decode(said)
+        value: object = msgspec.json.decode(text)
     except msgspec.DecodeError:
-        return said
+        return text
     return value

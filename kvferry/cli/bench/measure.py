@@ -1,4 +1,4 @@
-"""Two processes, and what a transfer between them takes."""
+"""Measure transfers between this process and a second one."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from kvferry.testing.memory import Buffer, Bytes, allocate, pattern
 from kvferry.testing.peers import Process
 
 ROUNDS = (3, 1000)
-"""The fewest and the most that a case is measured."""
+"""The smallest and the largest number of rounds of a case."""
 DEADLINE_SECONDS = 120.0
-"""No transfer may take longer."""
+"""Seconds after which a transfer counts as hanging."""
 BUSY_SECONDS = 0.001
-"""For so long a transfer is polled without pause."""
+"""Seconds for which a transfer is polled without pause."""
 
 FAR, NEAR = 1, 2
-"""Seeds of what the two buffers hold."""
+"""Seeds of the content of the two buffers."""
 
 Memcpy = Callable[[int], None]
-"""Copies so many bytes within this process."""
+"""Copies a number of bytes within this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a case took.
+    """The result of a case.
 
     Attributes:
         case: what was measured.
@@ -52,51 +52,53 @@ class Result:
 
     @property
     def gb_per_s(self) -> float:
-        """10^9 bytes per second."""
+        """Speed of the transfer in 10^9 bytes per second."""
         return self.case.size / self.seconds / 1e9
 
     @property
     def memcpy_gb_per_s(self) -> float:
-        """Likewise."""
+        """Speed of a memcpy of the same size in 10^9 bytes per second."""
         return self.case.size / self.memcpy_seconds / 1e9
 
     @property
     def us_per_copy(self) -> float:
-        """Microseconds."""
+        """Microseconds per copy."""
         return self.seconds / self.case.copies * 1e6
 
     @property
     def ratio(self) -> float:
-        """The speed as a part of memcpy's."""
+        """The transfer's speed as a fraction of memcpy's."""
         return self.memcpy_seconds / self.seconds
 
 
 class Bench:
-    """This process's side, connected to the other one. Holds about five times the buffer's bytes.
+    """Measure cases between this process's buffer and that of a second process.
+
+    It needs about five times the buffer's memory.
 
     Args:
-        transport: of this process; who made it closes it.
-        far: the other process, with a buffer of the same size.
-        near: the buffer of this process.
-        memcpy: what to compare with.
+        transport: This process's transport; the caller closes it.
+        far: The second process, with a buffer of the same size.
+        near: This process's buffer.
+        memcpy: The copy to compare with.
     """
 
     def __init__(self, transport: Transport, far: Process, near: Buffer, memcpy: Memcpy) -> None:
         self._transport, self._far, self._near, self._memcpy = transport, far, near, memcpy
         self._content = pattern(near.region.nbytes, NEAR)
         transport.register(near.region)
-        with _blamed("start"):
+        with _as_bench_error("start"):
             self._peer = transport.connect(far.address())
 
     def measure(self, case: Case, seconds: float) -> Result:
-        """Move a case's bytes, compare every one of them, and then take the time.
+        """Move a case's bytes, compare each of them, and then measure the time.
 
         Args:
-            case: what to move.
-            seconds: for about how long to repeat it.
+            case: What to move.
+            seconds: For about how long to repeat it.
 
         Raises:
-            BenchError: a transfer failed, or a byte is wrong.
+            BenchError: A transfer failed, or a byte is wrong.
         """
         copies = case.batch(self._near.region, self._far.region)
         self._check(case, copies)
@@ -113,7 +115,7 @@ class Bench:
         )
 
     def _check(self, case: Case, copies: Copies) -> None:
-        local, remote = case.places()
+        local, remote = case.block_indices()
         if case.op == "read":
             self._near.put(np.zeros(case.size, np.uint8))
             self._move(case, copies)
@@ -122,7 +124,7 @@ class Bench:
         else:
             source = self._content
             self._near.put(source[: case.size])
-            with _blamed(str(case)):
+            with _as_bench_error(str(case)):
                 self._far.reset()
                 self._move(case, copies)
                 found = self._far.get()[: case.size]
@@ -157,12 +159,12 @@ def _refuse(case: Case, status: Status, elapsed: float) -> None:
 
 
 def _pause(elapsed: float) -> None:
-    """Leave the processor to whom moves the bytes, and miss the end by two percent at most."""
+    """Sleep, so that others can move the bytes, but miss the end by two percent at most."""
     time.sleep(0 if elapsed < BUSY_SECONDS else elapsed / 50)
 
 
 def _moved(source: Bytes, case: Case, taken: Any, put: Any) -> Bytes:  # noqa: ANN401 - indices
-    """What the target must hold: blocks taken from one place, and put into another."""
+    """Return what the target must contain after its blocks have been copied."""
     target = np.empty((case.copies, case.block), np.uint8)
     target[put] = source[: case.size].reshape(target.shape)[taken]
     flat: Bytes = target.reshape(-1)
@@ -179,17 +181,23 @@ def _seconds(call: Callable[[], None]) -> float:
 def far_process(
     driver: str, options: Mapping[str, object], memory: str, nbytes: int
 ) -> Iterator[Process]:
-    """A second process with a transport and a buffer; ended when the block is left.
+    """Start a second process with a transport and a buffer; it ends with the ``with`` block.
 
-    Ctrl-C is this process's to handle: the other never gets to know of it, and ends when this one
-    does, however that happens.
+    Only this process handles Ctrl-C: the signal is blocked in the other one, which ends when this
+    one does.
+
+    Args:
+        driver: Name of an installed driver.
+        options: Its ``driver_options``.
+        memory: Kind of the buffer.
+        nbytes: Size of the buffer.
 
     Raises:
-        BenchError: it does not start.
+        BenchError: The process does not start.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _blamed("start"):
+        with _as_bench_error("start"):
             process = Process(
                 "kvferry.core.transport.registry:create",
                 {"name": driver, "options": dict(options)},
@@ -204,8 +212,8 @@ def far_process(
 
 
 @contextmanager
-def _blamed(what: str) -> Iterator[None]:
-    """What the other process cannot do is this one's error."""
+def _as_bench_error(what: str) -> Iterator[None]:
+    """Turn errors of the second process into ``BenchError``."""
     try:
         yield
     except (RuntimeError, TimeoutError) as exc:
@@ -213,10 +221,14 @@ def _blamed(what: str) -> Iterator[None]:
 
 
 def near_buffer(memory: str, nbytes: int) -> Buffer:
-    """This process's buffer.
+    """Return this process's buffer.
+
+    Args:
+        memory: Its kind.
+        nbytes: Its size.
 
     Raises:
-        BenchError: there is no such memory here.
+        BenchError: There is no such memory on this machine.
     """
     try:
         return allocate(memory, nbytes)
@@ -228,7 +240,7 @@ def near_buffer(memory: str, nbytes: int) -> Buffer:
 
 
 def memcpy_of(memory: str, nbytes: int) -> Memcpy:
-    """A memcpy within memory of this kind; of CPU memory, for kinds that only the user knows."""
+    """Return a memcpy within memory of this kind, or within CPU memory for other kinds."""
     if memory.partition(":")[0] == "cuda":
         return _cuda_memcpy(memory, nbytes)
     source, target = (_pages(nbytes) for _ in range(2))
@@ -240,7 +252,7 @@ def memcpy_of(memory: str, nbytes: int) -> Memcpy:
 
 
 def _pages(nbytes: int) -> Bytes:
-    """Memory with pages like those that are read: numpy would ask for huge ones. Touched."""
+    """Return touched memory with ordinary pages; numpy would ask for huge ones."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found: Bytes = np.frombuffer(memory, np.uint8)
     found[:] = 1

@@ -1,4 +1,4 @@
-"""The picture that ``kvferry bench --plot`` draws: speed by block size, beside memcpy's.
+"""The picture of ``kvferry bench --plot``: speed by block size, compared with memcpy.
 
 It needs matplotlib, and draws without pyplot, which would look for a display.
 """
@@ -18,7 +18,7 @@ from kvferry.cli.bench.measure import Result
 from kvferry.cli.formatting import size
 
 WIDTH, HEIGHT = 5.2, 4.0
-"""Inches of a panel."""
+"""Size of a panel in inches."""
 
 
 def draw(path: Path, title: str, results: Sequence[Result]) -> None:

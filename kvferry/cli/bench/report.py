@@ -1,4 +1,4 @@
-"""What ``kvferry bench`` prints, and what it draws."""
+"""The output of ``kvferry bench``: table, JSON or picture."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import installed
 
 Show = Callable[[str], None]
-"""Says what is measured next."""
+"""Called with what is measured next."""
 
 FORMATS = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What was measured, on which machine; ``load`` is that of the minute before."""
+    """The conditions of a measurement; ``load`` is the machine's load of the minute before."""
 
     driver: str
     distribution: str
@@ -46,7 +46,7 @@ class Setup:
 
 
 def setup(driver: str, options: Mapping[str, object], memory: str, transport: Transport) -> Setup:
-    """The conditions, as they are now."""
+    """Return the current conditions."""
     info = next(info for info in installed() if info.name == driver)
     return Setup(
         driver=driver,
@@ -65,7 +65,7 @@ def setup(driver: str, options: Mapping[str, object], memory: str, transport: Tr
 
 @contextmanager
 def progress(total: int) -> Iterator[Show]:
-    """A bar on stderr, where that is a terminal. Each call of what it gives is a step."""
+    """Show a progress bar if stderr is a terminal; each call of the yielded function is a step."""
     console = Console(stderr=True)
     with Progress(
         BarColumn(),
@@ -150,12 +150,12 @@ def _table(results: Sequence[Result]) -> Table:
 
 
 def _short(value: float) -> str:
-    """Two digits after the point, or more where these would be zeros."""
+    """Return a number with two decimals, or more if these would be zeros."""
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def check_plot(path: Path) -> None:
-    """Before anything is measured: whether a picture can be drawn there.
+    """Refuse a picture that cannot be drawn, before anything is measured.
 
     Raises:
         BenchError: it cannot; says why.
@@ -173,7 +173,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(path: Path, made: Setup, results: Sequence[Result]) -> None:
-    """Draw the figures.
+    """Draw the results.
 
     Raises:
         BenchError: the file cannot be written.

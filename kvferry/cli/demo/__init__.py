@@ -28,7 +28,7 @@ from kvferry.core.transport.registry import create
 ENGINE = "prefill"
 INTERRUPTED = 130
 COPIES_IN_MEMORY = 3
-"""The prefill engine's cache, the decode engine's, and what memcpy copies to."""
+"""Buffers of the cache's size: prefill, decode, and the target of memcpy."""
 
 
 def run(
@@ -38,19 +38,19 @@ def run(
     prefill: str = "2/HND/16",
     decode: str = "NHD/32",
 ) -> int:
-    """Run the demo and print what happened.
+    """Run the demo, and print the results.
 
     Args:
-        megabytes: how much KV cache crosses, in units of 10^6 bytes.
-        driver: the name of an installed driver that reaches CPU memory.
-        prefill: ranks, order and tokens a page of the prefill engine; see ``shape_of``.
-        decode: order and tokens a page of the decode engine, which has one rank.
+        megabytes: How much KV cache is transferred, in units of 10^6 bytes.
+        driver: Name of an installed driver that reaches CPU memory.
+        prefill: Ranks, order and tokens per page of the prefill engine; see ``shape_of``.
+        decode: Order and tokens per page of the decode engine, which has one rank.
 
     Returns:
         The exit status: 0 if every byte was right, 1 if not, 130 after Ctrl-C.
 
     Raises:
-        KVFerryError: it could not be run; says why. Nothing is left behind.
+        KVFerryError: The demo could not run. All processes have ended then.
     """
     console = Console()
     # What an endpoint warns of is part of the story here, and printed as such.
@@ -86,7 +86,7 @@ def _run(console: Console, nbytes: int, driver: str, prefill: Shape, decode: Sha
 
 
 def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, decode: Shape) -> int:
-    """From two engines to a verdict."""
+    """Run both engines, and return whether every byte was right."""
     count, tokens = len(spec.requests), sum(request.tokens for request in spec.requests)
     title = f"prefill engine computed {tokens:,} tokens of {count} requests"
     with report.step(console, title, count) as advance:
@@ -117,7 +117,7 @@ def _ticket(pipe: Connection, advance: report.Advance) -> Ticket:
 
 
 def _transport(driver: str) -> Transport:
-    """Made before anything is started: most mistakes end here."""
+    """Validate the arguments before any process is started."""
     transport = create(driver)
     can = transport.capabilities
     if CPU in can.memory and "read" in can.ops:

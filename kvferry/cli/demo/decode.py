@@ -1,4 +1,4 @@
-"""The demo's decode engine, in the process of the command itself: one rank, and the router."""
+"""The demo's decode engine and router: one rank, in the process of the command itself."""
 
 from __future__ import annotations
 
@@ -36,27 +36,29 @@ Advance = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
-    """What all loads together took, from the first request for one to the last report."""
+    """The loads of all requests, and the seconds from the first order to the last report."""
 
     records: dict[str, LoadRecord]
     seconds: float
 
     @property
     def nbytes(self) -> int:
+        """Bytes that were read."""
         return sum(record.nbytes for record in self.records.values())
 
     @property
     def copies(self) -> int:
+        """Number of copies."""
         return sum(record.copies for record in self.records.values())
 
     @property
     def handshake(self) -> float:
-        """Seconds; all loads wait for the same one."""
+        """Seconds of the handshake, for which all loads wait."""
         return max(record.handshake_seconds for record in self.records.values())
 
 
 class Decode:
-    """The consumer: a cache that is poisoned at first, and its endpoint. Close the endpoint."""
+    """The consumer: a poisoned cache and its endpoint, which the caller closes."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class Decode:
         self.endpoint.join([self.endpoint.payload])
 
     def pull(self, tickets: dict[Request, Ticket], advance: Advance) -> Pulled:
-        """Load all requests at once.
+        """Load all requests at once, and return how long that took.
 
         Raises:
             DemoError: a load failed.
@@ -101,7 +103,7 @@ class Decode:
         return Pulled(records=records, seconds=time.perf_counter() - begun)
 
     def pull_again(self, request: Request, ticket: Ticket) -> KVFerryError | None:
-        """Why a load whose ticket was used before is refused; ``None`` if it is not."""
+        """Return why the load of a used ticket is refused, or ``None`` if it is not."""
         self._load(request, ticket)
         while True:
             self.endpoint.wait(WAIT_SECONDS)
@@ -110,7 +112,7 @@ class Decode:
                 return results.failed.get(RequestId(request.name))
 
     def wrong_bytes(self, advance: Advance) -> dict[str, int]:
-        """Compare every byte of the cache with what it must be; what is wrong, by request."""
+        """Compare every byte of the cache, and return how many are wrong by request."""
         wrong: dict[str, int] = {}
         for request, pages in self.pages.items():
             wrong[request.name] = wrong_bytes(self._shape, 0, self._cache, request, pages)
@@ -120,7 +122,7 @@ class Decode:
         return wrong
 
     def memcpy_rate(self, nbytes: int) -> float:
-        """Bytes per second of a plain memcpy of so many bytes of the cache; the best of some."""
+        """Return the bytes per second of a memcpy within the cache, the best of several."""
         source = self._cache.reshape(-1).view(np.uint8)[:nbytes]
         target = np.empty_like(source)
         target.fill(0)  # its pages must exist before the clock starts

@@ -1,4 +1,4 @@
-"""The demo's model: what its KV cache holds, and where each engine keeps it.
+"""The demo's model: the content of its KV cache, and where each engine stores it.
 
 The value of every element follows from what it is (request, layer, K or V, token, head, element)
 and never from where it lies, so that a check of it owes nothing to the planner.
@@ -18,40 +18,40 @@ from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import region_of
 
 LAYERS, HEADS, HEAD_DIM, DTYPE, ELEMENT_BYTES = 32, 8, 128, "bfloat16", 2
-"""Those of Llama 3 8B."""
+"""The dimensions are those of Llama 3 8B."""
 
 ROW_BYTES = HEAD_DIM * ELEMENT_BYTES
-"""One head of one token."""
+"""Bytes of one head of one token."""
 WORDS = ROW_BYTES // 8
 TOKEN_BYTES = LAYERS * 2 * HEADS * ROW_BYTES
 TOKEN_LIMIT = 1 << 32
 ORDERS = ("HND", "NHD")
 BLOCK_LIMIT = 1024
 SPARE_PAGES = 4
-"""Pages of no request: page 0, which stands for none, and some that must stay as they are."""
+"""Pages of no request: page 0, which means none, and some that must not change."""
 
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 _SCATTER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 Words = npt.NDArray[np.uint64]
-"""Elements by the eight bytes: two bytes are too few to say which element they are."""
+"""Four elements as one word of eight bytes, enough to encode where they belong."""
 
 
 class DemoError(KVFerryError):
-    """The demo cannot be run, or cannot go on; says why."""
+    """The demo cannot start or continue; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How an engine keeps the cache.
+    """How an engine stores the cache.
 
     Attributes:
-        tp: over how many ranks the heads are spread.
-        order: ``HND`` (a page has its tokens inside its heads) or ``NHD`` (heads inside tokens).
-        block: tokens per page.
+        tp: Number of tensor-parallel ranks, which share the heads.
+        order: ``HND`` (heads outside tokens) or ``NHD`` (tokens outside heads).
+        block: Tokens per page.
 
     Raises:
-        DemoError: no engine of this model can have that shape.
+        DemoError: No engine of this model can have this shape.
     """
 
     tp: int
@@ -67,37 +67,43 @@ class Shape:
             raise DemoError(f"{self.block} tokens a page: choose 1 to {BLOCK_LIMIT}")
 
     def heads(self, rank: int) -> range:
-        """The heads that a rank holds."""
+        """Return the heads that a rank stores."""
         return range(HEADS * rank // self.tp, HEADS * (rank + 1) // self.tp)
 
     def pages(self, tokens: int) -> int:
-        """How many pages hold so many tokens."""
+        """Return how many pages a number of tokens takes."""
         return -(-tokens // self.block)
 
     def page_bytes(self, rank: int) -> int:
-        """The bytes of one page of one layer's K, or V."""
+        """Bytes of a page of K, or V, of one layer."""
         return self.block * len(self.heads(rank)) * ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt, by number, and how many tokens it has."""
+    """A request.
+
+    Attributes:
+        number: Its number, the seed of its prompt.
+        tokens: The length of its prompt.
+    """
 
     number: int
     tokens: int
 
     @property
     def name(self) -> str:
+        """The request's id."""
         return f"demo-{self.number}"
 
     @property
     def prompt(self) -> npt.NDArray[np.int64]:
-        """Its token ids, which both engines know."""
+        """The token ids of the prompt, which both engines know."""
         return np.random.default_rng(self.number).integers(0, 128_256, self.tokens)
 
 
 def shape_of(text: str, tp: int | None = None) -> Shape:
-    """A shape as it is written on the command line: ``2/HND/16``, or ``HND/16`` for one ``tp``.
+    """Return a shape from the text of the command line: ``2/HND/16``, or ``HND/16`` for one ``tp``.
 
     Raises:
         DemoError: it is not written like that, or there is no such shape.
@@ -111,7 +117,7 @@ def shape_of(text: str, tp: int | None = None) -> Shape:
 
 
 def requests_of(nbytes: int, count: int = 8) -> list[Request]:
-    """Requests of rising length whose pages have so many bytes together, or a little more."""
+    """Return requests of increasing length whose pages have ``nbytes`` together, or more."""
     total = max(-(-nbytes // TOKEN_BYTES), 1)
     count = min(count, total)
     ends = [total * k * (k + 1) // (count * (count + 1)) for k in range(count + 1)]
@@ -120,7 +126,7 @@ def requests_of(nbytes: int, count: int = 8) -> list[Request]:
 
 
 def scattered_pages(shape: Shape, requests: Sequence[Request], seed: int) -> list[list[int]]:
-    """Page ids for each request, in no order, as in an engine that has run for a while."""
+    """Return page ids for each request, scattered as in an engine that has run for a while."""
     counts = [shape.pages(request.tokens) for request in requests]
     free = 1 + np.random.default_rng(seed).permutation(sum(counts) + SPARE_PAGES - 1)
     ends = np.cumsum(counts)
@@ -128,14 +134,14 @@ def scattered_pages(shape: Shape, requests: Sequence[Request], seed: int) -> lis
 
 
 def make_cache(shape: Shape, rank: int, requests: Sequence[Request], fill: np.uint64) -> Words:
-    """(layer, K or V, page, ...) in one buffer, every byte of it written once."""
+    """Return a cache of shape (layer, K or V, page, ...), filled with one word."""
     heads, pages = len(shape.heads(rank)), sum(shape.pages(r.tokens) for r in requests)
     inner = (heads, shape.block) if shape.order == "HND" else (shape.block, heads)
     return np.full((LAYERS, 2, pages + SPARE_PAGES, *inner, WORDS), fill, dtype=np.uint64)
 
 
 def layout_of(shape: Shape, rank: int, cache: Words) -> Layout:
-    """What this rank says about its cache: two fields per layer in one region."""
+    """Return the layout of a rank's cache: two fields per layer in one region."""
     heads, page = shape.heads(rank), shape.page_bytes(rank)
     token, head = ROW_BYTES, shape.block * ROW_BYTES
     if shape.order == "NHD":
@@ -163,7 +169,7 @@ def layout_of(shape: Shape, rank: int, cache: Words) -> Layout:
 
 
 def values(request: Request, layer: int, index: int, heads: range) -> Words:
-    """(token, head, word) of one layer's K (``index`` 0) or V (1): no two words are equal."""
+    """Return the words (token, head, word) of a layer's K (``index`` 0) or V (1), all different."""
     tensor = (request.number * LAYERS + layer) * 2 + index
     token = np.arange(request.tokens, dtype=np.uint64)[:, None, None]
     head = np.arange(heads.start, heads.stop, dtype=np.uint64)[None, :, None]
@@ -174,7 +180,7 @@ def values(request: Request, layer: int, index: int, heads: range) -> Words:
 
 
 def compute(shape: Shape, rank: int, cache: Words, request: Request, pages: Sequence[int]) -> None:
-    """What a prefill leaves in a rank's pages: the values, and zeros after the last token."""
+    """Write what a prefill leaves in a rank's pages: the values, and zeros after the last token."""
     heads = shape.heads(rank)
     rows = np.zeros((len(pages) * shape.block, len(heads), WORDS), dtype=np.uint64)
     for layer in range(LAYERS):
@@ -187,7 +193,7 @@ def compute(shape: Shape, rank: int, cache: Words, request: Request, pages: Sequ
 def wrong_bytes(
     shape: Shape, rank: int, cache: Words, request: Request, pages: Sequence[int]
 ) -> int:
-    """How many bytes of a request's pages are not what they must be, tails included."""
+    """Return how many bytes of a request's pages are wrong, including those after its end."""
     heads, wrong = shape.heads(rank), 0
     for layer in range(LAYERS):
         for index in range(2):
@@ -202,7 +208,7 @@ def wrong_bytes(
 
 
 def wrong_spare_bytes(cache: Words, used: Sequence[int]) -> int:
-    """How many bytes of the pages of no request are not as ``make_cache`` left them."""
+    """Return how many bytes of the pages of no request have changed since ``make_cache``."""
     spare = np.setdiff1d(np.arange(cache.shape[2]), used)
     poison = np.broadcast_to(POISON, cache[0, 0, spare].shape)
     return sum(

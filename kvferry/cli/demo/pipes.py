@@ -1,4 +1,4 @@
-"""What the demo's processes say to each other, and how they start and end."""
+"""Messages between the demo's processes, and how these are started and ended."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 T = TypeVar("T")
 
 GRACE_SECONDS = 5.0
-"""For a process whose pipe was closed to end by itself."""
+"""Seconds for a process to end after its pipe was closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What the prefill engine is to be, and to compute."""
+    """The setup of the prefill engine, and the requests that it computes."""
 
     engine: str
     incarnation: Incarnation
@@ -35,7 +35,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A rank has its cache and its endpoint; what it publishes."""
+    """A rank has started: what it publishes."""
 
     pid: int
     payload: bytes
@@ -43,7 +43,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The prefill engine can be asked: its processes, and its side channel."""
+    """The prefill engine has started: its processes and its side channel."""
 
     pids: tuple[int, ...]
     host: str
@@ -52,7 +52,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoStep:
-    """One engine step: the orders for every rank, and the request that it computes, if any."""
+    """One engine step: orders for every rank, and the request to compute, if any."""
 
     orders: HoldOrders
     compute: Request | None = None
@@ -60,27 +60,27 @@ class DemoStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
-    """A rank's answer to a step: the requests that it reports sent."""
+    """A rank's answer to a step: the requests that it reports as sent."""
 
     sent: frozenset[RequestId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasedRequest:
-    """No request's pages are held any more."""
+    """The pages of no request are held any more."""
 
     requests: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A process cannot go on."""
+    """A process has failed."""
 
     reason: str
 
 
 def receive(pipe: Connection, kind: type[T]) -> T:
-    """The next message of this kind.
+    """Return the next message, which must be of a given type.
 
     Raises:
         DemoError: the other process failed, and says why, or has ended.
@@ -98,7 +98,7 @@ def receive(pipe: Connection, kind: type[T]) -> T:
 
 @contextlib.contextmanager
 def prefill_processes(ranks: int) -> Iterator[Connection]:
-    """One process per rank of the prefill engine; gives the pipe to rank 0, which leads.
+    """Start one process per rank of the prefill engine; yield the pipe to rank 0.
 
     They end when their pipes do, so nothing that ends this process leaves them behind. They are in
     a group of their own: Ctrl-C is this process's to handle.

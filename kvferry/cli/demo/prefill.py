@@ -1,4 +1,4 @@
-"""One rank of the demo's prefill engine, as a process; rank 0 also is its scheduler."""
+"""One rank of the demo's prefill engine, as a process; rank 0 is also its scheduler."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PACE_SECONDS = 0.02
 
 
 class Rank:
-    """The worker half: a cache and its endpoint."""
+    """The worker half of a rank: a cache and its endpoint."""
 
     def __init__(self, spec: Spec, rank: int) -> None:
         self._spec, self._rank = spec, rank
@@ -65,7 +65,7 @@ class Rank:
         )
 
     def step(self, step: DemoStep) -> Stepped:
-        """Apply the orders, then compute: no ticket can exist before that is over."""
+        """Apply the orders, then compute; a ticket is made only after that."""
         self.endpoint.apply(step.orders)
         if step.compute is not None:
             pages = self.pages[step.compute]
@@ -74,7 +74,7 @@ class Rank:
 
 
 class Lead:
-    """The scheduler half: takes requests on, makes tickets, frees what every rank has sent."""
+    """The scheduler half: hold requests, make tickets, and free what every rank has sent."""
 
     def __init__(self, spec: Spec, rank: Rank, others: Sequence[Connection]) -> None:
         self._spec, self._rank, self._others = spec, rank, others
@@ -83,11 +83,11 @@ class Lead:
 
     @property
     def held(self) -> int:
-        """How many requests' pages are held."""
+        """The number of requests whose pages are held."""
         return self._ledger.held
 
     def compute(self, request: Request, server: HandshakeServer) -> Ticket:
-        """Take a request on, compute it on every rank, and make its ticket."""
+        """Compute a request on every rank, and return its ticket."""
         name = RequestId(request.name)
         self._ledger.take_on(name)
         self.step(request)
@@ -111,7 +111,7 @@ class Lead:
         )
 
     def step(self, request: Request | None = None) -> None:
-        """One engine step on all ranks at once."""
+        """Run one engine step on all ranks at once."""
         step = DemoStep(orders=self._ledger.drain(), compute=request)
         for other in self._others:
             other.send(step)
@@ -123,7 +123,7 @@ class Lead:
 
 
 def lead(control: Connection, others: Sequence[Connection]) -> None:
-    """Rank 0: start the engine, compute everything, and hold it until it was read."""
+    """Run rank 0: start the engine, compute all requests, and hold them until they are read."""
     spec = receive(control, Spec)
     for other in others:
         other.send(spec)
@@ -145,7 +145,7 @@ def lead(control: Connection, others: Sequence[Connection]) -> None:
 
 
 def follow(pipe: Connection, index: int) -> None:
-    """Any other rank: do what rank 0 says until it closes its end."""
+    """Run another rank: execute the steps of rank 0 until it closes the pipe."""
     rank = Rank(receive(pipe, Spec), index)
     with rank.endpoint:
         pipe.send(Joined(pid=os.getpid(), payload=encode(rank.endpoint.payload)))
@@ -154,7 +154,7 @@ def follow(pipe: Connection, index: int) -> None:
 
 
 def main(rank: int, *descriptors: int) -> int:
-    """Run a rank on inherited pipes; the first leads to who must hear of a failure."""
+    """Run a rank on inherited pipes; failures are sent over the first one."""
     pipes = [Connection(descriptor) for descriptor in descriptors]
     try:
         if rank == 0:

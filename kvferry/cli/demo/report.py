@@ -1,4 +1,4 @@
-"""What the demo prints."""
+"""The output of ``kvferry demo``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Advance", "engines", "rates", "requests", "step", "used_ticket"]
 
 @contextmanager
 def step(console: Console, title: str, total: int | None = None) -> Iterator[Advance]:
-    """One step: a bar while it runs, a line when it is over."""
+    """Show a step: a bar while it runs, a line when it has ended."""
     begun = perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     counted = (*columns, BarColumn(), MofNCompleteColumn()) if total else columns
@@ -38,7 +38,7 @@ def step(console: Console, title: str, total: int | None = None) -> Iterator[Adv
 
 
 def engines(console: Console, prefill: Shape, decode: Shape, started: Started) -> None:
-    """Who takes part."""
+    """Print both engines."""
     table = Table("engine", "rank", "process", "heads", "order", "tokens a page", box=None)
     for rank, pid in enumerate(started.pids):
         table.add_row("prefill", *_rank(prefill, rank, pid))
@@ -58,7 +58,7 @@ def requests(
     pages: Mapping[Request, tuple[int, int]],
     wrong: Mapping[str, int],
 ) -> None:
-    """What went where."""
+    """Print what was transferred."""
     table = Table(box=None)
     for name in ("request", "tokens", "from pages", "to pages", "copies", "MB", "ms", "bytes"):
         table.add_column(name, justify="left" if name in ("request", "bytes") else "right")
@@ -81,7 +81,7 @@ def requests(
 
 
 def used_ticket(console: Console, refusal: KVFerryError | None) -> None:
-    """What became of the ticket that was used twice."""
+    """Print what happened to the ticket that was used twice."""
     if refusal is None:
         console.print("\n[red]A ticket whose pages were released was accepted again.[/]")
     else:
@@ -89,7 +89,7 @@ def used_ticket(console: Console, refusal: KVFerryError | None) -> None:
 
 
 def rates(console: Console, pulled: Pulled, memcpy: float, prefill: Shape, decode: Shape) -> None:
-    """How fast, beside what the memory can do."""
+    """Print the speed, compared with a memcpy."""
     rate = pulled.nbytes / pulled.seconds
     mean = pulled.nbytes / max(pulled.copies, 1)
     table = Table(box=None, show_header=False)

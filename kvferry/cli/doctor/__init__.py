@@ -1,4 +1,4 @@
-"""``kvferry doctor``: what this machine can do for a hand-over, and what to change."""
+"""``kvferry doctor``: check what this machine can do for a hand-over, and what to change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INTERRUPTED = 130
 
 
 class DoctorError(KVFerryError):
-    """What to look at was not said in full."""
+    """The options that name a running engine are incomplete."""
 
 
 def run(
@@ -36,19 +36,20 @@ def run(
     keys: Keys = NONE,
     as_json: bool = False,
 ) -> int:
-    """Look at everything, and print what was found.
+    """Run all checks, and print the findings.
 
     Args:
-        host, port: the side channel of a running engine, to be asked, too.
-        engine: which engine should answer there; None for any.
-        keys: to ask it with.
-        as_json: print JSON instead of a table.
+        host: Host of a running engine's side channel, to be checked as well.
+        port: Its TCP port.
+        engine: Id of the engine that should answer there; ``None`` for any.
+        keys: Keys with which to ask it.
+        as_json: Whether to print JSON instead of a table.
 
     Returns:
         The exit status: 1 if something is bad, 130 after Ctrl-C, otherwise 0.
 
     Raises:
-        DoctorError: of host and port only one is given, or an engine or keys without them.
+        DoctorError: Only one of host and port is given, or an engine or keys without them.
     """
     about = engine is not None or keys != NONE
     if (host is None) != (port is None) or (about and host is None):
@@ -58,14 +59,18 @@ def run(
     except KeyboardInterrupt:
         return INTERRUPTED
     if as_json:
-        Console().print_json(json.dumps(_record(findings)))
+        Console().print_json(json.dumps(_json_record(findings)))
     else:
         _print(findings)
     return int(worst(findings) is FindingLevel.BAD)
 
 
 def worst(findings: Sequence[Finding]) -> FindingLevel:
-    """The verdict on all of them."""
+    """Return the worst verdict.
+
+    Args:
+        findings: The findings.
+    """
     order = list(FindingLevel)
     return max((finding.verdict for finding in findings), key=order.index, default=FindingLevel.OK)
 
@@ -73,6 +78,7 @@ def worst(findings: Sequence[Finding]) -> FindingLevel:
 def _findings(
     host: str | None, port: int | None, engine: str | None, keys: Keys
 ) -> Iterator[Finding]:
+    """Yield the findings of all checks."""
     with _step("loading the drivers"):
         probed = probe()
     yield software.python()
@@ -89,6 +95,7 @@ def _findings(
 
 
 def _hardware() -> Iterator[Finding]:
+    """Yield the findings about GPUs, NICs and pinned memory."""
     gpus, nics = devices.gpus(), devices.nics()
     yield devices.gpu(gpus)
     yield devices.rdma()
@@ -99,6 +106,7 @@ def _hardware() -> Iterator[Finding]:
 
 @contextmanager
 def _step(title: str) -> Iterator[None]:
+    """Show on a terminal what takes long."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -107,7 +115,8 @@ def _step(title: str) -> Iterator[None]:
         yield
 
 
-def _record(findings: Sequence[Finding]) -> dict[str, object]:
+def _json_record(findings: Sequence[Finding]) -> dict[str, object]:
+    """Return the findings for ``--json``."""
     return {
         "verdict": worst(findings).value,
         "findings": [
@@ -123,6 +132,7 @@ def _record(findings: Sequence[Finding]) -> dict[str, object]:
 
 
 def _print(findings: Sequence[Finding]) -> None:
+    """Print the findings as a table, with a summary."""
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)

@@ -1,4 +1,4 @@
-"""Side channels: whether one can be bound and reached, and whether a running engine's answers."""
+"""Check side channels: whether one can be bound and reached, and whether a running one answers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvferry.core.messages import (
 
 LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"
-"""An address of nobody (RFC 5737), for asking the kernel by which of ours it would go there."""
+"""An unused address (RFC 5737), to ask the kernel which of this host's addresses leads there."""
 SECONDS = 5.0
 ENGINE = "kvferry-doctor"
 
 
 def channels() -> Iterator[Finding]:
-    """A side channel on the loopback address, and on the one that other hosts see."""
+    """Yield findings about a side channel on the loopback address and on this host's address."""
     yield _served(LOOPBACK)
     address = own_address()
     if address is None:
@@ -42,7 +42,7 @@ def channels() -> Iterator[Finding]:
 
 
 def own_address() -> str | None:
-    """The address by which this host would go elsewhere. Sends nothing."""
+    """Return this host's address for other hosts, or ``None`` if it has none. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((ELSEWHERE, 9))
@@ -53,6 +53,7 @@ def own_address() -> str | None:
 
 
 def _served(host: str) -> Finding:
+    """Bind a side channel, ask it, and return the finding."""
     name = f"side channel at {host}"
     payload = _payload()
     try:
@@ -73,12 +74,13 @@ def _served(host: str) -> Finding:
 
 
 def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Finding:
-    """The side channel of a running engine.
+    """Return the finding about the side channel of a running engine.
 
     Args:
-        host, port: where its tickets say that it listens.
-        engine: its id; if that is None, whoever answers is fine.
-        keys: to ask with.
+        host: Where the side channel listens, as its tickets say.
+        port: Its TCP port.
+        engine: The engine's id; ``None`` accepts any engine.
+        keys: Keys with which to ask.
     """
     name = f"engine at {host} port {port}"
     try:
@@ -107,12 +109,12 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
 
 
 def _why(error: HandshakeError) -> str:
-    """Without where: the finding's name says that."""
+    """Return the cause of an error, without the address that the finding's name has."""
     return str(error.__cause__ or error)
 
 
 def _payload() -> RankPayload:
-    """What a rank without any cache would publish."""
+    """Return what a rank without a cache would publish."""
     return RankPayload(
         oldest=OLDEST_PROTOCOL,
         newest=NEWEST_PROTOCOL,

@@ -1,4 +1,4 @@
-"""NICs with RDMA, and GPUs, as the kernel shows them."""
+"""Check NICs with RDMA, and GPUs, as the kernel shows them."""
 
 from __future__ import annotations
 
@@ -19,57 +19,79 @@ VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 
 
 def nics(root: Path = Path("/")) -> list[str]:
-    """The names of the NICs with RDMA."""
+    """Return the names of the NICs with RDMA.
+
+    Args:
+        root: The file system's root; another one in tests.
+    """
     return sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))
 
 
 def rdma(root: Path = Path("/")) -> Finding:
-    """NICs, whether a port of theirs is up, and whether this process may use them."""
-    found = nics(root)
-    if not found:
+    """Return the finding about NICs: their ports, and whether this process may use them.
+
+    Args:
+        root: The file system's root; another one in tests.
+    """
+    names = nics(root)
+    if not names:
         return ok(RDMA, "no NIC with RDMA: between hosts bytes go by TCP")
-    ports = [port for nic in found for port in _ports(root, nic)]
-    said = "; ".join(ports) or ", ".join(found)
+    ports = [port for nic in names for port in _ports(root, nic)]
+    text = "; ".join(ports) or ", ".join(names)
     if not any("ACTIVE" in port for port in ports):
-        return warn(RDMA, said, "no port is active: check the cable and the switch")
+        return warn(RDMA, text, "no port is active: check the cable and the switch")
     verbs = sorted((root / "dev/infiniband").glob("uverbs*"))
     if not any(os.access(path, os.R_OK | os.W_OK) for path in verbs):
         return warn(
             RDMA,
-            f"{said}; but this process may not use /dev/infiniband/uverbs*",
+            f"{text}; but this process may not use /dev/infiniband/uverbs*",
             "give it the devices (--device=/dev/infiniband for a container), and the right to open "
             "them",
         )
-    return ok(RDMA, said)
+    return ok(RDMA, text)
 
 
 def _ports(root: Path, nic: str) -> Iterator[str]:
+    """Yield the ports of a NIC, with link, rate and state."""
     for port in sorted((root / "sys/class/infiniband" / nic / "ports").glob("*")):
         facts = (_text(port / name) for name in ("link_layer", "rate", "state"))
         yield f"{nic}:{port.name} {', '.join(fact for fact in facts if fact)}"
 
 
 def gpus(root: Path = Path("/")) -> list[str]:
-    """The GPUs, in words; with less detail where their driver is not installed."""
+    """Return a text for each GPU, with less detail if its driver is not installed.
+
+    Args:
+        root: The file system's root; another one in tests.
+    """
     return _from_smi() or _from_proc(root) or _from_bus(root)
 
 
 def gpu(found: list[str], *, library: str = "libcuda.so.1") -> Finding:
-    """What there is, and whether CUDA's driver can be loaded."""
+    """Return the finding about GPUs, and whether CUDA's driver can be loaded.
+
+    Args:
+        found: A text for each GPU.
+        library: The driver's library.
+    """
     if not found:
         return ok(GPU, "none")
-    said = "; ".join(found)
-    if "AMD" in said or _loads(library):
-        return ok(GPU, said)
+    text = "; ".join(found)
+    if "AMD" in text or _loads(library):
+        return ok(GPU, text)
     return warn(
         GPU,
-        f"{said}; but {library} does not load, so that no driver can offer cuda memory",
+        f"{text}; but {library} does not load, so that no driver can offer cuda memory",
         "install NVIDIA's driver, or give the container the GPU (--gpus all)",
     )
 
 
 def direct(root: Path = Path("/")) -> Finding:
-    """Whether a NIC can read GPU memory; asked where there are both."""
+    """Return whether a NIC can read GPU memory, for machines with both.
+
+    Args:
+        root: The file system's root; another one in tests.
+    """
     loaded = [name for name in PEER_MODULES if (root / "sys/module" / name).exists()]
     if loaded:
         return ok(DIRECT, f"kernel module {loaded[0]} is loaded")
@@ -81,6 +103,7 @@ def direct(root: Path = Path("/")) -> Finding:
 
 
 def _from_smi() -> list[str]:
+    """Return the GPUs that nvidia-smi lists."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -100,21 +123,24 @@ def _from_smi() -> list[str]:
 
 
 def _from_proc(root: Path) -> list[str]:
-    found = []
+    """Return the GPUs that NVIDIA's kernel module lists."""
+    models = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         lines = _text(path).splitlines()
         model = next((line for line in lines if line.startswith("Model:")), "Model: NVIDIA GPU")
-        found.append(model.partition(":")[2].strip())
-    return found
+        models.append(model.partition(":")[2].strip())
+    return models
 
 
 def _from_bus(root: Path) -> list[str]:
+    """Return the GPUs that the kernel's graphics devices show."""
     cards = sorted((root / "sys/class/drm").glob("card[0-9]*/device/vendor"))
     vendors = {str(path.parent.resolve()): VENDORS.get(_text(path)) for path in cards}
     return [f"{vendor} GPU at {Path(at).name}" for at, vendor in vendors.items() if vendor]
 
 
 def _loads(library: str) -> bool:
+    """Return whether a library can be loaded."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -123,6 +149,7 @@ def _loads(library: str) -> bool:
 
 
 def _text(path: Path) -> str:
+    """Return a file's text; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What ``kvferry doctor`` finds, as data."""
+"""``Finding``: the result of one check of ``kvferry doctor``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 
 class FindingLevel(enum.Enum):
-    """What a finding means."""
+    """How serious a finding is."""
 
     OK = "ok"
-    """Works, or is nothing to worry about."""
+    """It works, or does not matter."""
     WARN = "warn"
-    """Works, but not everything, or not well."""
+    """It works only in part, or not well."""
     BAD = "bad"
-    """Does not work; the exit status says so, too."""
+    """It does not work; the exit status is 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         name: of what was looked at.
@@ -40,10 +40,22 @@ def ok(name: str, found: str) -> Finding:
 
 
 def warn(name: str, found: str, remedy: str) -> Finding:
-    """A finding that is worth knowing."""
+    """Return a finding that is worth knowing.
+
+    Args:
+        name: What was checked.
+        found: The result.
+        remedy: What to do.
+    """
     return Finding(name=name, verdict=FindingLevel.WARN, found=found, remedy=remedy)
 
 
 def bad(name: str, found: str, remedy: str) -> Finding:
-    """A finding that has to be remedied."""
+    """Return a finding that needs its remedy.
+
+    Args:
+        name: What was checked.
+        found: The result.
+        remedy: What to do.
+    """
     return Finding(name=name, verdict=FindingLevel.BAD, found=found, remedy=remedy)

