@@ -1,7 +1,7 @@
-"""How two engines meet: one serves what its ranks publish, the other fetches it, and both agree.
+"""The handshake: one engine serves what its ranks publish, another fetches it and compares.
 
-Nothing here touches a transport. Whoever is asked may be hostile or broken, and so may whoever
-asks: a server outlives every request, a client every answer.
+No transport is used here. Either side may be hostile or broken: a server survives every request,
+and a client every answer.
 """
 
 from kvferry.core.handshake.client import fetch, health, ping

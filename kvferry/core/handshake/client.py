@@ -1,4 +1,4 @@
-"""The asking end of a side channel. Blocking, with a deadline; call it from any thread."""
+"""The client of a side channel. Calls block until a deadline, and come from any thread."""
 
 from __future__ import annotations
 
@@ -41,23 +41,22 @@ def fetch(
     access: Access = OPEN,
     key: bytes = b"",
 ) -> EngineInfo:
-    """Ask an engine's side channel for what its ranks publish.
+    """Fetch what the ranks of an engine publish from its side channel.
 
     Args:
-        host: where the engine's ticket says that it listens.
+        host: where the side channel is, as the engine's ticket states it.
         port: likewise.
-        engine: whom to ask for.
-        timeout: seconds for everything.
-        context: to make the socket in; one is shared by all calls that pass none.
-        access: this engine's keys, and whom it may ask.
+        engine: id of the engine.
+        timeout: seconds for all of it.
+        context: ZMQ context of the socket; ``None`` for one that all calls share.
+        access: this engine's keys, and which side channels it may ask.
         key: the public key that the engine's ticket names; empty if it names none.
 
     Raises:
         IncompatibleError: the two builds have no protocol version in common.
-        RefusedError: whoever listens there is of kvferry, and refuses; says why.
-        AdmissionError: one of the two does not admit the other, by key or by address.
-        HandshakeError: there was no answer, or an answer that is none; says where, why and what to
-            do.
+        RefusedError: the side channel refuses the request; says why.
+        AdmissionError: one of the two does not admit the key or address of the other.
+        HandshakeError: there was no valid answer; says where, why and what to do.
     """
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with fetching(call, engine, ReplyLimits()) as fetched:
@@ -66,12 +65,12 @@ def fetch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReply:
-    """What a side channel answered.
+    """The answer of a side channel.
 
     Attributes:
         info: what the engine's ranks publish.
-        sizes: how many bytes each rank's payload took.
-        numeric: the address at which the side channel was found.
+        sizes: bytes of each rank's payload.
+        numeric: numeric address at which the side channel was found.
     """
 
     info: EngineInfo
@@ -81,10 +80,17 @@ class EngineReply:
 
 @contextmanager
 def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[EngineReply]:
-    """Ask a side channel for what an engine's ranks publish, and read it when it is our turn.
+    """Fetch what an engine's ranks publish, and decode it when no other reply is being decoded.
 
-    It stays our turn until the block ends: what follows from the answer is worked out there.
-    Raises as ``fetch``.
+    No other reply is decoded until the block ends, so that planning belongs inside it.
+
+    Args:
+        call: how to reach the side channel.
+        engine: id of the engine.
+        reading: the limits that all handshakes of the process share.
+
+    Raises:
+        HandshakeError: as ``fetch``.
     """
     deadline = time.monotonic() + call.timeout
     with ExitStack() as turn:
@@ -102,16 +108,17 @@ def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[Engine
 def _published(
     call: Dialer, engine: str, reading: ReplyLimits, long: ExitStack, deadline: float
 ) -> Payloads:
-    """Return every rank's payload, as it came, and the engine's key.
+    """Return every rank's encoded payload and the engine's key.
 
-    A long answer is asked for again when there is room, which is taken until ``long`` ends.
+    A long answer ends the first connection. It is asked for again when there is room, which is
+    occupied until ``long`` ends.
     """
     ask = PayloadRequest(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)
     try:
         return _payloads(_asked(call, ask, deadline))
     except HungUpError as exc:
-        # Only what it says: with its traceback it would keep all that is made of the answer until
-        # the garbage collector comes, which would stop everything to let go of it.
+        # Keep only the text: the traceback would keep all that was decoded from the answer alive
+        # until a garbage collection, which would stop all threads while it frees it.
         closed = str(exc)
     long.enter_context(reading.room(deadline))
     call.longest = MAX_REPLY_BYTES
@@ -142,7 +149,10 @@ def ping(
     access: Access = OPEN,
     key: bytes = b"",
 ) -> Incarnation:
-    """Ask whether an engine lives, and which start of it. As ``fetch``."""
+    """Return the incarnation of an engine that is alive.
+
+    Takes the arguments of ``fetch`` and raises the same errors.
+    """
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with _explained(engine, call):
         reply = _asked(call, Ping(engine=engine))
@@ -161,7 +171,10 @@ def health(
     access: Access = OPEN,
     key: bytes = b"",
 ) -> Condition:
-    """Ask an engine how it is; without ``engine``, whichever listens there. As ``fetch``."""
+    """Return the health of an engine; without ``engine``, of whichever listens there.
+
+    Takes the arguments of ``fetch`` and raises the same errors.
+    """
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with _explained(engine, call):
         reply = _asked(call, Health(engine=engine))
@@ -179,7 +192,7 @@ def _asked(call: Dialer, request: Request, deadline: float | None = None) -> Rep
 
 @contextmanager
 def _explained(engine: str, call: Dialer) -> Iterator[None]:
-    """Say in every error whom it concerns, and what a loopback address means."""
+    """Add engine and address to every error, and what a loopback address means."""
     who = f"engine {engine!r}" if engine else "the engine"
     where = f"{who} at {place(call.host, call.port)}"
     try:
@@ -191,7 +204,7 @@ def _explained(engine: str, call: Dialer) -> Iterator[None]:
 
 
 def _loopback_hint(call: Dialer) -> str:
-    """A ticket cannot prove from which host it comes, but one from here would have worked."""
+    """Return a hint if the address was this host's own: the ticket may be from another host."""
     if not call.numeric or not all(map(is_loopback, call.numeric)):
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Facts about engines, and what follows from them: pure functions of what ranks publish."""
+"""Decide from what their ranks publish whether two engines may exchange pages."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kvferry.core.work_budget import FACT_STEPS, PAYLOAD_BYTES_PER_STEP, WorkBud
 
 UPGRADE = "upgrade the older of the two engines"
 MAX_ENGINE_FIELDS = 1 << 14
-"""Of all ranks together: 64 ranks of 80 layers have 10,240. To let go of them all takes some 10 ms,
-in which nothing else runs."""
+"""The most fields of all ranks together: 64 ranks of 80 layers have 10,240. Freeing them takes some
+10 ms, in which no other thread runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine says of itself in the handshake; checked by ``engine_info``.
+    """What an engine publishes in the handshake; checked by ``engine_info``.
 
     Attributes:
-        engine: its id.
-        incarnation: of this start of it.
+        engine: id of the engine.
+        incarnation: identifies this start of it.
         ranks: one payload per rank, in rank order.
         ticket_key: the public key that proves the engine's tickets; empty where its build proves
             none.
@@ -44,11 +44,11 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgements:
-    """Which differences say nothing for certain, so that a person may know better.
+    """Differences that may be harmless, so that an operator may allow them.
 
     Attributes:
-        keys: of agreements. All other differences would corrupt, and are always refused.
-        overridden: somebody does know better: these differences are told, and not refused.
+        keys: keys of agreements. All other differences would corrupt data and are always refused.
+        overridden: whether the operator allows them: then they are reported and not refused.
     """
 
     keys: frozenset[str] = frozenset()
@@ -60,8 +60,8 @@ class Compatibility:
     """What two ranks that may exchange pages agreed on.
 
     Attributes:
-        version: of the protocol, to speak with each other.
-        overridden: the differences that were judged to mean nothing, each with both values.
+        version: the protocol version that both use.
+        overridden: the differences that the operator allows, each with both values.
     """
 
     version: int
@@ -69,16 +69,16 @@ class Compatibility:
 
 
 def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInfo:
-    """Put together what the ranks of one engine published.
+    """Decode and check what the ranks of one engine published.
 
     Args:
         payloads: every rank's encoded ``RankPayload``, in rank order; untrusted.
-        ticket_key: of ``Payloads``; untrusted.
+        ticket_key: from ``Payloads``; untrusted.
 
     Raises:
         IncompatibleError: a rank speaks no protocol version of this build.
-        HandshakeError: a payload cannot be decoded, or the payloads are not those of all ranks of
-            one start of one engine, or they are too much work, or a rank does not say where the
+        HandshakeError: a payload cannot be decoded, the payloads are not those of all ranks of one
+            start of one engine, they take too much work, or a rank does not publish where the
             fingerprint of the key is; names the ranks and the values.
     """
     if not 1 <= len(payloads) <= MAX_RANKS:
@@ -115,11 +115,16 @@ def agree(
     theirs: RankPayload,
     judgements: Judgements = Judgements(),
 ) -> Compatibility:
-    """What a rank agrees on with a rank of another engine, which it wants to read from.
+    """Compare a rank with a rank of another engine that it wants to read from.
 
-    Compared are the protocol versions, the driver, and every agreement key that *both* know. A key
-    that only one side knows says nothing: otherwise an engine that names one fact more than its
+    Compared are the protocol versions, the driver, and every agreement key that *both* have. A key
+    that only one side has is ignored: otherwise an engine that states one fact more than its
     predecessor could not be rolled out beside it.
+
+    Args:
+        mine: the payload of the rank that reads.
+        theirs: the payload of the rank that is read.
+        judgements: which differences an operator may allow.
 
     Raises:
         IncompatibleError: they must not exchange pages; names every difference with both values.
@@ -154,12 +159,12 @@ def _further_remedy(version: int | None, *, only_judged: bool) -> str:
 
 
 def unspoken(theirs: Versions) -> str:
-    """Says that a peer and this build have no protocol version in common."""
+    """Return the text that a peer and this build have no protocol version in common."""
     return f"it speaks protocol versions {theirs.spoken}, this build {SPOKEN.spoken}: {UPGRADE}"
 
 
 def _decode(rank: int, data: bytes, budget: WorkBudget) -> RankPayload:
-    """Versions first: the payload of another version may look like anything."""
+    """Decode a payload, its versions first: one of another version may contain anything."""
     budget.spend(len(data) // PAYLOAD_BYTES_PER_STEP, f"the payload of rank {rank}")
     try:
         versions = decode_versions(data)
@@ -213,5 +218,5 @@ _bounded.maxstring = 200
 
 
 def _short(value: str) -> str:
-    """A peer's words may be long; an error is read by people."""
+    """Return an untrusted value cut to a length that people can read."""
     return _bounded.repr(value)

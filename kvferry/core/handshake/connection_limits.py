@@ -1,13 +1,13 @@
-"""Bounds on the connections of a side channel, which libzmq has none for.
+"""Limits on the connections of a side channel that libzmq does not have.
 
-A message of many frames is delivered when its last frame is there. Until then libzmq keeps what
-came, and it bounds a frame and the number of messages, but not the number of frames: a peer that
-never ends its message fills the memory, at twenty times the bytes that it sends (frames of one byte
-or none). So what a connection may send without ending a message is bounded here, by asking the
-kernel how much it sent: a question of kvferry fits into one frame.
+libzmq delivers a message of many frames when its last frame has come. Until then it keeps the
+others, and it limits the size of a frame and the number of messages, but not the number of frames:
+a peer that never ends its message fills the memory, at twenty times the bytes that it sends (frames
+of one byte or none). So the bytes that a connection may send without completing a message are
+limited here, by asking the kernel how many it sent. A request of kvferry has one frame.
 
-Peers keep connections for days, so one is looked at only from when bytes arrive until it has fallen
-quiet: a side channel to which nobody talks costs nothing.
+Peers keep connections for days, so a connection is checked only while bytes arrive: an idle side
+channel costs nothing.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ MAX_CONNECTIONS = 1024
 """Fewer where the process may open few files: with a second descriptor each, they take half of
 those at most."""
 MAX_BYTES = 1 << 17
-"""What one connection may send since its last question before it is closed."""
+"""How many bytes one connection may send after its last request before it is closed."""
 MAX_ALL_BYTES = 1 << 23
-"""What all connections may have sent so; those that sent most are closed first."""
+"""How many bytes all connections may have sent so; those that sent most are closed first."""
 LOOK_MS = 50
-"""How often those by which bytes arrive are looked at."""
+"""How often connections with new bytes are checked."""
 
 PLACE = "inproc://kvferry-watch"
 ARRIVAL = select.EPOLLIN | select.EPOLLONESHOT
-"""The next byte; then nothing more, until it is asked for again."""
+"""Report the next byte, and then nothing until the connection is registered again."""
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 RESET = struct.pack("=ii", 1, 0)
-"""Lingers for no time: closing it throws away what is on its way, and tells the peer."""
+"""Do not linger: closing drops what is under way and resets the connection."""
 BYTES_RECEIVED = 128
 """Where ``struct tcp_info`` of Linux has ``tcpi_bytes_received``."""
 
 
 class ConnectionLimits:
-    """The connections of one side channel. Used by the server's thread only.
+    """Limit the connections of one side channel. Used by the server's thread only.
 
     Args:
-        context: the side channel's.
-        channel: its socket, before it is bound.
-        tell: is told of peers that cannot be talked with, and of those that are cut off.
+        context: the side channel's context.
+        channel: its socket, not bound yet.
+        tell: logs peers whose handshake fails and those that are disconnected.
     """
 
     def __init__(self, context: Context, channel: Socket, tell: Callable[[str], None]) -> None:
@@ -60,7 +60,7 @@ class ConnectionLimits:
         self._open: dict[int, _Connection] = {}
         self._busy: dict[int, _Connection] = {}
         self._numbers: dict[int, int] = {}
-        """Our own descriptor of each open connection to libzmq's."""
+        """This object's descriptor of each open connection, to libzmq's descriptor of it."""
         self._arrivals = select.epoll()
         self._next_look = 0.0
         channel.monitor(PLACE, EVENTS)
@@ -72,16 +72,16 @@ class ConnectionLimits:
 
     @property
     def sources(self) -> tuple[Socket, int]:
-        """What has something to say when it can be read: a socket, and a descriptor."""
+        """A socket and a descriptor to poll for reading; ``hear`` handles both."""
         return self.socket, self._arrivals.fileno()
 
     @property
     def pause(self) -> int | None:
-        """For how many milliseconds nothing need be looked at; ``None`` if nobody says anything."""
+        """Milliseconds until the next check is due; ``None`` while no bytes arrive."""
         return LOOK_MS if self._busy else None
 
     def hear(self) -> None:
-        """Take what libzmq says about connections, and the kernel about bytes."""
+        """Handle libzmq's events about connections and the kernel's about arriving bytes."""
         while self.socket.poll(0):
             event, value = struct.unpack("=hi", self.socket.recv_multipart()[0])
             if event == zmq.EVENT_ACCEPTED:
@@ -95,12 +95,12 @@ class ConnectionLimits:
             self._busy[fd] = self._open[fd]
 
     def heard(self, fd: int) -> None:
-        """A whole message came by this connection, and libzmq keeps it no longer."""
+        """Note that a complete message of this connection was received from libzmq."""
         if fd in self._open:
             self._open[fd].settle()
 
     def look(self) -> None:
-        """Close connections that sent too much; not more often than there is need to."""
+        """Close connections that sent too much; does nothing more often than every ``LOOK_MS``."""
         now = time.monotonic()
         if not self._busy or now < self._next_look:
             return
@@ -118,14 +118,17 @@ class ConnectionLimits:
             self._cut(fd, "it sent more than a question takes, and did not end it")
 
     def close(self) -> None:
-        """Let go of all connections, without ending them."""
+        """Close this object's descriptors; the connections stay open."""
         for fd in list(self._open):
             self._forget(fd)
         self._arrivals.close()
         self.socket.close(0)
 
     def _accepted(self, fd: int) -> None:
-        """Keep a second descriptor: libzmq may close its own, and the number be another file's."""
+        """Keep a second descriptor of a connection.
+
+        libzmq may close its own at any time, and its number then means another file.
+        """
         self._forget(fd)
         connection = _second(fd)
         if connection is None:
@@ -176,14 +179,20 @@ class ConnectionLimits:
 
 @dataclass(slots=True, kw_only=True)
 class _Connection:
-    """One that is open; how much it had sent when last looked at, and when a message was whole."""
+    """An open connection.
+
+    Attributes:
+        socket: this object's own descriptor of it.
+        received: bytes that it had sent at the last check.
+        settled: bytes that it had sent when its last message was complete.
+    """
 
     socket: socket.socket
     received: int = 0
     settled: int = 0
 
     def grown(self) -> bool:
-        """Look; whether it sent anything since the last time."""
+        """Update ``received``, and return whether it has grown."""
         before, self.received = self.received, _received(self.socket)
         return self.received != before
 
@@ -192,13 +201,13 @@ class _Connection:
 
 
 def _most() -> int:
-    """How many connections there may be."""
+    """Return how many connections are allowed."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
 
 
 def _second(fd: int) -> socket.socket | None:
-    """Another descriptor of a socket; ``None`` if there is no socket any more."""
+    """Return another descriptor of a socket; ``None`` if the socket is closed."""
     try:
         copied = os.dup(fd)
     except OSError:
@@ -211,7 +220,7 @@ def _second(fd: int) -> socket.socket | None:
 
 
 def _port(connection: socket.socket) -> int:
-    """The own port of a TCP connection; 0 of anything else."""
+    """Return the local port of a TCP connection; 0 of anything else."""
     inet = connection.family in (socket.AF_INET, socket.AF_INET6)
     if not inet or connection.type != socket.SOCK_STREAM:
         return 0

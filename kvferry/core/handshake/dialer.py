@@ -1,4 +1,4 @@
-"""To one side channel: how it is reached, and what is wrong if no answer comes."""
+"""Reach a side channel, and find out what is wrong if no answer comes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ ENDINGS: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: STRANGER,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refuses this engine",
 }
-"""What ZMQ's monitor says when no answer can come any more, for people."""
+"""Monitor events of ZMQ after which no answer can come, with their meaning in words."""
 UNCLEAR = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
 LOOK_SECONDS = 1.0
-"""How long finding out more about a failure may take."""
+"""How long the probe of a failed connection may take."""
 HALF_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
-"""ZMTP's signature and version: enough for the other side to tell its mechanism."""
+"""ZMTP's signature and version, after which the other side sends its mechanism."""
 GREETING_BYTES = 64
 MECHANISM = slice(12, 32)
-"""Where a greeting names it."""
+"""Where a greeting contains the mechanism."""
 
 
 class HungUpError(HandshakeError):
@@ -43,17 +43,17 @@ class HungUpError(HandshakeError):
 
 @dataclass(slots=True, kw_only=True)
 class Dialer:
-    """Where a side channel is, and how it is to be asked.
+    """How to reach one side channel.
 
     Attributes:
-        host, port: where it is.
+        host, port: its address.
         timeout: seconds to reach it, and for each answer.
-        context: to make the socket in; ``None`` for the one that is shared.
-        access: this engine's keys, and whom it may ask.
-        key: the public key that the side channel should have; empty for none.
-        longest: bytes of the longest answer that is taken; a longer one ends the connection.
-        numeric: the addresses that ``host`` stands for, once they are known.
-        found: the one of them at which somebody listens, likewise.
+        context: ZMQ context of the socket; ``None`` for the shared one.
+        access: this engine's keys, and which side channels it may ask.
+        key: the public key that the side channel must have; empty for none.
+        longest: bytes of the longest answer that is accepted; a longer one ends the connection.
+        numeric: numeric addresses of ``host``, once they were resolved.
+        found: the one of them that accepted a connection, once one did.
     """
 
     host: str
@@ -67,11 +67,11 @@ class Dialer:
     found: str = field(default="", init=False)
 
     def channel(self, numeric: str) -> Socket:
-        """An unconnected socket for a numeric address, with this engine's keys.
+        """Return an unconnected socket for a numeric address, with this engine's keys.
 
-        It keeps one frame, the last that came, so that whoever listens there cannot fill the memory
-        with a message of many: libzmq bounds a frame, but not their number. Requests and answers
-        are of one frame.
+        It keeps only the last frame that came, so that the other side cannot fill the memory with a
+        message of many frames: libzmq bounds the size of a frame, but not their number. Requests
+        and answers have one frame.
         """
         made = make_socket(
             self.context or _shared_context(),
@@ -87,11 +87,15 @@ class Dialer:
         return made
 
     def listening(self, deadline: float) -> str:
-        """The numeric address of the host at which somebody accepts connections.
+        """Return the numeric address of the host that accepts connections.
 
-        ZMQ would try for ever and not say why it fails, and it takes the first of several addresses
-        that a name stands for (``localhost`` is ``::1`` for it, whatever listens there). It is
-        given the address that was checked here, so that a name cannot mean another one by then.
+        ZMQ would retry for ever without a reason, and it uses only the first address of a name
+        (``::1`` for ``localhost``, whatever listens there). It gets the address that was checked
+        here, so that the name cannot resolve to another one in between.
+
+        Raises:
+            AdmissionError: ``access`` allows none of the addresses.
+            HandshakeError: none accepts a connection in time; says why.
         """
         reasons: dict[str, None] = {}
         for numeric in self._allowed():
@@ -115,11 +119,11 @@ class Dialer:
         return allowed
 
     def why_ended(self, event: int, value: int) -> HandshakeError:
-        """What an event of ZMQ's monitor, one of ``ENDINGS``, says, for people."""
+        """Return the error for an event of ZMQ's monitor, one of ``ENDINGS``, with its value."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return AdmissionError(self._why_refused())
         if event in UNCLEAR:
-            # Whichever of the two noticed first, the other only sees the connection end.
+            # Only the side that notices first gets a reason; the other sees the connection end.
             mechanism = _mechanism(self.found, self.port, min(self.timeout, LOOK_SECONDS))
             mismatch = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
             reason = self._why_unlike(mechanism, mismatch)
@@ -175,7 +179,11 @@ class Dialer:
 
 
 def answer(channel: Socket) -> Reply:
-    """What came in answer. Raises ``WireError``."""
+    """Receive and decode an answer that has arrived.
+
+    Raises:
+        WireError: it is malformed.
+    """
     frame: Any = channel.recv(zmq.DONTWAIT, copy=False)
     if frame.more:
         raise WireError("not a reply of this protocol: it has several frames")
@@ -184,7 +192,7 @@ def answer(channel: Socket) -> Reply:
 
 
 def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
-    """How a ZMQ socket wants to be talked with, by its greeting; empty if it is none."""
+    """Return the security mechanism in the greeting of a ZMQ socket; empty if it is none."""
     heard, deadline = b"", time.monotonic() + timeout
     try:
         with socket.create_connection((numeric, port), timeout) as asking:
@@ -198,7 +206,7 @@ def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
 
 
 def why_unreachable(exc: OSError, timeout: float) -> str:
-    """Why no connection could be made, for people."""
+    """Return in words why no connection could be made."""
     if isinstance(exc, ConnectionRefusedError):
         return (
             "nobody listens there: the engine has ended, or it listens at another address "
@@ -210,19 +218,19 @@ def why_unreachable(exc: OSError, timeout: float) -> str:
 
 
 _decode_lock = threading.Lock()
-"""Many answers that come at once are decoded one by one. Each holds the interpreter's lock for some
-milliseconds, and whoever else wants that lock would else have to wait for all of them."""
+"""Answers that come at the same time are decoded one by one. Each holds the interpreter's lock for
+some milliseconds, and other threads would otherwise wait for all of them."""
 _context: tuple[int, Context] | None = None
 _context_lock = threading.Lock()
 
 
 def _shared_context() -> Context:
-    """One for the process, made when first needed; a forked child needs one of its own."""
+    """Return the context of this process, made when first needed; a forked child makes its own."""
     global _context
     with _context_lock:
         if _context is None or _context[0] != os.getpid():
             made: Context = zmq.Context()
-            # Each producer that is watched has one; libzmq allows 1023 unless told otherwise.
+            # Each watched producer has a socket; libzmq allows 1,023 by default.
             made.set(zmq.MAX_SOCKETS, made.get(zmq.SOCKET_LIMIT))
             _context = (os.getpid(), made)
         return _context[1]

@@ -1,9 +1,9 @@
-"""Bounds on all replies of other engines that are in this process at once.
+"""Limits on the replies of other engines that one process handles at once.
 
-One reply is bounded by the limits on its message and by ``work_budget``. This bounds what many
-take together, which come at once from engines that mean no good: few long ones are received at a
-time, one is read at a time, and none while many that were read wait to be used. Reading takes the
-interpreter's lock, so that two at a time would be no faster.
+One reply is bounded by the limits on its message and by ``work_budget``. These limits bound what
+many hostile replies take together: few long ones are received at a time, one is decoded at a time,
+and none while many decoded ones wait to be used. Decoding holds the interpreter's lock, so two at a
+time would be no faster.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from kvferry.core.errors import HandshakeError
 
 MAX_LONG_REPLIES = 2
-"""So many are received at once, or have been and are not read yet."""
+"""How many long replies are received, or wait to be decoded, at once."""
 MAX_UNUSED_BYTES = 1 << 24
-"""What was made of replies and waits to be used takes about so much, and one more."""
+"""How many bytes of decoded replies wait to be used, before the last one is added."""
 
 
 class ReplyLimits:
-    """Whose turn it is to read a reply. From any thread."""
+    """Take turns at receiving and decoding replies. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._rooms = threading.BoundedSemaphore(MAX_LONG_REPLIES)
@@ -32,18 +32,18 @@ class ReplyLimits:
 
     @property
     def unused(self) -> int:
-        """Bytes that were made of replies and wait to be used."""
+        """Bytes of decoded replies that wait to be used."""
         return self._unused
 
     @contextmanager
     def room(self, deadline: float) -> Iterator[None]:
-        """Room for one long reply.
+        """Occupy the room of one long reply.
 
         Args:
             deadline: by ``time.monotonic``.
 
         Raises:
-            HandshakeError: there is none in time.
+            HandshakeError: no room was free in time.
         """
         if not self._rooms.acquire(timeout=_left(deadline)):
             raise HandshakeError(
@@ -57,7 +57,14 @@ class ReplyLimits:
 
     @contextmanager
     def turn(self, deadline: float) -> Iterator[None]:
-        """The only turn that there is; likewise."""
+        """Wait for the turn to decode a reply, and keep it until the block ends.
+
+        Args:
+            deadline: by ``time.monotonic``.
+
+        Raises:
+            HandshakeError: other replies were being decoded until then.
+        """
         with self._changed:
             if not self._changed.wait_for(self._is_free, _left(deadline)):
                 raise HandshakeError(
@@ -73,12 +80,12 @@ class ReplyLimits:
                 self._changed.notify_all()
 
     def made(self, nbytes: int) -> None:
-        """About so much was made of a reply, and is to be used; at one's turn."""
+        """Count about so many bytes of a decoded reply; call it within ``turn``."""
         with self._changed:
             self._unused += nbytes
 
     def used(self, nbytes: int) -> None:
-        """So much waits no more."""
+        """Stop counting bytes of a decoded reply, which was used or dropped."""
         with self._changed:
             self._unused -= nbytes
             self._changed.notify_all()

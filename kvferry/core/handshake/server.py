@@ -1,4 +1,4 @@
-"""The serving end of a side channel: one thread per engine, which outlives every request."""
+"""The server of a side channel: one thread per engine, which survives every request."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ MAX_REASON = 1024
 MAX_PROBLEMS = 64
 QUEUED_REQUESTS = 64
 QUEUED_REPLIES = 4
-"""Per client. What a client that does not read has asked for beyond this is dropped."""
+"""Replies that wait per client; those beyond are dropped if the client does not read."""
 BACKLOG = 4096
-"""Connections that wait to be accepted; the kernel may allow fewer. One that finds no room asks
-again after a second, and then after three."""
+"""Connections that wait to be accepted; the kernel may allow fewer. A client that finds no room
+retries after one second, and then after three."""
 RECEIVE_BUFFER = 1 << 16
-"""Of the kernel, per client: what it holds is still delivered from a connection that is closed."""
+"""The kernel's buffer per client: its content is still delivered after a connection was closed."""
 SILENT_MS = 30_000
-"""A client that does not even answer heartbeats for so long is disconnected."""
+"""A client that does not answer ZMQ's heartbeats for this time is disconnected."""
 PAUSE_SECONDS = 0.1
 
 
 class HandshakeServer:
-    """Serves what the ranks of one engine publish, from a thread of its own.
+    """Serve what the ranks of one engine publish, on a thread of its own.
 
     Args:
-        payloads: every rank's encoded ``RankPayload``, in rank order. Checked as a client will.
-        engine: the engine's id; who asks for another is refused.
-        incarnation: of this start of it.
-        host: the address to bind, and to put into tickets; peers must be able to reach it.
-        port: 0 takes a free one.
-        access: the engine's keys, and who is admitted.
-        problems: says what is wrong with the engine, for its health answer; called from the
+        payloads: every rank's encoded ``RankPayload``, in rank order; checked as clients do.
+        engine: id of the engine; requests for another one are refused.
+        incarnation: identifies this start of the engine.
+        host: address to bind, which is also put into tickets; peers must be able to reach it.
+        port: port to bind; 0 takes a free one.
+        access: the engine's keys, and which clients are admitted.
+        problems: returns what is wrong with the engine, for health requests; called on the
             server's thread, and must not block.
         ticket_key: the public key that proves the engine's tickets; empty if nothing does.
 
@@ -109,7 +109,7 @@ class HandshakeServer:
 
     @property
     def host(self) -> str:
-        """Where it listens, as configured, without brackets."""
+        """The host that it listens on, as configured, without brackets."""
         return self._host
 
     @property
@@ -118,7 +118,7 @@ class HandshakeServer:
         return self._port
 
     def close(self) -> None:
-        """Stop serving and free the port; returns when the thread has ended. Twice is fine."""
+        """Stop serving, free the port and wait for the thread to end. May be called twice."""
         with self._closing:
             self._stopped.set()
             self._context.term()  # wakes the thread, and waits until it has closed its socket
@@ -202,9 +202,9 @@ class HandshakeServer:
 def _checked(
     payloads: Sequence[bytes], engine: str, incarnation: int, ticket_key: bytes
 ) -> zmq.Frame:
-    """The answer to every Ask. One frame for all clients: ZMQ counts its uses and copies nothing.
+    """Return the answer to every ``PayloadRequest``, as one frame that all clients share.
 
-    Copied into ZMQ's memory once, because lending Python's would need pyzmq's collector thread.
+    It is copied into ZMQ's memory once: lending Python's would need pyzmq's collector thread.
     """
     for rank, payload in enumerate(payloads):
         if len(payload) > MAX_PAYLOAD_BYTES:
@@ -240,7 +240,7 @@ def _refusal(reason: str) -> zmq.Frame:
 def _bind(
     context: Context, host: str, port: int, access: Access
 ) -> tuple[ZapHandler, ConnectionLimits, Socket]:
-    """The side channel's socket, guarded and watched from its first connection on."""
+    """Return the bound socket, with the handlers that admit and limit its connections."""
     numeric = numeric_hosts(host, port)[0]
     made = make_socket(
         context,

@@ -1,4 +1,4 @@
-"""What the two ends of a side channel share: addresses, and frames of bounded number."""
+"""Addresses and ZMQ sockets, as both ends of a side channel use them."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
 MAX_FRAMES = 3
-"""Routing id, the empty frame of a REQ client, and the message."""
+"""The most frames of a request: routing id, the empty frame of a REQ client, and the message."""
 
 CURVE_BYTES = 33
-"""By how much an encrypted frame is longer."""
+"""By how many bytes an encrypted frame is longer."""
 
 MAX_RESOLVERS = 64
-"""How many names are looked up at once. A resolver that hangs cannot be ended, and clients choose
-what it looks up."""
+"""How many names are resolved at once. A resolver that hangs cannot be ended, and clients choose
+the names."""
 
 
 def bare(host: str) -> str:
-    """A host without the brackets that an IPv6 address has in a URL."""
+    """Return a host without the brackets that an IPv6 address has in a URL."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[str]:
-    """The numeric addresses that a host name stands for, best first; a numeric one is kept.
+    """Return the numeric addresses of a host, best first; a numeric one as it is.
 
     Args:
-        host, port: of a side channel.
-        timeout: seconds that looking a name up may take; ``None`` for as long as it takes.
+        host, port: address of a side channel.
+        timeout: seconds that resolving a name may take; ``None`` for no limit.
 
     Raises:
-        HandshakeError: it stands for none, or for every address at once, or ``port`` is none; or
-            there is no thread to look it up.
+        HandshakeError: the name does not resolve, or means every address, the port is invalid, or
+            no thread can be started to resolve it.
     """
     if not 0 <= port <= 65535:
         raise HandshakeError(f"port {port} is not in 0 to 65535: correct side_channel_port")
@@ -66,7 +66,13 @@ def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[st
 
 
 def _resolved(host: str | None, port: int, timeout: float | None) -> list[str]:
-    """Numeric addresses need no resolver. Raises ``OSError``, ``ValueError`` or as above."""
+    """Return numeric addresses, of a name by the resolver.
+
+    Raises:
+        OSError: the name does not resolve in time.
+        ValueError: the name cannot be encoded.
+        HandshakeError: no thread can be started to resolve it.
+    """
     with suppress(OSError, ValueError):
         return _looked_up(host, port, socket.AI_NUMERICHOST)
     return _looked_up(host, port) if timeout is None else _within(host, port, timeout)
@@ -78,7 +84,7 @@ def _looked_up(host: str | None, port: int, flags: int = 0) -> list[str]:
 
 
 def _within(host: str | None, port: int, timeout: float) -> list[str]:
-    """Look up on a thread of its own: the C library's resolver takes no deadline."""
+    """Resolve a name on a thread of its own: the C library's resolver takes no deadline."""
     if not _resolvers.acquire(blocking=False):
         raise TimeoutError(f"{MAX_RESOLVERS} names are being looked up already")
     answer: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
@@ -106,24 +112,24 @@ def _within(host: str | None, port: int, timeout: float) -> list[str]:
 
 
 def is_loopback(numeric: str) -> bool:
-    """Whether a numeric address means "this very host"."""
+    """Return whether a numeric address is a loopback address."""
     address = ipaddress.ip_address(numeric)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
 
 
 def endpoint(numeric: str, port: int) -> str:
-    """A numeric address and a port as ZMQ wants them."""
+    """Return the ZMQ endpoint of a numeric address and a port."""
     return f"tcp://[{numeric}]:{port}" if ":" in numeric else f"tcp://{numeric}:{port}"
 
 
 def place(host: str, port: int) -> str:
-    """A host and a port for people."""
+    """Return a host and a port as text for people."""
     return f"{bare(host)} port {port}"
 
 
 def make_socket(context: Context, kind: int, numeric: str, **options: int) -> Socket:
-    """A ZMQ socket for a numeric address, its options set by their ZMQ names."""
+    """Return a ZMQ socket for a numeric address, its options set by their ZMQ names."""
     made: Socket = context.socket(kind)
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.IPV6, int(":" in numeric))
@@ -133,9 +139,9 @@ def make_socket(context: Context, kind: int, numeric: str, **options: int) -> So
 
 
 def encrypt(made: Socket, own: KeyPair) -> None:
-    """Give a socket an engine's own keys; which end it is comes on top.
+    """Give a socket an engine's own keys; the caller sets whether it is client or server.
 
-    The limit on a frame's bytes, if it has one, is raised by what encryption adds.
+    A limit on the bytes of a frame is raised by what encryption adds.
     """
     limit = int(made.getsockopt(zmq.MAXMSGSIZE))
     if limit >= 0:
@@ -145,8 +151,11 @@ def encrypt(made: Socket, own: KeyPair) -> None:
 
 
 def receive(source: Socket, flags: int = 0) -> tuple[int, list[bytes]]:
-    """One message, of which the frames beyond ``MAX_FRAMES + 1`` are dropped as they come; and the
-    descriptor of the connection that it came by."""
+    """Receive one message, and drop its frames beyond ``MAX_FRAMES + 1``.
+
+    Returns:
+        The descriptor of the connection that it came by, and its frames.
+    """
     frames: list[bytes] = []
     descriptor, more = -1, True
     while more:

@@ -1,4 +1,7 @@
-"""Whom a side channel admits: ZMQ asks before it takes a peer's first message (ZAP, RFC 27)."""
+"""Admit or refuse the clients of a side channel (ZAP, ZeroMQ RFC 27).
+
+libzmq asks before it takes a client's first message.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,23 @@ from kvferry.core.security import Access
 logger = logging.getLogger(__name__)
 
 ADDRESS = "inproc://zeromq.zap.01"
-"""Where libzmq asks, within the context that the side channel is in."""
+"""Where libzmq asks, within the side channel's context."""
 VERSION = b"1.0"
 DOMAIN = b"kvferry"
 ADMITTED, REFUSED = b"200", b"400"
-"""With 400 libzmq tells the peer that it is refused, but not why."""
+"""With 400 libzmq tells the client that it is refused, but not why."""
 MAX_TOLD = 256
 TELL_SECONDS = 3600.0
-"""So much is logged in such a time at most."""
+"""At most ``MAX_TOLD`` different lines are logged in this time."""
 
 
 class ZapHandler:
-    """Answers libzmq's questions about one side channel. Used by the server's thread only.
+    """Answer libzmq's questions about one side channel. Used by the server's thread only.
 
     Args:
-        context: the side channel's own; nothing else may be in it, since one gate answers for all.
-        access: who is admitted.
+        context: the side channel's own context. No other server may use it, because one handler
+            answers for all sockets of a context.
+        access: which clients are admitted.
     """
 
     def __init__(self, context: Context, access: Access) -> None:
@@ -41,7 +45,10 @@ class ZapHandler:
         self.socket.bind(ADDRESS)
 
     def guard(self, channel: Socket) -> None:
-        """Have a socket ask here, and encrypt it if there are keys; before it is bound."""
+        """Let libzmq ask this handler about a socket, and encrypt it if there are keys.
+
+        Must be called before the socket is bound.
+        """
         channel.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         if self._access.own is not None:
             encrypt(channel, self._access.own)
@@ -58,7 +65,7 @@ class ZapHandler:
         self.socket.send_multipart([VERSION, request, verdict, b"", b"", b""], zmq.DONTWAIT)
 
     def tell(self, text: str) -> None:
-        """Log what was not logged of late, and not without end: strangers choose what it is."""
+        """Log a text unless it was logged recently; bounded, because strangers choose it."""
         now = time.monotonic()
         if now >= self._forgets:
             self._forgets = now + TELL_SECONDS

@@ -1,4 +1,4 @@
-"""What a request's pages depend on, in 16 bytes (docs/protocol.md, "Identities")."""
+"""The digest of all that a request's pages depend on (docs/protocol.md, "Identities")."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DIGEST_BYTES = 16
 
 
 def digest(token_ids: Sequence[int] | np.ndarray, *extra: object) -> bytes:
-    """BLAKE2b over the token ids (little-endian 64-bit), then the rest as msgpack.
+    """Return the BLAKE2b digest of the token ids (little-endian 64-bit) and the rest as msgpack.
 
     Args:
         token_ids: the prompt's tokens that the pages cover.
-        extra: whatever else changes the pages: LoRA, multimodal hashes, cache salt; in an order
-            that both engines share. ``None`` says that there is none.
+        extra: all else that changes the pages: LoRA, multimodal hashes, cache salt; in an order
+            that both engines share. ``None`` stands for one that is absent.
 
     Returns:
         16 bytes.

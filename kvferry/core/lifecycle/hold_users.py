@@ -1,8 +1,9 @@
-"""Count which requests of a consumer engine use a hold, and decide what says "done" about it.
+"""Count the requests of a consumer engine that use a hold, and decide which of them ends it.
 
-Belongs to the scheduler half, which alone knows all requests. Several of them may come with one
-ticket: the samples of one prompt, or a client that asks more than once. The engine's first complete
-"done" ends the hold for all of them, so the last one says it. Pure: no I/O, no clock.
+Used by the scheduler half, which alone knows all requests. Several may come with one ticket: the
+samples of one prompt, or a client that asks more than once. The engine's first complete "done" ends
+the hold for all of them, so it is sent after the last one. No I/O happens here, and no clock is
+read.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ _Key = tuple[str, int, Hold]
 @dataclass(slots=True, kw_only=True)
 class _Use:
     ticket: Ticket
-    """The one that "done" is ordered with."""
+    """The ticket that "done" is ordered with."""
     requests: dict[RequestId, Ticket] = field(default_factory=dict)
-    """The known users, each with the ticket that it came with."""
+    """The users, each with its own ticket."""
     is_done_bound: bool = False
-    """One load says "done" or "abandon" by itself."""
+    """Whether one load sends "done" or "abandon" itself."""
 
 
 class HoldUsers:
-    """Count the known users of each hold: from an accepted ticket until their loads are over.
+    """Count the users of each hold, from an accepted ticket until their loads are over.
 
     Not thread-safe: the caller serialises. A request has at most one ticket at a time.
     """
@@ -37,7 +38,7 @@ class HoldUsers:
         self._unused: dict[_Key, None] = {}
 
     def __len__(self) -> int:
-        """Return how many holds have users, or a "done" that is to be ordered."""
+        """Return how many holds have users or a "done" that is still to be ordered."""
         return len(self._uses)
 
     @property
@@ -48,7 +49,7 @@ class HoldUsers:
     def add(self, request: RequestId, ticket: Ticket) -> None:
         """Count a request whose ticket was accepted.
 
-        A "done" that was not yet ordered waits for this one, too.
+        A "done" that was not ordered yet waits for this request, too.
         """
         key = (ticket.engine, ticket.incarnation, ticket.hold)
         self._keys[request] = key
@@ -56,15 +57,15 @@ class HoldUsers:
         self._unused.pop(key, None)
 
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
-        """Decide who says "done" when the load of a known user is ordered.
+        """Decide what sends "done" when the load of a user is ordered.
 
         Args:
-            request: whose load it is.
-            siblings: whether more requests with its ticket are on their way.
+            request: the request of the load.
+            siblings: whether more requests with its ticket are to come.
 
         Returns:
-            Whether the load shares the hold. Then it must tell the producer nothing; otherwise
-            it is the only one that is known, and "done" or "abandon" is its own to say.
+            Whether the load shares the hold. Then it must not notify the producer; otherwise it is
+            the only user, and sends "done" or "abandon" itself.
         """
         use = self._uses[self._keys[request]]
         shared = siblings or len(use.requests) > 1
@@ -72,12 +73,12 @@ class HoldUsers:
         return shared
 
     def over(self, request: RequestId, *, loaded: bool) -> None:
-        """Count a request no more: all ranks have reported its load, or there will be none.
+        """Stop counting a request: all ranks have reported its load, or there will be none.
 
         Args:
             request: ignored if it is not counted.
-            loaded: whether its load succeeded. That proves its ticket, of which those of others
-                may differ: they came through clients.
+            loaded: whether its load succeeded. That proves its ticket; those of other users came
+                through clients and may differ.
         """
         key = self._keys.pop(request, None)
         if key is None:
@@ -94,8 +95,7 @@ class HoldUsers:
             self._unused[key] = None
 
     def take_unused(self) -> list[Ticket]:
-        """Return a ticket of each hold that nobody uses any more, and about which no load says
-        "done": it is to be ordered now."""
+        """Return, once, a ticket of each hold that has no users left and needs a "done" now."""
         tickets = [self._uses.pop(key).ticket for key in self._unused]
         self._unused.clear()
         return tickets

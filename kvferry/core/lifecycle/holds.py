@@ -1,7 +1,7 @@
 """Holds and the slot words that stand for them (docs/protocol.md, "Identities").
 
 A producer rank keeps one 8-byte word per slot in registered memory. Consumers read it with the same
-one-sided reads as the pages, and so learn whether the pages were still held.
+one-sided reads as the pages, and so find out whether the pages were still held.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from kvferry.core.errors import TicketError
 from kvferry.core.messages import GENERATION_LIMIT, MAX_SLOTS
 
 Incarnation = NewType("Incarnation", int)
-"""A random number made when an engine starts; a restarted engine is another one."""
+"""A random number that identifies one start of an engine."""
 
 RequestId = NewType("RequestId", str)
-"""What an engine calls a request; reused, so never proof of anything."""
+"""An engine's name for a request. Names are reused, so they prove nothing."""
 
 NOTHING = 0
-"""The word of a slot that holds no pages."""
+"""The slot word where no pages are held."""
 
 _READY = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Hold:
-    """A slot and a random generation that stand for one request's pages on the producer.
+    """One request's pages on the producer, identified by a slot and a random generation.
+
+    Attributes:
+        slot: index of the slot.
+        generation: random number that tells it from earlier holds of the slot.
 
     Raises:
         TicketError: a number is out of bounds.
@@ -54,15 +58,15 @@ class Hold:
         return self.computing | _READY
 
     def stands(self, word: int) -> bool:
-        """Whether a word says that this hold, and no other, has the slot."""
+        """Return whether a slot word says that this hold has the slot."""
         return word >> 1 == self.generation
 
 
 def random_generation() -> int:
-    """Random bits, never a counter: a restarted engine must not repeat itself."""
+    """Return random bits. They are never counted up: a restarted engine must not repeat them."""
     return 1 + secrets.randbelow(GENERATION_LIMIT - 1)
 
 
 def random_incarnation() -> Incarnation:
-    """The number of an engine that starts now."""
+    """Return an incarnation for an engine that starts now."""
     return Incarnation(random_generation())

@@ -1,8 +1,8 @@
-"""The consumer's worker half: from a ticket to pages that are proven good, or to a failure.
+"""The loads of one consumer rank: from a ticket to pages that are proven valid, or to a failure.
 
-One ``Loads`` per rank. Events go in by method, actions come out of ``take_actions`` for the
-endpoint to perform; no I/O happens here. A load is reported exactly once, and only when no byte
-can land in its pages any more.
+A pure state machine: events go in by method, and actions come out of ``take_actions`` for the
+endpoint to perform. No I/O happens here. A load is reported exactly once, and only when no byte can
+arrive in its pages any more.
 
     begin -> HANDSHAKE -> per producer rank: (CHECK ->) READ -> FENCE -> over -> report
 """
@@ -19,26 +19,26 @@ from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.metrics import Stage
 
 LoadId = NewType("LoadId", int)
-"""Names one load; a request id may come back, a load id never does."""
+"""Identifies one load. Request ids are reused, load ids never are."""
 
 
 class LoadAction(enum.Enum):
-    """What the endpoint is to do."""
+    """What the endpoint has to do."""
 
     CHECK = "check"
-    """Read the slot word, alone."""
+    """Read the slot word by itself."""
     READ = "read"
-    """Read the pages. Nothing is bound to it."""
+    """Read the pages, without a notification."""
     FENCE = "fence"
-    """Read the slot word, with "done" bound to the read unless the load shares its hold."""
+    """Read the slot word, and send "done" with the read unless the load shares its hold."""
     CANCEL = "cancel"
-    """Try to end the transfer under way with this rank; its outcome is still awaited."""
+    """Try to end the transfer with this rank; its outcome is still awaited."""
     DONE = "done"
-    """Tell a rank that was not read from."""
+    """Send "done" to a rank that was not read from."""
     ABANDON = "abandon"
-    """Tell a rank that the load failed."""
+    """Send "abandon" to a rank, because the load failed."""
     REPORT = "report"
-    """The load is over: received, and failed if ``error`` is set."""
+    """Report the load as ended: failed if ``error`` is set, received otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRank:
-    """A producer rank that this consumer rank has to do with: it reads from it, or only tells."""
+    """A producer rank that this consumer rank reads from, or only notifies.
+
+    Attributes:
+        rank: index of the producer rank.
+        reads: whether this rank reads from it.
+    """
 
     rank: int
     reads: bool
@@ -72,7 +77,7 @@ class _At(enum.Enum):
 
     @property
     def waits(self) -> bool:
-        """Whether an outcome is still to come."""
+        """Whether an outcome is still awaited."""
         return self in (_At.CHECKING, _At.READING, _At.FENCING)
 
     @property
@@ -118,10 +123,10 @@ class _Load:
 
 
 class Loads:
-    """All loads of one consumer rank.
+    """Keep the states of all loads of one consumer rank.
 
-    Not thread-safe: the caller serialises. Every event names a load that ``begin`` returned; one
-    about a load that is over is ignored.
+    Not thread-safe: the caller serialises. Every event names a load that ``begin`` returned; an
+    event of a load that has ended is ignored.
     """
 
     def __init__(self) -> None:
@@ -130,15 +135,15 @@ class Loads:
         self._actions: list[Action] = []
 
     def __len__(self) -> int:
-        """Loads that are not yet reported."""
+        """Return the number of loads that are not reported yet."""
         return sum(not load.reported for load in self._loads.values())
 
     def __contains__(self, load_id: LoadId) -> bool:
-        """Whether more can come of a load: it is not over, or its handshake still goes on."""
+        """Return whether a load has not ended, or its handshake still goes on."""
         return load_id in self._loads
 
     def take_actions(self) -> list[Action]:
-        """What is to be done, in order; each once."""
+        """Return the actions to perform, in order; each once."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -153,12 +158,12 @@ class Loads:
         return load is not None and load.is_computing
 
     def wanted(self, load_id: LoadId) -> bool:
-        """Whether the pages are still the load's to fill: it has neither failed nor ended."""
+        """Return whether a load still owns its pages: it has neither failed nor ended."""
         load = self._loads.get(load_id)
         return load is not None and load.failure is None and not load.reported
 
     def is_late(self, load_id: LoadId, now: float) -> bool:
-        """Whether a load is not over, and its deadline has passed."""
+        """Return whether a load has not ended although its deadline has passed."""
         load = self._loads.get(load_id)
         return load is not None and now >= load.deadline
 
@@ -172,16 +177,19 @@ class Loads:
         deadline: float,
         shared: bool = False,
     ) -> LoadId:
-        """A load starts; its handshake is under way.
+        """Start a load whose handshake is under way.
 
         Args:
-            request: what it is reported as.
+            request: the request that it is reported for.
             hold: from the ticket.
-            computed: the ticket says that no check is needed before the read.
-            reads: whether anything is to be pulled; if not, the producer is told "done".
-            deadline: when it fails if it is not over, on the clock of ``tick``.
-            shared: whether other requests of this engine use the hold. Nobody is told anything
-                then, whatever becomes of the load.
+            computed: from the ticket; if set, no check is needed before the read.
+            reads: whether anything is read; if not, the producer is only notified.
+            deadline: when it fails if it has not ended, on the clock of ``tick``.
+            shared: whether other requests of this engine use the hold. Then no rank is notified,
+                whatever the outcome.
+
+        Returns:
+            The id of the load for all further events.
         """
         load_id = LoadId(next(self._ids))
         self._loads[load_id] = _Load(
@@ -195,11 +203,16 @@ class Loads:
         return load_id
 
     def request(self, load_id: LoadId) -> RequestId:
-        """The request of a load that is not over."""
+        """Return the request of a load that has not ended."""
         return self._loads[load_id].request
 
     def handshake_succeeded(self, load_id: LoadId, parties: tuple[RemoteRank, ...]) -> None:
-        """The handshake succeeded; these are the producer ranks that concern this rank."""
+        """Process a successful handshake.
+
+        Args:
+            load_id: the load.
+            parties: the producer ranks that this rank reads from or notifies.
+        """
         load = self._loads.get(load_id)
         if load is None or load.parties is not None:
             return
@@ -214,7 +227,7 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def handshake_failed(self, load_id: LoadId, error: KVFerryError) -> None:
-        """The handshake failed, or what it said rules the load out: there is nobody to tell."""
+        """Process a handshake that failed or rules the load out: no rank can be notified."""
         load = self._loads.get(load_id)
         if load is None or load.parties is not None:
             return
@@ -227,7 +240,7 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def checked(self, load_id: LoadId, rank: int, word: int) -> None:
-        """The word that a check read."""
+        """Process the slot word that a check read."""
         load = self._at(load_id, rank, _At.CHECKING)
         if load is None:
             return
@@ -239,7 +252,7 @@ class Loads:
             load.at[rank] = _At.RECHECK
 
     def read(self, load_id: LoadId, rank: int) -> None:
-        """All data from this rank has arrived, and nothing more will."""
+        """Process the end of a read: all data from this rank has arrived, and none will follow."""
         load = self._at(load_id, rank, _At.READING)
         if load is None:
             return
@@ -249,7 +262,7 @@ class Loads:
             self._do(load_id, load, rank, _At.FENCING, LoadAction.FENCE)
 
     def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
-        """The word that the fence read."""
+        """Process the slot word that the fence read."""
         load = self._at(load_id, rank, _At.FENCING)
         if load is None:
             return
@@ -257,25 +270,25 @@ class Loads:
         self._over(load_id, load, rank, None if held else _stale("when the read ended"))
 
     def lost(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        """Whatever was under way with this rank failed, and is quiet."""
+        """Process a failed transfer with this rank, of which no more bytes will arrive."""
         load = self._loads.get(load_id)
         if load is not None and load.at.get(rank, _At.OVER).waits:
             self._over(load_id, load, rank, error)
 
     def failing(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        """What is under way with this rank will fail, but bytes may still land."""
+        """Process a transfer with this rank that will fail, but of which bytes may still arrive."""
         load = self._loads.get(load_id)
         if load is not None and load.at.get(rank, _At.OVER).waits:
             self._fail(load_id, load, error)
 
     def abort(self, load_id: LoadId, error: KVFerryError) -> None:
-        """The load is given up; it is reported when it is quiet."""
+        """Give a load up; it is reported when no more bytes can arrive."""
         load = self._loads.get(load_id)
         if load is not None and not load.reported:
             self._fail(load_id, load, error)
 
     def tick(self, now: float) -> None:
-        """Ask again where a check found the pages still computing; fail what is too late."""
+        """Repeat checks that found the pages still being computed, and fail loads that are late."""
         for load_id, load in list(self._loads.items()):
             if load.reported:
                 continue
@@ -309,7 +322,7 @@ class Loads:
             self._finish_if_over(load_id, load)
 
     def _fail(self, load_id: LoadId, load: _Load, error: KVFerryError) -> None:
-        """The first failure counts; the rest of the load is wound down."""
+        """Fail a load, unless it failed before, and cancel what is under way."""
         if load.failure is None:
             load.failure, load.failed_at = error, load.failed_at or load.stage
             for rank, at in load.at.items():
@@ -346,7 +359,7 @@ class Loads:
 
 
 def gone() -> StaleError:
-    """What a renewal that finds another word does to a request."""
+    """Return the error of a request whose renewal found that the hold is gone."""
     return _stale("when their lease was to be renewed")
 
 

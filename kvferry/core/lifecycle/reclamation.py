@@ -1,7 +1,8 @@
-"""Which ticketed holds to give up when requests wait for blocks: those whose consumer is gone.
+"""Find ticketed holds whose consumer is gone, to give them up when requests wait for blocks.
 
-Each rank of the producer says of which holds it has heard nothing for long (``HoldKeeper.silent``);
-the scheduler half takes a hold for lost where all of them say so. No I/O happens here.
+Each rank of the producer reports the holds of which it has long had no sign of life
+(``WorkerHolds.silent``); the scheduler half considers a hold lost if all ranks report it. No I/O
+happens here.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from dataclasses import dataclass, replace
 from kvferry.core.lifecycle.holds import Hold, RequestId
 
 HEARTBEAT_SECONDS = 1.0
-"""How often a consumer engine says that it lives."""
+"""How often a consumer engine sends a heartbeat."""
 GONE_SECONDS = 3.0
-"""After so long without a sign of life a hold's consumer is gone: two heartbeats may be missed."""
+"""A consumer without a sign of life for this time is gone: two heartbeats may be lost."""
 ASK_SECONDS = 0.25
-"""How often the ranks are asked while requests wait for blocks."""
+"""How often the ranks are asked for silent holds while requests wait for blocks."""
 MAX_SILENT = 1024
-"""How many holds one rank reports at once, the oldest first."""
+"""How many holds one rank reports at most, the oldest first."""
 BATCH_PART = 16
-"""At once holds of so many pages are given up as are waited for, and of at least this part of the
-cache: a queue that waits is not served by one request in each round."""
+"""At least a sixteenth of the cache is given up at a time, even if fewer pages are needed: a queue
+must not get room for one request per round only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
-    """A ticketed hold of which a rank has heard nothing for some time.
+    """A ticketed hold of which a rank has had no sign of life for some time.
 
     Attributes:
-        request, hold: which.
-        age: seconds since the last sign of life there.
-        engines: consumer engines that claim it; none for a ticket that nobody came with.
+        request, hold: the hold and its request.
+        age: seconds since the last sign of life on that rank.
+        engines: consumer engines that claim it; none if no consumer came with its ticket.
     """
 
     request: RequestId
@@ -42,14 +43,14 @@ class Silence:
 
 
 def silent_everywhere(reports: Mapping[int, Iterable[Silence]], ranks: int) -> list[Silence]:
-    """Holds that every rank reports, the oldest first.
+    """Return the holds that every rank reports, the oldest first.
 
     Args:
-        reports: by rank, from one step.
-        ranks: how many there are. Where one has not answered, no hold is silent.
+        reports: reports of one step, by rank.
+        ranks: number of ranks. If one has not answered, no hold counts as silent.
 
     Returns:
-        Each with the age of its youngest report, and all engines that claim it on any rank.
+        Each hold with its lowest age, and all engines that claim it on any rank.
     """
     if not reports or len(reports) < ranks:
         return []
@@ -68,11 +69,11 @@ def _together(silences: list[Silence]) -> Silence:
 
 
 class BlockPressure:
-    """Decides when the ranks are asked, and what is given up. Used by the scheduler half.
+    """Decide when the ranks are asked and how much is given up. Used by the scheduler half.
 
     Args:
-        pages: how many the cache has.
-        ranks: how many ranks publish pages; those that are replicas of others report nothing.
+        pages: number of pages of the cache.
+        ranks: number of ranks that publish pages; replicas of others report nothing.
     """
 
     def __init__(self, pages: int, ranks: int = 0) -> None:
@@ -82,11 +83,11 @@ class BlockPressure:
         self._silent: list[Silence] = []
 
     def ask(self, now: float, *, held: int) -> bool:
-        """Whether to ask the ranks in this step, in which a request waits for blocks.
+        """Return whether to ask the ranks in this step, in which a request waits for blocks.
 
         Args:
             now: seconds, monotonic.
-            held: how many holds have a ticket.
+            held: number of holds with a ticket.
         """
         if not held or not self.ranks or now < self._next_ask:
             return False
@@ -94,14 +95,14 @@ class BlockPressure:
         return True
 
     def answered(self, reports: Mapping[int, Iterable[Silence]]) -> None:
-        """The ranks have answered, all in one step."""
+        """Store the answers of the ranks, all of one step."""
         self._silent = silent_everywhere(reports, self.ranks)
 
     def take_silent(self) -> list[Silence]:
-        """What to choose from, the oldest first, once; the caller looks whether it still stands."""
+        """Return silent holds once, the oldest first; the caller checks that they still stand."""
         silent, self._silent = self._silent, []
         return silent
 
     def enough(self, wanted: int) -> int:
-        """How many pages to make free for requests that wait for so many."""
+        """Return how many pages to free for requests that wait for ``wanted`` pages."""
         return max(wanted, self._batch)

@@ -1,7 +1,7 @@
-"""The consumer's side of leases: when each hold that a rank waits for is renewed.
+"""The consumer's side of leases: decide when each hold that a rank waits for is renewed.
 
-A hold is renewed from when its producer is known until its fence is posted: from then on, the word
-may be gone because this engine itself said "done". No I/O happens here.
+A hold is renewed from when its producer is known until its fence is posted. After that, the slot
+word may have changed because this engine itself sent "done". No I/O happens here.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ from typing import NewType
 from kvferry.core.lifecycle.loads import RemoteRank
 
 RenewalId = NewType("RenewalId", int)
-"""Names what is renewed: one hold, by one rank, for one request."""
+"""Identifies one hold that one rank renews for one request."""
 
 LEASE_PART = 3
-"""A hold is renewed after this part of its lease, so that two renewals may get lost."""
+"""A hold is renewed after a third of its lease, so that two renewals may be lost."""
 FIRST_SECONDS = 1.0
-"""A load is renewed first after this, if its lease is not short: most are over by then, and the
-ticket may have been on its way for long."""
+"""The first renewal of a load comes after this time, or sooner if its lease is short. Most loads
+have ended by then, but the ticket may have been under way for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class RenewalRequest:
-    """A renewal that is due, with one producer rank."""
+    """A renewal that is due.
+
+    Attributes:
+        renewal: the hold to renew.
+        rank: the producer rank to renew it with.
+    """
 
     renewal: RenewalId
     rank: int
@@ -35,14 +40,14 @@ class RenewalRequest:
 @dataclass(slots=True, kw_only=True)
 class _Renewed:
     ranks: dict[int, bool]
-    """Producer rank to whether its pages are needed; a replica's are not."""
+    """Producer rank to whether its pages are needed; those of a replica are not."""
     interval: float
     due: float
     asked: set[int] = field(default_factory=set)
 
 
 class Renewals:
-    """All that one consumer rank renews.
+    """Schedule the renewals of one consumer rank.
 
     Not thread-safe: the caller serialises. Events about what has ended are ignored.
     """
@@ -51,22 +56,25 @@ class Renewals:
         self._renewed: dict[RenewalId, _Renewed] = {}
         self._ids = itertools.count(1)
         self._soonest = math.inf
-        """Nothing is due before; thousands may wait, and it is asked hundreds of times a second."""
+        """No renewal is due earlier: saves scanning thousands of holds in each turn."""
 
     def __len__(self) -> int:
-        """How many holds are renewed."""
+        """Return how many holds are being renewed."""
         return len(self._renewed)
 
     def begin(
         self, parties: Iterable[RemoteRank], *, lease: float, now: float, at_once: bool
     ) -> RenewalId:
-        """A hold is waited for.
+        """Start to renew a hold.
 
         Args:
             parties: the producer ranks that concern this rank.
-            lease: seconds that a renewal gives, there.
+            lease: for how many seconds a renewal extends the hold.
             now: on the clock of ``take_due``.
-            at_once: whether the first renewal is due now; otherwise it can wait a little.
+            at_once: whether the first renewal is due now.
+
+        Returns:
+            The id for ``settle`` and ``end``.
         """
         renewal, interval = RenewalId(next(self._ids)), lease / LEASE_PART
         due = now if at_once else now + min(interval, FIRST_SECONDS)
@@ -77,17 +85,20 @@ class Renewals:
         return renewal
 
     def end(self, renewal: RenewalId) -> None:
-        """It is waited for no more."""
+        """Stop renewing a hold."""
         self._renewed.pop(renewal, None)
 
     def settle(self, renewal: RenewalId, rank: int) -> None:
-        """This rank's fence is posted."""
+        """Stop renewing a hold with one producer rank, whose fence is posted."""
         found = self._renewed.get(renewal)
         if found is not None:
             found.ranks.pop(rank, None)
 
     def take_due(self, now: float) -> tuple[list[RenewalRequest], list[RenewalRequest]]:
-        """What to renew now, and what has not been answered since the last time: to be given up."""
+        """Return what to renew now, and what was not answered since the last renewal.
+
+        The latter are to be given up.
+        """
         due: list[RenewalRequest] = []
         overdue: list[RenewalRequest] = []
         if now < self._soonest:
@@ -104,7 +115,12 @@ class Renewals:
         return due, overdue
 
     def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
-        """The slot word was read. Whether the hold is gone, and its pages still needed."""
+        """Process an answer, and return whether needed pages are lost.
+
+        Args:
+            ask: what was renewed.
+            stands: whether the slot word says that the hold still stands.
+        """
         found = self._renewed.get(ask.renewal)
         if found is None:
             return False
@@ -112,7 +128,7 @@ class Renewals:
         return found.ranks.get(ask.rank, False) and not stands
 
     def unanswered(self, ask: RenewalRequest) -> None:
-        """The slot word could not be read; it is tried again when due."""
+        """Process a failed read of the slot word; the renewal is tried again when due."""
         found = self._renewed.get(ask.renewal)
         if found is not None:
             found.asked.discard(ask.rank)

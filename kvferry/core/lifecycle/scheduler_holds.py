@@ -1,7 +1,7 @@
-"""The producer's scheduler half: which holds stand for which requests.
+"""The holds of a producer as its scheduler half keeps them.
 
-It shares no memory with the workers: they hear of it through ``HoldOrders``, one batch per engine
-step.
+The scheduler half shares no memory with the workers: it sends them ``HoldOrders``, one batch per
+engine step.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvferry.core.lifecycle.reclamation import Silence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldOrders:
-    """What the scheduler half tells every worker in one step, to be applied in this order.
+    """What the scheduler half orders of every worker in one step, to be applied in this order.
 
     Attributes:
-        drops: computing holds that are over; no ticket was made for them.
-        take_ons: requests that are computed for another engine from this step on.
-        ready: holds whose pages may be read once all work before this step has passed, with the
+        drops: holds that end while they are computed, without a ticket.
+        take_ons: requests that are computed for another engine from this step on, with their holds.
+        ready: holds whose pages may be read once all work before this step has passed, with their
             lease in seconds.
-        ends: ticketed holds to give up now (a reset, too much is held, or their consumer is gone);
-            they are still reported as sent.
+        ends: ticketed holds to give up now (a reset, too many pages are held, or the consumer is
+            gone); they are still reported as sent.
     """
 
     drops: tuple[Hold, ...] = ()
@@ -41,17 +41,17 @@ class _Entry:
     hold: Hold
     ticketed: bool = False
     pages: frozenset[int] = frozenset()
-    """That count against the limit: none before there is a ticket, or after it was given up."""
+    """Pages that count against the limit: only those of a ticket that was not given up."""
 
 
 class SchedulerHolds:
-    """Picks holds and says what the workers must know.
+    """Choose holds for requests, limit how much they hold, and collect orders for the workers.
 
     Args:
-        slots: how many slots each worker's table has; as many as the engine has blocks.
-        draw: gives random generations.
-        max_pages: how many pages may be held behind tickets; ``None`` for any number. Who asks for
-            tickets is a client, and must not keep the engine from its pages.
+        slots: number of slots in each worker's table; as many as the engine has blocks.
+        draw: returns random generations.
+        max_pages: how many pages tickets may hold; ``None`` for no limit. Clients ask for tickets,
+            and must not be able to use up the engine's pages.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class SchedulerHolds:
     ) -> None:
         self._max_pages = max_pages
         self._pages = Counter[int]()
-        """Page to how many tickets hold it: requests with one prefix share pages."""
+        """Page to number of tickets that hold it: requests with a common prefix share pages."""
         self._evicted: list[RequestId] = []
         self._oldest: dict[RequestId, None] = {}
-        """Those with a ticket that hold pages, in that order."""
+        """Requests with a ticket that was not given up, the oldest first."""
         self._free = deque(range(slots))
         self._draw = draw
         self._entries: dict[RequestId, _Entry] = {}
@@ -75,33 +75,34 @@ class SchedulerHolds:
         self._ready: list[tuple[Hold, float]] = []
         self._ends: list[Hold] = []
         self._ending: set[RequestId] = set()
-        """Ordered to end, and not yet sent."""
+        """Requests whose holds were ordered to end and are not sent yet."""
 
     @property
     def held(self) -> int:
-        """How many requests have a hold, computing or ticketed."""
+        """Number of requests that have a hold, computing or ticketed."""
         return len(self._entries)
 
     @property
     def held_pages(self) -> int:
-        """How many pages tickets hold, each counted once."""
+        """Number of pages that tickets hold, each counted once."""
         return len(self._pages)
 
     @property
     def ticketed(self) -> int:
-        """How many requests have a ticket that was not given up."""
+        """Number of requests with a ticket that was not given up."""
         return len(self._oldest)
 
     @property
     def ending(self) -> bool:
-        """Whether pages of holds that were ordered to end are still to come back."""
+        """Whether pages of holds that were ordered to end are still held."""
         return bool(self._ending)
 
     def take_on(self, request: RequestId) -> Hold | None:
-        """A hold for a request that another engine will decode; the same one after preemption.
+        """Return a hold for a request to be decoded elsewhere; the same one after preemption.
 
-        ``None`` if there can be none: no slot is free, or an earlier request of this id is still
-        held. The request is then served like any other, without a ticket.
+        Returns:
+            ``None`` if no slot is free or an earlier request of this id is still held. The request
+            is then served like any other, without a ticket.
         """
         entry = self._entries.get(request)
         if entry is not None:
@@ -116,18 +117,18 @@ class SchedulerHolds:
     def ticket(
         self, request: RequestId, lease: float, pages: frozenset[int] = frozenset()
     ) -> Hold | None:
-        """The request is computed and a ticket is made: its pages stay until ``sent``.
+        """Make the hold of a computed request a ticketed one: its pages stay until ``sent``.
 
-        Where too many pages are held then, the oldest tickets are given up.
+        If too many pages are held then, the oldest tickets are given up.
 
         Args:
-            request: which.
-            lease: seconds.
-            pages: those that it has.
+            request: the request.
+            lease: its lease in seconds.
+            pages: its pages.
 
         Returns:
-            ``None`` if the request was never taken on, has its ticket already, or has more pages
-            than may be held at all.
+            The hold; ``None`` if the request was never taken on, has its ticket already, or has
+            more pages than may be held at all.
         """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed or not self.fits(len(pages)):
@@ -140,16 +141,16 @@ class SchedulerHolds:
         return entry.hold
 
     def fits(self, pages: int) -> bool:
-        """Whether a request with so many pages can have a ticket."""
+        """Return whether a request with so many pages can have a ticket."""
         return self._max_pages is None or pages <= self._max_pages
 
     def take_evicted(self) -> list[RequestId]:
-        """Whose tickets were given up since the last call, to hold no more than allowed."""
+        """Return requests whose tickets were given up for the limit since the last call."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def drop(self, request: RequestId) -> bool:
-        """The request ends before a ticket exists; whether there was such a hold."""
+        """End a hold without a ticket, and return whether there was one."""
         entry = self._entries.get(request)
         if entry is None or entry.ticketed:
             return False
@@ -162,7 +163,7 @@ class SchedulerHolds:
         return True
 
     def sent(self, request: RequestId) -> None:
-        """Every worker has reported the request sent: its slot is free again."""
+        """Free the slot of a request that every worker has reported as sent."""
         entry = self._entries.get(request)
         if entry is not None and entry.ticketed:
             del self._entries[request]
@@ -172,7 +173,7 @@ class SchedulerHolds:
             self._ending.discard(request)
 
     def reset(self) -> None:
-        """Give up every ticketed hold: its ticket becomes stale, its pages come back."""
+        """Give up every ticketed hold: tickets become stale, and pages come back."""
         ticketed = {r: entry for r, entry in self._entries.items() if entry.ticketed}
         self._ends.extend(sorted({entry.hold for entry in ticketed.values()} - set(self._ends)))
         self._ending.update(ticketed)
@@ -181,14 +182,15 @@ class SchedulerHolds:
             self._let_go(entry)
 
     def give_up(self, silent: Iterable[Silence], pages: int) -> list[Silence]:
-        """Give up the first of these holds until so many pages come back.
+        """Give up holds until enough pages come back.
 
         Args:
-            silent: the best to give up first; what is over, or was given up already, is left out.
-            pages: how many are wanted.
+            silent: the holds to give up, in this order; those that ended or were given up before
+                are skipped.
+            pages: number of pages wanted.
 
         Returns:
-            Those that were given up.
+            The holds that were given up.
         """
         goal, given = len(self._pages) - pages, []
         for each in silent:
@@ -201,7 +203,7 @@ class SchedulerHolds:
         return given
 
     def drain(self) -> HoldOrders:
-        """What happened since the last call. The slots of drops are free from now on."""
+        """Return the orders since the last call. Slots of dropped holds are free from now on."""
         orders = HoldOrders(
             drops=tuple(self._drops),
             take_ons=tuple(self._take_ons),
@@ -214,14 +216,14 @@ class SchedulerHolds:
         return orders
 
     def _make_room(self) -> None:
-        """The oldest goes first; the newest fits alone, so it stays."""
+        """Give up the oldest tickets until the limit holds; the newest fits alone, so it stays."""
         while self._max_pages is not None and len(self._pages) > self._max_pages:
             oldest = next(iter(self._oldest))
             self._give_up(oldest)
             self._evicted.append(oldest)
 
     def _give_up(self, request: RequestId) -> None:
-        """A request with a ticket; its pages count no more, though they are still to come back."""
+        """Give up a ticket. Its pages no longer count, but are still to come back."""
         del self._oldest[request]
         entry = self._entries[request]
         self._let_go(entry)

@@ -1,7 +1,7 @@
-"""The ticket: what a producer hands to a consumer, through the router, about one request.
+"""The ticket that a producer hands to a consumer, through the router, for one request.
 
-It passes through a client's hands, so nothing in it is believed before it was checked: first by
-itself (form), then by the consumer's scheduler (digest), then against the producer's handshake.
+It passes through a client's hands, so nothing in it is trusted before it is checked: first its
+form, then by the consumer's scheduler (digest), then against the producer's handshake.
 """
 
 from __future__ import annotations
@@ -19,30 +19,34 @@ from kvferry.core.messages import GENERATION_LIMIT, RankPayload
 from kvferry.core.security import KEY_BYTES, Proof, proof
 
 MAX_TICKET_PAGES = 1 << 20
+"""The most page ids in one ticket."""
 MAX_PAGE = 1 << 40
+"""The highest page id."""
 MAX_TOKENS = 1 << 32
+"""The most tokens of one request."""
 MAX_TEXT = 256
+"""The longest text in a ticket, in characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """About one request's pages on one producer engine.
+    """One request's pages on one producer engine.
 
     Attributes:
         engine, incarnation: the producer.
-        request: what the producer calls the request; for logs only.
-        host, port: its side channel, as the producer says where there is a proof.
-        hold: stands for the pages in the producer's slot tables.
+        request: the producer's id of the request; for logs only.
+        host, port: its side channel, as the producer stated it if there is a proof.
+        hold: identifies the pages in the producer's slot tables.
         pages: per group, page ids of the producer's layout; 0 is a hole.
         first_index: per group, the block index of the list's first entry.
-        tokens: T, how many tokens the pages cover; a state is the one after exactly these.
-        digest: what the pages depend on; see ``digest``.
-        computed: nothing writes the pages any more after the ticket was made, so that the read
-            needs no check before it.
+        tokens: T, number of tokens that the pages cover; a state is the one after exactly these.
+        digest: digest of all that the pages depend on; see ``digest``.
+        computed: whether the pages were complete when the ticket was made, so that a read needs no
+            check before it.
         tp_size: the producer's tensor parallelism, which the handshake must confirm.
         key: the public key of the side channel, 32 bytes; empty if that is not encrypted.
-        routed: where a router says that the side channel is, if elsewhere: asked second.
-        proof: says that the producer made the ticket; ``None`` from builds that prove none.
+        routed: address of the side channel that a router gave, if it differs: asked second.
+        proof: proves that the producer made the ticket; ``None`` from builds that prove none.
 
     Raises:
         TicketError: a value is out of bounds, or a page stands twice in a list.
@@ -121,9 +125,12 @@ def _page_problems(ticket: Ticket) -> Iterator[str]:
 
 
 def page_limits(payloads: Sequence[RankPayload]) -> tuple[int, ...]:
-    """Per group of an engine, what its page ids are below; 0 where no rank has a field of it.
+    """Return the page limit of each group of an engine.
 
-    It looks at every kind of field of every rank: once per handshake, not once per ticket.
+    It visits every kind of field of every rank, so it is called once per handshake, not per ticket.
+
+    Returns:
+        Per group, a number that page ids are below; 0 if no rank has a field of the group.
     """
     limits = [0] * len(payloads[0].layout.groups)
     for first in (some.first for payload in payloads for some in payload.layout.field_sets):
@@ -139,11 +146,11 @@ def check_against(
     *,
     ticket_key: bytes = b"",
 ) -> None:
-    """Check a ticket against what its producer said in the handshake.
+    """Check a ticket against the handshake of its producer.
 
     Args:
-        ticket: from a client.
-        payloads: of all ranks of the producer.
+        ticket: untrusted, from a client.
+        payloads: payloads of all ranks of the producer.
         limits: their ``page_limits``.
         ticket_key: the key by which the producer proves its tickets; empty if it proves none.
 
@@ -157,12 +164,12 @@ def check_against(
 
 
 def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: bytes) -> None:
-    """Check that whoever answered the handshake made a ticket: all that needs no layout.
+    """Check that the engine that answered the handshake made a ticket; needs no layout.
 
     Args:
-        ticket: what is checked.
-        payloads: what the ranks publish, as for ``check_against``.
-        ticket_key: the key that the handshake publishes.
+        ticket: untrusted, from a client.
+        payloads: payloads of all ranks of the producer.
+        ticket_key: the key by which the producer proves its tickets; empty if it proves none.
 
     Raises:
         TicketError: another incarnation, or a proof that does not fit or is missing.

@@ -1,7 +1,7 @@
-"""The producer's worker half: the slot table, and when a request's pages may go back.
+"""The holds of a producer rank: its slot table, and when a request's pages may be freed.
 
-Each rank keeps its own, on its own clock. The order that keeps late readers from stale pages is
-the same everywhere here: first the slot word is cleared, then the request is reported sent.
+Each rank keeps its own, on its own clock. To keep late readers from stale pages, a hold always ends
+in the same order: first the slot word is cleared, then the request is reported as sent.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
 MAX_READERS = 64
-"""How many consumer engines are counted for one hold; it takes one to end it. As many may claim
-it."""
+"""How many consumer engines are counted for one hold, and how many may claim it. One is enough to
+end it."""
 MAX_CLAIMANTS = 1 << 12
-"""How many consumer engines are known by their claims. Who comes beyond is known by renewals."""
+"""How many consumer engines may claim holds. Those beyond are noticed by their renewals only."""
 ANONYMOUS_PART = 3
-"""A renewal that claims nothing counts as a sign of life for this part of the lease: so often its
-consumer, which knows no heartbeats, renews."""
+"""A renewal without a claim counts as a sign of life for a third of the lease, because a consumer
+that knows no heartbeats renews that often."""
 
 
 class SlotWords(Protocol):
-    """A slot table: one word per slot."""
+    """A slot table: one 8-byte word per slot, in memory that peers can read."""
 
     def __len__(self) -> int: ...
     def __setitem__(self, slot: int, word: int, /) -> None: ...
 
 
 class NoteOutcome(enum.Enum):
-    """What became of a "done", an "abandon" or a renewal."""
+    """The effect of a "done", an "abandon" or a renewal."""
 
     COUNTED = "counted"
     ENDED = "ended"
-    """It was the last of its consumer engine: the hold is over."""
+    """It was the last one of its consumer engine: the hold has ended."""
     REPEATED = "repeated"
     RENEWED = "renewed"
     LATE = "late"
-    """A "done" about a hold whose lease was over: its consumer's fence has refused the read."""
+    """A "done" after the lease had expired: the consumer's fence has refused the read."""
     UNKNOWN = "unknown"
-    """Another incarnation, another generation, or a hold that is over."""
+    """The incarnation or generation is another one, or the hold has ended."""
 
 
 _Claimant = tuple[str, int]
@@ -58,27 +58,27 @@ class _Held:
     request: RequestId
     hold: Hold
     lease: float | None = None
-    """Seconds, from the order that the ticket was made; ``None`` while there is no ticket."""
+    """Seconds; ``None`` while there is no ticket."""
     deadline: float | None = None
     """On this rank's clock, once there is a ticket."""
     is_ready: bool = False
     readers: dict[str, set[int]] = field(default_factory=dict)
-    """Consumer engine to the ranks that need the hold no longer."""
+    """Consumer engine to those of its ranks that no longer need the hold."""
     alive: float = -math.inf
-    """When it was ordered or became ready."""
+    """When its ticket was made or its pages became ready."""
     renewed: float = -math.inf
-    """When it was last renewed by who claims nothing; often before it is ordered."""
+    """When it was last renewed without a claim; often before its ticket is known here."""
     claimants: set[_Claimant] = field(default_factory=set)
 
 
 class WorkerHolds:
-    """One rank's holds.
+    """Keep the holds of one producer rank.
 
     Not thread-safe: the caller serialises.
 
     Args:
-        words: the slot table, one word per slot, all zero; readable by peers.
-        incarnation: of this engine.
+        words: the slot table, all zero; belongs to the caller.
+        incarnation: incarnation of this engine.
     """
 
     def __init__(self, words: SlotWords, incarnation: Incarnation) -> None:
@@ -86,32 +86,31 @@ class WorkerHolds:
         self._incarnation = incarnation
         self._held: dict[int, _Held] = {}
         self._soonest = math.inf
-        """No lease is over before; thousands may be held, and it is asked hundreds of times a
-        second."""
+        """No lease expires earlier: saves scanning thousands of holds in each turn."""
         self._sent: list[RequestId] = []
         self._expired: dict[int, int] = {}
-        """Slot to the generation of the last hold whose lease was over, to know the late by."""
+        """Slot to the generation of its last expired hold, to recognise a late "done"."""
         self._claims = Counter[_Claimant]()
-        """How many holds each consumer engine claims; none that claims nothing."""
+        """How many holds each consumer engine claims, at least one."""
         self._heard: dict[_Claimant, float] = {}
-        """When each of them last said anything."""
+        """When each of them last gave a sign of life."""
 
     @property
     def held(self) -> int:
-        """How many holds stand."""
+        """Number of holds that stand."""
         return len(self._held)
 
     @property
     def slots(self) -> int:
-        """How many there can be."""
+        """Number of slots."""
         return len(self._words)
 
     def __contains__(self, hold: Hold) -> bool:
-        """Whether a hold stands."""
+        """Return whether a hold stands."""
         return self._find(hold) is not None
 
     def apply(self, orders: HoldOrders, now: float) -> None:
-        """A step's orders, in their order; ``ready`` follows for each of ``orders.ready``."""
+        """Carry out the orders of a step. The caller calls ``ready`` later for ``orders.ready``."""
         for hold in orders.drops:
             self.drop(hold)
         for request, hold in orders.take_ons:
@@ -122,19 +121,22 @@ class WorkerHolds:
             self.end(hold)
 
     def take_on(self, request: RequestId, hold: Hold) -> None:
-        """The request is computed from this step on. Must come before the step's work ends."""
+        """Start a hold for a request that is computed from this step on.
+
+        Must be called before the step's work ends.
+        """
         self._held[hold.slot] = _Held(request=request, hold=hold)
         self._words[hold.slot] = hold.computing
 
     def drop(self, hold: Hold) -> None:
-        """The request ended before there was a ticket; nothing is reported."""
+        """End a hold without a ticket; nothing is reported."""
         if self._find(hold):
             self._clear(hold)
 
     def order(self, hold: Hold, lease: float, now: float) -> None:
-        """A ticket was made; ``ready`` follows when all the request's work has passed.
+        """Note that a ticket was made; ``ready`` follows when the request's work has finished.
 
-        Where that never happens (a device that has failed), the lease ends it all the same.
+        If it never does (the device failed), the lease ends the hold nevertheless.
         """
         held = self._find(hold)
         if held:
@@ -142,7 +144,7 @@ class WorkerHolds:
             self._set_deadline(held, now + lease)
 
     def ready(self, hold: Hold, now: float) -> None:
-        """All work of an ordered request has passed: it may be read, and its lease starts."""
+        """Allow an ordered hold to be read, since all its work has finished; its lease starts."""
         held = self._find(hold)
         if held and held.lease is not None and not held.is_ready:
             held.is_ready, held.alive = True, max(held.alive, now)
@@ -150,9 +152,9 @@ class WorkerHolds:
             self._words[hold.slot] = hold.ready
 
     def renew(self, message: Renewal, now: float) -> NoteOutcome:
-        """A consumer rank still waits: the lease of pages that are ready starts anew.
+        """Start the lease of a ready hold anew, because a consumer rank still waits for it.
 
-        A renewal that names its engine claims the hold for it.
+        A renewal that names its engine claims the hold for that engine.
         """
         held = self._named(message)
         if held is None:
@@ -164,7 +166,7 @@ class WorkerHolds:
         return NoteOutcome.RENEWED
 
     def heartbeat(self, message: Heartbeat, now: float) -> NoteOutcome:
-        """A consumer engine lives, and wants all that it claimed. No lease is renewed."""
+        """Note a sign of life of a consumer engine for all its claims; renews no lease."""
         claimant = message.engine, message.life
         if message.incarnation != self._incarnation or claimant not in self._claims:
             return NoteOutcome.UNKNOWN
@@ -172,27 +174,26 @@ class WorkerHolds:
         return NoteOutcome.RENEWED
 
     def age(self, hold: Hold, now: float) -> float | None:
-        """For how many seconds nobody gave a sign of life for a ticketed hold.
+        """Return the time since the last sign of life for a ticketed hold.
 
-        Of those who claim it the youngest counts; of one that nobody claims, the time since it
-        became ready (or was ordered), or its last renewal by a consumer that claims nothing, which
-        counts for a third of the lease.
+        The latest of these counts: a sign of life of any engine that claims it, when it was ordered
+        or became ready, and a third of the lease after a renewal without a claim.
 
         Returns:
-            At least 0; ``None`` where there is no such hold, or no ticket for it yet.
+            Seconds, at least 0; ``None`` if there is no such hold or no ticket for it yet.
         """
         held = self._find(hold)
         return None if held is None or held.lease is None else self._age(held, held.lease, now)
 
     def silent(self, now: float, beyond: float, limit: int) -> list[Silence]:
-        """Ticketed holds of at least an age, the oldest first.
+        """Return ticketed holds without a sign of life, the oldest first.
 
-        Looks at every hold, so it is not for every step.
+        Visits every hold, so it is not meant for every step.
 
         Args:
             now: on this rank's clock.
-            beyond: seconds.
-            limit: how many at most.
+            beyond: lowest age in seconds, as ``age`` returns it.
+            limit: how many holds are returned at most.
         """
         aged = [
             (self._age(held, held.lease, now), held)
@@ -211,13 +212,13 @@ class WorkerHolds:
         ]
 
     def end(self, hold: Hold) -> None:
-        """Give a ticketed hold up; reported sent unless it was already."""
+        """Give a ticketed hold up, and report its request as sent unless it was already."""
         held = self._find(hold)
         if held:
             self._over(held)
 
     def end_all(self) -> None:
-        """Shutdown: every word is cleared; what had a ticket is reported sent."""
+        """Clear every word at shutdown, and report requests with a ticket as sent."""
         for held in list(self._held.values()):
             if held.lease is None:
                 self._clear(held.hold)
@@ -225,11 +226,11 @@ class WorkerHolds:
                 self._over(held)
 
     def release(self, message: Release) -> NoteOutcome:
-        """A consumer rank needs a hold no longer ("done" or "abandon": the same here).
+        """Count a consumer rank that no longer needs a hold ("done" and "abandon" alike).
 
-        Counts distinct ranks per consumer engine against that engine's own number; the first
-        engine that is complete ends the hold. Accepted before ``ready`` too: consumers are often
-        faster than the order.
+        Distinct ranks are counted per consumer engine, up to the number that the engine states; the
+        first engine that is complete ends the hold. This is accepted before ``ready``, too:
+        consumers are often faster than the scheduler's order.
         """
         held = self._named(message)
         if held is None:
@@ -246,7 +247,7 @@ class WorkerHolds:
         return NoteOutcome.ENDED
 
     def expire(self, now: float) -> list[RequestId]:
-        """End the holds whose lease is over; says of which requests."""
+        """End the holds whose lease has expired, and return their requests."""
         if now < self._soonest:
             return []
         due = [(h.deadline, h) for h in self._held.values() if h.deadline is not None]
@@ -258,7 +259,7 @@ class WorkerHolds:
         return [held.request for held in over]
 
     def take_sent(self) -> list[RequestId]:
-        """The requests to report sent, each exactly once."""
+        """Return the requests to report as sent, each exactly once."""
         sent, self._sent = self._sent, []
         return sent
 
@@ -276,7 +277,7 @@ class WorkerHolds:
         return max(0.0, now - max(signs, held.alive, held.renewed + lease / ANONYMOUS_PART))
 
     def _claim(self, held: _Held, message: Renewal, now: float) -> bool:
-        """Whether the hold is claimed by this message's engine now."""
+        """Claim a hold for the engine of a renewal, and return whether it is claimed."""
         claimant = message.engine, message.life
         if not message.engine:
             return False
@@ -290,7 +291,7 @@ class WorkerHolds:
         return True
 
     def _disclaim(self, held: _Held) -> None:
-        """Forget the engines of which this was the last claim."""
+        """Drop the claims on a hold, and forget engines without any other."""
         for claimant in held.claimants:
             self._claims[claimant] -= 1
             if not self._claims[claimant]:

@@ -1,7 +1,7 @@
-"""Who may: secrets that sign tickets, keys that admit peers, and the addresses they may have.
+"""Access control: secrets and proofs of tickets, keys that admit peers, and their addresses.
 
-Values and checks; the side channel's sockets are in ``kvferry.core.handshake``. Stdlib and msgspec
-only, but for making key pairs, which asks ZMQ, and for proofs, which ask ``cryptography``.
+These are values and checks; the side channel's sockets are in ``kvferry.core.handshake``. Only the
+standard library and msgspec are imported, except for key pairs (ZMQ) and proofs (``cryptography``).
 """
 
 from kvferry.core.security.access import NEARBY, OPEN, Access

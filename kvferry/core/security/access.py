@@ -1,4 +1,4 @@
-"""Who is admitted to an engine's side channel, and to whom it connects."""
+"""Which peers an engine admits to its side channel, and which it connects to."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvferry.core.security.networks import Networks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What an engine demands of its peers, whoever of the two connects.
+    """What an engine demands of its peers, in both directions.
 
     Attributes:
-        own: this engine's keys; without them its side channel is open, and only it connects to
-            open ones.
+        own: this engine's keys. Without them its side channel is open, and it connects to open
+            ones only.
         peers: public keys of the engines that are admitted.
-        networks: where they may be; ``None`` is anywhere.
-        is_command: a command asks, and errors name its flags instead of an engine's settings.
+        networks: networks of admitted peers; ``None`` for any.
+        is_command: whether a command asks: errors then name its flags instead of settings.
 
     Raises:
         SecretError: there are keys and no peers, or peers and no keys.
@@ -43,11 +43,14 @@ class Access:
 
     @property
     def public(self) -> bytes:
-        """What tickets say of this engine's keys; empty without any."""
+        """The public key that tickets carry; empty without keys."""
         return self.own.public if self.own is not None else b""
 
     def check_server(self, key: bytes) -> None:
-        """Whether this engine may ask a side channel, from the public key that it should have.
+        """Refuse a side channel that this engine may not ask.
+
+        Args:
+            key: the public key that the side channel should have; empty for none.
 
         Raises:
             AdmissionError: only one of the two has keys, or its key is not listed here.
@@ -69,12 +72,12 @@ class Access:
             )
 
     def allows(self, numeric: str) -> bool:
-        """Whether a peer may have this numeric address."""
+        """Return whether a peer may have this numeric address."""
         return self.networks is None or numeric in self.networks
 
 
 OPEN = Access()
-"""Everybody, everywhere, in the clear."""
+"""Admit every peer at every address, unencrypted."""
 
 NEARBY = Access(networks=Networks.nearby())
-"""Everybody on this host and in private networks, in the clear: what an engine has by default."""
+"""Admit every peer on this host and in private networks, unencrypted: an engine's default."""

@@ -1,4 +1,4 @@
-"""CURVE keys as text: 32 bytes in hexadecimal, one a line."""
+"""CURVE keys as text: 32 bytes in hexadecimal, one key per line."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ class KeyPair:
 
     @classmethod
     def of(cls, text: str, place: str) -> KeyPair:
-        """From a secret key as text; its public key follows from it.
+        """Return the key pair of a secret key.
+
+        Args:
+            text: the secret key in hexadecimal.
+            place: where it came from, for errors.
 
         Raises:
-            SecretError: it is none; shows ``place`` only.
+            SecretError: it is not a key; shows ``place`` only.
         """
         if not _HEX.fullmatch(text):
             raise SecretError(
@@ -40,7 +44,7 @@ class KeyPair:
 
 
 def generate() -> KeyPair:
-    """New keys.
+    """Return a new key pair.
 
     Raises:
         SecretError: this ZMQ was built without CURVE.
@@ -56,10 +60,10 @@ def generate() -> KeyPair:
 
 
 def public_keys(texts: Iterable[str], place: str) -> frozenset[bytes]:
-    """Public keys as text; empty lines and those that start with ``#`` say nothing.
+    """Return the public keys in lines of text; skips empty lines and those that start with ``#``.
 
     Raises:
-        SecretError: a line is none, or there are too many; names the line and ``place``.
+        SecretError: a line is not a key, or there are too many; names the line and ``place``.
     """
     found: set[bytes] = set()
     for number, text in enumerate(texts, 1):

@@ -1,4 +1,4 @@
-"""Which addresses peers may have."""
+"""The networks in which an engine's peers may be."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _DISCARD_PORT = 9
 
 @dataclass(frozen=True, slots=True)
 class Networks:
-    """A list of networks; an address is allowed if one of them has it.
+    """A list of networks; an address is allowed if one of them contains it.
 
     Attributes:
-        networks: the list.
-        this_host: allow all addresses of this host, too.
+        networks: the networks.
+        this_host: whether all addresses of this host are allowed, too.
 
     Raises:
-        SecretError: the list is empty, and so would allow nobody.
+        SecretError: the list is empty and would allow no peer.
     """
 
     networks: tuple[Network, ...]
@@ -48,20 +48,20 @@ class Networks:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Networks:
-        """From CIDR notation (``10.0.0.0/8``); an address alone is a network of one.
+        """Return networks given in CIDR notation (``10.0.0.0/8``); an address is a network of one.
 
         Raises:
-            SecretError: one is none, or has bits behind its prefix; names it.
+            SecretError: one is not a network, or has bits behind its prefix; names it.
         """
         return cls(tuple(map(_network, texts)))
 
     @classmethod
     def nearby(cls) -> Networks:
-        """Return this host and all private networks, which is what is allowed unless it is said."""
+        """Return this host and all private networks: the default."""
         return cls(tuple(map(_network, PRIVATE)), this_host=True)
 
     def __contains__(self, numeric: str) -> bool:
-        """Whether a numeric address is allowed; one that is none is not."""
+        """Return whether a text is a numeric address that is allowed."""
         try:
             address = ipaddress.ip_address(numeric)
         except ValueError:
@@ -90,9 +90,9 @@ def _network(text: str) -> Network:
 
 
 def _is_here(address: Address) -> bool:
-    """Return whether an address is one of this host's: it alone is reached from itself.
+    """Return whether an address is one of this host's own.
 
-    This asks the kernel for a route, and sends nothing.
+    Only such an address is reached from itself. This asks the kernel for a route and sends nothing.
     """
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:

@@ -31,7 +31,7 @@ ENCODE_ERRORS = (msgspec.MsgspecError, TypeError, ValueError, RecursionError, Ov
 """All that msgspec's JSON encoder raises for what is not JSON."""
 
 MAX_VERIFIED = 1 << 10
-"""Verified proofs that are remembered: a ticket is checked when it comes and when it is used."""
+"""How many results are cached: a ticket is verified when it comes and when it is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,11 @@ class TicketKey:
         self.public = self._private.public_key().public_bytes_raw()
 
     def sign(self, said: Mapping[str, object]) -> bytes:
-        """Return the proof of what a ticket says, 64 bytes. Raises ``TicketError``."""
+        """Return the proof of what a ticket says, 64 bytes.
+
+        Raises:
+            TicketError: it cannot be encoded as JSON.
+        """
         return self._private.sign(CONTEXT + content_of(said))
 
 
@@ -94,10 +98,10 @@ def content_of(said: Mapping[str, object]) -> bytes:
     """Return the hash of what a ticket says, 32 bytes.
 
     Args:
-        said: text, integers, truth values, and lists and mappings of them, in any order.
+        said: text, integers, booleans, and lists and mappings of them, in any order.
 
     Raises:
-        TicketError: it cannot be written as JSON.
+        TicketError: it cannot be encoded as JSON.
     """
     try:
         text = _canonical.encode(said)
@@ -107,8 +111,8 @@ def content_of(said: Mapping[str, object]) -> bytes:
 
 
 _canonical = msgspec.json.Encoder(order="sorted")
-"""One text for what is equal: sorted keys, no spaces. For long lists of blocks, the json module,
-with which secrets sign, takes many times as long."""
+"""Equal content gives equal text: sorted keys, no spaces. The json module, which ``signing`` uses,
+takes many times as long for long lists of blocks."""
 
 
 def check(proof: Proof | None, published: bytes) -> None:
@@ -152,7 +156,7 @@ def verify(proof: Proof) -> bool:
 
 
 def load_library() -> None:
-    """Import ``cryptography``, which takes a while, where nobody waits for it."""
+    """Import ``cryptography`` early, because that takes a while."""
     import cryptography.hazmat.primitives.asymmetric.ed25519  # noqa: F401
 
 

@@ -1,7 +1,7 @@
-"""Where secrets come from: files and the environment, never the configuration itself.
+"""Read secrets from files and the environment, never from the configuration itself.
 
-An engine's configuration is logged, shown by ``ps`` and passed between processes. So it says where
-a secret is, and nothing here ever puts one into a message.
+An engine's configuration is logged, shown by ``ps`` and passed between processes. So it only states
+where a secret is, and no message of this module contains one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_FILE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secret:
-    """What was read.
+    """A secret and where it came from.
 
     Attributes:
-        text: without the white space around it.
+        text: the secret, without the white space around it.
         place: where it came from; may be shown.
-        exposed: why others may know it; empty if nothing says so.
+        exposed: why others may know it; empty if there is no sign of that.
     """
 
     text: str = field(repr=False)
@@ -37,20 +37,20 @@ class Secret:
 
 
 def is_place(text: str) -> bool:
-    """Whether this says where something is, rather than what it is."""
+    """Return whether a text names a place of a secret rather than being one."""
     return text.startswith((FILE, ENVIRONMENT))
 
 
 def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secret:
-    """Read what a place holds.
+    """Read a secret.
 
     Args:
         place: ``file:PATH`` or ``env:NAME``.
-        environment: of this process.
+        environment: the environment of this process.
 
     Raises:
-        SecretError: it is no place, or there is nothing to be read; never shows what is not a
-            place, since that may be the secret.
+        SecretError: the text is not a place, or nothing can be read there; never shows a text that
+            is not a place, since that may be the secret.
     """
     if place.startswith(FILE):
         return _from_file(place, Path(place.removeprefix(FILE)).expanduser())
@@ -66,15 +66,15 @@ def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secr
 def listed_keys(
     listed: Sequence[str], name: str, environment: Mapping[str, str] = os.environ
 ) -> frozenset[bytes]:
-    """Public keys, each as text or by the place of a text with one a line.
+    """Return public keys, given as text or as places of texts with one key per line.
 
     Args:
         listed: the keys and places.
-        name: of the setting that lists them, for errors.
-        environment: of this process.
+        name: the setting that lists them, for errors.
+        environment: the environment of this process.
 
     Raises:
-        SecretError: one is no key, or a place cannot be read.
+        SecretError: one is not a key, or a place cannot be read.
     """
     keys = public_keys((text for text in listed if not is_place(text)), name)
     for place in filter(is_place, listed):

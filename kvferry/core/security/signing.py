@@ -1,7 +1,7 @@
 """Signatures of tickets: HMAC-SHA256 with a secret that producers and consumers share.
 
-A ticket passes through a router and often a client. The signature is over everything that it says,
-what a newer version says included, so that whoever carries it can neither alter nor add anything.
+A ticket passes through a router and often a client. The signature covers all its content, also what
+only newer versions know, so that nothing can be altered or added on the way.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvferry.core.errors import SecretError, TicketError, TicketReason
 MIN_SECRET_BYTES = 16
 MAX_SECRETS = 8
 CONTEXT = b"kvferry ticket\0"
-"""In front of what is signed: a secret that signs something else too is no oracle for tickets."""
+"""Precedes what is signed: other signatures with the same secret fit no ticket."""
 
 
 @dataclass(frozen=True, slots=True)
 class TicketSecrets:
-    """The secrets that an engine signs with (the first), and those that it accepts (all).
+    """The secrets of an engine: it signs with the first and accepts all of them.
 
     To replace one without refusing a ticket: add the new one as the second everywhere, then make
     it the first everywhere, then remove the old one.
 
     Raises:
-        SecretError: there is none or too many, one is too short to be one, or stands twice.
+        SecretError: there is none, there are too many, or one is too short or occurs twice.
     """
 
     secrets: tuple[bytes, ...] = field(repr=False)
@@ -47,23 +47,33 @@ class TicketSecrets:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> TicketSecrets:
-        """From what files and the environment hold. Raises ``SecretError``."""
+        """Return the secrets that files and the environment contain.
+
+        Raises:
+            SecretError: as above.
+        """
         return cls(tuple(text.encode("utf-8", "surrogateescape") for text in texts))
 
     def sign(self, said: Mapping[str, object]) -> bytes:
-        """The signature of what a ticket says: 32 bytes.
+        """Return the signature of what a ticket says, 32 bytes.
 
         Args:
-            said: text, integers, truth values, and lists and mappings of them; numbers must come
-                back from JSON as they went.
+            said: text, integers, booleans, and lists and mappings of them.
+
+        Raises:
+            TicketError: it cannot be encoded as JSON.
         """
         return _mac(self.secrets[0], _canonical(said))
 
     def check(self, said: Mapping[str, object], signature: bytes) -> None:
-        """Check what a ticket says against its signature; takes as long whichever secret fits.
+        """Check the signature of a ticket, in a time that does not depend on which secret fits.
+
+        Args:
+            said: what the ticket says.
+            signature: its signature; empty if it has none.
 
         Raises:
-            TicketError: it is not signed, or not over this with one of these secrets.
+            TicketError: the signature is missing or fits none of the secrets.
         """
         if not signature:
             raise TicketError(
@@ -86,10 +96,10 @@ def _mac(secret: bytes, content: bytes) -> bytes:
 
 
 def _canonical(said: Mapping[str, object]) -> bytes:
-    """JSON with sorted keys, without spaces, in ASCII: one text for what is equal.
+    """Return JSON with sorted keys, without spaces, in ASCII: equal content gives equal bytes.
 
     Raises:
-        TicketError: it cannot be written so, as nothing that came as JSON could be.
+        TicketError: it cannot be encoded as JSON.
     """
     try:
         return json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
