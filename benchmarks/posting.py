@@ -131,7 +131,7 @@ def row(one: Posting) -> rows.Row:
 def _compiled(library: Any) -> CompiledPoster:
     compiled = poster(library)
     if not compiled.wait():
-        raise SystemExit("there is no compiled loop: install numba")
+        raise SystemExit("there is no compiled loop: pip install numba")
     return compiled
 
 

@@ -67,7 +67,6 @@ class Client:
         name: this transport's.
         deadline: seconds until a transfer in which nothing moves fails.
         patience: seconds until a host that does not answer is given up.
-        readers: how many threads may copy at once where UCX copies, 1 or 2.
 
     Attributes:
         lock: for the workers, and for everything here, lines and jobs included.
@@ -82,7 +81,6 @@ class Client:
         name: str,
         deadline: float,
         patience: float,
-        readers: int,
     ) -> None:
         self.lock = FairLock()
         self.peers: dict[PeerId, UcxPeer] = {}
@@ -91,7 +89,6 @@ class Client:
         self._name = name
         self._deadline = deadline
         self._patience = patience
-        self._readers = min(readers, cores())
         self._companion: CopyThread | None = None
         self._outlets: list[ClientWorker] = []
         self._lines: dict[LineId, UcxConnection] = {}
@@ -206,7 +203,7 @@ class Client:
     def beside(self, peer: UcxPeer) -> UcxConnection | None:
         """A second line to a peer, where UCX copies by itself; it may not be ready yet."""
         compiled = self._outlets[0].worker.poster.compiled
-        if self._readers < 2 or not compiled or not copied(peer.line.transports):
+        if cores() < 2 or not compiled or not copied(peer.line.transports):
             return None
         old = peer.beside
         if old is None or (

@@ -1,8 +1,9 @@
-"""The loops over calls of UCP, compiled by numba: without the interpreter, and without its lock.
+"""Loops over UCP's functions, compiled by numba: they run without the interpreter and its lock.
 
-numba is there wherever vLLM is. It takes seconds to load and to compile, so that is done by a
-thread, when first a batch comes that is worth it; until then, and where there is no numba, the loop
-in Python does.
+The extra ``ucx`` installs numba, and vLLM needs it. Loading it and compiling take one to three
+seconds, so a thread does both, from a process's first ``connect`` on. Until it has finished, and
+where numba is not installed, the loops of ``posting.py`` run instead: the same calls, at up to
+twice the time for blocks of 4 KiB in random order (docs/adr/0031).
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from kvferry.drivers.ucx.ucp import ERRORS_FROM, Endpoint, Ucp, WorkerHandle
 
 logger = logging.getLogger(__name__)
 
-WORTH_COMPILING = 512
-"""Runs from which a batch is: fewer are posted by the loop in Python before anybody notices."""
-
 WORTH_CALLING = 16
-"""Runs from which the compiled loop, where there is one, is faster."""
+"""The fewest runs for which entering a compiled loop costs less than it saves."""
+
+_NO_NUMBA = (
+    "ucx posts by a loop in Python, since numba is not installed: transfers of many blocks of "
+    "4 KiB within a host take up to twice as long; pip install numba"
+)
 
 _WORD = ctypes.c_uint64
 
@@ -59,6 +62,8 @@ class CompiledPoster:
         self._compile = compile_with
         self._loops: Loops | None = None
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._started = False
 
     @property
     def compiled(self) -> bool:
@@ -68,8 +73,6 @@ class CompiledPoster:
     def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
         """As ``Poster.post``."""
         n = len(batch.local)
-        if n >= WORTH_COMPILING:
-            self._begin()
         if self._loops is None or n < WORTH_CALLING:
             return self._plain.post(endpoint, batch, write=write)
         answers = np.empty(n, np.uint64)
@@ -97,15 +100,23 @@ class CompiledPoster:
         move(targets, sources, nbytes)
 
     def wait(self) -> bool:
-        """Begin to compile, and wait for it; whether there are compiled loops."""
-        self._begin()
+        """Compile, and wait for it. Returns: whether there are compiled loops."""
+        self.start_compiling()
         if self._thread is not None:
             self._thread.join()
         return self._loops is not None
 
-    def _begin(self) -> None:
-        if self._thread is None and self._compile is not None:
-            # No daemon: what compiles must not be at work when the process ends.
+    def start_compiling(self) -> None:
+        """Start to compile in a thread, once; log a warning if numba is not installed."""
+        # Several transports of a process may connect at once.
+        with self._starting:
+            if self._started:
+                return
+            self._started = True
+            if self._compile is None:
+                logger.warning(_NO_NUMBA)
+                return
+            # No daemon: the compiler must not be at work when the process ends.
             self._thread = threading.Thread(target=self._run, name="ucx-compile")
             self._thread.start()
 

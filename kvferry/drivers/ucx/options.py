@@ -15,7 +15,7 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 WISHES: Mapping[str, str] = {
     # On one host: without it UCX reads through the peer, as soon as it is to notice that it died.
     "CMA_MEMORY_INVALIDATE": "y",
-    # See relay.py.
+    # Why: the docstring of message_transfer.py.
     "PROTO_EMULATION_ENABLE": "n",
     # A peer that dies while nothing moves is noticed by asking.
     "KEEPALIVE_INTERVAL": "500ms",
@@ -41,7 +41,6 @@ class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         settings: any others of UCX's, by UCX's names.
         library: the libucp to load; ``None``: the system's, else the wheel's.
         threads: 1: one thread serves peers and drives transfers; 2: one for each.
-        readers: how many threads may copy at once what is read within one host (by cma).
         deadline_seconds: a transfer in which nothing moves for so long fails.
         connect_seconds: how long a peer may take to answer.
     """
@@ -51,7 +50,6 @@ class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     settings: dict[_Name, Annotated[str, msgspec.Meta(max_length=4096)]] = {}
     library: _Name | None = None
     threads: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
-    readers: Annotated[int, msgspec.Meta(ge=1, le=2)] = 2
     deadline_seconds: _Seconds = 30.0
     connect_seconds: _Seconds = 5.0
 

@@ -116,7 +116,6 @@ class UcxTransport(Transport):
             self.name,
             self._options.deadline_seconds,
             self._options.connect_seconds,
-            self._options.readers,
         )
         self._registered = RegisteredMemory(self._ucp, self._context)
         self._jobs: dict[TransferId, UcxTransfer] = {}
@@ -207,6 +206,8 @@ class UcxTransport(Transport):
             raise ConnectError(f"{theirs.name} has UCX {theirs.ucx}, and this side {MAJOR}.x")
         if self._host.format_known:
             wire.check_packed(theirs)
+        # A transport that connects is about to move bytes.
+        self._poster.start_compiling()
         regions = wire.regions_of(theirs)
         with self._caller.lock:
             peer = self._caller.met(theirs)
