@@ -28,14 +28,14 @@ class Answering:
 LIBRARY = cast(Ucp, Answering())
 
 
-def loops(library: Ucp) -> Loops:
+def loops(ucp: Ucp) -> Loops:
     """Loops that leave a mark in every answer."""
-    del library
+    del ucp
 
     def post(*arguments: Any) -> None:
         arguments[-1][:] = COMPILED
 
-    return Loops(get=post, put=post, sweep=none, drive=none, move=none)
+    return Loops(get=post, put=post, sweep=none, progress=none, copy=none)
 
 
 def none(*_: Any) -> Any:

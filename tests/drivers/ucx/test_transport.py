@@ -81,7 +81,7 @@ def test_two_in_one_process_have_each_its_own_settings(make: Make) -> None:
     before = dict(os.environ)
     plain, over_tcp = make(), make(**TCP)
     assert dict(os.environ) == before
-    assert len(plain._host.worker.address) > len(over_tcp._host.worker.address)
+    assert len(plain._server.worker.address) > len(over_tcp._server.worker.address)
     moves(plain, make(), 1)
     moves(over_tcp, make(**TCP), 3)
 
@@ -130,7 +130,7 @@ def test_the_loops_are_compiled_from_the_first_connection_on(make: Make) -> None
 def test_a_large_read_within_a_host_is_copied_by_two_threads_on_two_cores(
     make: Make, monkeypatch: pytest.MonkeyPatch, available: int
 ) -> None:
-    monkeypatch.setattr(client, "cores", lambda: available)
+    monkeypatch.setattr(client, "available_cores", lambda: available)
     one, other = make(), make()
     assert one._poster.wait(), "numba, which the extra ucx installs, is missing"
     source = np.random.default_rng(4).integers(0, 255, (8 * MIB // 4096, 4096), np.uint8)
@@ -149,7 +149,7 @@ def test_a_large_read_within_a_host_is_copied_by_two_threads_on_two_cores(
         transfer = one.read(peer, copies_between(rows, local=local, remote=remote), b"%d" % seed)
         assert until(ended(one, transfer, State.DONE))
         np.testing.assert_array_equal(target, source[places])
-    assert (one._caller.peers[peer].beside is None) == (available < 2)
+    assert (one._client.peers[peer].second_connection is None) == (available < 2)
     # What is deregistered is used on neither.
     other.deregister(remote)
     transfer = one.read(peer, copies_between(rows, local=local, remote=remote))
