@@ -43,9 +43,9 @@ class NoUcp:
     def function(self, name: str) -> Any:
         if name in ("ucp_get_nbx", "ucp_put_nbx"):
             return _labs(_WORD, [ctypes.c_void_p, *[_WORD] * 5])
-        return self.looping(name)
+        return self.loopable(name)
 
-    def looping(self, name: str) -> Any:
+    def loopable(self, name: str) -> Any:
         del name
         return _labs(ctypes.c_int, [_WORD])
 
@@ -57,7 +57,7 @@ class Clocked:
 
     def __init__(self, real: Poster) -> None:
         self._real = real
-        self.sweep, self.move = real.sweep, real.move
+        self.sweep, self.copy = real.sweep, real.copy
         self.seconds = 0.0
 
     @property
@@ -131,7 +131,7 @@ def row(one: Posting) -> rows.Row:
 def _compiled(library: Any) -> CompiledPoster:
     compiled = poster(library)
     if not compiled.wait():
-        raise SystemExit("there is no compiled loop: install numba")
+        raise SystemExit("there is no compiled loop: pip install numba")
     return compiled
 
 

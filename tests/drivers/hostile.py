@@ -227,7 +227,7 @@ def _connected(transport: Transport, data: bytes, local: Region) -> str:
 
 def _read(transport: Any, peer: PeerId, local: Region) -> None:
     """Read eight bytes of what the peer registered, which has a driver unpack its keys."""
-    found = getattr(transport, "_caller", None)
+    found = getattr(transport, "_client", None)
     peers = transport._peers if found is None else found.peers
     for region in list(peers[peer].regions)[:2]:
         copies = copies_between([(local.address, region.address, 8)], local=local, remote=region)
@@ -243,21 +243,21 @@ def _heard(transport: Any, worker: bytes, local: Region) -> str:
     del local
 
     hello = messages.Hello(
-        os.urandom(16), transport._instance, "somebody", worker, transport._host.withdrawals, 0
+        os.urandom(16), transport._instance, "somebody", worker, transport._server.withdrawals, 0
     )
     message = messages.decode(messages.encode(hello))
     if message is None:
         return "refused"
-    host = transport._host
-    with host.lock:
-        host.worker._arrived.append(message)
-        host.turn()
-        met = bool(host._visitors)
-    transport._turns.wake()
+    server = transport._server
+    with server.lock:
+        server.worker._arrived.append(message)
+        server.run_once()
+        met = bool(server._by_endpoint)
+    transport._progress.wake()
     time.sleep(SETTLE_SECONDS)
-    with host.lock:
-        for visitor in list(host._visitors.values()):
-            host._part(visitor)
+    with server.lock:
+        for connection in list(server._by_endpoint.values()):
+            server._close(connection)
     return "connected" if met else "refused"
 
 

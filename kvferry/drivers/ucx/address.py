@@ -1,4 +1,4 @@
-"""What a ucx transport tells its peers: where its worker is, and what it has registered."""
+"""The address of a ucx transport: where its worker is reached, and what it has registered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_REGIONS = 1 << 14
 _DIGEST_BYTES = 16
 
 KeyId = NewType("KeyId", int)
-"""Names one registration of one transport; never used again."""
+"""Names one registration of one transport, and is never used again."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -29,7 +29,7 @@ Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A region, and what UCX needs to reach it."""
+    """A registered region, with the packed key by which UCX reaches it."""
 
     address: Word
     nbytes: Word
@@ -40,8 +40,14 @@ class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """A process, so that others of its host can see whether it lives: which running kernel, which
-    pid namespace, and which one of all that have had that pid."""
+    """A process, so that others on its host can see whether it lives.
+
+    Attributes:
+        boot: names the running kernel.
+        namespace: the inode of the pid namespace.
+        pid: the process's number there.
+        start_time: in clock ticks since boot: which of all processes that have had that number.
+    """
 
     boot: Annotated[str, msgspec.Meta(max_length=64)]
     namespace: Word
@@ -50,48 +56,51 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UcxAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """An address, as msgpack. Fields that a later version adds are ignored.
+    """An address, as a msgpack map. Fields that a later version adds are ignored.
 
     Attributes:
+        magic: names the format.
         name: the transport's.
-        instance: random; a message for another one is not for the transport of this address.
-        place: its process.
-        ucx: the version of its library, for people; majors must agree.
-        worker: of the worker that serves peers, which only UCX can read.
-        withdrawn: how many registrations had been undone when this was made.
+        instance: random; the transport of this address drops messages for another instance.
+        process: the transport's process.
+        ucx: the version of its library; the major versions of both sides must be equal.
+        worker: UCX's address of the worker that serves peers.
+        withdrawn: how many registrations had been undone when the address was made.
         regions: what was registered then.
-        digest: of what only UCX can read: it does not survive bytes that were changed on the way.
-        whole: of all of this, so that a changed one is refused rather than waited for; empty from
-            versions before it.
+        digest: of what only UCX can read, which may crash over bytes that were changed on the way.
+        full_digest: of all fields, so that a changed address is refused at once; empty in addresses
+            of versions before it.
     """
 
     magic: Literal["kvferry-ucx-1"] = "kvferry-ucx-1"
     name: Name
     instance: Instance
-    place: ProcessIdentity
+    process: ProcessIdentity = msgspec.field(name="place")
     ucx: Annotated[str, msgspec.Meta(max_length=32)]
     worker: WorkerAddress
     withdrawn: Word
     regions: Annotated[list[UcxRegion], msgspec.Meta(max_length=MAX_REGIONS)]
     digest: bytes = b""
-    whole: bytes = b""
+    full_digest: bytes = msgspec.field(name="whole", default=b"")
 
 
 _decoder = msgspec.msgpack.Decoder(UcxAddress)
 
 
 def encode(address: UcxAddress) -> bytes:
-    """The bytes that peers get, with their digest."""
+    """Return the bytes that peers get, with their digests."""
     return msgspec.msgpack.encode(
-        msgspec.structs.replace(address, digest=_digest(address), whole=_whole(address)),
+        msgspec.structs.replace(
+            address, digest=_digest(address), full_digest=_full_digest(address)
+        ),
     )
 
 
 def decode(data: bytes) -> UcxAddress:
-    """Parse untrusted bytes.
+    """Return the address in untrusted bytes.
 
     Raises:
-        ConnectError: they are no address of this driver.
+        ConnectError: the bytes are too many, no address of this driver, or damaged.
     """
     if len(data) > MAX_ADDRESS_BYTES:
         raise ConnectError(
@@ -104,7 +113,10 @@ def decode(data: bytes) -> UcxAddress:
         raise ConnectError(
             f"not an address of the ucx driver ({exc}): both sides must use the same driver"
         ) from exc
-    if address.digest != _digest(address) or address.whole not in (b"", _whole(address)):
+    if address.digest != _digest(address) or address.full_digest not in (
+        b"",
+        _full_digest(address),
+    ):
         raise ConnectError(
             f"the address of {address.name[:64]} was damaged on its way: its digest is another"
         )
@@ -112,10 +124,10 @@ def decode(data: bytes) -> UcxAddress:
 
 
 def regions_of(address: UcxAddress) -> dict[Region, UcxRegion]:
-    """The regions of a peer.
+    """Return a peer's regions.
 
     Raises:
-        ConnectError: one is not a region.
+        ConnectError: one has impossible values.
     """
     try:
         return {
@@ -130,7 +142,7 @@ def check_packed(address: UcxAddress) -> None:
     """Refuse what UCX cannot have packed, before UCX reads it.
 
     Raises:
-        ConnectError: the address of the worker or a key is of another form.
+        ConnectError: the address of the worker or a key has another format.
     """
     try:
         check_worker_address(address.worker)
@@ -152,15 +164,16 @@ def _digest(address: UcxAddress) -> bytes:
     return digest.digest()
 
 
-def _whole(address: UcxAddress) -> bytes:
-    """Of the fields that there were when it was introduced: who adds one leaves it as it is."""
-    said = (
+def _full_digest(address: UcxAddress) -> bytes:
+    # Of the fields that existed when it was introduced. A later field must stay out of it, or older
+    # versions would refuse the address.
+    fields = (
         address.name,
         address.instance,
-        address.place,
+        address.process,
         address.ucx,
         address.worker,
         address.withdrawn,
         address.regions,
     )
-    return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=_DIGEST_BYTES).digest()

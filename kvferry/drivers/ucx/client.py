@@ -1,4 +1,4 @@
-"""The side that reads and writes: lines to peers, and the transfers on them."""
+"""The side of a transport that reads and writes: connections to peers, and transfers on them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import PeerId
-from kvferry.drivers.ucx import ucp
+from kvferry.drivers.ucx import ucp as statuses
 from kvferry.drivers.ucx.address import KeyId, UcxAddress, UcxRegion
 from kvferry.drivers.ucx.connection import ClientWorker, ConnectionState, UcxConnection
-from kvferry.drivers.ucx.copy_thread import MOVING_SECONDS, CopyThread, cores
-from kvferry.drivers.ucx.fair_lock import FairLock
-from kvferry.drivers.ucx.message_transfer import copied
+from kvferry.drivers.ucx.copy_thread import PROGRESS_SECONDS, CopyThread, available_cores
+from kvferry.drivers.ucx.message_transfer import copied_by_cpu
 from kvferry.drivers.ucx.messages import (
+    ConnectionId,
     Ended,
     Fetched,
-    LineId,
     Message,
     Refused,
     Stored,
@@ -26,310 +25,368 @@ from kvferry.drivers.ucx.messages import (
     Withdrawn,
 )
 from kvferry.drivers.ucx.process_identity import has_ended
+from kvferry.drivers.ucx.progress import FairLock
 from kvferry.drivers.ucx.transfer import UcxTransfer
 from kvferry.drivers.ucx.ucp import Ucp
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 
-_TAKEN_SECONDS = 0.0003
-"""Who polls more often than that needs no thread beside it: they would only pass the interpreter's
-lock to and fro, at up to 5 ms a time."""
+_POLLED_SECONDS = 0.0003
+"""A caller that polls more often than this needs no thread beside it: they would only pass the
+interpreter's lock to and fro, at up to 5 ms each time."""
 
-_BEGIN_SECONDS = 0.005
+_START_SECONDS = 0.005
+"""How long the call that starts a transfer goes on with it."""
 
-_LOOK_SECONDS = 0.2
-"""How often to see whether processes of this host live. UCX sees it by their connections, which a
-fork of a dead process may hold open."""
+_LIVENESS_SECONDS = 0.2
+"""How often to check whether the peers' processes on this host live. UCX learns it from their
+connections, which a fork of a dead process may hold open."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UcxPeer:
-    """A peer: what is known of it, and the line to it, which may be broken; and perhaps another
-    beside it, for reads only."""
+    """A peer that this transport has connected to.
+
+    Attributes:
+        id: its id.
+        address: the address that it last gave.
+        regions: its registered regions.
+        connection: the connection to it, which may be broken.
+        second_connection: a further one, for large reads only.
+    """
 
     id: PeerId
     address: UcxAddress
     regions: dict[Region, UcxRegion]
-    line: UcxConnection
-    beside: UcxConnection | None = None
+    connection: UcxConnection
+    second_connection: UcxConnection | None = None
 
     @property
-    def lines(self) -> list[UcxConnection]:
-        """The one or two."""
-        return [self.line] if self.beside is None else [self.line, self.beside]
+    def connections(self) -> list[UcxConnection]:
+        """The one or two connections."""
+        if self.second_connection is None:
+            return [self.connection]
+        return [self.connection, self.second_connection]
 
 
 class Client:
-    """Reads and writes. Every method but the constructor needs ``lock``.
+    """The client side of a transport. Every method but the constructor needs ``lock``.
 
     Args:
-        library: UCX.
-        make: makes a worker.
+        ucp: the library.
+        make_worker: makes a worker.
         name: this transport's.
-        deadline: seconds until a transfer in which nothing moves fails.
-        patience: seconds until a host that does not answer is given up.
-        readers: how many threads may copy at once where UCX copies, 1 or 2.
+        idle_timeout: seconds without progress after which a transfer fails.
+        connect_timeout: seconds after which a server that does not answer is given up.
 
     Attributes:
-        lock: for the workers, and for everything here, lines and jobs included.
+        lock: protects the workers and everything here, connections and transfers included.
         peers: by their ids.
-        driven: when somebody who waits for it last made a turn, by ``time.monotonic``.
+        last_driven: when a call of the transport last drove this side, by ``time.monotonic``.
     """
 
     def __init__(
         self,
-        library: Ucp,
-        make: Callable[[], Worker],
+        ucp: Ucp,
+        make_worker: Callable[[], Worker],
         name: str,
-        deadline: float,
-        patience: float,
-        readers: int,
+        idle_timeout: float,
+        connect_timeout: float,
     ) -> None:
         self.lock = FairLock()
         self.peers: dict[PeerId, UcxPeer] = {}
-        self._ucp = library
-        self._make = make
+        self._ucp = ucp
+        self._make_worker = make_worker
         self._name = name
-        self._deadline = deadline
-        self._patience = patience
-        self._readers = min(readers, cores())
-        self._companion: CopyThread | None = None
-        self._outlets: list[ClientWorker] = []
-        self._lines: dict[LineId, UcxConnection] = {}
-        self._jobs: list[UcxTransfer] = []
-        self._next_look = 0.0
-        self.driven = 0.0
-        self._open()
+        self._idle_timeout = idle_timeout
+        self._connect_timeout = connect_timeout
+        self._copy_thread: CopyThread | None = None
+        self._client_workers: list[ClientWorker] = []
+        self._connections: dict[ConnectionId, UcxConnection] = {}
+        self._transfers: list[UcxTransfer] = []
+        self._next_liveness_check = 0.0
+        self.last_driven = 0.0
+        self._add_worker()
 
     @property
     def workers(self) -> list[Worker]:
-        """Those that have to be driven."""
-        return [outlet.worker for outlet in self._outlets]
+        """The workers that have to be driven."""
+        return [client_worker.worker for client_worker in self._client_workers]
 
     @property
-    def taken(self) -> bool:
-        """Whether somebody else drives it just now, again and again."""
-        return time.monotonic() - self.driven < _TAKEN_SECONDS
+    def driven_elsewhere(self) -> bool:
+        """Whether calls of the transport drive this side again and again just now."""
+        return time.monotonic() - self.last_driven < _POLLED_SECONDS
 
     @property
-    def waits(self) -> bool:
-        """Whether something has to be looked after even if nothing happens."""
-        # A copy: this is also asked without the lock, while others connect.
-        lines = list(self._lines.values())
-        return bool(self._jobs) or any(line.stage is not ConnectionState.READY for line in lines)
+    def needs_timer(self) -> bool:
+        """Whether something may fall due without an event."""
+        # A copy: this is also read without the lock, while other threads connect.
+        connections = list(self._connections.values())
+        return bool(self._transfers) or any(
+            connection.state is not ConnectionState.READY for connection in connections
+        )
 
-    def turn(self) -> bool:
-        """Do what there is to do; whether there may be more."""
+    def run_once(self) -> bool:
+        """Let UCP work, handle what has arrived, and advance connections and transfers.
+
+        Returns:
+            Whether there may be more to do at once.
+        """
         busy = False
-        driven = self._drive()
-        for outlet in self._outlets:
-            busy |= outlet.worker.turn(0) if outlet in driven else outlet.worker.turn()
-            for number, code in outlet.worker.failures():
-                if number in outlet.lines:
-                    self._broke(outlet.lines[number], code)
-            for message in outlet.worker.messages():
-                self._hear(message)
+        driven = self._progress_transfers()
+        for client_worker in self._client_workers:
+            worker = client_worker.worker
+            busy |= worker.run_once(0) if client_worker in driven else worker.run_once()
+            for number, code in worker.failures():
+                if number in client_worker.connections:
+                    self._on_endpoint_failure(client_worker.connections[number], code)
+            for message in worker.messages():
+                self._on_message(message)
         now = time.monotonic()
-        look = now > self._next_look
-        if look:
-            self._next_look = now + _LOOK_SECONDS
-        for line in list(self._lines.values()):
-            self._look_after(line, now, look=look)
-        for job in self._jobs:
-            job.advance(now, self._deadline)
-            if job.unconfirmed and self._dropped(job):
-                job.settle()
-        self._jobs = [job for job in self._jobs if not job.final]
-        self._answer()
+        check_liveness = now > self._next_liveness_check
+        if check_liveness:
+            self._next_liveness_check = now + _LIVENESS_SECONDS
+        for connection in list(self._connections.values()):
+            self._check(connection, now, check_liveness=check_liveness)
+        for transfer in self._transfers:
+            transfer.advance(now, self._idle_timeout)
+            if transfer.unconfirmed and self._is_dropped(transfer):
+                transfer.confirm_dropped()
+        self._transfers = [transfer for transfer in self._transfers if not transfer.final]
+        self._confirm_withdrawals()
         return busy
 
-    def _drive(self) -> list[ClientWorker]:
-        """Let UCP move bytes, where that may take a while."""
-        moving = [w.line.outlet for job in self._jobs for w in job.windows if not w.asked]
+    def _progress_transfers(self) -> list[ClientWorker]:
+        """Let UCP move bytes for a while in the workers that have windows under way.
+
+        Returns:
+            The workers that were driven: at most two.
+        """
+        moving = [
+            window.connection.client_worker
+            for transfer in self._transfers
+            for window in transfer.windows
+            if not window.message_number
+        ]
         if not moving:
             return []
-        first, second = moving[0], next((o for o in moving if o is not moving[0]), None)
+        first = moving[0]
+        second = next((other for other in moving if other is not first), None)
         if second is None:
-            first.worker.drive(MOVING_SECONDS)
+            first.worker.progress(PROGRESS_SECONDS)
             return [first]
-        if self._companion is None:
-            self._companion = CopyThread(f"{self._name}-beside")
-        self._companion.together(first.worker, second.worker)
+        if self._copy_thread is None:
+            self._copy_thread = CopyThread(f"{self._name}-copy")
+        self._copy_thread.progress_both(first.worker, second.worker)
         return [first, second]
 
-    # Lines.
+    # Connections.
 
-    def line_to(self, address: UcxAddress, lane: int = 0) -> UcxConnection:
-        """A new line, which greets; broken already if there is nothing to call with."""
+    def open_connection(self, address: UcxAddress, index: int = 0) -> UcxConnection:
+        """Open a connection to a server.
+
+        Args:
+            address: the server's.
+            index: which of this client's connections to the server it is.
+
+        Returns:
+            The connection, which is broken already if there is no worker to make it with.
+        """
         now = time.monotonic()
         try:
-            line = UcxConnection.to(
-                address, self._outlet_to(address), self._ucp, self._name, now, lane
+            connection = UcxConnection.open(
+                address, self._worker_for(address), self._ucp, self._name, now, index
             )
         except TransportError as exc:
-            line = UcxConnection.broken(address, self._outlets[0], self._ucp, now, exc)
-        self._lines[line.id] = line
-        return line
+            connection = UcxConnection.failed(address, self._client_workers[0], self._ucp, now, exc)
+        self._connections[connection.id] = connection
+        return connection
 
-    def _outlet_to(self, address: UcxAddress) -> ClientWorker:
-        """One that has not called this host.
+    def _worker_for(self, address: UcxAddress) -> ClientWorker:
+        """Return a worker that has not connected to this server.
 
         Raises:
             TransportError: another one cannot be made: a network device may be down.
         """
-        outlet = next((o for o in self._outlets if address.instance not in o.called), None)
-        if outlet is None:
-            outlet = self._open()
-        return outlet
-
-    def _open(self) -> ClientWorker:
-        outlet = ClientWorker(worker=self._make())
-        outlet.worker.carried = self._take
-        self._outlets.append(outlet)
-        return outlet
-
-    def met(self, address: UcxAddress) -> UcxPeer | None:
-        """The peer of an address, if it is known: an address that leads to another worker is not
-        that of a peer with the same instance, whatever else it says."""
-        found = (
-            p
-            for p in self.peers.values()
-            if (p.address.instance, p.address.worker) == (address.instance, address.worker)
+        unused = (
+            client_worker
+            for client_worker in self._client_workers
+            if address.instance not in client_worker.servers
         )
-        return next(found, None)
+        client_worker = next(unused, None)
+        return self._add_worker() if client_worker is None else client_worker
 
-    def revive(self, peer: UcxPeer) -> UcxConnection:
-        """The line to a peer; another one if it is broken."""
-        if peer.line.stage is ConnectionState.BROKEN:
-            peer.line = self.line_to(peer.address)
-        return peer.line
+    def _add_worker(self) -> ClientWorker:
+        client_worker = ClientWorker(worker=self._make_worker())
+        client_worker.worker.on_body = self._on_body
+        self._client_workers.append(client_worker)
+        return client_worker
 
-    def beside(self, peer: UcxPeer) -> UcxConnection | None:
-        """A second line to a peer, where UCX copies by itself; it may not be ready yet."""
-        compiled = self._outlets[0].worker.poster.compiled
-        if self._readers < 2 or not compiled or not copied(peer.line.transports):
+    def find_peer(self, address: UcxAddress) -> UcxPeer | None:
+        """Return the peer of an address, if this client has connected to it.
+
+        An address that leads to another worker is not that of a peer with the same instance,
+        whatever else it says.
+        """
+        of_address = (
+            peer
+            for peer in self.peers.values()
+            if (peer.address.instance, peer.address.worker) == (address.instance, address.worker)
+        )
+        return next(of_address, None)
+
+    def connection_to(self, peer: UcxPeer) -> UcxConnection:
+        """Return the connection to a peer, or open another one if it is broken."""
+        if peer.connection.state is ConnectionState.BROKEN:
+            peer.connection = self.open_connection(peer.address)
+        return peer.connection
+
+    def second_connection_to(self, peer: UcxPeer) -> UcxConnection | None:
+        """Return a second connection to a peer, where this process copies the bytes itself.
+
+        It may not be ready yet. There is none with a single core, or as long as the loops are not
+        compiled: two threads would wait for each other's interpreter lock.
+        """
+        compiled = self._client_workers[0].worker.poster.compiled
+        transports = peer.connection.transports
+        if available_cores() < 2 or not compiled or not copied_by_cpu(transports):
             return None
-        old = peer.beside
+        old = peer.second_connection
         if old is None or (
-            old.stage is ConnectionState.BROKEN and time.monotonic() - old.born > self._patience
+            old.state is ConnectionState.BROKEN
+            and time.monotonic() - old.opened > self._connect_timeout
         ):
-            peer.beside = self.line_to(peer.address, lane=1)
-        return peer.beside
+            peer.second_connection = self.open_connection(peer.address, index=1)
+        return peer.second_connection
 
-    def part(self, peer: UcxPeer) -> None:
-        """Say good-bye, and break the lines."""
-        for line in peer.lines:
-            line.part(PeerLostError(f"{peer.address.name} was disconnected"), bye=True)
+    def disconnect(self, peer: UcxPeer) -> None:
+        """Say good-bye to a peer, and break its connections."""
+        error = PeerLostError(f"{peer.address.name} was disconnected")
+        for connection in peer.connections:
+            connection.close(error, say_bye=True)
 
     # Transfers.
 
-    def add(self, job: UcxTransfer) -> None:
-        """Begin one, and go on with it for a moment: where this side moves the bytes itself, that
-        saves passing it on to the thread."""
-        self._jobs.append(job)
-        now = time.monotonic()
-        job.advance(now, self._deadline)
-        while not job.final and self.turn() and time.monotonic() - now < _BEGIN_SECONDS:
-            pass
-        self.driven = time.monotonic()
+    def start(self, transfer: UcxTransfer) -> None:
+        """Start a transfer, and go on with it for a moment.
 
-    def of(self, peers: Iterable[PeerId]) -> list[UcxTransfer]:
-        """The unfinished transfers of some peers."""
+        Where this process moves the bytes itself, that saves passing it on to the thread.
+        """
+        self._transfers.append(transfer)
+        now = time.monotonic()
+        transfer.advance(now, self._idle_timeout)
+        while not transfer.final and self.run_once() and time.monotonic() - now < _START_SECONDS:
+            pass
+        self.last_driven = time.monotonic()
+
+    def transfers_with(self, peers: Iterable[PeerId]) -> list[UcxTransfer]:
+        """Return the unfinished transfers of some peers."""
         wanted = set(peers)
-        return [job for job in self._jobs if job.peer in wanted]
+        return [transfer for transfer in self._transfers if transfer.peer in wanted]
 
     @property
-    def in_use(self) -> set[Region]:
+    def regions_in_use(self) -> set[Region]:
         """The local regions of unfinished transfers."""
-        return {region for job in self._jobs for region in job.local}
+        return {region for transfer in self._transfers for region in transfer.local_regions}
 
     def stop(self) -> None:
-        """End the companion thread, if there is one."""
-        if self._companion is not None:
-            self._companion.stop()
-            self._companion = None
+        """End the copy thread, if there is one."""
+        if self._copy_thread is not None:
+            self._copy_thread.stop()
+            self._copy_thread = None
 
     def close(self) -> None:
-        """Break all lines, and let the workers go."""
+        """Break all connections, and destroy the workers."""
         self.stop()
-        for line in self._lines.values():
-            line.part(PeerLostError(f"{self._name} was closed"), bye=True)
-        for outlet in self._outlets:
-            wait_closed(outlet.worker)
-        for job in self._jobs:
-            job.advance(time.monotonic(), self._deadline)
-        for line in self._lines.values():
-            line.buried()
-        for outlet in self._outlets:
-            outlet.worker.destroy()
-        self._outlets.clear()
+        for connection in self._connections.values():
+            connection.close(PeerLostError(f"{self._name} was closed"), say_bye=True)
+        for client_worker in self._client_workers:
+            wait_closed(client_worker.worker)
+        for transfer in self._transfers:
+            transfer.advance(time.monotonic(), self._idle_timeout)
+        for connection in self._connections.values():
+            connection.try_release()
+        for client_worker in self._client_workers:
+            client_worker.worker.destroy()
+        self._client_workers.clear()
 
-    def _broke(self, line: UcxConnection, code: int) -> None:
-        line.part(
-            PeerLostError(f"the connection to {line.host.name} broke: UCX says {ucp.said(code)}")
+    def _on_endpoint_failure(self, connection: UcxConnection, code: int) -> None:
+        reason = statuses.describe(code)
+        connection.close(
+            PeerLostError(f"the connection to {connection.server.name} broke: UCX says {reason}")
         )
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         if isinstance(message, Ended):
-            for job in self._jobs:
-                job.line.ended |= job.line.id == message.line
+            for transfer in self._transfers:
+                transfer.connection.closed_by_server |= transfer.connection.id == message.connection
             return
-        line = self._lines.get(message.line)
-        if line is None or line.stage is ConnectionState.BROKEN:
+        connection = self._connections.get(message.connection)
+        if connection is None or connection.state is ConnectionState.BROKEN:
             return
         match message:
             case Welcome():
-                line.welcomed(message.withdrawn)
+                connection.on_welcome(message.withdrawn)
             case Refused():
-                line.part(ConnectError(f"{line.host.name} refuses: {message.reason}"))
+                connection.close(
+                    ConnectError(f"{connection.server.name} refuses: {message.reason}")
+                )
             case Stored():
-                line.answers[message.number] = message.refusal
+                connection.refusals[message.number] = message.refusal
             case Withdrawn():
-                line.withdraw(message.number, KeyId(message.key))
-            case _:  # what a caller says
+                connection.on_withdrawn(message.number, KeyId(message.key))
+            case _:  # only a client sends the others
                 return
 
-    def _take(self, message: Message, body: int, nbytes: int) -> None:
+    def _on_body(self, message: Message, body: int, nbytes: int) -> None:
         if isinstance(message, Fetched):
-            line = self._lines.get(message.line)
-            if line is not None and line.stage is not ConnectionState.BROKEN:
-                line.fetched(message, body, nbytes)
+            connection = self._connections.get(message.connection)
+            if connection is not None and connection.state is not ConnectionState.BROKEN:
+                connection.on_fetched(message, body, nbytes)
 
-    def _look_after(self, line: UcxConnection, now: float, *, look: bool) -> None:
-        if look and line.stage is not ConnectionState.BROKEN and has_ended(line.host.place):
-            line.part(PeerLostError(f"{line.host.name}'s process has ended"))
-        if line.stage is ConnectionState.GREETING and now - line.born > self._patience:
-            line.part(
+    def _check(self, connection: UcxConnection, now: float, *, check_liveness: bool) -> None:
+        """Break a connection whose peer is gone or does not answer; forget one that is over."""
+        server = connection.server
+        broken = connection.state is ConnectionState.BROKEN
+        if check_liveness and not broken and has_ended(server.process):
+            connection.close(PeerLostError(f"{server.name}'s process has ended"))
+        waited = now - connection.opened
+        if connection.state is ConnectionState.CONNECTING and waited > self._connect_timeout:
+            connection.close(
                 PeerLostError(
-                    f"{line.host.name} has not answered in {self._patience:g} s: it may be "
+                    f"{server.name} has not answered in {self._connect_timeout:g} s: it may be "
                     "stopped, or the network cut (driver_options: connect_seconds), or another "
                     "is there by now: connect with a new address"
                 )
             )
-        if line.buried():
-            self._bury(line)
+        if connection.try_release():
+            self._forget(connection)
 
-    def _bury(self, line: UcxConnection) -> None:
-        del self._lines[line.id]
-        line.outlet.lines.pop(line.number, None)
-        if not line.outlet.lines and len(self._outlets) > 1:
-            self._outlets.remove(line.outlet)
-            line.outlet.worker.destroy()
+    def _forget(self, connection: UcxConnection) -> None:
+        del self._connections[connection.id]
+        client_worker = connection.client_worker
+        client_worker.connections.pop(connection.endpoint_number, None)
+        if not client_worker.connections and len(self._client_workers) > 1:
+            self._client_workers.remove(client_worker)
+            client_worker.worker.destroy()
 
-    def _dropped(self, job: UcxTransfer) -> bool:
-        """Whether what UCX has not confirmed of a write is proven to be gone."""
-        if job.windows:
+    def _is_dropped(self, transfer: UcxTransfer) -> bool:
+        """Return whether it is proven that nothing of a failed write arrives any more."""
+        if transfer.windows:
             return False
-        line = job.line
-        if line.ended or has_ended(line.host.place):
+        connection = transfer.connection
+        if connection.closed_by_server or has_ended(connection.server.process):
             return True
-        peer = self.peers.get(job.peer)
-        # A host closes a caller's earlier line before it welcomes the next.
+        peer = self.peers.get(transfer.peer)
+        # A server closes a client's earlier connection before it welcomes the next.
         return (
-            peer is not None and peer.line is not line and peer.line.stage is ConnectionState.READY
+            peer is not None
+            and peer.connection is not connection
+            and peer.connection.state is ConnectionState.READY
         )
 
-    def _answer(self) -> None:
-        for line in self._lines.values():
-            if line.unanswered:
-                used = [job.keys for job in self._jobs if job.uses(line)]
-                line.answer(frozenset().union(*used))
+    def _confirm_withdrawals(self) -> None:
+        for connection in self._connections.values():
+            if connection.unconfirmed:
+                used = [t.remote_keys for t in self._transfers if t.uses(connection)]
+                connection.confirm_withdrawals(frozenset().union(*used))

@@ -1,8 +1,9 @@
-"""The loops over calls of UCP, compiled by numba: without the interpreter, and without its lock.
+"""Loops over UCP's functions, compiled by numba: they run without the interpreter and its lock.
 
-numba is there wherever vLLM is. It takes seconds to load and to compile, so that is done by a
-thread, when first a batch comes that is worth it; until then, and where there is no numba, the loop
-in Python does.
+The extra ``ucx`` installs numba, and vLLM needs it. Loading it and compiling take one to three
+seconds, so a thread does both, from a process's first ``connect`` on. Until it has finished, and
+where numba is not installed, the loops of ``posting.py`` run instead: the same calls, at up to
+twice the time for blocks of 4 KiB in random order (docs/adr/0031).
 """
 
 from __future__ import annotations
@@ -25,51 +26,61 @@ from kvferry.drivers.ucx.ucp import ERRORS_FROM, Endpoint, Ucp, WorkerHandle
 
 logger = logging.getLogger(__name__)
 
-WORTH_COMPILING = 512
-"""Runs from which a batch is: fewer are posted by the loop in Python before anybody notices."""
-
 WORTH_CALLING = 16
-"""Runs from which the compiled loop, where there is one, is faster."""
+"""The fewest runs for which entering a compiled loop costs less than it saves."""
+
+_NO_NUMBA = (
+    "ucx posts by a loop in Python, since numba is not installed: transfers of many blocks of "
+    "4 KiB within a host take up to twice as long; pip install numba"
+)
 
 _WORD = ctypes.c_uint64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loops:
-    """What has been compiled; the arguments are plain numbers and arrays."""
+    """The compiled loops. Their arguments are plain numbers and arrays.
+
+    Attributes:
+        get: posts reads, as ``Poster.post``.
+        put: posts writes.
+        sweep: frees completed requests, as ``Poster.sweep``.
+        progress: lets UCP work for a number of nanoseconds; returns 0 if there is nothing to do.
+        copy: copies ranges of memory, as ``Poster.copy``.
+    """
 
     get: Callable[..., None]
     put: Callable[..., None]
     sweep: Callable[[U64Array, int], tuple[int, int]]
-    drive: Callable[[int, int], int]
-    move: Callable[[U64Array, U64Array, U64Array], None]
+    progress: Callable[[int, int], int]
+    copy: Callable[[U64Array, U64Array, U64Array], None]
 
 
 class CompiledPoster:
-    """Posts by a compiled loop as soon as there is one.
+    """The loops of ``Poster``: compiled as soon as ``start_compiling`` has finished, plain before.
 
     Args:
-        library: UCX.
-        compile_with: what compiles; ``None``: nothing does.
+        ucp: the library.
+        compile_with: compiles the loops; ``None`` if numba is not installed.
     """
 
-    def __init__(self, library: Ucp, compile_with: Callable[[Ucp], Loops] | None) -> None:
-        self._ucp = library
-        self._plain = PlainPoster(library)
+    def __init__(self, ucp: Ucp, compile_with: Callable[[Ucp], Loops] | None) -> None:
+        self._ucp = ucp
+        self._plain = PlainPoster(ucp)
         self._compile = compile_with
         self._loops: Loops | None = None
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._started = False
 
     @property
     def compiled(self) -> bool:
-        """Whether there are compiled loops by now."""
+        """Whether the compiled loops are ready."""
         return self._loops is not None
 
     def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
-        """As ``Poster.post``."""
+        """Post every run of a batch, as ``Poster.post``."""
         n = len(batch.local)
-        if n >= WORTH_COMPILING:
-            self._begin()
         if self._loops is None or n < WORTH_CALLING:
             return self._plain.post(endpoint, batch, write=write)
         answers = np.empty(n, np.uint64)
@@ -78,34 +89,46 @@ class CompiledPoster:
         return answers
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
-        """As ``Poster.sweep``."""
+        """Free completed requests, as ``Poster.sweep``."""
         if self._loops is None or len(requests) - start < WORTH_CALLING:
             return self._plain.sweep(requests, start)
         swept, code = self._loops.sweep(requests, start)
         return int(swept), int(code)
 
-    def drive(self, worker: WorkerHandle, seconds: float) -> bool:
-        """As ``Poster.drive``."""
+    def progress(self, worker: WorkerHandle, seconds: float) -> bool:
+        """Let UCP work for a time, as ``Poster.progress``."""
         if self._loops is None:
-            return self._plain.drive(worker, seconds)
-        return bool(self._loops.drive(worker, int(seconds * 1e9)))
+            return self._plain.progress(worker, seconds)
+        return bool(self._loops.progress(worker, int(seconds * 1e9)))
 
-    def move(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        """As ``Poster.move``."""
+    def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
+        """Copy ranges of memory, as ``Poster.copy``."""
         loops = self._loops
-        move = self._plain.move if loops is None or len(targets) < WORTH_CALLING else loops.move
-        move(targets, sources, nbytes)
+        copy = self._plain.copy if loops is None or len(targets) < WORTH_CALLING else loops.copy
+        copy(targets, sources, nbytes)
 
     def wait(self) -> bool:
-        """Begin to compile, and wait for it; whether there are compiled loops."""
-        self._begin()
+        """Compile, and wait until that is done.
+
+        Returns:
+            Whether the compiled loops are ready.
+        """
+        self.start_compiling()
         if self._thread is not None:
             self._thread.join()
         return self._loops is not None
 
-    def _begin(self) -> None:
-        if self._thread is None and self._compile is not None:
-            # No daemon: what compiles must not be at work when the process ends.
+    def start_compiling(self) -> None:
+        """Start to compile in a thread, once; log a warning if numba is not installed."""
+        # Several transports of a process may connect at once.
+        with self._starting:
+            if self._started:
+                return
+            self._started = True
+            if self._compile is None:
+                logger.warning(_NO_NUMBA)
+                return
+            # No daemon: the compiler must not be at work when the process ends.
             self._thread = threading.Thread(target=self._run, name="ucx-compile")
             self._thread.start()
 
@@ -113,42 +136,44 @@ class CompiledPoster:
         if self._compile is not None:
             try:
                 self._loops = self._compile(self._ucp)
-            # A numba that does not fit the numpy beside it says so in one of these ways.
+            # A numba that does not fit the installed numpy fails in one of these ways.
             except (ImportError, AttributeError, SystemError) as exc:
                 logger.warning("ucx posts by a loop in Python: numba does not work here (%s)", exc)
 
 
 @functools.cache
-def poster(library: Ucp) -> CompiledPoster:
-    """One that compiles if numba is installed; the same for all transports of a library."""
-    there = importlib.util.find_spec("numba") is not None
-    return CompiledPoster(library, _compiled if there else None)
+def poster(ucp: Ucp) -> CompiledPoster:
+    """Return the poster of a library, which all transports of the process share."""
+    installed = importlib.util.find_spec("numba") is not None
+    return CompiledPoster(ucp, _compile if installed else None)
 
 
-def _compiled(library: Ucp) -> Loops:
+def _compile(ucp: Ucp) -> Loops:
     import numba
 
     jit: Any = numba.njit(nogil=True)
     loops = Loops(
-        get=jit(_posting(library.function("ucp_get_nbx"))),
-        put=jit(_posting(library.function("ucp_put_nbx"))),
-        sweep=jit(_sweeping(library)),
-        drive=jit(_driving(library)),
-        move=jit(_moving()),
+        get=jit(_post_loop(ucp.function("ucp_get_nbx"))),
+        put=jit(_post_loop(ucp.function("ucp_put_nbx"))),
+        sweep=jit(_sweep_loop(ucp)),
+        progress=jit(_progress_loop(ucp)),
+        copy=jit(_copy_loop()),
     )
+    # numba compiles a function when it is first called: with nothing to do, here.
     none = np.empty(0, np.uint64)
     for loop in (loops.get, loops.put):
         loop(1, none, none, none, none, none, none)
     loops.sweep(none, 0)
-    loops.drive(1, 0)
-    loops.move(none, none, none)
+    loops.progress(1, 0)
+    loops.copy(none, none, none)
     return loops
 
 
-# What is compiled. numba takes the functions around each loop for constants.
+# Each function below returns a loop for numba, which takes what the loop finds around itself for
+# constants: the addresses of C functions, above all.
 
 
-def _posting(call: Any) -> Callable[..., None]:  # noqa: ANN401
+def _post_loop(call: Any) -> Callable[..., None]:  # noqa: ANN401
     def post(
         endpoint: Any,  # noqa: ANN401
         local: U64Array,
@@ -164,8 +189,8 @@ def _posting(call: Any) -> Callable[..., None]:  # noqa: ANN401
     return post
 
 
-def _sweeping(library: Ucp) -> Callable[[U64Array, int], tuple[int, int]]:
-    check, free = library.looping("ucp_request_check_status"), library.looping("ucp_request_free")
+def _sweep_loop(ucp: Ucp) -> Callable[[U64Array, int], tuple[int, int]]:
+    check, free = ucp.loopable("ucp_request_check_status"), ucp.loopable("ucp_request_free")
     errors_from = np.uint64(ERRORS_FROM)
     signed: Any = np.int64
 
@@ -188,30 +213,30 @@ def _sweeping(library: Ucp) -> Callable[[U64Array, int], tuple[int, int]]:
     return sweep
 
 
-def _driving(library: Ucp) -> Callable[[int, int], int]:
-    progress, clock = library.function("ucp_worker_progress"), ctypes.CDLL(None).clock_gettime
+def _progress_loop(ucp: Ucp) -> Callable[[int, int], int]:
+    call, clock = ucp.function("ucp_worker_progress"), ctypes.CDLL(None).clock_gettime
     clock.restype, clock.argtypes = ctypes.c_int, [ctypes.c_int, _WORD]
     monotonic, second = time.CLOCK_MONOTONIC, 1_000_000_000
 
-    def drive(worker: int, nanoseconds: int) -> int:
+    def progress(worker: int, nanoseconds: int) -> int:
         now: Any = np.empty(2, np.int64)
         clock(monotonic, now.ctypes.data)
         end = now[0] * second + now[1] + nanoseconds
         while now[0] * second + now[1] < end:
-            if progress(worker) == 0:
+            if call(worker) == 0:
                 return 0
             clock(monotonic, now.ctypes.data)
         return 1
 
-    return drive
+    return progress
 
 
-def _moving() -> Callable[[U64Array, U64Array, U64Array], None]:
+def _copy_loop() -> Callable[[U64Array, U64Array, U64Array], None]:
     memmove = ctypes.CDLL(None).memmove
     memmove.restype, memmove.argtypes = _WORD, [_WORD, _WORD, _WORD]
 
-    def move(targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
+    def copy(targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
         for i in range(len(targets)):
             memmove(targets[i], sources[i], nbytes[i])
 
-    return move
+    return copy

@@ -1,4 +1,8 @@
-"""Two workers at once: where a read is copying by this process (cma), two threads do it sooner."""
+"""The second thread for large reads that this process itself copies (cma, within one host).
+
+It lets UCP work in one worker while the thread that has the transport's client side does so in
+another, so that two cores copy.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +12,54 @@ from collections.abc import Callable
 
 from kvferry.drivers.ucx.worker import Worker
 
-WORTH_BYTES = 1 << 21
-"""Of a read that is worth a second thread."""
+MIN_BYTES = 1 << 21
+"""The smallest read that is worth a second thread."""
 
-MOVING_SECONDS = 0.002
-"""For how long UCX then copies before anything else is looked at: waking a thread takes a tenth of
-a millisecond, and whoever has the interpreter may keep it for five."""
+PROGRESS_SECONDS = 0.002
+"""How long UCP copies before anything else is looked at: waking a thread takes a tenth of a
+millisecond, and a thread that has the interpreter's lock may keep it for five."""
 
 
-def cores() -> int:
-    """Those that this process may use."""
+def available_cores() -> int:
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 class CopyThread:
-    """A thread that drives one worker while who has it drives another."""
+    """A thread that drives one worker while its owner drives another.
+
+    Args:
+        name: the thread's.
+    """
 
     def __init__(self, name: str) -> None:
         self._work: Callable[[], None] | None = None
-        self._begin, self._idle = threading.Lock(), threading.Lock()
-        self._begin.acquire()
+        # ``_start`` is released when there is work, ``_idle`` when the thread has done it.
+        self._start, self._idle = threading.Lock(), threading.Lock()
+        self._start.acquire()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def together(self, one: Worker, other: Worker) -> None:
-        """Let UCP work in both."""
+    def progress_both(self, first: Worker, second: Worker) -> None:
+        """Let UCP work in two workers at once, one of them in the calling thread."""
         self._idle.acquire()
-        self._work = lambda: other.drive(MOVING_SECONDS)
-        self._begin.release()
+        self._work = lambda: second.progress(PROGRESS_SECONDS)
+        self._start.release()
         try:
-            one.drive(MOVING_SECONDS)
+            first.progress(PROGRESS_SECONDS)
         finally:
             with self._idle:
                 self._work = None
 
     def stop(self) -> None:
-        """End, and wait for it."""
+        """End the thread, and wait for its end."""
+        # Without work to do, a start ends it.
         with self._idle:
-            self._begin.release()
+            self._start.release()
         self._thread.join()
 
     def _run(self) -> None:
-        while self._begin.acquire() and self._work is not None:
+        while self._start.acquire() and self._work is not None:
             try:
                 self._work()
             finally:

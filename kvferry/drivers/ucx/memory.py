@@ -1,4 +1,4 @@
-"""What a transport has registered."""
+"""The regions that a transport has registered with UCX."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from kvferry.drivers.ucx.ucp import Context, Memory, Ucp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A region, as UCX has it.
+    """What belongs to one registered region.
 
     Attributes:
-        key: its name among all there ever were.
+        key: names this registration among all that the transport ever made.
         memory: UCX's handle.
-        packed: what peers need to reach it.
-        params: of requests that move bytes from it or to it.
+        packed: UCX's packed key, with which peers reach the region.
+        params: the parameters of requests that move bytes from the region or to it. Requests are
+            given the address of this structure, so it lives as long as the registration.
     """
 
     key: KeyId
@@ -32,30 +33,38 @@ class Registration:
 
 
 class RegisteredMemory:
-    """The regions; not for two threads at once."""
+    """The registrations of one transport. Not for use by two threads at once.
 
-    def __init__(self, library: Ucp, context: Context) -> None:
-        self._ucp = library
+    Args:
+        ucp: the library.
+        context: the transport's context.
+    """
+
+    def __init__(self, ucp: Ucp, context: Context) -> None:
+        self._ucp = ucp
         self._context = context
         self._ids = itertools.count(1)
-        self._found: dict[Region, Registration] = {}
+        self._registrations: dict[Region, Registration] = {}
 
     def __contains__(self, region: object) -> bool:
-        return region in self._found
+        return region in self._registrations
 
     def __iter__(self) -> Iterator[Region]:
-        return iter(self._found)
+        return iter(self._registrations)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._registrations)
 
-    def add(self, region: Region) -> KeyId:
-        """Register one that is not.
+    def register(self, region: Region) -> KeyId:
+        """Register a region that is not registered.
+
+        Returns:
+            The key of the registration.
 
         Raises:
-            TransportError: UCX refuses, or there are too many.
+            TransportError: UCX refuses, or too many regions are registered.
         """
-        if len(self._found) >= MAX_REGIONS:
+        if len(self._registrations) >= MAX_REGIONS:
             raise TransportError(
                 f"{MAX_REGIONS} regions are registered, and an address holds no more: "
                 "deregister some, or register what they lie in"
@@ -64,33 +73,33 @@ class RegisteredMemory:
         registration = Registration(
             key=KeyId(next(self._ids)),
             memory=memory,
-            packed=self._ucp.pack(self._context, memory),
+            packed=self._ucp.pack_key(self._context, memory),
             params=structs.RequestParams.of(memh=memory),
         )
-        self._found[region] = registration
+        self._registrations[region] = registration
         return registration.key
 
-    def take(self, region: Region) -> Registration:
-        """Forget one, which ``release`` then undoes."""
-        return self._found.pop(region)
+    def remove(self, region: Region) -> Registration:
+        """Remove a region from the registered ones. UCX keeps it until ``unmap`` is called."""
+        return self._registrations.pop(region)
 
-    def release(self, registration: Registration) -> None:
-        """Let UCX forget it, too; nothing uses it any more."""
+    def unmap(self, registration: Registration) -> None:
+        """Undo a registration at UCX. Nothing may use the region any more."""
         self._ucp.unmap(self._context, registration.memory)
 
-    def params(self, region: Region) -> int:
-        """The address of its requests' parameters."""
-        return structs.address_of(self._found[region].params)
+    def params_address(self, region: Region) -> int:
+        """Return the address of the request parameters of a registered region."""
+        return structs.address_of(self._registrations[region].params)
 
-    def told(self) -> list[UcxRegion]:
-        """What peers are told."""
+    def described(self) -> list[UcxRegion]:
+        """Return the registered regions as an address carries them."""
         return [
             UcxRegion(region.address, region.nbytes, region.kind, region.device, r.key, r.packed)
-            for region, r in self._found.items()
+            for region, r in self._registrations.items()
         ]
 
     def close(self) -> None:
-        """Undo them all."""
-        for registration in self._found.values():
+        """Undo every registration."""
+        for registration in self._registrations.values():
             with suppress(TransportError):
-                self.release(registration)
+                self.unmap(registration)

@@ -1,4 +1,4 @@
-"""From a batch of copies to runs: checked against their regions, and neighbours made one."""
+"""Merge the copies of a batch that are neighbours on both sides into runs."""
 
 from __future__ import annotations
 
@@ -10,54 +10,71 @@ from kvferry.core.memory import I64Array, U64Array
 from kvferry.core.transport.bounds import check_bounds, checked_length
 from kvferry.core.transport.copies import Copies
 
-LONGEST = 16 << 20
-"""Bytes of the longest run: a transfer can end early between two of them."""
+MAX_RUN_BYTES = 16 << 20
+"""The longest run. A transfer can end early only between two runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MergedCopies:
-    """(n,) runs, each contiguous on both sides and within one segment.
+    """(n,) runs, each contiguous on both sides and within one segment of the batch.
 
     Attributes:
-        local: first local bytes, and ``remote``: first remote ones.
-        nbytes: their lengths, none of them 0, none above ``LONGEST``.
-        segment: which segment of the batch each comes from.
-        ends: the bytes of the batch up to the end of each.
+        local: addresses of their first local bytes.
+        remote: addresses of their first remote bytes.
+        nbytes: their lengths, none of them 0, none above ``MAX_RUN_BYTES``.
+        segment: the index of the segment that each comes from.
+        end_bytes: how many bytes the batch has up to the end of each.
     """
 
     local: U64Array
     remote: U64Array
     nbytes: U64Array
     segment: I64Array
-    ends: U64Array
+    end_bytes: U64Array
 
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def cut(self, longest: int) -> MergedCopies:
-        """The same with none longer than so many bytes."""
-        if not len(self) or int(self.nbytes.max()) <= longest:
+    def split(self, max_bytes: int) -> MergedCopies:
+        """Return the same bytes in runs of at most ``max_bytes``."""
+        if not len(self) or int(self.nbytes.max()) <= max_bytes:
             return self
-        parts = (self.nbytes.astype(np.int64) + longest - 1) // longest
-        index = np.repeat(np.arange(len(self)), parts)
-        within = (np.arange(len(index)) - np.repeat(parts.cumsum() - parts, parts)) * longest
+        pieces = (self.nbytes.astype(np.int64) + max_bytes - 1) // max_bytes
+        index = np.repeat(np.arange(len(self)), pieces)
+        # The number of each piece within its run, times the length of a piece.
+        within = (np.arange(len(index)) - np.repeat(pieces.cumsum() - pieces, pieces)) * max_bytes
         offset = within.astype(np.uint64)
-        return _runs(
+        return _merged(
             self.local[index] + offset,
             self.remote[index] + offset,
-            np.minimum(self.nbytes[index] - offset, np.uint64(longest)),
+            np.minimum(self.nbytes[index] - offset, np.uint64(max_bytes)),
             self.segment[index],
         )
 
-    def stop(self, start: int, count: int, nbytes: int) -> int:
-        """Where a window ends that begins at a run: so many runs or bytes on, and at least one."""
-        done = int(self.ends[start - 1]) if start else 0
-        within = int(self.ends.searchsorted(np.uint64(done + nbytes), side="right"))
-        return min(start + count, max(within, start + 1), len(self))
+    def window_end(self, start: int, max_runs: int, max_bytes: int) -> int:
+        """Return where a window ends that begins at run ``start``.
+
+        Args:
+            start: the first run of the window.
+            max_runs: how many runs the window may have.
+            max_bytes: how many bytes it may have; the first run is in it whatever its length.
+
+        Returns:
+            The index behind the last run of the window.
+        """
+        before = int(self.end_bytes[start - 1]) if start else 0
+        within = int(self.end_bytes.searchsorted(np.uint64(before + max_bytes), side="right"))
+        return min(start + max_runs, max(within, start + 1), len(self))
 
 
-def runs_of(copies: Copies) -> MergedCopies:
-    """Merge a batch, whose arrays are not needed afterwards.
+def merge_copies(copies: Copies) -> MergedCopies:
+    """Check a batch against its regions, and merge neighbours.
+
+    Args:
+        copies: the batch; its arrays are not needed afterwards.
+
+    Returns:
+        The runs, in the order of the batch.
 
     Raises:
         TransportUsageError: the arrays or the segments do not fit together, or a copy leaves its
@@ -68,23 +85,24 @@ def runs_of(copies: Copies) -> MergedCopies:
         np.arange(len(copies.segments)), [s.stop - s.start for s in copies.segments]
     )
     if n == 0:
-        return _runs(copies.local, copies.remote, copies.nbytes, segment)
-    spare = np.empty(n, np.uint64)
-    check_bounds(copies, "local", spare)
-    check_bounds(copies, "remote", spare)
+        return _merged(copies.local, copies.remote, copies.nbytes, segment)
+    scratch = np.empty(n, np.uint64)
+    check_bounds(copies, "local", scratch)
+    check_bounds(copies, "remote", scratch)
     local, remote, nbytes = copies.local, copies.remote, copies.nbytes
     if not nbytes.all():
         full = np.flatnonzero(nbytes)
         local, remote, nbytes, segment = local[full], remote[full], nbytes[full], segment[full]
+    # True between two copies that are not neighbours.
     apart = local[1:] - local[:-1] != nbytes[:-1]
     apart |= remote[1:] - remote[:-1] != nbytes[:-1]
     apart |= segment[1:] != segment[:-1]
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))[: len(nbytes)]
     merged = np.add.reduceat(nbytes, first) if len(first) else nbytes
-    return _runs(local[first], remote[first], merged, segment[first]).cut(LONGEST)
+    return _merged(local[first], remote[first], merged, segment[first]).split(MAX_RUN_BYTES)
 
 
-def _runs(local: U64Array, remote: U64Array, nbytes: U64Array, segment: I64Array) -> MergedCopies:
+def _merged(local: U64Array, remote: U64Array, nbytes: U64Array, segment: I64Array) -> MergedCopies:
     return MergedCopies(
-        local=local, remote=remote, nbytes=nbytes, segment=segment, ends=np.cumsum(nbytes)
+        local=local, remote=remote, nbytes=nbytes, segment=segment, end_bytes=np.cumsum(nbytes)
     )

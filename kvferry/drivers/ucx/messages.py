@@ -1,7 +1,9 @@
-"""What two transports say to each other beside the bytes that they move: UCP's active messages.
+"""The messages between the client and the server of a connection: UCP's active messages.
 
-A line is one connection from a transport that reads and writes (the caller) to one that serves
-(the host). The caller opens it with ``Hello`` and names it; everything after names it again.
+A connection leads from a transport that reads and writes (the client) to one whose memory is read
+and written (the server). The client opens it with ``Hello``, which names it; every later message
+names it again. Messages are msgpack arrays that begin with a number (``tag``), so neither class nor
+field names are on the wire.
 """
 
 from __future__ import annotations
@@ -14,130 +16,154 @@ from kvferry.core.messages import DECODE_ERRORS
 from kvferry.drivers.ucx.address import Instance, Name, Word, WorkerAddress
 
 MAX_NOTIFICATION = 4096
-"""So that any message fits into one piece of any of UCX's transports: those of one connection then
-stay in order."""
+"""The longest payload of a notification. Any message then fits into one piece of each of UCX's
+transports, so that the messages of one connection stay in order."""
 
 MAX_BACKLOG = 64 << 20
-"""Bytes that may wait, on either side, for whoever does not take them."""
+"""How many bytes may wait, on either side, for a receiver that does not take them."""
 
 MAX_WITHDRAWN = 1 << 14
+"""How many withdrawals a server remembers, for clients with older addresses."""
 MAX_RELAY_BYTES = 1 << 18
+"""How many bytes of memory a store or a fetch may name."""
 MAX_RELAY_ROWS = 1 << 12
+"""How many ranges it may name."""
 ROW_BYTES = 24
 MAX_BODY = MAX_RELAY_BYTES + ROW_BYTES * MAX_RELAY_ROWS
 MAX_MESSAGE = MAX_BODY + (1 << 18)
 
-LineId = Instance
-"""Random, made by the caller."""
+ConnectionId = Instance
+"""Random, chosen by the client."""
 
-
-Lane = Annotated[int, msgspec.Meta(ge=0, le=1)]
+ConnectionIndex = Annotated[int, msgspec.Meta(ge=0, le=1)]
+"""Which of a client's connections to one server: the first, or the second, for large reads."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """To a host: a line.
+    """Client to server: open a connection.
 
     Attributes:
-        host: the instance that is meant, which only its address says; others drop this.
-        caller: the caller's name.
-        lane: of its lines side by side, which; the earlier one, if there is one, ends with this.
-        worker: where the host's answers go.
-        since: how many withdrawals the caller knows, from the address.
+        connection: the id of the connection.
+        server: the instance that is meant, which only its address has; another one drops this.
+        client: the client's name.
+        worker: the address of the worker that gets the server's answers.
+        known_withdrawals: how many withdrawals the client knows of, from the server's address.
+        index: which of the client's connections; an earlier one of the same index ends with this.
     """
 
-    line: LineId
-    host: Instance
-    caller: Name
+    connection: ConnectionId
+    server: Instance
+    client: Name
     worker: WorkerAddress
-    since: Word
-    lane: Lane
+    known_withdrawals: Word
+    index: ConnectionIndex
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """To a caller: it may read and write. Its earlier line is closed on the host's side."""
+    """Server to client: it may read and write, and its earlier connection is closed.
 
-    line: LineId
+    Attributes:
+        connection: the id of the connection.
+        withdrawn: the keys of registrations withdrawn since the client's address was made.
+    """
+
+    connection: ConnectionId
     withdrawn: Annotated[list[Word], msgspec.Meta(max_length=MAX_WITHDRAWN)]
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """To a caller: it may not."""
+    """Server to client: it may not read and write, and why."""
 
-    line: LineId
+    connection: ConnectionId
     reason: Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """To a host: a notification."""
+    """Client to server: a notification."""
 
-    line: LineId
+    connection: ConnectionId
     payload: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_NOTIFICATION)]
 
 
 class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """To a caller: a registration is about to be undone, the number-th of all."""
+    """Server to client: a registration is about to be undone.
 
-    line: LineId
+    Attributes:
+        connection: the id of the connection.
+        number: counts the server's withdrawals.
+        key: names the registration.
+    """
+
+    connection: ConnectionId
     number: Word
     key: Word
 
 
 class Released(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """To a host: nothing of this line uses what was withdrawn up to the number-th, or will."""
+    """Client to server: nothing on this connection uses what was withdrawn up to a number."""
 
-    line: LineId
+    connection: ConnectionId
     number: Word
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """To a host: the line ends."""
+    """Client to server: the connection ends."""
 
-    line: LineId
+    connection: ConnectionId
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """To a caller, on another connection: the line is closed on the host's side, for good, and what
-    still arrives of it is dropped."""
+    """Server to client, on another endpoint: the server has closed the connection for good.
 
-    line: LineId
+    What still arrives on it is dropped.
+    """
+
+    connection: ConnectionId
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """To a host: bytes for its memory, on a line that UCX cannot write on by itself.
+    """Client to server: write bytes, where UCX cannot write by itself.
 
-    Its body: the rows, (n, 3) uint64: the key of a region, an address in it, and a length; then
-    what belongs there, one row's after the other's.
+    Its body is the rows, then the bytes, one row's after the other's. The rows are (n, 3) uint64:
+    the key of a region, an address in it, and a length.
 
     Attributes:
-        number: of the line's stores and fetches.
-        rows: how many.
+        connection: the id of the connection.
+        number: counts the connection's stores and fetches.
+        rows: how many rows there are.
     """
 
-    line: LineId
+    connection: ConnectionId
     number: Word
     rows: Annotated[int, msgspec.Meta(ge=0, le=MAX_RELAY_ROWS)]
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """To a caller: all of a store is in memory; or none of it, and why."""
+    """Server to client: all bytes of a store are in memory; or none, and ``refusal`` says why."""
 
-    line: LineId
+    connection: ConnectionId
     number: Word
     refusal: Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """To a host: a question for bytes of its memory; ``number`` and rows as of a ``Store``."""
+    """Client to server: send bytes of the server's memory.
 
-    line: LineId
+    Attributes:
+        connection: the id of the connection.
+        number: counts the connection's stores and fetches.
+        rows: the ranges, as the rows of a ``Store``.
+    """
+
+    connection: ConnectionId
     number: Word
     rows: Annotated[bytes, msgspec.Meta(max_length=ROW_BYTES * MAX_RELAY_ROWS)]
 
 
 class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """To a caller: as its body, the bytes, one row's after the other's; or why there are none."""
+    """Server to client: the fetched bytes as its body; or none, and ``refusal`` says why."""
 
-    line: LineId
+    connection: ConnectionId
     number: Word
     refusal: Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -161,12 +187,12 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes) -> Message | None:
-    """A message of a stranger's; ``None`` for what is none, which is dropped."""
+    """Return the message in untrusted bytes; ``None`` if there is none, to be dropped."""
     try:
         return _decoder.decode(data)
     except DECODE_ERRORS:

@@ -1,4 +1,4 @@
-"""Posting many runs, and seeing which of them have ended: a loop over calls of UCP."""
+"""Loops over UCP's functions: post many runs, and collect the requests that have completed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvferry.drivers.ucx.ucp_structs import Code
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PostedRuns:
-    """What is posted together: (n,) uint64 each.
+    """The arguments of the operations that are posted together, (n,) uint64 each.
 
     Attributes:
-        local: addresses.
-        nbytes: lengths.
-        remote: addresses.
-        keys: handles of the remote memory's keys.
+        local: local addresses.
+        nbytes: lengths in bytes.
+        remote: remote addresses.
+        keys: handles of the remote keys.
         params: addresses of request parameters, which name the local memory.
     """
 
@@ -36,48 +36,65 @@ class PostedRuns:
 
 
 class Poster(Protocol):
-    """A way to make the calls.
+    """The loops that a transport needs, in Python or compiled.
 
     Attributes:
-        compiled: whether its loops leave the interpreter to others.
+        compiled: whether the loops run without the interpreter's lock.
     """
 
     @property
     def compiled(self) -> bool: ...
 
     def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
-        """Post all of it: (n,) what UCP answered, each 0, an error or a request."""
-
-    def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
-        """Free requests that have ended, from one on to the first that has not.
+        """Post every run of a batch.
 
         Args:
-            requests: (n,) as ``post`` gave them.
-            start: how many have been swept before.
+            endpoint: the connection to post on.
+            batch: the runs.
+            write: whether to write (``ucp_put_nbx``) or to read (``ucp_get_nbx``).
 
         Returns:
-            How many have been swept now, and the first error among those new ones, or 0.
+            (n,) what UCP returned for each run: 0, an error's status, or a request's address.
         """
 
-    def drive(self, worker: WorkerHandle, seconds: float) -> bool:
-        """Let UCP work for so long, or until there is nothing to do; whether there may be."""
+    def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
+        """Free completed requests, up to the first that has not completed.
 
-    def move(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        """Copy (n,) ranges of this process's memory, which do not overlap."""
+        Args:
+            requests: (n,) as ``post`` returned them.
+            start: how many were swept before.
+
+        Returns:
+            How many are swept now, and the first error among the new ones, or 0.
+        """
+
+    def progress(self, worker: WorkerHandle, seconds: float) -> bool:
+        """Let UCP work for a time, or until there is nothing to do.
+
+        Returns:
+            Whether there may be more to do.
+        """
+
+    def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
+        """Copy (n,) ranges of this process's memory, which must not overlap."""
 
 
 class PlainPoster:
-    """A loop in Python."""
+    """The loops in Python.
+
+    Args:
+        ucp: the library.
+    """
 
     compiled = False
 
-    def __init__(self, library: Ucp) -> None:
-        self._ucp = library
-        self._get = library.function("ucp_get_nbx")
-        self._put = library.function("ucp_put_nbx")
+    def __init__(self, ucp: Ucp) -> None:
+        self._ucp = ucp
+        self._get = ucp.function("ucp_get_nbx")
+        self._put = ucp.function("ucp_put_nbx")
 
     def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
-        """As ``Poster.post``."""
+        """Post every run of a batch, as ``Poster.post``."""
         columns = (batch.local, batch.nbytes, batch.remote, batch.keys, batch.params)
         answers = map(
             self._put if write else self._get,
@@ -86,30 +103,30 @@ class PlainPoster:
         )
         return np.fromiter(answers, np.uint64, len(batch.local))
 
-    def drive(self, worker: WorkerHandle, seconds: float) -> bool:
-        """As ``Poster.drive``."""
+    def progress(self, worker: WorkerHandle, seconds: float) -> bool:
+        """Let UCP work for a time, as ``Poster.progress``."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if not self._ucp.progress(worker):
                 return False
         return True
 
-    def move(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        """As ``Poster.move``."""
-        moves = map(ctypes.memmove, targets.tolist(), sources.tolist(), nbytes.tolist())
-        # The loop itself runs in C: map, consumed by a deque that keeps nothing.
-        collections.deque(moves, maxlen=0)
+    def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
+        """Copy ranges of memory, as ``Poster.copy``."""
+        copies = map(ctypes.memmove, targets.tolist(), sources.tolist(), nbytes.tolist())
+        # A deque that keeps nothing consumes the map, so the loop itself runs in C.
+        collections.deque(copies, maxlen=0)
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
-        """As ``Poster.sweep``."""
-        first = 0
+        """Free completed requests, as ``Poster.sweep``."""
+        first_error = 0
         for index in range(start, len(requests)):
             answer = int(requests[index])
             code = status_of(answer)
             if code == Code.IN_PROGRESS:
                 code = self._ucp.check(answer)
                 if code == Code.IN_PROGRESS:
-                    return index, first
+                    return index, first_error
                 self._ucp.free(answer)
-            first = first or min(code, 0)
-        return len(requests), first
+            first_error = first_error or min(code, 0)
+        return len(requests), first_error

@@ -1,4 +1,4 @@
-"""Where a process is, and whether one of this host still lives."""
+"""Identify this process to its peers, and find out whether a peer's process still lives."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 from kvferry.drivers.ucx.address import ProcessIdentity
 
 
-def here() -> ProcessIdentity:
-    """This process."""
+def this_process() -> ProcessIdentity:
+    """Return the identity of this process."""
     pid = os.getpid()
     return ProcessIdentity(_boot(), _namespace(), pid, _start_time(pid) or 0)
 
 
-def has_ended(place: ProcessIdentity) -> bool:
-    """Whether a process is known to have ended; one of another host never is."""
-    if (place.boot, place.namespace) != (_boot(), _namespace()):
+def has_ended(process: ProcessIdentity) -> bool:
+    """Return whether a process has ended. Of one on another host or in another namespace: False."""
+    if (process.boot, process.namespace) != (_boot(), _namespace()):
         return False
-    return _start_time(place.pid) != place.start_time
+    return _start_time(process.pid) != process.start_time
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; ``None`` if there is none."""
+    """Return when a process started, in clock ticks since boot; ``None`` if it does not live."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

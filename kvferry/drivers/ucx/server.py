@@ -1,9 +1,9 @@
-"""The side that serves: who has come, what they may still read, and what they had to say.
+"""The side of a transport that serves: its clients, what they may still use, and their messages.
 
 A peer's reads and writes of this side's memory may be carried out by this side's UCX, which checks
-nothing. So before memory is deregistered, everyone who may know of it is told, and answers when
-nothing of theirs uses it any more; who does not answer in time is cut off, after which what still
-arrives from there is dropped.
+nothing. So before memory is deregistered, every client that may know of it is told, and confirms
+when nothing of its own uses it any more. A client that does not confirm in time is disconnected;
+what still arrives from it is dropped then.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from kvferry.core.errors import TransportError
 from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
 from kvferry.drivers.ucx.address import Instance, KeyId
-from kvferry.drivers.ucx.fair_lock import FairLock
-from kvferry.drivers.ucx.message_transfer import checked, lined_up, store
+from kvferry.drivers.ucx.message_transfer import apply_store, check_rows, consecutive
 from kvferry.drivers.ucx.messages import (
     MAX_BACKLOG,
     MAX_WITHDRAWN,
     Bye,
+    ConnectionId,
     Ended,
     Fetch,
     Fetched,
     Hello,
-    LineId,
     Message,
     Note,
     Refused,
@@ -37,222 +36,231 @@ from kvferry.drivers.ucx.messages import (
     Welcome,
     Withdrawn,
 )
+from kvferry.drivers.ucx.progress import FairLock
 from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 from kvferry.drivers.ucx_format import FormatError, check_worker_address, is_known
 
-_NOTE_BYTES = 256
+_NOTIFICATION_BYTES = 256
 """What keeping a notification takes besides its payload."""
 
-MAX_LINES = 4096
-"""Callers that are served at once, two lines each where they read much. Each takes an endpoint of
-UCX and, over tcp, a file descriptor or more; 256 engines of eight ranks have as many."""
-MAX_WAITING = 256
-"""Hellos that wait until an earlier line of their caller is closed."""
+MAX_CONNECTIONS = 4096
+"""How many connections are served at once; a client that reads much has two. Each takes an endpoint
+of UCX and, over tcp, a file descriptor or more; 256 engines of eight ranks have as many."""
+MAX_WAITING_HELLOS = 256
+"""How many hellos may wait until an earlier connection of their client is closed."""
 MAX_REFUSED = 64
-"""Connections on which a refusal was said, and which are there until it has arrived."""
+"""How many connections are kept on which a refusal was sent, until it has arrived."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ClientConnection:
-    """A caller's line, seen from this side.
+    """A client's connection, as this side sees it.
 
     Attributes:
-        worker: the address of the caller's worker.
-        number: of the endpoint, in this side's.
-        lane: which of the caller's.
-        released: up to which withdrawal it has answered.
-        welcome: whether it may read and write.
+        id: the id that the client chose.
+        client: the client's name.
+        worker_address: the address of the client's worker.
+        endpoint: to that worker.
+        endpoint_number: the number under which this side's worker reports the endpoint's error.
+        index: which of the client's connections it is.
+        confirmed: the number of the last withdrawal that it has confirmed.
+        welcome: whether it may read and write, or was refused.
     """
 
-    line: LineId
-    caller: str
-    worker: bytes
+    id: ConnectionId
+    client: str
+    worker_address: bytes
     endpoint: Endpoint
-    number: int
-    lane: int
-    released: int
+    endpoint_number: int
+    index: int
+    confirmed: int
     welcome: bool
 
 
 class Server:
-    """Serves peers. Every method but the constructor needs ``lock``.
+    """The server side of a transport. Every method but the constructor needs ``lock``.
 
     Args:
-        make: makes a worker.
+        make_worker: makes a worker.
         instance: this transport's.
 
     Attributes:
-        lock: for the worker, and for everything here.
-        worker: whose address peers get.
+        lock: protects the worker, and everything here.
+        worker: the worker whose address peers get.
         format_known: whether the addresses that UCX makes and reads here can be checked.
-        regions: what is registered.
+        withdrawals: how many registrations have been withdrawn.
+        regions: the registered regions.
     """
 
-    def __init__(self, make: Callable[[], Worker], instance: Instance) -> None:
+    def __init__(self, make_worker: Callable[[], Worker], instance: Instance) -> None:
         self.lock = FairLock()
-        self.worker = make()
-        self.worker.carried = self._store
+        self.worker = make_worker()
+        self.worker.on_body = self._on_body
         self.format_known = is_known(self.worker.address)
         self._instance = instance
-        self._visitors: dict[int, ClientConnection] = {}
-        self._lines: dict[LineId, ClientConnection] = {}
+        # All that have an endpoint, the refused ones too, by its number; and those that are served.
+        self._by_endpoint: dict[int, ClientConnection] = {}
+        self._connections: dict[ConnectionId, ClientConnection] = {}
         self._refused: deque[ClientConnection] = deque()
-        # Until the lines that they take the place of are closed.
-        self._waiting: deque[Hello] = deque()
+        # Until the connections that they replace are closed.
+        self._waiting_hellos: deque[Hello] = deque()
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
-        # What is to be said of what callers have sent with messages.
+        # Answers to stores, which cannot be sent from within a callback of UCP.
         self._stored: deque[Stored] = deque()
-        self._notes: list[Notification] = []
-        self._noted = 0
+        self._notifications: list[Notification] = []
+        self._notification_bytes = 0
         self.withdrawals = 0
         self.regions: dict[KeyId, Region] = {}
 
     @property
     def workers(self) -> list[Worker]:
-        """Those that have to be driven."""
+        """The workers that have to be driven."""
         return [self.worker]
 
-    def turn(self) -> bool:
-        """Do what there is to do; whether there may be more."""
-        busy = self.worker.turn()
-        for number, _ in self.worker.failures():
-            if number in self._visitors:
-                self._part(self._visitors[number])
-        while self._stored:
-            stored = self._stored.popleft()
-            if stored.line in self._lines:
-                self._say(self._lines[stored.line], stored)
-        for message in self.worker.messages():
-            self._hear(message)
-            # At once: any number of hellos may have come with one turn.
-            busy |= self._greet()
-        return self._greet() or busy
-
-    def _greet(self) -> bool:
-        """Answer the hellos that need not wait; whether there were any."""
-        waited = len(self._waiting)
-        while self._waiting and not self.worker.closing:
-            self._answer(self._waiting.popleft())
-        return len(self._waiting) < waited
-
     @property
-    def taken(self) -> bool:
-        """Whether somebody else drives it just now: nobody ever does."""
+    def driven_elsewhere(self) -> bool:
+        """Whether calls of the transport drive this side just now: they never do."""
         return False
 
     @property
-    def waits(self) -> bool:
-        """Whether something has to be looked after even if nothing happens."""
-        return bool(self._waiting)
+    def needs_timer(self) -> bool:
+        """Whether something may fall due without an event."""
+        return bool(self._waiting_hellos)
 
-    def take(self) -> list[Notification]:
-        """The notifications since the last call."""
-        taken, self._notes, self._noted = self._notes, [], 0
+    def run_once(self) -> bool:
+        """Let UCP work, and handle what has arrived.
+
+        Returns:
+            Whether there may be more to do at once.
+        """
+        busy = self.worker.run_once()
+        for number, _ in self.worker.failures():
+            if number in self._by_endpoint:
+                self._close(self._by_endpoint[number])
+        while self._stored:
+            stored = self._stored.popleft()
+            if stored.connection in self._connections:
+                self._send(self._connections[stored.connection], stored)
+        for message in self.worker.messages():
+            self._on_message(message)
+            # At once: more hellos may have come together than may wait.
+            busy |= self._answer_hellos()
+        return self._answer_hellos() or busy
+
+    def take_notifications(self) -> list[Notification]:
+        """Return the notifications that have arrived since the last call."""
+        taken, self._notifications, self._notification_bytes = self._notifications, [], 0
         return taken
 
     def withdraw(self, key: KeyId) -> int:
-        """Tell everyone that a registration will be undone; its number."""
+        """Tell every client that a registration is about to be undone.
+
+        Returns:
+            The number of the withdrawal, which clients confirm.
+        """
         self.withdrawals += 1
         self.regions.pop(key, None)
         self._withdrawn.append(key)
-        for visitor in list(self._lines.values()):
-            self._say(visitor, Withdrawn(visitor.line, self.withdrawals, key))
+        for connection in list(self._connections.values()):
+            self._send(connection, Withdrawn(connection.id, self.withdrawals, key))
         return self.withdrawals
 
-    def released(self, number: int) -> bool:
-        """Whether everyone has answered up to a withdrawal, and whoever was cut off is."""
-        return not (self._late(number) or self.worker.closing)
+    def is_confirmed(self, number: int) -> bool:
+        """Return whether every client has confirmed a withdrawal, or is disconnected."""
+        return not (self._unconfirmed(number) or self.worker.closing)
 
-    def cut_off(self, number: int) -> None:
-        """Close the lines of those who have not."""
-        for visitor in self._late(number):
-            self._part(visitor)
+    def disconnect_unconfirmed(self, number: int) -> None:
+        """Close the connections that have not confirmed a withdrawal."""
+        for connection in self._unconfirmed(number):
+            self._close(connection)
 
     def close(self) -> None:
-        """Cut everyone off, tell them when that is done, and let the worker go."""
-        told = list(self._lines.values())
-        for visitor in list(self._visitors.values()):
-            self._part(visitor)
+        """Disconnect every client, tell them when that is done, and destroy the worker."""
+        served = list(self._connections.values())
+        for connection in list(self._by_endpoint.values()):
+            self._close(connection)
         wait_closed(self.worker)
-        self._tell_the_end(told)
+        self._announce_end(served)
         self.worker.destroy()
 
-    def _tell_the_end(self, visitors: list[ClientConnection]) -> None:
-        """Only then do they know that nothing of theirs is stored here any more."""
-        for visitor in visitors:
+    def _announce_end(self, served: list[ClientConnection]) -> None:
+        """Tell clients, on new endpoints, that nothing of theirs is stored here any more."""
+        for connection in served:
             with contextlib.suppress(TransportError):
-                visitor.endpoint, visitor.number = self.worker.connect(visitor.worker)
-                self._visitors[visitor.number] = visitor
-                self.worker.send(visitor.endpoint, Ended(visitor.line))
+                endpoint, number = self.worker.connect(connection.worker_address)
+                connection.endpoint, connection.endpoint_number = endpoint, number
+                self._by_endpoint[number] = connection
+                self.worker.send(endpoint, Ended(connection.id))
         wait_closed(self.worker)
-        for visitor in list(self._visitors.values()):
-            self._part(visitor)
+        for connection in list(self._by_endpoint.values()):
+            self._close(connection)
         wait_closed(self.worker)
 
-    def _late(self, number: int) -> list[ClientConnection]:
-        return [v for v in self._lines.values() if v.released < number]
+    def _unconfirmed(self, number: int) -> list[ClientConnection]:
+        return [one for one in self._connections.values() if one.confirmed < number]
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         if isinstance(message, Hello):
-            self._meet(message)
+            self._on_hello(message)
             return
-        visitor = self._lines.get(message.line)
-        if visitor is None:
+        connection = self._connections.get(message.connection)
+        if connection is None:
             return
         match message:
             case Note():
-                self._note(visitor, message.payload)
+                self._on_notification(connection, message.payload)
             case Released():
-                visitor.released = max(visitor.released, min(message.number, self.withdrawals))
+                number = min(message.number, self.withdrawals)
+                connection.confirmed = max(connection.confirmed, number)
             case Fetch():
-                self._fetch(visitor, message)
+                self._on_fetch(connection, message)
             case Bye():
-                self._part(visitor)
-            case _:  # what a host says
+                self._close(connection)
+            case _:  # only a server sends the others
                 return
 
-    def _store(self, message: Message, body: int, nbytes: int) -> None:
-        if isinstance(message, Store) and message.line in self._lines:
-            move = self.worker.poster.move
-            refusal = store(message.rows, body, nbytes, self.regions, move)
-            self._stored.append(Stored(message.line, message.number, refusal))
+    def _on_body(self, message: Message, body: int, nbytes: int) -> None:
+        if isinstance(message, Store) and message.connection in self._connections:
+            copy = self.worker.poster.copy
+            refusal = apply_store(message.rows, body, nbytes, self.regions, copy)
+            self._stored.append(Stored(message.connection, message.number, refusal))
 
-    def _fetch(self, visitor: ClientConnection, message: Fetch) -> None:
-        refusal, addresses, lengths = checked(message.rows, self.regions)
-        buffer = self.worker.buffers.take()
-        self.worker.poster.move(lined_up(buffer.address, lengths), addresses, lengths)
-        answer = Fetched(message.line, message.number, refusal)
+    def _on_fetch(self, connection: ClientConnection, message: Fetch) -> None:
+        refusal, addresses, lengths = check_rows(message.rows, self.regions)
+        buffer = self.worker.buffer_pool.take()
+        self.worker.poster.copy(consecutive(buffer.address, lengths), addresses, lengths)
+        answer = Fetched(message.connection, message.number, refusal)
         with contextlib.suppress(TransportError):
-            self.worker.send(visitor.endpoint, answer, buffer, int(lengths.sum()))
+            self.worker.send(connection.endpoint, answer, buffer, int(lengths.sum()))
 
-    def _note(self, visitor: ClientConnection, payload: bytes) -> None:
-        """Keep a notification; cut off who sends more than anybody takes."""
-        self._noted += len(payload) + _NOTE_BYTES
-        if self._noted > MAX_BACKLOG:
-            self._part(visitor)
+    def _on_notification(self, connection: ClientConnection, payload: bytes) -> None:
+        """Keep a notification; disconnect a client that sends more than anybody takes."""
+        self._notification_bytes += len(payload) + _NOTIFICATION_BYTES
+        if self._notification_bytes > MAX_BACKLOG:
+            self._close(connection)
         else:
-            self._notes.append(Notification(sender=visitor.caller, payload=payload))
+            self._notifications.append(Notification(sender=connection.client, payload=payload))
 
-    def _meet(self, hello: Hello) -> None:
-        """Close the earlier line of a caller, or forget it if it waits, and then answer.
+    def _on_hello(self, hello: Hello) -> None:
+        """Close the earlier connection of a client, and let the hello wait until that is done.
 
         A hello that is not for this transport is dropped, with nothing of it used: that it has the
-        random instance shows that its caller was admitted to a handshake.
+        random instance shows that its client was admitted to a handshake.
         """
-        if hello.host != self._instance or not self._may_wait(hello):
+        if hello.server != self._instance or not self._may_wait(hello):
             return
-        for visitor in list(self._lines.values()):
-            if (visitor.caller, visitor.lane) == (hello.caller, hello.lane):
-                self._part(visitor)
-        for earlier in list(self._waiting):
-            if (earlier.caller, earlier.lane) == (hello.caller, hello.lane):
-                self._waiting.remove(earlier)
-        self._waiting.append(hello)
+        for connection in list(self._connections.values()):
+            if (connection.client, connection.index) == (hello.client, hello.index):
+                self._close(connection)
+        for earlier in list(self._waiting_hellos):
+            if (earlier.client, earlier.index) == (hello.client, hello.index):
+                self._waiting_hellos.remove(earlier)
+        self._waiting_hellos.append(hello)
 
     def _may_wait(self, hello: Hello) -> bool:
-        """Whether there is room, the line is not another caller's, and UCX can read where it is."""
-        if len(self._waiting) >= MAX_WAITING or self._names_anothers(hello):
+        """Return whether there is room, the id is not another client's, and UCX can read it."""
+        if len(self._waiting_hellos) >= MAX_WAITING_HELLOS or self._has_anothers_id(hello):
             return False
         try:
             if self.format_known:
@@ -261,54 +269,67 @@ class Server:
             return False
         return True
 
-    def _names_anothers(self, hello: Hello) -> bool:
-        """Whether a line of this name is another's: a second one does not take its place."""
-        visitor = self._lines.get(hello.line)
-        if visitor is not None and (visitor.caller, visitor.lane) != (hello.caller, hello.lane):
+    def _has_anothers_id(self, hello: Hello) -> bool:
+        """Return whether the connection of this id is another client's, which then keeps it."""
+        connection = self._connections.get(hello.connection)
+        if connection is not None and (
+            (connection.client, connection.index) != (hello.client, hello.index)
+        ):
             return True
-        return any(waiting.line == hello.line for waiting in self._waiting)
+        return any(waiting.connection == hello.connection for waiting in self._waiting_hellos)
+
+    def _answer_hellos(self) -> bool:
+        """Answer hellos while no connection is being closed.
+
+        Returns:
+            Whether any was answered.
+        """
+        before = len(self._waiting_hellos)
+        while self._waiting_hellos and not self.worker.closing:
+            self._answer(self._waiting_hellos.popleft())
+        return len(self._waiting_hellos) < before
 
     def _answer(self, hello: Hello) -> None:
-        missed = self.withdrawals - hello.since
+        missed = self.withdrawals - hello.known_withdrawals
         reason = ""
-        if len(self._lines) >= MAX_LINES:
-            reason = f"it serves {MAX_LINES} connections, and no more: disconnect some"
+        if len(self._connections) >= MAX_CONNECTIONS:
+            reason = f"it serves {MAX_CONNECTIONS} connections, and no more: disconnect some"
         elif not 0 <= missed <= len(self._withdrawn):
             reason = "the address is too old: connect again with a new one"
         try:
             endpoint, number = self.worker.connect(hello.worker)
         except TransportError:
-            return  # gone again
-        visitor = ClientConnection(
-            line=hello.line,
-            caller=hello.caller,
-            worker=hello.worker,
+            return  # the client is gone again
+        connection = ClientConnection(
+            id=hello.connection,
+            client=hello.client,
+            worker_address=hello.worker,
             endpoint=endpoint,
-            number=number,
-            lane=hello.lane,
-            released=self.withdrawals,
+            endpoint_number=number,
+            index=hello.index,
+            confirmed=self.withdrawals,
             welcome=not reason,
         )
-        self._visitors[number] = visitor
+        self._by_endpoint[number] = connection
         if reason:
-            self._say(visitor, Refused(hello.line, reason))
-            self._refused.append(visitor)
+            self._send(connection, Refused(hello.connection, reason))
+            self._refused.append(connection)
             if len(self._refused) > MAX_REFUSED:
-                self._part(self._refused[0])
+                self._close(self._refused[0])
             return
-        self._lines[hello.line] = visitor
+        self._connections[hello.connection] = connection
         keys = list(self._withdrawn)[len(self._withdrawn) - missed :]
-        self._say(visitor, Welcome(hello.line, list(keys)))
+        self._send(connection, Welcome(hello.connection, list(keys)))
 
-    def _say(self, visitor: ClientConnection, message: Message) -> None:
-        # Who cannot be told any more is reported as a failure.
+    def _send(self, connection: ClientConnection, message: Message) -> None:
+        # UCP reports the failure of an endpoint by itself, which closes the connection.
         with contextlib.suppress(TransportError):
-            self.worker.send(visitor.endpoint, message)
+            self.worker.send(connection.endpoint, message)
 
-    def _part(self, visitor: ClientConnection) -> None:
-        self.worker.end(visitor.endpoint)
-        del self._visitors[visitor.number]
-        if not visitor.welcome and visitor in self._refused:
-            self._refused.remove(visitor)
-        if self._lines.get(visitor.line) is visitor:
-            del self._lines[visitor.line]
+    def _close(self, connection: ClientConnection) -> None:
+        self.worker.close_endpoint(connection.endpoint)
+        del self._by_endpoint[connection.endpoint_number]
+        if not connection.welcome and connection in self._refused:
+            self._refused.remove(connection)
+        if self._connections.get(connection.id) is connection:
+            del self._connections[connection.id]

@@ -1,4 +1,4 @@
-"""One transfer: the windows that are under way of it, and where it stands."""
+"""One transfer: what of it is under way, and its status."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, UcxRegion
 from kvferry.drivers.ucx.connection import ConnectionState, ScatterTarget, UcxConnection
 from kvferry.drivers.ucx.merged_copies import MergedCopies
-from kvferry.drivers.ucx.message_transfer import lined_up, reached_natively, rows_of
+from kvferry.drivers.ucx.message_transfer import build_rows, consecutive, reached_natively
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS, ROW_BYTES
 from kvferry.drivers.ucx.posting import PostedRuns, Poster
 from kvferry.drivers.ucx.ucp_structs import Code
 
 WINDOW_RUNS = 1 << 11
 WINDOW_BYTES = 8 << 20
-WINDOWS = 2
-"""What is posted of a transfer on a line at once: bounds UCX's memory, and what a cancelled one
-waits for."""
+MAX_WINDOWS = 2
+"""How much of a transfer is posted on a connection at once: at most so many windows of at most so
+many runs and bytes. Bounds UCX's memory, and what a cancelled transfer waits for."""
 
-ASKED = 16
-"""Likewise, where it goes by messages."""
+MAX_MESSAGE_WINDOWS = 16
+"""How many windows are under way at once where the transfer goes by messages."""
 
-_NOTHING: U64Array = np.empty(0, np.uint64)
+_NO_REQUESTS: U64Array = np.empty(0, np.uint64)
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
 
@@ -39,15 +39,18 @@ class Window:
     """Runs that were posted together.
 
     Attributes:
-        requests: what UCP answered, for each run; ``swept``: how many of them have ended.
-        flush: of a write: 0, or the request that ends when they have all arrived.
-        asked: of one by messages: its number.
+        connection: what they were posted on.
+        requests: (n,) what UCP returned for each run.
+        flush: of a write: 0, or the request that completes when all of it has arrived.
+        message_number: of runs that went by message: its number; else 0.
+        swept: how many of the requests have completed.
+        code: the first error among them, or 0.
     """
 
-    line: UcxConnection
+    connection: UcxConnection
     requests: U64Array
     flush: int = 0
-    asked: int = 0
+    message_number: int = 0
     swept: int = 0
     code: int = 0
 
@@ -56,33 +59,44 @@ class Window:
 class UcxTransfer:
     """A transfer.
 
-    It ends in one of two ways. All of it was posted and has ended well: it is DONE. Or ``fail``
-    was called: nothing more is posted, it is FAILING, and when nothing that was posted is under way
-    it is FAILED; unless it is a write of which UCX has not confirmed all that was posted. Of that,
-    bytes may lie in the peer's queues: it is FAILED when ``settle`` says that they have been
-    dropped.
+    It ends in one of two ways. When all of it was posted and has completed well, it is DONE. When
+    ``fail`` was called, nothing more is posted and it is FAILING; when nothing that was posted is
+    under way, it is FAILED. A write is an exception if UCX has not confirmed all that was posted:
+    bytes of it may lie in the peer's queues, so it is FAILED only when ``confirm_dropped`` says
+    that they will not arrive.
 
     Attributes:
-        segments: of each segment, the local registration's parameters and the remote region.
-        local: the local regions that it uses, and ``keys``: the remote registrations.
-        beside: a second line, on which it may go on, too, when that is ready.
-        send: sends its notification.
-        moved: when it last moved on, by ``time.monotonic``.
-        unconfirmed: whether it is such a write.
+        id: its id.
+        peer: the peer's id.
+        connection: what it is posted on.
+        write: whether it writes.
+        runs: what to move.
+        segments: for each segment of the batch, the address of the local registration's request
+            parameters, and the remote region.
+        local_regions: the local regions that it uses.
+        remote_keys: the remote registrations that it uses.
+        send_notification: sends its notification; ``None`` if it has none.
+        poster: the loops that post it.
+        last_progress: when something of it last completed, by ``time.monotonic``.
+        second_connection: another connection to post on, too, once that is ready.
+        status: its status.
+        position: how many runs have been posted.
+        windows: what is under way.
+        unconfirmed: whether it is a write whose bytes may still arrive after its failure.
     """
 
     id: TransferId
     peer: PeerId
-    line: UcxConnection
+    connection: UcxConnection
     write: bool
     runs: MergedCopies
     segments: list[tuple[int, UcxRegion]]
-    local: frozenset[Region]
-    keys: frozenset[KeyId]
-    send: Callable[[], None] | None
+    local_regions: frozenset[Region]
+    remote_keys: frozenset[KeyId]
+    send_notification: Callable[[], None] | None
     poster: Poster
-    moved: float = field(default_factory=time.monotonic)
-    beside: UcxConnection | None = None
+    last_progress: float = field(default_factory=time.monotonic)
+    second_connection: UcxConnection | None = None
     status: Status = _PENDING
     position: int = 0
     windows: list[Window] = field(default_factory=list)
@@ -90,139 +104,117 @@ class UcxTransfer:
 
     @property
     def final(self) -> bool:
-        """Whether its buffers are quiet."""
+        """Whether its status is final, so that nothing touches its buffers any more."""
         return self.status.state.final
 
-    def advance(self, now: float, patience: float) -> None:
-        """Sweep, post, end; whatever is possible now."""
+    def advance(self, now: float, idle_timeout: float) -> None:
+        """Collect what has completed, post what can be posted, and end it if it is over.
+
+        Args:
+            now: by ``time.monotonic``.
+            idle_timeout: seconds without progress after which it fails.
+        """
         if self.final:
             return
         self._sweep(now)
-        if self.line.stage is ConnectionState.BROKEN and self.line.error is not None:
-            self.fail(self.line.error)
-        elif any(self.keys & line.withdrawn for line in self._lines):
-            self.fail(
-                TransportError(f"{self.line.host.name} has deregistered memory that it names")
-            )
-        elif now - self.moved > patience:
+        server = self.connection.server.name
+        if self.connection.state is ConnectionState.BROKEN and self.connection.error is not None:
+            self.fail(self.connection.error)
+        elif any(self.remote_keys & connection.withdrawn for connection in self._connections):
+            self.fail(TransportError(f"{server} has deregistered memory that it names"))
+        elif now - self.last_progress > idle_timeout:
             self.fail(
                 TransportError(
-                    f"nothing has moved for {patience:g} s: {self.line.host.name} may be stopped, "
+                    f"nothing has moved for {idle_timeout:g} s: {server} may be stopped, "
                     "or the network cut (driver_options: deadline_seconds)"
                 )
             )
-        while self._may_post() and (line := self._free()) is not None:
-            self._post(line)
+        while self._may_post() and (connection := self._free_connection()) is not None:
+            self._post(connection)
         if not self.windows:
             self._conclude()
 
     def fail(self, error: TransportError) -> None:
-        """Let it fail; its first error stays."""
+        """Have the transfer fail. The first error stays."""
         if self.status.state is State.PENDING:
             self.status = Status(state=State.FAILING, error=error)
+        # What a fetch still brings is not copied any more.
         for window in self.windows:
-            window.line.sinks.pop(window.asked, None)
+            window.connection.fetch_targets.pop(window.message_number, None)
 
-    def settle(self) -> None:
-        """The peer has dropped whatever had not arrived."""
+    def confirm_dropped(self) -> None:
+        """Note that the peer has dropped every byte that had not arrived."""
         self.unconfirmed = False
         if not self.windows:
             self._conclude()
 
+    def uses(self, connection: UcxConnection) -> bool:
+        """Return whether something of the transfer is under way on a connection."""
+        return any(window.connection is connection for window in self.windows)
+
     def _may_post(self) -> bool:
         return (
             self.status.state is State.PENDING
-            and self.line.stage is ConnectionState.READY
+            and self.connection.state is ConnectionState.READY
             and self.position < len(self.runs)
         )
 
-    def _free(self) -> UcxConnection | None:
-        """A line on which more may be posted."""
+    def _free_connection(self) -> UcxConnection | None:
+        """Return the connection with the fewest windows, unless each has enough."""
         if self._by_messages:
-            return self.line if len(self.windows) < ASKED else None
-        posted = [window.line for window in self.windows]
-        ready = [s for s in self._lines if s.stage is ConnectionState.READY and self._natively(s)]
-        line = min(ready, key=posted.count)
-        return line if posted.count(line) < WINDOWS else None
-
-    def uses(self, line: UcxConnection) -> bool:
-        """Whether something of it is under way there."""
-        return any(window.line is line for window in self.windows)
+            return self.connection if len(self.windows) < MAX_MESSAGE_WINDOWS else None
+        posted = [window.connection for window in self.windows]
+        ready = [
+            connection
+            for connection in self._connections
+            if connection.state is ConnectionState.READY and self._natively(connection)
+        ]
+        connection = min(ready, key=posted.count)
+        return connection if posted.count(connection) < MAX_WINDOWS else None
 
     @property
-    def _lines(self) -> list[UcxConnection]:
-        return [self.line] if self.beside is None else [self.line, self.beside]
+    def _connections(self) -> list[UcxConnection]:
+        if self.second_connection is None:
+            return [self.connection]
+        return [self.connection, self.second_connection]
 
     @property
     def _by_messages(self) -> bool:
-        """Whether UCX cannot do it without the peer's help."""
-        return not self._natively(self.line)
+        """Whether UCX cannot move the bytes without the peer's help."""
+        return not self._natively(self.connection)
 
-    def _natively(self, line: UcxConnection) -> bool:
-        return reached_natively(line.transports, self._kinds)
+    def _natively(self, connection: UcxConnection) -> bool:
+        return reached_natively(connection.transports, self._memory_kinds)
 
     @property
-    def _kinds(self) -> frozenset[str]:
+    def _memory_kinds(self) -> frozenset[str]:
         kinds = {region.kind for _, region in self.segments}
-        return frozenset(kinds | {region.kind for region in self.local})
+        return frozenset(kinds | {region.kind for region in self.local_regions})
 
-    def _ask(self) -> None:
-        """Post a window as a message."""
-        if self._kinds - {CPU}:
-            over = ", ".join(sorted(self.line.transports))
-            self.fail(
-                TransportUnsupportedError(
-                    f"over {over} ucx reaches CPU memory only; {', '.join(sorted(self._kinds))} "
-                    "needs RDMA or, on one host, cuda_ipc (driver_options: transports)"
-                )
-            )
-            return
-        self.runs = self.runs.cut(MAX_RELAY_BYTES)
-        start = self.position
-        stop = self.runs.stop(start, MAX_RELAY_ROWS, MAX_RELAY_BYTES)
-        keys = np.array([region.key for _, region in self.segments], np.uint64)
-        local, nbytes = self.runs.local[start:stop], self.runs.nbytes[start:stop]
-        rows = rows_of(keys[self.runs.segment[start:stop]], self.runs.remote[start:stop], nbytes)
-        if self.write:
-            asked = self._store(rows, local, nbytes)
-        else:
-            asked = self.line.fetch(rows.tobytes(), ScatterTarget(addresses=local, nbytes=nbytes))
-        self.windows.append(Window(line=self.line, requests=_NOTHING, asked=asked))
-        self.position = stop
-        self.line.windows += 1
-
-    def _store(self, rows: U64Array, local: U64Array, nbytes: U64Array) -> int:
-        body, head = self.line.outlet.worker.buffers.take(), ROW_BYTES * len(rows)
-        body.array[:head] = rows.view(np.uint8).reshape(-1)
-        self.poster.move(lined_up(body.address + head, nbytes), local, nbytes)
-        return self.line.store(len(rows), body, head + int(nbytes.sum()))
-
-    def _post(self, line: UcxConnection) -> None:
+    def _post(self, connection: UcxConnection) -> None:
         if self._by_messages:
-            self._ask()
+            self._post_message()
             return
         start = self.position
-        stop = self.runs.stop(start, WINDOW_RUNS, WINDOW_BYTES)
+        stop = self.runs.window_end(start, WINDOW_RUNS, WINDOW_BYTES)
         try:
-            batch = self._batch(line, start, stop)
+            batch = self._batch(connection, start, stop)
         except TransportError as exc:
             self.fail(exc)
             return
-        requests = self.poster.post(line.endpoint, batch, write=self.write)
-        window = Window(line=line, requests=requests)
+        requests = self.poster.post(connection.endpoint, batch, write=self.write)
+        window = Window(connection=connection, requests=requests)
         if self.write:
-            window.flush = line.library.flush(line.endpoint)
-        self.position = stop
-        self.windows.append(window)
-        line.windows += 1
+            window.flush = connection.ucp.flush(connection.endpoint)
+        self._add(window, stop)
 
-    def _batch(self, line: UcxConnection, start: int, stop: int) -> PostedRuns:
+    def _batch(self, connection: UcxConnection, start: int, stop: int) -> PostedRuns:
         segment = self.runs.segment[start:stop]
         used = np.unique(segment)
         keys, params = np.zeros((2, int(used[-1]) + 1), np.uint64)
         for index in used.tolist():
             params[index], region = self.segments[index]
-            keys[index] = line.key(region)
+            keys[index] = connection.remote_key(region)
         return PostedRuns(
             local=self.runs.local[start:stop],
             nbytes=self.runs.nbytes[start:stop],
@@ -231,25 +223,63 @@ class UcxTransfer:
             params=params[segment],
         )
 
+    def _post_message(self) -> None:
+        """Post a window as a message: a fetch, or a store."""
+        if self._memory_kinds - {CPU}:
+            over = ", ".join(sorted(self.connection.transports))
+            self.fail(
+                TransportUnsupportedError(
+                    f"over {over} ucx reaches CPU memory only; "
+                    f"{', '.join(sorted(self._memory_kinds))} "
+                    "needs RDMA or, on one host, cuda_ipc (driver_options: transports)"
+                )
+            )
+            return
+        self.runs = self.runs.split(MAX_RELAY_BYTES)
+        start = self.position
+        stop = self.runs.window_end(start, MAX_RELAY_ROWS, MAX_RELAY_BYTES)
+        keys = np.array([region.key for _, region in self.segments], np.uint64)
+        local, nbytes = self.runs.local[start:stop], self.runs.nbytes[start:stop]
+        rows = build_rows(keys[self.runs.segment[start:stop]], self.runs.remote[start:stop], nbytes)
+        if self.write:
+            number = self._store(rows, local, nbytes)
+        else:
+            target = ScatterTarget(addresses=local, nbytes=nbytes)
+            number = self.connection.fetch(rows.tobytes(), target)
+        window = Window(connection=self.connection, requests=_NO_REQUESTS, message_number=number)
+        self._add(window, stop)
+
+    def _store(self, rows: U64Array, local: U64Array, nbytes: U64Array) -> int:
+        body = self.connection.client_worker.worker.buffer_pool.take()
+        head = ROW_BYTES * len(rows)
+        body.array[:head] = rows.view(np.uint8).reshape(-1)
+        self.poster.copy(consecutive(body.address + head, nbytes), local, nbytes)
+        return self.connection.store(len(rows), body, head + int(nbytes.sum()))
+
+    def _add(self, window: Window, stop: int) -> None:
+        self.position = stop
+        self.windows.append(window)
+        window.connection.open_windows += 1
+
     def _sweep(self, now: float) -> None:
         for window in list(self.windows):
             before = window.swept
             window.swept, code = self.poster.sweep(window.requests, before)
             window.code = window.code or code
             if window.swept != before:
-                self.moved = now
-            if window.swept == len(window.requests) and self._flushed(window):
+                self.last_progress = now
+            if window.swept == len(window.requests) and self._is_flushed(window):
                 self.windows.remove(window)
-                window.line.windows -= 1
-                self.moved = now
-                self._note(window)
+                window.connection.open_windows -= 1
+                self.last_progress = now
+                self._note_outcome(window)
 
-    def _flushed(self, window: Window) -> bool:
-        if window.asked:
-            return self._answered(window)
+    def _is_flushed(self, window: Window) -> bool:
+        if window.message_number:
+            return self._is_answered(window)
         code = ucp.status_of(window.flush)
         if code == Code.IN_PROGRESS:
-            library = window.line.library
+            library = window.connection.ucp
             code = library.check(window.flush)
             if code == Code.IN_PROGRESS:
                 return False
@@ -258,30 +288,33 @@ class UcxTransfer:
         window.code = window.code or code
         return True
 
-    def _answered(self, window: Window) -> bool:
-        """Whether it is known what became of a message, or never will be."""
-        refusal = window.line.answers.pop(window.asked, None)
+    def _is_answered(self, window: Window) -> bool:
+        """Return whether a message was answered, or never will be."""
+        refusal = window.connection.refusals.pop(window.message_number, None)
         if refusal is None:
             window.code = Code.CANCELED
-            return window.line.stage is ConnectionState.BROKEN
+            return window.connection.state is ConnectionState.BROKEN
         window.code = Code.OK
         if refusal:
-            self.fail(TransportError(f"{window.line.host.name} refuses: {refusal}"))
+            self.fail(TransportError(f"{window.connection.server.name} refuses: {refusal}"))
         return True
 
-    def _note(self, window: Window) -> None:
-        if window.code:
-            self.unconfirmed |= self.write
-            error = window.line.error
-            if error is None or window.line.stage is not ConnectionState.BROKEN:
-                error = ucp.error(window.code, f"a transfer with {window.line.host.name} failed")
-            self.fail(error)
+    def _note_outcome(self, window: Window) -> None:
+        if not window.code:
+            return
+        self.unconfirmed |= self.write
+        connection = window.connection
+        error = connection.error
+        # Why the connection broke says more than how its requests ended.
+        if error is None or connection.state is not ConnectionState.BROKEN:
+            error = ucp.error(window.code, f"a transfer with {connection.server.name} failed")
+        self.fail(error)
 
     def _conclude(self) -> None:
         if self.status.state is State.FAILING:
             if not self.unconfirmed:
                 self.status = Status(state=State.FAILED, error=self.status.error)
-        elif self.position == len(self.runs) and self.line.stage is ConnectionState.READY:
-            if self.send is not None:
-                self.send()
+        elif self.position == len(self.runs) and self.connection.state is ConnectionState.READY:
+            if self.send_notification is not None:
+                self.send_notification()
             self.status = _DONE

@@ -1,4 +1,4 @@
-"""The ucx transport: what ``kvferry.core.transport`` asks for, over the files beside it."""
+"""The ucx transport: the methods of ``Transport``, by means of a client and a server side."""
 
 from __future__ import annotations
 
@@ -41,92 +41,96 @@ from kvferry.core.transport.refusals import (
     remote_regions,
 )
 from kvferry.drivers.ucx import address as wire
-from kvferry.drivers.ucx import library
-from kvferry.drivers.ucx import process_identity as place
+from kvferry.drivers.ucx import library, process_identity
 from kvferry.drivers.ucx.address import KeyId, UcxAddress
 from kvferry.drivers.ucx.client import Client, UcxPeer
 from kvferry.drivers.ucx.compiled_loops import poster
 from kvferry.drivers.ucx.connection import ConnectionState
-from kvferry.drivers.ucx.copy_thread import WORTH_BYTES
+from kvferry.drivers.ucx.copy_thread import MIN_BYTES
 from kvferry.drivers.ucx.devices import devices, listed
 from kvferry.drivers.ucx.library import UcxLibrary
 from kvferry.drivers.ucx.memory import RegisteredMemory
-from kvferry.drivers.ucx.merged_copies import runs_of
+from kvferry.drivers.ucx.merged_copies import merge_copies
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
-from kvferry.drivers.ucx.options import WISHES, parsed, settings_of
-from kvferry.drivers.ucx.progress_driver import ProgressDriver
-from kvferry.drivers.ucx.progress_thread import DrivenWorker, ProgressThread
+from kvferry.drivers.ucx.options import DEFAULT_SETTINGS, parse, user_settings
+from kvferry.drivers.ucx.progress import ProgressDriver, ProgressTarget, ProgressThread
 from kvferry.drivers.ucx.server import Server
 from kvferry.drivers.ucx.transfer import UcxTransfer
 from kvferry.drivers.ucx.ucp import MAJOR, Ucp
 from kvferry.drivers.ucx.worker import Worker
 
 _GRACE_SECONDS = 3.0
-"""How long what is under way may take to end by itself before its connection is broken."""
+"""How long transfers may take to end by themselves before their connection is broken."""
 
 _BREAK_SECONDS = 2.0
-"""How long it may take then."""
+"""How long they may take to end then."""
 
 _ANSWER_SECONDS = 5.0
-"""How long a peer may then take to say that it drops what arrives; or ``connect_seconds``."""
+"""How long a peer may take after that to confirm that it drops what arrives.
+``connect_seconds`` holds instead if it is shorter."""
 
 _RELEASE_SECONDS = 2.0
-"""How long peers may take to stop using memory that is deregistered, before they are cut off."""
+"""How long peers may take to stop using deregistered memory before they are disconnected."""
 
 
 class UcxTransport(Transport):
-    """Reads and writes with UCP's one-sided calls: CPU and CUDA memory, of one host or of several.
+    """Reads and writes CPU and CUDA memory, of one host or several, by UCP's one-sided calls.
 
-    Every transport has a UCX context of its own, configured by its options, and threads that sleep
+    Each transport has a UCX context of its own, configured by its options, and threads that sleep
     until there is something to do: transfers go on, and peers are served, without calls.
 
-    Where UCX has no way of its own into the peer's memory (over tcp, say), bytes go by messages,
-    for CPU memory only; a transfer of device memory fails there, with
-    ``TransportUnsupportedError``.
+    Which memory it reaches depends on the UCX that is loaded and on what connects the two sides.
+    CPU memory is reached everywhere; where UCX has no way of its own into it (over tcp, say), the
+    bytes go by messages. CUDA memory needs a UCX that was built with CUDA, and RDMA or, on one
+    host, CUDA IPC: ``capabilities`` lists it only if UCX can register it, and a transfer of it over
+    a connection that cannot reach it fails with ``TransportUnsupportedError``.
 
-    **When a failed transfer is quiet.** UCX completes every request, with an error if its
-    connection breaks, and not before what carries the connection has been taken down; so a read is
-    FAILED as soon as nothing of it is under way. What a write has sent before its connection broke
-    may lie in queues of a peer that lives. It stays FAILING until the peer has ended, or has
-    closed its end of that connection, after which it drops what arrives: it says so when it
-    is called again, which ``disconnect`` does.
+    **When the buffers of a failed transfer are quiet.** UCX completes every request, with an error
+    if its connection breaks, and not before it has taken down what carries the connection. So a
+    read is FAILED as soon as nothing of it is under way. What a write has sent before its
+    connection broke may lie in queues of a peer that lives. Such a write stays FAILING until the
+    peer's process has ended, or the peer has closed its end of that connection, after which it
+    drops what arrives. It confirms that to a new connection, which ``disconnect`` opens.
 
-    Not usable in a forked child.
+    A transport is not usable in a forked child.
+
+    Args:
+        options: the ``driver_options``, as ``UcxOptions``.
 
     Raises:
-        DriverError: there is no UCX that can be used, or it does not start; an option is unknown,
-            of a wrong type, out of range, or not one of this UCX's.
+        DriverError: there is no usable UCX, or it does not start; an option is unknown, of a wrong
+            type, out of range, or not one of this UCX's.
     """
 
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
 
     def __init__(self, **options: object) -> None:
-        self._options = parsed(options)
+        self._options = parse(options)
         self._library, self._ucp = _loaded(self._options.library)
         self._owner = TransportOwner(f"ucx-{os.getpid()}-{secrets.token_hex(8)}")
         self._instance = secrets.token_bytes(16)
-        self._context = self._ucp.open(self.name, settings_of(self._options), WISHES)
-        self._memory = self._ucp.memory_kinds(self._context)
+        settings = user_settings(self._options)
+        self._context = self._ucp.create_context(self.name, settings, DEFAULT_SETTINGS)
+        self._memory_kinds = self._ucp.memory_kinds(self._context)
         self._poster = poster(self._ucp)
-        make = partial(Worker, self._ucp, self._context, self._poster)
-        self._host = Server(make, self._instance)
-        self._caller = Client(
+        make_worker = partial(Worker, self._ucp, self._context, self._poster)
+        self._server = Server(make_worker, self._instance)
+        self._client = Client(
             self._ucp,
-            make,
+            make_worker,
             self.name,
             self._options.deadline_seconds,
             self._options.connect_seconds,
-            self._options.readers,
         )
         self._registered = RegisteredMemory(self._ucp, self._context)
-        self._jobs: dict[TransferId, UcxTransfer] = {}
+        self._transfers: dict[TransferId, UcxTransfer] = {}
         self._ids = itertools.count(1)
-        sides: list[DrivenWorker] = [self._host, self._caller]
+        sides: list[ProgressTarget] = [self._server, self._client]
         shares = [sides] if self._options.threads == 1 else [[side] for side in sides]
-        self._turns = ProgressDriver(
-            self._caller, [ProgressThread(self.name, share) for share in shares]
+        self._progress = ProgressDriver(
+            self._client, [ProgressThread(self.name, share) for share in shares]
         )
-        _alive.add(self)
+        _open_transports.add(self)
 
     @property
     def name(self) -> str:
@@ -136,7 +140,7 @@ class UcxTransport(Transport):
     def capabilities(self) -> Capabilities:
         return Capabilities(
             ops=frozenset({"read", "write"}),
-            memory=self._memory,
+            memory=self._memory_kinds,
             max_notification=MAX_NOTIFICATION,
             cancel=True,
             background_progress=True,
@@ -146,43 +150,46 @@ class UcxTransport(Transport):
 
     @property
     def library(self) -> str:
-        """Which UCX it is, whether it can do RDMA, and the devices that it may use here."""
+        """The UCX that is loaded: its version, its file, whether it can do RDMA, its devices."""
         if self._owner.closed:
             return str(self._library)
         found = devices(library.load(self._library), self._context)
         return f"{self._library}: {listed(found)}"
 
     def path(self, peer: PeerId) -> str:
-        """UCX's names of what carries a line to the peer, once it is ready."""
-        found = self._caller.peers.get(peer)
-        return "+".join(sorted(found.line.transports)) if found is not None else ""
+        """Return UCX's names of what carries the connection to a peer, or "" before it is ready."""
+        connected = self._client.peers.get(peer)
+        return "" if connected is None else "+".join(sorted(connected.connection.transports))
 
     # Memory.
 
     def register(self, region: Region) -> None:
         self._owner.check()
-        if region.kind not in self._memory:
-            kinds = ", ".join(sorted(self._memory))
+        if region.kind not in self._memory_kinds:
+            kinds = ", ".join(sorted(self._memory_kinds))
             raise TransportUnsupportedError(
                 f"ucx reaches {kinds} here, not {region.kind}: {region}"
             )
         if region in self._registered:
             return
-        key = self._registered.add(region)
-        with self._host.lock:
-            self._host.regions[key] = region
+        key = self._registered.register(region)
+        with self._server.lock:
+            self._server.regions[key] = region
 
     def deregister(self, region: Region) -> None:
-        """As ``Transport.deregister``. Waits until peers do not use the region any more: two
-        seconds at most, after which those that still might are cut off."""
+        """Deregister a region, as ``Transport.deregister``.
+
+        Waits until no peer uses the region any more: for two seconds at most, after which the peers
+        that still may use it are disconnected.
+        """
         self._owner.check()
         check_registered(region, self._registered)
-        with self._caller.lock:
-            check_unused(region, self._caller.in_use)
-        registration = self._registered.take(region)
+        with self._client.lock:
+            check_unused(region, self._client.regions_in_use)
+        registration = self._registered.remove(region)
         self._withdraw(registration.key)
-        with self._host.lock, self._caller.lock:
-            self._registered.release(registration)
+        with self._server.lock, self._client.lock:
+            self._registered.unmap(registration)
 
     # Peers.
 
@@ -192,57 +199,61 @@ class UcxTransport(Transport):
             UcxAddress(
                 name=self.name,
                 instance=self._instance,
-                place=place.here(),
+                process=process_identity.this_process(),
                 ucx=".".join(map(str, self._ucp.version)),
-                worker=self._host.worker.address,
-                withdrawn=self._host.withdrawals,
-                regions=self._registered.told(),
+                worker=self._server.worker.address,
+                withdrawn=self._server.withdrawals,
+                regions=self._registered.described(),
             )
         )
 
     def connect(self, address: bytes) -> PeerId:
         self._owner.check()
-        theirs = wire.decode(address)
-        if theirs.ucx.partition(".")[0] != str(MAJOR):
-            raise ConnectError(f"{theirs.name} has UCX {theirs.ucx}, and this side {MAJOR}.x")
-        if self._host.format_known:
-            wire.check_packed(theirs)
-        regions = wire.regions_of(theirs)
-        with self._caller.lock:
-            peer = self._caller.met(theirs)
-            fresh = peer is None
+        remote = wire.decode(address)
+        if remote.ucx.partition(".")[0] != str(MAJOR):
+            raise ConnectError(f"{remote.name} has UCX {remote.ucx}, and this side {MAJOR}.x")
+        if self._server.format_known:
+            wire.check_packed(remote)
+        # A transport that connects is about to move bytes.
+        self._poster.start_compiling()
+        regions = wire.regions_of(remote)
+        with self._client.lock:
+            peer = self._client.find_peer(remote)
+            is_new = peer is None
             if peer is None:
                 peer = UcxPeer(
                     id=PeerId(next(self._ids)),
-                    address=theirs,
+                    address=remote,
                     regions=regions,
-                    line=self._caller.line_to(theirs),
+                    connection=self._client.open_connection(remote),
                 )
-                self._caller.peers[peer.id] = peer
-            peer.address, peer.regions = theirs, regions
-            line = self._caller.revive(peer)
-        self._turns.wake()
+                self._client.peers[peer.id] = peer
+            peer.address, peer.regions = remote, regions
+            connection = self._client.connection_to(peer)
+        self._progress.wake()
+        # Twice: the client itself breaks a connection that is not answered in that time.
         limit = 2 * self._options.connect_seconds
-        self._turns.until(lambda: line.stage is not ConnectionState.GREETING, limit)
-        if line.stage is not ConnectionState.READY:
-            if fresh:
-                with self._caller.lock:
-                    del self._caller.peers[peer.id]
-            raise ConnectError(f"cannot connect to {theirs.name}: {line.error}")
+        self._progress.wait_until(lambda: connection.state is not ConnectionState.CONNECTING, limit)
+        if connection.state is not ConnectionState.READY:
+            if is_new:
+                with self._client.lock:
+                    del self._client.peers[peer.id]
+            raise ConnectError(f"cannot connect to {remote.name}: {connection.error}")
         return peer.id
 
     def disconnect(self, peer: PeerId) -> None:
         self._owner.check()
-        found = find_peer(self._caller.peers, peer)
-        if not self._ended([found], PeerLostError(f"{found.address.name} was disconnected")):
+        connected = find_peer(self._client.peers, peer)
+        name = connected.address.name
+        if not self._end_transfers([connected], PeerLostError(f"{name} was disconnected")):
             raise TransportError(
-                f"bytes of a write may still reach {found.address.name}, which does not answer: "
+                f"bytes of a write may still reach {name}, which does not answer: "
                 "its transfers stay failing; disconnect again, later"
             )
-        with self._caller.lock:
-            self._caller.part(found)
-            del self._caller.peers[peer]
-        self._turns.wake()
+        with self._client.lock:
+            self._client.disconnect(connected)
+            del self._client.peers[peer]
+        self._progress.wake()
 
     # Transfers.
 
@@ -254,153 +265,173 @@ class UcxTransport(Transport):
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         self._owner.check()
-        jobs = [find_transfer(self._jobs, transfer) for transfer in transfers]
-        self._turns.turn()
-        return [job.status for job in jobs]
+        polled = [find_transfer(self._transfers, transfer) for transfer in transfers]
+        self._progress.run_once()
+        return [transfer.status for transfer in polled]
 
     def cancel(self, transfer: TransferId) -> None:
         self._owner.check()
-        job = find_transfer(self._jobs, transfer)
-        with self._caller.lock:
-            job.fail(TransferCancelledError(f"transfer {transfer} was cancelled"))
-        self._turns.wake()
+        cancelled = find_transfer(self._transfers, transfer)
+        with self._client.lock:
+            cancelled.fail(TransferCancelledError(f"transfer {transfer} was cancelled"))
+        self._progress.wake()
 
     def forget(self, transfer: TransferId) -> None:
         self._owner.check()
-        check_final(transfer, find_transfer(self._jobs, transfer).status)
-        del self._jobs[transfer]
+        check_final(transfer, find_transfer(self._transfers, transfer).status)
+        del self._transfers[transfer]
 
     # Notifications.
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        """As ``Transport.notify``.
+        """Send a notification, as ``Transport.notify``.
 
         Raises:
             TransportError: also if the peer lives but has let 64 MiB of messages pile up.
         """
         self._owner.check()
-        found = find_peer(self._caller.peers, peer)
+        connected = find_peer(self._client.peers, peer)
         check_payload(payload, MAX_NOTIFICATION)
-        with self._caller.lock:
-            line = self._caller.revive(found)
-            if line.backlog > MAX_BACKLOG:
+        with self._client.lock:
+            connection = self._client.connection_to(connected)
+            if connection.backlog > MAX_BACKLOG:
                 raise TransportError(
-                    f"{line.backlog} bytes of messages have piled up on the way to "
-                    f"{found.address.name}, which takes none: it may be stopped"
+                    f"{connection.backlog} bytes of messages have piled up on the way to "
+                    f"{connected.address.name}, which takes none: it may be stopped"
                 )
-            line.note(payload)
-        self._turns.wake()
+            connection.notify(payload)
+        self._progress.wake()
 
     def notifications(self) -> list[Notification]:
         self._owner.check()
-        with self._host.lock:
-            return self._host.take()
+        with self._server.lock:
+            return self._server.take_notifications()
 
     def close(self) -> None:
         if not self._owner.end():
             return
-        _alive.discard(self)
-        quiet = self._ended(
-            list(self._caller.peers.values()), PeerLostError(f"{self.name} was closed")
+        _open_transports.discard(self)
+        quiet = self._end_transfers(
+            list(self._client.peers.values()), PeerLostError(f"{self.name} was closed")
         )
-        self._turns.stop()
-        with self._caller.lock, self._host.lock:
-            self._caller.close()
-            self._host.close()
+        self._progress.stop()
+        with self._client.lock, self._server.lock:
+            self._client.close()
+            self._server.close()
             self._registered.close()
-            self._ucp.shut(self._context)
+            self._ucp.destroy_context(self._context)
         if not quiet:
             raise TransportError(
                 "closed, but bytes of a write may still reach a peer that does not answer"
             )
 
-    # What is behind the interface.
+    # Behind the interface.
 
     def _start(
         self, peer: PeerId, copies: Copies, notify: bytes | None, *, write: bool
     ) -> TransferId:
         self._owner.check()
-        found = find_peer(self._caller.peers, peer)
+        connected = find_peer(self._client.peers, peer)
         if notify is not None:
             check_payload(notify, MAX_NOTIFICATION)
         local = local_regions(copies, self._registered)
-        remote_regions(copies, found.regions, found.address.name)
-        runs = runs_of(copies)
-        large = len(runs) > 0 and int(runs.ends[-1]) >= WORTH_BYTES
+        remote_regions(copies, connected.regions, connected.address.name)
+        runs = merge_copies(copies)
+        large = len(runs) > 0 and int(runs.end_bytes[-1]) >= MIN_BYTES
         segments = [
-            (self._registered.params(segment.local), found.regions[segment.remote])
+            (self._registered.params_address(segment.local), connected.regions[segment.remote])
             for segment in copies.segments
         ]
-        with self._caller.lock:
-            line = self._caller.revive(found)
-            job = UcxTransfer(
+        with self._client.lock:
+            connection = self._client.connection_to(connected)
+            second = self._client.second_connection_to(connected) if large and not write else None
+            transfer = UcxTransfer(
                 id=TransferId(next(self._ids)),
                 peer=peer,
-                line=line,
+                connection=connection,
                 write=write,
                 runs=runs,
                 segments=segments,
-                local=local,
-                keys=frozenset(KeyId(region.key) for _, region in segments),
-                send=None if notify is None else partial(line.note, notify),
+                local_regions=local,
+                remote_keys=frozenset(KeyId(region.key) for _, region in segments),
+                send_notification=None if notify is None else partial(connection.notify, notify),
                 poster=self._poster,
-                beside=self._caller.beside(found) if large and not write else None,
+                second_connection=second,
             )
-            self._caller.add(job)
-        self._jobs[job.id] = job
-        self._turns.wake()
-        return job.id
+            self._client.start(transfer)
+        self._transfers[transfer.id] = transfer
+        self._progress.wake()
+        return transfer.id
 
     def _withdraw(self, key: KeyId) -> None:
-        """Wait until no peer uses a registration; cut off those who do not say so in time."""
-        with self._host.lock:
-            number = self._host.withdraw(key)
-        self._turns.wake()
-        if self._turns.until(partial(self._host.released, number), _RELEASE_SECONDS):
+        """Wait until no peer uses a registration; disconnect those that do not confirm in time."""
+        with self._server.lock:
+            number = self._server.withdraw(key)
+        confirmed = partial(self._server.is_confirmed, number)
+        self._progress.wake()
+        if self._progress.wait_until(confirmed, _RELEASE_SECONDS):
             return
-        with self._host.lock:
-            self._host.cut_off(number)
-        self._turns.wake()
-        self._turns.until(partial(self._host.released, number), _BREAK_SECONDS)
+        with self._server.lock:
+            self._server.disconnect_unconfirmed(number)
+        self._progress.wake()
+        self._progress.wait_until(confirmed, _BREAK_SECONDS)
 
-    def _ended(self, peers: list[UcxPeer], error: PeerLostError) -> bool:
-        """End all transfers of some peers, and wait until they are final; whether they are."""
-        with self._caller.lock:
-            jobs = self._caller.of(peer.id for peer in peers)
-            for job in jobs:
-                job.fail(error)
-        if self._turns.until(lambda: all(job.final for job in jobs), _GRACE_SECONDS if jobs else 0):
+    def _end_transfers(self, peers: list[UcxPeer], error: PeerLostError) -> bool:
+        """Have all transfers with some peers fail, and wait until they are final.
+
+        Gives them time to end by themselves, then breaks their connections, then opens new ones so
+        that the peers confirm that they drop what is left of writes.
+
+        Returns:
+            Whether all of them are final.
+        """
+        with self._client.lock:
+            transfers = self._client.transfers_with(peer.id for peer in peers)
+            for transfer in transfers:
+                transfer.fail(error)
+
+        def all_final() -> bool:
+            return all(transfer.final for transfer in transfers)
+
+        if self._progress.wait_until(all_final, _GRACE_SECONDS if transfers else 0):
             return True
-        with self._caller.lock:
-            for line in [line for peer in peers for line in peer.lines]:
-                if any(job.uses(line) for job in jobs):
-                    line.part(error)
-        self._turns.until(lambda: not any(job.windows for job in jobs), _BREAK_SECONDS)
-        with self._caller.lock:
+        with self._client.lock:
+            for connection in [c for peer in peers for c in peer.connections]:
+                if any(transfer.uses(connection) for transfer in transfers):
+                    connection.close(error)
+        self._progress.wait_until(
+            lambda: not any(transfer.windows for transfer in transfers), _BREAK_SECONDS
+        )
+        with self._client.lock:
             for peer in peers:
-                if any(job.unconfirmed and job.peer == peer.id for job in jobs):
-                    self._caller.revive(peer)
-        patience = min(self._options.connect_seconds, _ANSWER_SECONDS)
-        return self._turns.until(lambda: all(job.final for job in jobs), patience)
+                if any(t.unconfirmed and t.peer == peer.id for t in transfers):
+                    self._client.connection_to(peer)
+        limit = min(self._options.connect_seconds, _ANSWER_SECONDS)
+        return self._progress.wait_until(all_final, limit)
 
-    def _quit(self) -> None:
-        """The process ends: UCX must not be at work while it does."""
+    def _stop_threads(self) -> None:
+        """End the threads, since the process ends: UCX must not be at work while it does."""
         if self._owner.end():
-            self._turns.stop()
+            self._progress.stop()
 
 
 @functools.cache
 def _loaded(explicit: str | None) -> tuple[UcxLibrary, Ucp]:
-    """Which UCX, loaded once: a library stays in its process."""
+    """Return the UCX to use, loaded once: a library stays in its process.
+
+    Args:
+        explicit: the option ``library``.
+    """
     found = library.find(explicit)
     return found, Ucp(library.load(found))
 
 
-_alive: set[UcxTransport] = set()
-"""Those that have not been closed: their threads run, so they are kept until the process ends."""
+_open_transports: set[UcxTransport] = set()
+"""The transports that have not been closed. Their threads run, so they live as long as the process.
+"""
 
 
 @atexit.register
-def _quit_all() -> None:
-    for transport in list(_alive):
-        transport._quit()
+def _stop_all_threads() -> None:
+    for transport in list(_open_transports):
+        transport._stop_threads()

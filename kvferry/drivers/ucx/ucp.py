@@ -1,7 +1,7 @@
-"""What the driver does with libucp; and what its statuses mean for kvferry.
+"""The binding to libucp: the functions that the driver calls, and what their statuses mean.
 
-Handles are addresses, as integers. UCP's callbacks come while ``progress`` or a call that sends
-runs, in its thread.
+Handles are addresses, as integers. UCP calls the driver's callbacks from within ``progress`` and
+``send``, in the thread that called those.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, NewType
 
 from kvferry.core.errors import DriverError, PeerLostError, TransportError
-from kvferry.drivers.ucx import ucp_functions as functions
 from kvferry.drivers.ucx import ucp_structs as structs
 from kvferry.drivers.ucx.ucp_structs import Code, Pointer
 
@@ -24,10 +23,10 @@ Memory = NewType("Memory", int)
 RemoteKey = NewType("RemoteKey", int)
 
 MAJOR = 1
-"""Of all versions that are known. Another one may lay out its structures otherwise."""
+"""The major version of every UCX that is known. Another one may lay out structures otherwise."""
 
 MINOR = 21
-"""The interface that is asked for: that of the oldest version that was tested."""
+"""The minor version of the interface that is asked for: that of the oldest tested version."""
 
 ERRORS_FROM = (1 << 64) - 100
 """A ``ucs_status_ptr_t`` is 0 (done), an error's status from here on, or a request's address."""
@@ -35,15 +34,63 @@ ERRORS_FROM = (1 << 64) - 100
 MAX_WORKER_ADDRESS = 1 << 16
 MAX_PACKED_KEY = 1 << 12
 _MARGIN = bytes(256)
-"""Behind what UCX reads without its length: within a transport's part it takes its own for it."""
+"""Follows what UCX reads without being told its length, of which it may read beyond the end."""
 
 _MESSAGE_ID = 1
+_Functions = dict[str, Any]
+"""Typed functions of a library, by name."""
+
 _SIZE = ctypes.c_size_t
+_WORD = ctypes.c_uint64
 _INT = ctypes.c_int
+_STATUS = structs.STATUS
+_OUT = ctypes.POINTER(Pointer)
+
+# By name: the type of the result, and those of the arguments.
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "ucp_lib_query": (_STATUS, [Pointer]),
+    "ucp_config_read": (_STATUS, [ctypes.c_char_p, ctypes.c_char_p, _OUT]),
+    "ucp_config_modify": (_STATUS, [Pointer, ctypes.c_char_p, ctypes.c_char_p]),
+    "ucp_config_release": (None, [Pointer]),
+    "ucp_init_version": (_STATUS, [ctypes.c_uint, ctypes.c_uint, Pointer, Pointer, _OUT]),
+    "ucp_cleanup": (None, [Pointer]),
+    "ucp_context_query": (_STATUS, [Pointer, Pointer]),
+    "ucp_worker_create": (_STATUS, [Pointer, Pointer, _OUT]),
+    "ucp_worker_destroy": (None, [Pointer]),
+    "ucp_worker_query": (_STATUS, [Pointer, Pointer]),
+    "ucp_worker_release_address": (None, [Pointer, Pointer]),
+    "ucp_worker_get_efd": (_STATUS, [Pointer, ctypes.POINTER(_INT)]),
+    "ucp_worker_arm": (_STATUS, [Pointer]),
+    "ucp_worker_progress": (ctypes.c_uint, [Pointer]),
+    "ucp_worker_set_am_recv_handler": (_STATUS, [Pointer, Pointer]),
+    "ucp_ep_create": (_STATUS, [Pointer, Pointer, _OUT]),
+    "ucp_ep_close_nbx": (_WORD, [Pointer, Pointer]),
+    "ucp_ep_flush_nbx": (_WORD, [Pointer, Pointer]),
+    "ucp_ep_query": (_STATUS, [Pointer, Pointer]),
+    "ucp_mem_map": (_STATUS, [Pointer, Pointer, _OUT]),
+    "ucp_mem_unmap": (_STATUS, [Pointer, Pointer]),
+    "ucp_rkey_pack": (_STATUS, [Pointer, Pointer, _OUT, ctypes.POINTER(_SIZE)]),
+    "ucp_rkey_buffer_release": (None, [Pointer]),
+    "ucp_ep_rkey_unpack": (_STATUS, [Pointer, ctypes.c_char_p, _OUT]),
+    "ucp_rkey_destroy": (None, [Pointer]),
+    "ucp_am_send_nbx": (
+        _WORD,
+        [Pointer, ctypes.c_uint, Pointer, _SIZE, Pointer, _SIZE, Pointer],
+    ),
+    "ucp_get_nbx": (_WORD, [Pointer, _WORD, _SIZE, _WORD, _WORD, _WORD]),
+    "ucp_put_nbx": (_WORD, [Pointer, _WORD, _SIZE, _WORD, _WORD, _WORD]),
+    "ucp_request_cancel": (None, [Pointer, Pointer]),
+}
+
+# These only look at a request, so from Python they keep the interpreter's lock.
+_NON_BLOCKING: dict[str, tuple[Any, list[Any]]] = {
+    "ucp_request_check_status": (_STATUS, [_WORD]),
+    "ucp_request_free": (None, [_WORD]),
+}
 
 
 class Ucp:
-    """A loaded libucp.
+    """A loaded libucp, with its functions.
 
     Args:
         library: as ``kvferry.drivers.ucx.library.load`` gives it, or what stands in for it.
@@ -61,7 +108,7 @@ class Ucp:
                 "another"
             )
         try:
-            self._calls, self._loopable = functions.typed(library)
+            self._calls, self._loopable = _declare(library)
         except AttributeError as exc:
             raise DriverError(f"UCX {self.version}: {exc}: its build is not complete") from exc
         self.check = self._calls["ucp_request_check_status"]
@@ -72,35 +119,37 @@ class Ucp:
         self._force = structs.RequestParams.of(flags=structs.CLOSE_BY_FORCE)
         self._eager = structs.RequestParams.of(flags=structs.SEND_EAGERLY | structs.SEND_A_COPY)
 
-    # What belongs to a whole transport.
+    # Contexts and memory.
 
-    def open(self, name: str, settings: Mapping[str, str], wishes: Mapping[str, str]) -> Context:
-        """A context with a configuration of its own.
+    def create_context(
+        self, name: str, settings: Mapping[str, str], defaults: Mapping[str, str]
+    ) -> Context:
+        """Create a context with a configuration of its own.
 
         Args:
             name: for UCX's messages.
             settings: by UCX's names, without their prefix.
-            wishes: likewise, which come first, and do not matter where they are unknown.
+            defaults: likewise; ``settings`` override them, and unknown ones are ignored.
 
         Raises:
             DriverError: UCX does not take one of the settings, or does not start with them.
         """
         config = self._new("ucp_config_read", None, None, trouble="UCX reads no configuration")
         try:
-            for key, value in wishes.items():
+            for key, value in defaults.items():
                 self._calls["ucp_config_modify"](config, key.encode(), value.encode())
             for key, value in settings.items():
                 code = self._calls["ucp_config_modify"](config, key.encode(), value.encode())
                 if code:
                     raise DriverError(
                         f"driver_options of ucx: UCX {self.version} does not take "
-                        f"{key}={value!r} ({said(code)})"
+                        f"{key}={value!r} ({describe(code)})"
                     )
-            return Context(self._started(name, config, settings))
+            return Context(self._start(name, config, settings))
         finally:
             self._calls["ucp_config_release"](config)
 
-    def _started(self, name: str, config: int, settings: Mapping[str, str]) -> int:
+    def _start(self, name: str, config: int, settings: Mapping[str, str]) -> int:
         params = structs.ContextParams.of(
             features=structs.Feature.RMA | structs.Feature.AM | structs.Feature.WAKEUP,
             mt_workers_shared=1,
@@ -116,19 +165,19 @@ class Ucp:
                 "devices must name some that this machine has; UCX_LOG_LEVEL=info says more"
             ) from exc
 
-    def shut(self, context: Context) -> None:
-        """Let a context go; its workers have been destroyed, its memory is unmapped."""
+    def destroy_context(self, context: Context) -> None:
+        """Destroy a context, whose workers are destroyed and whose memory is unmapped."""
         self._calls["ucp_cleanup"](context)
 
     def memory_kinds(self, context: Context) -> frozenset[str]:
-        """The kinds of memory that a context can register."""
+        """Return the kinds of memory that a context can register."""
         found = structs.ContextAttributes()
         found.field_mask = structs.ContextAttributes.mask("memory_types")
         self._try("ucp_context_query", context, ctypes.byref(found), trouble="UCX does not answer")
         return frozenset(k for k, bit in structs.MEMORY.items() if found.memory_types >> bit & 1)
 
     def map(self, context: Context, address: int, nbytes: int, kind: str) -> Memory:
-        """Register memory.
+        """Register memory (``ucp_mem_map``).
 
         Raises:
             TransportError: UCX refuses.
@@ -143,8 +192,8 @@ class Ucp:
         """Undo ``map``."""
         self._try("ucp_mem_unmap", context, memory, trouble="cannot deregister memory")
 
-    def pack(self, context: Context, memory: Memory) -> bytes:
-        """What peers need to reach registered memory."""
+    def pack_key(self, context: Context, memory: Memory) -> bytes:
+        """Return the packed key with which peers reach registered memory."""
         buffer, size = Pointer(), _SIZE()
         self._try(
             "ucp_rkey_pack",
@@ -161,7 +210,7 @@ class Ucp:
     # Workers.
 
     def create_worker(self, context: Context) -> WorkerHandle:
-        """A worker for one thread at a time."""
+        """Create a worker, for one thread at a time."""
         params = structs.WorkerParams.of(
             thread_mode=structs.SERIALIZED, events=structs.WAKE_FOR, flags=1
         )
@@ -170,11 +219,11 @@ class Ucp:
         )
 
     def destroy_worker(self, worker: WorkerHandle) -> None:
-        """Undo it, with all that hangs on it."""
+        """Destroy a worker, with its endpoints."""
         self._calls["ucp_worker_destroy"](worker)
 
     def worker_address(self, worker: WorkerHandle) -> bytes:
-        """Where a worker can be reached.
+        """Return the address at which peers reach a worker.
 
         Raises:
             DriverError: what comes back does not fit the structures that are known.
@@ -195,22 +244,30 @@ class Ucp:
         return address
 
     def descriptor(self, worker: WorkerHandle) -> int:
-        """The file descriptor that becomes readable when an armed worker has something to do."""
+        """Return the descriptor that becomes readable when an armed worker has something to do."""
         found = _INT()
         self._try("ucp_worker_get_efd", worker, ctypes.byref(found), trouble="no event descriptor")
         return found.value
 
     def arm(self, worker: WorkerHandle) -> bool:
-        """Whether ``descriptor`` will say when there is something to do; else there is already."""
+        """Arm a worker's descriptor.
+
+        Returns:
+            Whether it is armed; if not, there is something to do already.
+        """
         return bool(self._calls["ucp_worker_arm"](worker) == Code.OK)
 
     def progress(self, worker: WorkerHandle) -> int:
-        """Do some of what there is to do; 0: there was nothing."""
+        """Do some of a worker's work.
+
+        Returns:
+            0 if there was nothing to do.
+        """
         done: int = self._calls["ucp_worker_progress"](worker)
         return done
 
-    def receive(self, worker: WorkerHandle, callback: Any) -> None:  # noqa: ANN401
-        """Let messages go to an ``ON_MESSAGE``, which the caller keeps alive."""
+    def set_message_handler(self, worker: WorkerHandle, callback: Any) -> None:  # noqa: ANN401
+        """Have messages delivered to an ``ON_MESSAGE``, which the caller keeps alive."""
         params = structs.HandlerParams.of(id=_MESSAGE_ID, flags=structs.WHOLE_MESSAGES, cb=callback)
         self._try(
             "ucp_worker_set_am_recv_handler", worker, params, trouble="cannot receive messages"
@@ -225,7 +282,7 @@ class Ucp:
         on_error: Any,  # noqa: ANN401
         number: int,
     ) -> Endpoint:
-        """Connect to a worker; that it cannot be reached may be known later only.
+        """Connect to a worker. That it cannot be reached may turn out only later.
 
         Args:
             worker: of this side.
@@ -246,21 +303,25 @@ class Ucp:
         return Endpoint(self._new("ucp_ep_create", worker, params, trouble="cannot connect"))
 
     def close_endpoint(self, endpoint: Endpoint) -> int:
-        """Close one at once: what runs on it ends, with an error. As ``flush``."""
+        """Close an endpoint at once: what runs on it ends, with an error. Returns as ``flush``."""
         return self._nbx("ucp_ep_close_nbx", endpoint, ctypes.byref(self._force))
 
     def flush(self, endpoint: Endpoint) -> int:
-        """Learn when everything that was posted has arrived: 0, an error, or a request."""
+        """Ask for the arrival of everything that was posted.
+
+        Returns:
+            0, an error's status, or the request that completes then.
+        """
         return self._nbx("ucp_ep_flush_nbx", endpoint, ctypes.byref(self._plain))
 
     def send(self, endpoint: Endpoint, head: bytes, body: bytes | int, nbytes: int) -> int:
-        """Send a message. As ``flush``.
+        """Send a message. Returns as ``flush``.
 
         Args:
             endpoint: to its peer.
-            head: what comes first, which may be nothing; copied.
-            body: what comes then, or where that lies; kept until the request has ended.
-            nbytes: of it.
+            head: the header, which may be empty; UCP copies it.
+            body: the data or their address; must stay until the request has completed.
+            nbytes: the length of the data.
         """
         params = ctypes.byref(self._eager)
         return self._nbx(
@@ -268,7 +329,7 @@ class Ucp:
         )
 
     def transports(self, endpoint: Endpoint) -> list[str]:
-        """What moves the bytes of an endpoint, such as ``tcp/eth0``; repeated for each use."""
+        """Return what moves the bytes of an endpoint, such as ``tcp/eth0``, once for each use."""
         entries = (structs.TransportEntry * 64)()
         found = structs.EndpointAttributes(
             entries=entries, num_entries=64, entry_size=ctypes.sizeof(structs.TransportEntry)
@@ -279,11 +340,11 @@ class Ucp:
         used = entries[: min(64, found.num_entries)]
         return [f"{e.transport_name.decode()}/{e.device_name.decode()}" for e in used]
 
-    def unpack(self, endpoint: Endpoint, packed: bytes) -> RemoteKey:
-        """The key to a peer's memory, for one endpoint.
+    def unpack_key(self, endpoint: Endpoint, packed: bytes) -> RemoteKey:
+        """Return the key to a peer's memory, for one endpoint.
 
         Raises:
-            TransportError: it is none, or the endpoint cannot use it.
+            TransportError: ``packed`` is no key, or the endpoint cannot use it.
         """
         trouble = "cannot reach the peer's memory over this connection"
         return RemoteKey(
@@ -291,15 +352,15 @@ class Ucp:
         )
 
     def destroy_key(self, key: RemoteKey) -> None:
-        """Undo ``unpack``."""
+        """Undo ``unpack_key``."""
         self._calls["ucp_rkey_destroy"](key)
 
     def function(self, name: str) -> Any:  # noqa: ANN401
-        """A function of ctypes, for a loop over many copies."""
+        """Return a function of ctypes, for a loop over many copies."""
         return self._calls[name]
 
-    def looping(self, name: str) -> Any:  # noqa: ANN401
-        """The same for a compiled loop, which has no use for one that keeps the lock."""
+    def loopable(self, name: str) -> Any:  # noqa: ANN401
+        """Return a function for a compiled loop: one that never takes the interpreter's lock."""
         return self._loopable[name]
 
     def _check_threads(self) -> None:
@@ -313,9 +374,9 @@ class Ucp:
             )
 
     def _quieten(self, library: ctypes.CDLL) -> None:
-        """Let UCX not print what the driver handles and says itself, unless its user set a level.
+        """Keep UCX from printing what the driver reports itself, unless the user set a log level.
 
-        The function is libucs's; where there is none of that name, it prints.
+        The function is libucs's. Where it does not exist, UCX prints.
         """
         if "UCX_LOG_LEVEL" not in os.environ:
             with contextlib.suppress(AttributeError):
@@ -337,14 +398,14 @@ class Ucp:
 
 
 def status_of(answer: int) -> int:
-    """The status in a ``ucs_status_ptr_t``: ``Code.IN_PROGRESS`` for a request."""
+    """Return the status in a ``ucs_status_ptr_t``: ``Code.IN_PROGRESS`` for a request."""
     if answer == 0:
         return Code.OK
     return answer - (1 << 64) if answer >= ERRORS_FROM else Code.IN_PROGRESS
 
 
-def said(code: int) -> str:
-    """A status, for people."""
+def describe(code: int) -> str:
+    """Return a status in words."""
     try:
         return f"{Code(code).name.lower().replace('_', ' ')}, {code}"
     except ValueError:
@@ -352,10 +413,32 @@ def said(code: int) -> str:
 
 
 def error(code: int, trouble: str) -> TransportError:
-    """The error for a status that is one; the only place where they are told apart."""
+    """Return the exception for an error's status: whether the peer is lost is decided only here."""
     if code in structs.LOST:
-        return PeerLostError(f"{trouble}: UCX says {said(code)}")
-    return TransportError(f"{trouble}: UCX says {said(code)}; UCX_LOG_LEVEL=info says more")
+        return PeerLostError(f"{trouble}: UCX says {describe(code)}")
+    return TransportError(f"{trouble}: UCX says {describe(code)}; UCX_LOG_LEVEL=info says more")
+
+
+def _declare(library: ctypes.CDLL) -> tuple[_Functions, _Functions]:
+    """Return the functions of a library, for calls from Python and for compiled loops.
+
+    From Python, functions release the interpreter's lock, except those that only look at a request.
+
+    Raises:
+        AttributeError: the library lacks a function.
+    """
+    keeping_lock = ctypes.PyDLL(None, handle=library._handle)
+    calls = _typed(library, _FUNCTIONS) | _typed(keeping_lock, _NON_BLOCKING)
+    return calls, calls | _typed(library, _NON_BLOCKING)
+
+
+def _typed(library: ctypes.CDLL, functions: Mapping[str, tuple[Any, list[Any]]]) -> _Functions:
+    declared: _Functions = {}
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+        declared[name] = function
+    return declared
 
 
 def _passed(argument: object) -> object:

@@ -47,12 +47,12 @@ def test_an_address_that_says_a_peers_instance_takes_nothing_from_it(make: Make)
     forged = changed(other.address(), instance=wire.decode(honest.address()).instance)
     with pytest.raises(ConnectError):
         one_that_does_not_wait(one).connect(forged)
-    assert one._caller.peers[peer].address.worker == honest._host.worker.address
+    assert one._client.peers[peer].address.worker == honest._server.worker.address
     assert one.connect(honest.address()) == peer
 
 
 def one_that_does_not_wait(transport: UcxTransport) -> UcxTransport:
-    transport._caller._patience = 0.5
+    transport._client._connect_timeout = 0.5
     return transport
 
 

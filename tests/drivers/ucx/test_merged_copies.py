@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvferry.core.errors import TransportUsageError
 from kvferry.core.memory import Region
 from kvferry.core.transport.copies import Copies, Segment, copies_between
-from kvferry.drivers.ucx.merged_copies import LONGEST, MergedCopies, runs_of
+from kvferry.drivers.ucx.merged_copies import MAX_RUN_BYTES, MergedCopies, merge_copies
 
 HERE = [Region(address=1 << 20, nbytes=4096), Region(address=(1 << 20) + 4096, nbytes=4096)]
 THERE = [Region(address=1 << 30, nbytes=4096), Region(address=(1 << 30) + 4096, nbytes=4096)]
@@ -55,12 +55,12 @@ def test_every_byte_goes_where_it_went(
     segments: list[tuple[int, list[tuple[int, int, int]]]],
 ) -> None:
     copies = batch(segments)
-    runs = runs_of(copies)
+    runs = merge_copies(copies)
     assert bytes_of(runs) == moved(
         copies.local.tolist(), copies.remote.tolist(), copies.nbytes.tolist()
     )
     assert runs.nbytes.all()
-    assert runs.ends.tolist() == np.cumsum(runs.nbytes).tolist()
+    assert runs.end_bytes.tolist() == np.cumsum(runs.nbytes).tolist()
     for index, start, nbytes in zip(runs.segment, runs.local, runs.nbytes, strict=True):
         region = copies.segments[index].local
         assert region.address <= start
@@ -69,36 +69,46 @@ def test_every_byte_goes_where_it_went(
 
 def test_neighbours_are_one_but_not_across_segments() -> None:
     row = [(index, index, 8) for index in range(512)]
-    assert len(runs_of(batch([(0, row)]))) == 1
+    assert len(merge_copies(batch([(0, row)]))) == 1
     # Both sides go on where they were, in regions that have other keys.
-    assert len(runs_of(batch([(0, row), (1, row)]))) == 2
+    assert len(merge_copies(batch([(0, row), (1, row)]))) == 2
 
 
 def test_long_ones_are_cut() -> None:
-    near = Region(address=1 << 20, nbytes=3 * LONGEST)
-    far = Region(address=1 << 40, nbytes=3 * LONGEST)
-    size = 2 * LONGEST + 5
-    runs = runs_of(
+    near = Region(address=1 << 20, nbytes=3 * MAX_RUN_BYTES)
+    far = Region(address=1 << 40, nbytes=3 * MAX_RUN_BYTES)
+    size = 2 * MAX_RUN_BYTES + 5
+    runs = merge_copies(
         copies_between(
             [(near.address, far.address, size), (near.address, far.address, 7)],
             local=near,
             remote=far,
         )
     )
-    assert runs.nbytes.tolist() == [LONGEST, LONGEST, 5, 7]
-    assert (runs.local - np.uint64(near.address)).tolist() == [0, LONGEST, 2 * LONGEST, 0]
-    assert (runs.remote - np.uint64(far.address)).tolist() == [0, LONGEST, 2 * LONGEST, 0]
+    assert runs.nbytes.tolist() == [MAX_RUN_BYTES, MAX_RUN_BYTES, 5, 7]
+    assert (runs.local - np.uint64(near.address)).tolist() == [
+        0,
+        MAX_RUN_BYTES,
+        2 * MAX_RUN_BYTES,
+        0,
+    ]
+    assert (runs.remote - np.uint64(far.address)).tolist() == [
+        0,
+        MAX_RUN_BYTES,
+        2 * MAX_RUN_BYTES,
+        0,
+    ]
 
 
 def test_windows_take_at_least_one_run_and_at_most_all() -> None:
-    runs = runs_of(batch([(0, [(0, 1, 8), (2, 4, 8), (5, 8, 8), (7, 20, 8)])]))
-    assert runs.stop(0, 10, 1) == 1
-    assert runs.stop(0, 2, 1000) == 2
-    assert runs.stop(0, 10, 16) == 2
-    assert runs.stop(2, 10, 23) == 4
-    assert runs.stop(3, 10, 1000) == 4
+    runs = merge_copies(batch([(0, [(0, 1, 8), (2, 4, 8), (5, 8, 8), (7, 20, 8)])]))
+    assert runs.window_end(0, 10, 1) == 1
+    assert runs.window_end(0, 2, 1000) == 2
+    assert runs.window_end(0, 10, 16) == 2
+    assert runs.window_end(2, 10, 23) == 4
+    assert runs.window_end(3, 10, 1000) == 4
 
 
 def test_a_copy_that_leaves_its_region_is_refused() -> None:
     with pytest.raises(TransportUsageError, match="leaves its remote region"):
-        runs_of(batch([(0, [(0, 512, 8)])]))
+        merge_copies(batch([(0, [(0, 512, 8)])]))

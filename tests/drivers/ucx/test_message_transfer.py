@@ -7,7 +7,13 @@ import pytest
 
 from kvferry.core.memory import Region, U64Array, region_of
 from kvferry.drivers.ucx.address import KeyId
-from kvferry.drivers.ucx.message_transfer import checked, lined_up, reached_natively, rows_of, store
+from kvferry.drivers.ucx.message_transfer import (
+    apply_store,
+    build_rows,
+    check_rows,
+    consecutive,
+    reached_natively,
+)
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
 from kvferry.drivers.ucx.posting import PlainPoster
 
@@ -15,20 +21,20 @@ KEY = KeyId(7)
 Row = tuple[int, int, int]
 
 
-def move(targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
+def copy(targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
     """As the driver does without numba."""
-    PlainPoster.move(None, targets, sources, nbytes)  # type: ignore[arg-type]
+    PlainPoster.copy(None, targets, sources, nbytes)  # type: ignore[arg-type]
 
 
 def table(rows: list[Row]) -> U64Array:
     keys, addresses, nbytes = np.array(rows, np.uint64).reshape(-1, 3).T
-    return rows_of(keys, addresses, nbytes)
+    return build_rows(keys, addresses, nbytes)
 
 
 def stored(rows: list[Row], data: bytes, regions: dict[KeyId, Region]) -> str:
     """What comes of a message."""
     body = np.frombuffer(table(rows).tobytes() + data + b"?", np.uint8)
-    return store(len(rows), body.ctypes.data, len(body) - 1, regions, move)
+    return apply_store(len(rows), body.ctypes.data, len(body) - 1, regions, copy)
 
 
 def test_bytes_are_gathered_and_stored_in_order() -> None:
@@ -36,7 +42,7 @@ def test_bytes_are_gathered_and_stored_in_order() -> None:
     region, line = region_of(target), np.zeros(7, np.uint8)
     at = np.uint64(source.ctypes.data)
     lengths: U64Array = np.array([3, 0, 4], np.uint64)
-    move(lined_up(line.ctypes.data, lengths), at + np.array([5, 0, 40], np.uint64), lengths)
+    copy(consecutive(line.ctypes.data, lengths), at + np.array([5, 0, 40], np.uint64), lengths)
     rows: list[Row] = [
         (KEY, region.address + 60, 3),
         (KEY, region.end, 0),
@@ -52,11 +58,11 @@ def test_what_is_asked_for_is_where_it_is_registered() -> None:
     target = np.zeros(64, np.uint8)
     region = region_of(target)
     rows = table([(KEY, region.address + 8, 3), (KEY, region.address, 2)])
-    refusal, addresses, nbytes = checked(rows.tobytes(), {KEY: region})
+    refusal, addresses, nbytes = check_rows(rows.tobytes(), {KEY: region})
     assert refusal == ""
     assert addresses.tolist() == [region.address + 8, region.address]
     assert nbytes.tolist() == [3, 2]
-    refusal, addresses, nbytes = checked(rows.tobytes(), {})
+    refusal, addresses, nbytes = check_rows(rows.tobytes(), {})
     assert refusal == "a region has been deregistered"
     assert len(addresses) == len(nbytes) == 0
 
@@ -67,7 +73,7 @@ def test_more_at_once_than_fits_into_a_message_is_not_fetched(nbytes: int) -> No
     target = np.zeros(MAX_RELAY_BYTES, np.uint8)
     region = region_of(target)
     rows: list[Row] = [(KEY, region.address, nbytes), (KEY, region.address, 1)]
-    refusal, addresses, _ = checked(table(rows).tobytes(), {KEY: region})
+    refusal, addresses, _ = check_rows(table(rows).tobytes(), {KEY: region})
     assert "at most" in refusal
     assert not len(addresses)
 
@@ -97,9 +103,9 @@ def test_one_bad_row_and_nothing_is_stored(second: Row, why: str) -> None:
 
 
 def test_rows_that_are_none_are_refused() -> None:
-    assert "bytes" in checked(bytes(23), {})[0]
-    assert "bytes" in checked(bytes(24 * MAX_RELAY_ROWS + 24), {})[0]
-    assert "rows" in store(2, np.zeros(47, np.uint8).ctypes.data, 47, {}, move)
+    assert "bytes" in check_rows(bytes(23), {})[0]
+    assert "bytes" in check_rows(bytes(24 * MAX_RELAY_ROWS + 24), {})[0]
+    assert "rows" in apply_store(2, np.zeros(47, np.uint8).ctypes.data, 47, {}, copy)
 
 
 def test_device_memory_is_not_stored_to() -> None:

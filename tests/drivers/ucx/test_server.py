@@ -17,7 +17,7 @@ from kvferry.drivers.ucx.worker import Worker
 from tests.drivers.test_ucx_format import ONE, UNIFIED
 
 INSTANCE = b"i" * 16
-LINE, OTHER = b"1" * 16, b"2" * 16
+CONNECTION, OTHER = b"1" * 16, b"2" * 16
 
 
 class Noted:
@@ -40,7 +40,7 @@ class Noted:
         self.closing = False
         self.numbers = itertools.count(1)
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         return False
 
     def failures(self) -> list[tuple[int, int]]:
@@ -57,7 +57,7 @@ class Noted:
     def send(self, endpoint: Endpoint, message: Message) -> None:
         self.said.append((self.connected[endpoint - 1], message))
 
-    def end(self, endpoint: Endpoint) -> None:
+    def close_endpoint(self, endpoint: Endpoint) -> None:
         self.ended.append(self.connected[endpoint - 1])
 
 
@@ -72,34 +72,34 @@ def worker_of(number: int) -> bytes:
 
 
 def hello(
-    line: bytes = LINE,
-    caller: str = "one",
+    connection: bytes = CONNECTION,
+    client: str = "one",
     worker: bytes = ONE,
-    host: bytes = INSTANCE,
-    lane: int = 0,
+    server: bytes = INSTANCE,
+    index: int = 0,
 ) -> Hello:
-    return Hello(line, host, caller, worker, 0, lane)
+    return Hello(connection, server, client, worker, 0, index)
 
 
-def hear(host: Server, worker: Noted, *messages: Message) -> None:
+def hear(server: Server, worker: Noted, *messages: Message) -> None:
     worker.arrived.extend(messages)
-    host.turn()
+    server.run_once()
 
 
 def test_who_knows_the_instance_is_answered() -> None:
-    host, worker = hosted()
-    hear(host, worker, hello())
-    assert worker.said == [(ONE, Welcome(LINE, []))]
-    hear(host, worker, Note(LINE, b"hello"))
-    assert [note.sender for note in host.take()] == ["one"]
+    server, worker = hosted()
+    hear(server, worker, hello())
+    assert worker.said == [(ONE, Welcome(CONNECTION, []))]
+    hear(server, worker, Note(CONNECTION, b"hello"))
+    assert [note.sender for note in server.take_notifications()] == ["one"]
 
 
 def test_what_is_for_another_instance_is_dropped_and_its_worker_is_not_connected_to() -> None:
-    host, worker = hosted()
-    hear(host, worker, hello(host=bytes(16)), hello(host=bytes(16), worker=b"nonsense"))
+    server, worker = hosted()
+    hear(server, worker, hello(server=bytes(16)), hello(server=bytes(16), worker=b"nonsense"))
     assert worker.connected == []
-    # Nor does it end the line of whoever has that name.
-    hear(host, worker, hello(), hello(host=bytes(16), line=OTHER))
+    # Nor does it end the connection of whoever has that name.
+    hear(server, worker, hello(), hello(server=bytes(16), connection=OTHER))
     assert (worker.connected, worker.ended) == ([ONE], [])
 
 
@@ -109,47 +109,47 @@ def test_what_is_for_another_instance_is_dropped_and_its_worker_is_not_connected
     ids=["a byte", "nonsense", "cut", "another version", "another format"],
 )
 def test_what_ucx_did_not_pack_does_not_reach_it(address: bytes) -> None:
-    host, worker = hosted()
-    hear(host, worker, hello(worker=address))
+    server, worker = hosted()
+    hear(server, worker, hello(worker=address))
     assert worker.connected == []
 
 
 def test_where_ucx_packs_in_another_way_it_is_given_what_it_packed() -> None:
-    host, worker = hosted(UNIFIED)
-    hear(host, worker, hello(worker=UNIFIED))
+    server, worker = hosted(UNIFIED)
+    hear(server, worker, hello(worker=UNIFIED))
     assert worker.connected == [UNIFIED]
 
 
-def test_a_second_hello_with_a_lines_id_does_not_take_its_place() -> None:
-    host, worker = hosted()
-    hear(host, worker, hello(caller="one", worker=worker_of(1)))
-    hear(host, worker, hello(caller="two", worker=worker_of(2)))
-    hear(host, worker, hello(caller="one", worker=worker_of(3), lane=1))
+def test_a_second_hello_with_a_connections_id_does_not_take_its_place() -> None:
+    server, worker = hosted()
+    hear(server, worker, hello(client="one", worker=worker_of(1)))
+    hear(server, worker, hello(client="two", worker=worker_of(2)))
+    hear(server, worker, hello(client="one", worker=worker_of(3), index=1))
     assert (worker.connected, worker.ended) == ([worker_of(1)], [])
-    hear(host, worker, Note(LINE, b"x"))
-    assert [note.sender for note in host.take()] == ["one"]
+    hear(server, worker, Note(CONNECTION, b"x"))
+    assert [note.sender for note in server.take_notifications()] == ["one"]
     # Nor where the first is not answered yet.
     worker.closing = True
-    hear(host, worker, hello(OTHER, "three", worker_of(4)), hello(OTHER, "four", worker_of(5)))
+    hear(server, worker, hello(OTHER, "three", worker_of(4)), hello(OTHER, "four", worker_of(5)))
     worker.closing = False
-    host.turn()
+    server.run_once()
     assert worker.connected[1:] == [worker_of(4)]
 
 
-def test_a_caller_may_begin_its_own_line_again() -> None:
-    host, worker = hosted()
-    hear(host, worker, hello(worker=worker_of(1)))
-    hear(host, worker, hello(worker=worker_of(2)))
+def test_a_client_may_begin_its_own_connection_again() -> None:
+    server, worker = hosted()
+    hear(server, worker, hello(worker=worker_of(1)))
+    hear(server, worker, hello(worker=worker_of(2)))
     assert (worker.connected, worker.ended) == ([worker_of(1), worker_of(2)], [worker_of(1)])
 
 
-def test_beyond_so_many_lines_callers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_LINES", 2)
+def test_beyond_so_many_connections_clients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CONNECTIONS", 2)
     monkeypatch.setattr(module, "MAX_REFUSED", 3)
-    host, worker = hosted()
+    server, worker = hosted()
     for number in range(8):
         hear(
-            host,
+            server,
             worker,
             hello(number.to_bytes(16, "little"), str(number), worker_of(number)),
         )
@@ -160,40 +160,40 @@ def test_beyond_so_many_lines_callers_are_refused(monkeypatch: pytest.MonkeyPatc
     # A refusal is given time to arrive, a bounded number of them.
     assert worker.ended == [worker_of(number) for number in (2, 3, 4)]
     # A place that is given up is taken by the next.
-    hear(host, worker, Bye((0).to_bytes(16, "little")), hello(OTHER, "x", worker_of(9)))
+    hear(server, worker, Bye((0).to_bytes(16, "little")), hello(OTHER, "x", worker_of(9)))
     assert worker.said[-1] == (worker_of(9), Welcome(OTHER, []))
 
 
 def test_beyond_so_many_that_wait_hellos_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_WAITING", 2)
-    host, worker = hosted()
+    monkeypatch.setattr(module, "MAX_WAITING_HELLOS", 2)
+    server, worker = hosted()
     worker.closing = True
     for number in range(4):
         hear(
-            host,
+            server,
             worker,
             hello(number.to_bytes(16, "little"), str(number), worker_of(number)),
         )
     worker.closing = False
-    host.turn()
+    server.run_once()
     assert worker.connected == [worker_of(0), worker_of(1)]
 
 
 def test_hellos_that_come_at_once_and_need_not_wait_are_all_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MAX_WAITING", 2)
-    host, worker = hosted()
+    monkeypatch.setattr(module, "MAX_WAITING_HELLOS", 2)
+    server, worker = hosted()
     greetings = [hello(bytes([n]) * 16, str(n), worker_of(n)) for n in range(5)]
-    hear(host, worker, *greetings)
+    hear(server, worker, *greetings)
     assert worker.connected == [worker_of(number) for number in range(5)]
 
 
-def test_a_caller_that_begins_again_while_it_waits_has_one_line() -> None:
+def test_a_client_that_begins_again_while_it_waits_has_one_connection() -> None:
     """The first would answer to nothing, and hold up every deregistration."""
-    host, worker = hosted()
+    server, worker = hosted()
     worker.closing = True
-    hear(host, worker, hello(LINE, "one", worker_of(1)), hello(OTHER, "one", worker_of(2)))
+    hear(server, worker, hello(CONNECTION, "one", worker_of(1)), hello(OTHER, "one", worker_of(2)))
     worker.closing = False
-    host.turn()
+    server.run_once()
     assert worker.said == [(worker_of(2), Welcome(OTHER, []))]

@@ -15,8 +15,7 @@ from kvferry.core.errors import ConnectError, DriverError, TransportError
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import Quiescence, State, registry
 from kvferry.core.transport.copies import copies_between
-from kvferry.drivers.ucx import UcxTransport
-from kvferry.drivers.ucx.copy_thread import cores
+from kvferry.drivers.ucx import UcxTransport, client
 from kvferry.testing.peers import Process
 from tests.drivers.ucx.helpers import MIB, again_and_again, at_last, ended, moves, stop, until
 
@@ -82,7 +81,7 @@ def test_two_in_one_process_have_each_its_own_settings(make: Make) -> None:
     before = dict(os.environ)
     plain, over_tcp = make(), make(**TCP)
     assert dict(os.environ) == before
-    assert len(plain._host.worker.address) > len(over_tcp._host.worker.address)
+    assert len(plain._server.worker.address) > len(over_tcp._server.worker.address)
     moves(plain, make(), 1)
     moves(over_tcp, make(**TCP), 3)
 
@@ -99,8 +98,7 @@ def test_many_runs_through_compiled_loops(
     make: Make, options: Mapping[str, object], threads: int
 ) -> None:
     one, other = make(**options, threads=threads), make(**options)
-    if not one._poster.wait():
-        pytest.skip("numba is not installed")
+    assert one._poster.wait(), "numba, which the extra ucx installs, is missing"
     n, size = 30_000, 16
     mine, theirs = np.zeros(2 * n * size, np.uint8), np.zeros(2 * n * size, np.uint8)
     local, remote = region_of(mine), region_of(theirs)
@@ -119,11 +117,22 @@ def test_many_runs_through_compiled_loops(
         np.testing.assert_array_equal(target.reshape(-1, size), expected)
 
 
-@pytest.mark.parametrize("readers", [1, 2])
-def test_a_large_read_within_a_host_is_copied_by_so_many_threads(make: Make, readers: int) -> None:
-    one, other = make(readers=readers), make()
-    if not one._poster.wait():
-        pytest.skip("numba is not installed")
+def test_the_loops_are_compiled_from_the_first_connection_on(make: Make) -> None:
+    one, other = make(), make()
+    one.connect(other.address())
+    thread = one._poster._thread
+    assert thread is not None
+    thread.join()
+    assert one._poster.compiled
+
+
+@pytest.mark.parametrize("available", [1, 2])
+def test_a_large_read_within_a_host_is_copied_by_two_threads_on_two_cores(
+    make: Make, monkeypatch: pytest.MonkeyPatch, available: int
+) -> None:
+    monkeypatch.setattr(client, "available_cores", lambda: available)
+    one, other = make(), make()
+    assert one._poster.wait(), "numba, which the extra ucx installs, is missing"
     source = np.random.default_rng(4).integers(0, 255, (8 * MIB // 4096, 4096), np.uint8)
     target = np.zeros_like(source)
     local, remote = region_of(target), region_of(source)
@@ -140,7 +149,7 @@ def test_a_large_read_within_a_host_is_copied_by_so_many_threads(make: Make, rea
         transfer = one.read(peer, copies_between(rows, local=local, remote=remote), b"%d" % seed)
         assert until(ended(one, transfer, State.DONE))
         np.testing.assert_array_equal(target, source[places])
-    assert (one._caller.peers[peer].beside is None) == (min(readers, cores()) < 2)
+    assert (one._client.peers[peer].second_connection is None) == (available < 2)
     # What is deregistered is used on neither.
     other.deregister(remote)
     transfer = one.read(peer, copies_between(rows, local=local, remote=remote))
@@ -282,7 +291,7 @@ CODE = """
 import logging
 import numpy as np
 from kvferry.core.memory import region_of
-from kvferry.drivers.ucx import UcxTransport
+from kvferry.drivers.ucx import UcxTransport, client
 
 one, other = UcxTransport(), UcxTransport()
 buffer = np.zeros(4096, np.uint8)

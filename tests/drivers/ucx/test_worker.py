@@ -37,7 +37,7 @@ class Told:
     def create_worker(self, context: Context) -> int:
         return context
 
-    def receive(self, worker: int, callback: object) -> None: ...
+    def set_message_handler(self, worker: int, callback: object) -> None: ...
 
     def worker_address(self, worker: int) -> bytes:
         return b"%d" % worker
@@ -91,15 +91,15 @@ def test_over_tcp_an_endpoint_is_closed_when_all_has_left_or_it_has_failed(
     told: Told, worker: Worker, status: Code
 ) -> None:
     """Before, UCX crashes if the peer closes it, too."""
-    worker.end(ENDPOINT)
-    worker.turn()
-    assert worker.lingers(ENDPOINT)
+    worker.close_endpoint(ENDPOINT)
+    worker.run_once()
+    assert worker.is_lingering(ENDPOINT)
     assert not told.closed
     assert not worker.closing, "nobody waits for a peer that is stopped"
     told.status = status
-    worker.turn()
+    worker.run_once()
     assert told.closed == [ENDPOINT]
-    assert not worker.lingers(ENDPOINT)
+    assert not worker.is_lingering(ENDPOINT)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_elsewhere_and_where_nothing_is_on_its_way_it_is_closed_at_once(
     told: Told, worker: Worker, way: str, flushed: int
 ) -> None:
     told.way, told.flushed = way, flushed
-    worker.end(ENDPOINT)
+    worker.close_endpoint(ENDPOINT)
     assert told.closed == [ENDPOINT]
     assert not worker.lingering
 
 
 def test_one_that_lingers_is_closed_before_its_worker_goes(told: Told, worker: Worker) -> None:
-    worker.end(ENDPOINT)
+    worker.close_endpoint(ENDPOINT)
     worker.destroy()
     assert told.destroyed == [[ENDPOINT]]

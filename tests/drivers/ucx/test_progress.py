@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvferry.drivers.ucx.fair_lock import FairLock
-from kvferry.drivers.ucx.progress_thread import ProgressThread
+from kvferry.drivers.ucx.progress import FairLock, ProgressThread
 from kvferry.drivers.ucx.worker import Worker
 
 SECONDS = 60.0
@@ -19,8 +18,8 @@ class Watched(FairLock):
         super().__init__()
         self.refused = threading.Event()
 
-    def take(self) -> bool:
-        taken = super().take()
+    def try_acquire(self) -> bool:
+        taken = super().try_acquire()
         if not taken:
             self.refused.set()
         return taken
@@ -32,10 +31,10 @@ class Quiet:
     def __init__(self) -> None:
         self.lock: FairLock = Watched()
         self.workers: list[Worker] = []
-        self.waits = self.taken = False
+        self.needs_timer = self.driven_elsewhere = False
         self.driven = threading.Event()
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         self.driven.set()
         return False
 
@@ -49,11 +48,11 @@ def elsewhere(call: Callable[[], object]) -> threading.Thread:
 def test_it_is_one_at_a_time() -> None:
     lock = FairLock()
     with lock:
-        assert not lock.take()
-    assert lock.take()
-    assert not lock.take()
+        assert not lock.try_acquire()
+    assert lock.try_acquire()
+    assert not lock.try_acquire()
     lock.release()
-    assert lock.take()
+    assert lock.try_acquire()
 
 
 def test_who_waits_has_it_however_soon_the_next_turn_comes() -> None:
@@ -63,11 +62,11 @@ def test_who_waits_has_it_however_soon_the_next_turn_comes() -> None:
         with lock:
             had.set()
 
-    lock.take()
+    lock.try_acquire()
     thread = elsewhere(waits)
     while not had.is_set():
         lock.release()
-        while not lock.take():  # it is refused to this thread as long as the other one waits
+        while not lock.try_acquire():  # it is refused to this thread as long as the other one waits
             had.wait(0.001)
     lock.release()
     thread.join(SECONDS)
