@@ -1,4 +1,4 @@
-"""One rank's end of everything; see ``Endpoint``."""
+"""The endpoint: serves one rank's pages to other engines, and loads pages from them."""
 
 from kvferry.core.endpoint.endpoint import Endpoint
 from kvferry.core.endpoint.load import Load

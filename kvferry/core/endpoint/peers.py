@@ -237,7 +237,7 @@ class Peers:
         """Connect a ticket's producer, unless it is connected, and call one of the two.
 
         Where no producer with the ticket's incarnation is connected, either the engine was
-        restarted or the ticket is old; only the engine can say which. So hands are shaken then.
+        restarted or the ticket is old; only the engine can say which, in a handshake.
 
         Args:
             ticket: says where the producer is.
