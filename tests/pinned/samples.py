@@ -30,15 +30,14 @@ from kvferry.core.security.proof import check as check_proof
 from kvferry.core.security.proof import fingerprint
 from kvferry.drivers.loopback import address as loopback
 from kvferry.drivers.loopback.notifications import ChannelHello
-from kvferry.drivers.loopback.registry import Entry, RegionRegistry, claims_of
-from kvferry.drivers.loopback.registry import check as check_board
+from kvferry.drivers.loopback.registry import Entry, RegionRegistry, check_claims, claims_of
 from kvferry.drivers.nixl import address as nixl
 from kvferry.drivers.nixl.agent import Registration
 from kvferry.drivers.nixl.registrations import RegisteredSpan
 from kvferry.drivers.ucx import address as ucx
 from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import KeyId, ProcessIdentity
-from kvferry.drivers.ucx.message_transfer import checked, rows_of
+from kvferry.drivers.ucx.message_transfer import build_rows, check_rows
 from kvferry.integrations.vllm.prompts import prompt_digest
 from kvferry.integrations.vllm.ticket_params import ParallelSizes, TicketParams, read_ticket
 
@@ -437,14 +436,14 @@ def _board() -> bytes:
     board = RegionRegistry(instance=INSTANCE)
     try:
         for region in BOARD_REGIONS:
-            board.enter(region)
+            board.add(region)
         return board.words[: CLAIMS.words].tobytes()
     finally:
-        board.wipe()
+        board.close()
 
 
 def _checked_board(data: bytes) -> object:
-    check_board(np.frombuffer(data, np.uint64), INSTANCE, CLAIMS, "a peer")
+    check_claims(np.frombuffer(data, np.uint64), INSTANCE, CLAIMS, "a peer")
     return None  # anything else raises
 
 
@@ -504,7 +503,7 @@ NIXL = nixl.NixlAddress(
 UCX = ucx.UcxAddress(
     name="ucx-77-0011223344556677",
     instance=INSTANCE,
-    place=ProcessIdentity("7a6de0c8-2b5c-4f0e-9a51-6f3b0c1d2e3f", 4026531836, 77, 123456789),
+    process=ProcessIdentity("7a6de0c8-2b5c-4f0e-9a51-6f3b0c1d2e3f", 4026531836, 77, 123456789),
     ucx="1.22.0",
     worker=b"UCX's own",
     withdrawn=3,
@@ -518,12 +517,12 @@ UCX = ucx.UcxAddress(
 def _ucx(data: bytes) -> object:
     """Read an address, and leave out the two hashes that were checked while it was read."""
     found = ucx.decode(data)
-    if not (found.digest and found.whole):
+    if not (found.digest and found.full_digest):
         return "without hashes"
     return ucx.UcxAddress(
         name=found.name,
         instance=found.instance,
-        place=found.place,
+        process=found.process,
         ucx=found.ucx,
         worker=found.worker,
         withdrawn=found.withdrawn,
@@ -551,7 +550,7 @@ def _rows() -> bytes:
     """Return the rows that name memory in the body of a store, or in a fetch."""
     columns = ([7, 8], [8192, 1 << 40], [16, 24])
     keys, addresses, nbytes = (np.array(column, np.uint64) for column in columns)
-    return rows_of(keys, addresses, nbytes).tobytes()
+    return build_rows(keys, addresses, nbytes).tobytes()
 
 
 def _checked_rows(data: bytes) -> object:
@@ -559,7 +558,7 @@ def _checked_rows(data: bytes) -> object:
         KeyId(7): Region(address=4096, nbytes=1 << 20),
         KeyId(8): Region(address=1 << 40, nbytes=24),
     }
-    refusal, addresses, nbytes = checked(data, regions)
+    refusal, addresses, nbytes = check_rows(data, regions)
     return refusal, addresses.tolist(), nbytes.tolist()
 
 

@@ -44,8 +44,8 @@ def fetch(
     """Fetch what the ranks of an engine publish from its side channel.
 
     Args:
-        host: where the side channel is, as the engine's ticket states it.
-        port: likewise.
+        host: host of the side channel, as the engine's ticket states it.
+        port: its port, likewise.
         engine: id of the engine.
         timeout: seconds for all of it.
         context: ZMQ context of the socket; ``None`` for one that all calls share.

@@ -39,7 +39,8 @@ def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[st
     """Return the numeric addresses of a host, best first; a numeric one as it is.
 
     Args:
-        host, port: address of a side channel.
+        host: host of a side channel.
+        port: its port.
         timeout: seconds that resolving a name may take; ``None`` for no limit.
 
     Raises:
