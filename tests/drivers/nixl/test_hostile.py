@@ -125,7 +125,7 @@ def test_two_addresses_of_one_peer_that_come_at_once_lead_to_one_connection(
             second.join(0.5)  # it has to wait for this one
         connect(idle, peer, agent)
 
-    monkeypatch.setattr(IdlePeers, "meet", beside)
+    monkeypatch.setattr(IdlePeers, "connect", beside)
     first = one.connect(address)
     second.join()
     assert found == [first]

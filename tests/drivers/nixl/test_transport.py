@@ -302,14 +302,14 @@ def test_what_is_bound_to_a_transfer_comes_from_the_same_sender_after_a_peer_die
 
 ENDING = """
 import gc
-from kvferry.testing.contract.workbench import Lab, MIB, settings_of
+from kvferry.testing.contract.workbench import MIB, Workbench, settings_of
 from kvferry.testing.contract.killed_peers import killed_soon
 from kvferry.testing.peers import Process
 from tests.drivers.nixl.test_contract import TestNixl
 
 made = settings_of(TestNixl)
 for op in ("read", "write"):
-    with Lab(made) as lab, Process(made.factory, made.options, "cpu", MIB) as process:
+    with Workbench(made) as lab, Process(made.factory, made.options, "cpu", MIB) as process:
         peer = lab.transport.connect(process.address())
         with killed_soon(process):
             transfer = lab.start(op, peer, lab.lasting(process))
