@@ -48,7 +48,7 @@ _BANDWIDTHS = (1.0, 1e18)
 
 
 class FormatError(ValueError):
-    """UCX did not pack this."""
+    """Bytes that UCX did not pack."""
 
 
 def check_worker_address(data: bytes) -> None:
@@ -177,7 +177,7 @@ def _extras(reader: _Reader, flags: int) -> None:
 
 
 def _transports(reader: _Reader, version: int) -> int:
-    """Read those of one device; how many there are."""
+    """Read the transports of one device, and return how many there are."""
     count, last = 0, 0
     while not last:
         name = int.from_bytes(reader.take(2), "little")
@@ -196,7 +196,7 @@ def _transports(reader: _Reader, version: int) -> int:
 
 
 def _attributes(reader: _Reader, version: int) -> None:
-    """Refuse figures that UCX's choice among transports cannot be made by."""
+    """Refuse figures by which UCX cannot choose among transports."""
     if version == _V2:
         tiny = _ATTRIBUTES_V2.unpack(reader.take(_ATTRIBUTES_V2.size))[:3]
         exponents = [value & 0xF for value in tiny]

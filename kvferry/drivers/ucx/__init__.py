@@ -1,4 +1,4 @@
-"""UCX: one-sided transfers of whichever libucp is there, without NIXL."""
+"""The driver ucx: transfers by UCX's one-sided calls, without NIXL."""
 
 from kvferry.drivers.ucx.transport import UcxTransport
 

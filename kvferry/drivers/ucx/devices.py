@@ -1,4 +1,4 @@
-"""What a UCX finds on this machine: its transports, and the devices of each."""
+"""List the transports that a UCX finds on this machine, and the devices of each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 _RESOURCE = re.compile(r"^#\s+resource \d+\s.*--\s+(\S+?)/(\S+)\s*$", re.MULTILINE)
 
 Devices = dict[str, list[str]]
-"""By transport, such as ``{"tcp": ["eth0", "lo"]}``."""
+"""Names of devices by transport, such as ``{"tcp": ["eth0", "lo"]}``."""
 
 
 def devices(library: Any, context: int) -> Devices:  # noqa: ANN401 - a C library
-    """What a context can use; UCX says it in print only.
+    """Return what a context can use, which UCX only prints.
 
     Args:
         library: a loaded libucp.
-        context: of it, a ``ucp_context_h``.
+        context: a ``ucp_context_h`` of it.
     """
     found: Devices = {}
     text = _printed(library.ucp_context_print_info, ctypes.c_void_p(context))
@@ -27,7 +27,7 @@ def devices(library: Any, context: int) -> Devices:  # noqa: ANN401 - a C librar
 
 
 def listed(found: Devices) -> str:
-    """For people; memory is not worth naming as a device."""
+    """Return transports and devices in words. "memory" is left out, since it is no device."""
     return ", ".join(
         transport if names == ["memory"] else f"{transport} ({', '.join(names)})"
         for transport, names in found.items()
@@ -35,13 +35,13 @@ def listed(found: Devices) -> str:
 
 
 def _printed(function: Any, context: ctypes.c_void_p) -> str:  # noqa: ANN401 - of a C library
-    """What a C function prints to the file that is its second argument."""
+    """Return what a C function prints to the ``FILE`` that is its second argument."""
     libc = ctypes.CDLL(None)
     libc.open_memstream.restype = ctypes.c_void_p
     text, length = ctypes.c_char_p(), ctypes.c_size_t()
     stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(length)))
     function(context, stream)
     libc.fclose(stream)
-    said = (text.value or b"").decode(errors="replace")
+    printed = (text.value or b"").decode(errors="replace")
     libc.free(text)
-    return said
+    return printed

@@ -1,10 +1,10 @@
-"""Opening a libucp together with its own neighbours; and, run as a script, saying what one is.
+"""Open a libucp together with the libraries beside it; as a script, describe one.
 
-    python -I -S opening.py PATH
+    python -I -S dlopen.py PATH
 
-prints a line of JSON: ``path``, ``version`` and whether what moves bytes by RDMA loads (``rdma``);
-or ``problem``. A process of its own: a library that was opened cannot be closed again, opening one
-takes up to half a second (UCX measures the clock), and one that does not fit may crash.
+prints a line of JSON: ``path``, ``version`` and whether the modules for RDMA load (``rdma``); or
+``problem``. That is a process of its own, since a library cannot be closed again, opening one takes
+up to half a second (UCX measures the clock), and one that does not fit may crash.
 
 Needs nothing but the standard library.
 """
@@ -20,18 +20,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _NEIGHBOURS = ("libucm.so.0", "libucs.so.0", "libuct.so.0")
-"""What libucp needs, by the names under which it does."""
+"""The libraries that libucp needs, by the names under which it looks for them."""
 
 _UNDISGUISED = re.compile(r"libuc[mpst]\.so[.\d]*")
-"""Files of a UCX under its own names; those in NIXL's wheels have others, and are in nobody's way.
-"""
+"""Matches a UCX's files under their own names. NIXL's wheels give theirs other names, which do no
+harm."""
 
 
 def opened(path: str) -> ctypes.CDLL:
-    """The library, whose symbols nobody else sees.
+    """Open a library, whose symbols other libraries do not see.
 
     Args:
-        path: of a file; or a bare name, for the dynamic linker to look up.
+        path: its file; or a bare name, for the dynamic linker to look up.
 
     Raises:
         OSError: it cannot be opened; says what is missing.
@@ -41,9 +41,10 @@ def opened(path: str) -> ctypes.CDLL:
 
 
 def loaded_elsewhere(folder: Path) -> str | None:
-    """A file of a UCX in this process that lies in another folder than this one.
+    """Return a file of a UCX in this process that lies in another folder, or ``None``.
 
-    What libucp needs is found by name: with two of that name in a process, it gets the first.
+    The libraries that libucp needs are found by name: with two of a name in a process, it gets the
+    first.
     """
     home = folder.resolve()
     others = (path for path in _mapped() if path.parent.resolve() != home)
@@ -51,20 +52,20 @@ def loaded_elsewhere(folder: Path) -> str | None:
 
 
 def modules(path: Path) -> list[Path]:
-    """The files of what a UCX would load beside what is built in, one for each module."""
+    """Return the files of the modules that a UCX may load, one for each module."""
     files = sorted((path.resolve().parent / "ucx").glob("libuct_*.so*"))
     return list({file.name.partition(".so")[0]: file for file in files}.values())
 
 
 def for_rdma(module: Path) -> bool:
-    """Whether a module is for InfiniBand, RoCE or EFA."""
+    """Return whether a module is for InfiniBand, RoCE or EFA."""
     return module.name.startswith("libuct_ib")
 
 
 def _open_neighbours(path: Path) -> None:
-    """Open what a libucp needs beside it, where its file does not say so itself.
+    """Open the libraries that a libucp needs, where its file does not say where they are.
 
-    Lazily, which ctypes cannot: libucm and libucs need each other.
+    They are opened lazily, which ctypes cannot do, because libucm and libucs need each other.
     """
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.restype = ctypes.c_void_p
@@ -88,7 +89,7 @@ def _version(library: ctypes.CDLL) -> tuple[int, ...]:
 
 
 def loads(module: Path) -> bool:
-    """Whether everything is there that a module needs. Its UCX has been loaded."""
+    """Return whether a module loads with all that it needs. Its UCX must have been loaded."""
     try:
         ctypes.CDLL(str(module), os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError:
@@ -106,14 +107,14 @@ class _DlInfo(ctypes.Structure):
 
 
 def _path_of(library: ctypes.CDLL) -> Path:
-    """Of its file, as the dynamic linker found it."""
+    """Return the path of a library's file, as the dynamic linker found it."""
     info = _DlInfo()
     if not ctypes.CDLL(None).dladdr(library.ucp_get_version, ctypes.byref(info)):
         raise OSError("the dynamic linker does not know its file")
     return Path(os.fsdecode(info.file)).absolute()
 
 
-def _told(name: str) -> dict[str, object]:
+def _describe(name: str) -> dict[str, object]:
     try:
         library = opened(name)
         version, path = _version(library), _path_of(library)
@@ -124,8 +125,9 @@ def _told(name: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    # Only the answer goes where answers go; and exit handlers of UCX's libraries may crash.
+    # Whatever the libraries print goes to standard error, and their exit handlers, which may crash,
+    # are not run.
     _answer = os.dup(1)
     os.dup2(2, 1)
-    os.write(_answer, json.dumps(_told(sys.argv[1])).encode())
+    os.write(_answer, json.dumps(_describe(sys.argv[1])).encode())
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Which libucp: the one that was named, else the system's, else the wheel's."""
+"""Find the libucp to use: the one that the user named, else the system's, else the wheel's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvferry.core.errors import DriverError
-from kvferry.drivers.ucx import dlopen as opening
+from kvferry.drivers.ucx import dlopen
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ LOWEST: Version = (1, 18, 0)
 
 SYSTEMS_OWN = "libucp.so.0"
 WHEEL = "libucx"
-"""What the distributions libucx-cu12 and libucx-cu13 install."""
+"""The package that the distributions libucx-cu12 and libucx-cu13 install."""
 
 BUILT_IN = ("self", "posix", "sysv", "tcp")
 """Transports that need no module."""
@@ -41,10 +41,10 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxLibrary:
-    """A libucp that was found. Nothing of it has been loaded into this process.
+    """A libucp that was found, of which nothing has been loaded into this process.
 
     Attributes:
-        path: of its file.
+        path: its file.
         version: major, minor, patch.
         source: what led to it: the option ``library``, the system's linker, or the wheel.
         rdma: whether it has a module for RDMA, and all that this needs. Whether there is a NIC is
@@ -73,16 +73,16 @@ _SOURCES: dict[Source, str] = {
 
 
 def find(explicit: str | None = None) -> UcxLibrary:
-    """The libucp to take. Logs a warning if it cannot do RDMA and another one here could.
+    """Find the libucp to use. Log a warning if it cannot do RDMA and another one here could.
 
-    Starts a process that opens what has to be opened to be known.
+    Libraries are opened in a process of their own.
 
     Args:
         explicit: its path, or a name for the dynamic linker; ``None`` to look for one.
 
     Raises:
-        DriverError: there is none that can be used, or not the one that was named; says which was
-            found, what is the matter with it, and what to do.
+        DriverError: there is no usable one, or the named one is not usable; names what was found,
+            what is wrong with it, and the remedy.
     """
     named = [] if explicit is None else [_named(explicit)]
     if named and named[0].rdma:
@@ -96,27 +96,27 @@ def find(explicit: str | None = None) -> UcxLibrary:
 
 
 def load(library: UcxLibrary) -> ctypes.CDLL:
-    """Load it into this process, with the UCX libraries that lie beside it. It stays there.
+    """Load a library into this process, where it stays, with the UCX libraries beside it.
 
     Raises:
-        DriverError: it does not load, or another UCX is here already, of whose parts it would get
-            some.
+        DriverError: it does not load, or the process has loaded another UCX, parts of which it
+            would get.
     """
     path = Path(library.path)
-    other = opening.loaded_elsewhere(path.parent)
+    other = dlopen.loaded_elsewhere(path.parent)
     if other is not None:
         raise DriverError(
             f"this process has loaded another UCX already ({other}), and {path} would get parts "
             f"of it: let both be the same (driver_options: library)"
         )
     try:
-        return opening.opened(library.path)
+        return dlopen.opened(library.path)
     except OSError as exc:
         raise DriverError(f"{path} does not load: {exc}; {REMEDY}") from exc
 
 
 def dotted(version: Version) -> str:
-    """As people write it."""
+    """Return a version as text, such as "1.22.0"."""
     return ".".join(map(str, version))
 
 
@@ -132,7 +132,7 @@ def _named(path: str) -> UcxLibrary:
 
 
 def _there() -> tuple[list[UcxLibrary], list[str]]:
-    """What there is besides what was named, in the order in which it is taken; and why no more."""
+    """Return the system's and the wheel's library, in this order, and why one is missing."""
     found, reasons = [], []
     for look in (_systems, _wheels):
         try:
@@ -147,7 +147,7 @@ def _systems() -> UcxLibrary:
 
 
 def _wheels() -> UcxLibrary:
-    """The wheel's, which says its version in a file."""
+    """Return the wheel's library, whose version is in a file of the wheel."""
     spec = find_spec(WHEEL)
     if spec is None or spec.origin is None:
         raise DriverError("the wheel libucx is not installed")
@@ -158,16 +158,16 @@ def _wheels() -> UcxLibrary:
         major, minor, patch = (int(number) for number in text.strip().split(".")[:3])
     except (OSError, ValueError):
         return _asked(str(path), "wheel")
-    if not path.exists() or any(map(opening.for_rdma, opening.modules(path))):
+    if not path.exists() or any(map(dlopen.for_rdma, dlopen.modules(path))):
         return _asked(str(path), "wheel")
     return _library(path, (major, minor, patch), "wheel", rdma=False)
 
 
 def _asked(name: str, source: Source) -> UcxLibrary:
-    """What a process finds that opens it."""
+    """Describe a library by opening it in a process of its own."""
     try:
         ran = subprocess.run(
-            [sys.executable, "-I", "-S", opening.__file__, name],
+            [sys.executable, "-I", "-S", dlopen.__file__, name],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=SECONDS,
@@ -186,7 +186,7 @@ def _asked(name: str, source: Source) -> UcxLibrary:
 
 
 def _library(path: Path, version: Version, source: Source, *, rdma: bool) -> UcxLibrary:
-    modules = (file.name.partition(".so")[0] for file in opening.modules(path))
+    modules = (file.name.partition(".so")[0] for file in dlopen.modules(path))
     return UcxLibrary(
         path=str(path),
         version=version,
@@ -197,7 +197,7 @@ def _library(path: Path, version: Version, source: Source, *, rdma: bool) -> Ucx
 
 
 def _unfit(library: UcxLibrary) -> str:
-    """Why it cannot be used; empty if it can."""
+    """Return why a library cannot be used, or an empty string."""
     if library.version[0] != LOWEST[0]:
         return f"{library} is of another major version than {LOWEST[0]}, the only one known"
     if library.version < LOWEST:

@@ -36,14 +36,11 @@ class PostedRuns:
 
 
 class Poster(Protocol):
-    """The loops that a transport needs, in Python or compiled.
-
-    Attributes:
-        compiled: whether the loops run without the interpreter's lock.
-    """
+    """The loops that a transport needs, in Python or compiled."""
 
     @property
-    def compiled(self) -> bool: ...
+    def compiled(self) -> bool:
+        """Whether the loops run without the interpreter's lock."""
 
     def post(self, endpoint: Endpoint, batch: PostedRuns, *, write: bool) -> U64Array:
         """Post every run of a batch.

@@ -134,10 +134,12 @@ class UcxTransport(Transport):
 
     @property
     def name(self) -> str:
+        """This transport's name, unique among all."""
         return self._owner.name
 
     @property
     def capabilities(self) -> Capabilities:
+        """What this transport can do, as ``Transport.capabilities``."""
         return Capabilities(
             ops=frozenset({"read", "write"}),
             memory=self._memory_kinds,
@@ -164,6 +166,7 @@ class UcxTransport(Transport):
     # Memory.
 
     def register(self, region: Region) -> None:
+        """Register a region, as ``Transport.register``."""
         self._owner.check()
         if region.kind not in self._memory_kinds:
             kinds = ", ".join(sorted(self._memory_kinds))
@@ -194,6 +197,7 @@ class UcxTransport(Transport):
     # Peers.
 
     def address(self) -> bytes:
+        """Return the address for peers, as ``Transport.address``."""
         self._owner.check()
         return wire.encode(
             UcxAddress(
@@ -208,6 +212,7 @@ class UcxTransport(Transport):
         )
 
     def connect(self, address: bytes) -> PeerId:
+        """Connect to a peer, as ``Transport.connect``."""
         self._owner.check()
         remote = wire.decode(address)
         if remote.ucx.partition(".")[0] != str(MAJOR):
@@ -242,6 +247,7 @@ class UcxTransport(Transport):
         return peer.id
 
     def disconnect(self, peer: PeerId) -> None:
+        """Disconnect from a peer, as ``Transport.disconnect``."""
         self._owner.check()
         connected = find_peer(self._client.peers, peer)
         name = connected.address.name
@@ -258,18 +264,22 @@ class UcxTransport(Transport):
     # Transfers.
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        """Start a read, as ``Transport.read``."""
         return self._start(peer, copies, notify, write=False)
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        """Start a write, as ``Transport.write``."""
         return self._start(peer, copies, notify, write=True)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
+        """Return the status of transfers, as ``Transport.poll``."""
         self._owner.check()
         polled = [find_transfer(self._transfers, transfer) for transfer in transfers]
         self._progress.run_once()
         return [transfer.status for transfer in polled]
 
     def cancel(self, transfer: TransferId) -> None:
+        """Cancel a transfer, as ``Transport.cancel``."""
         self._owner.check()
         cancelled = find_transfer(self._transfers, transfer)
         with self._client.lock:
@@ -277,6 +287,7 @@ class UcxTransport(Transport):
         self._progress.wake()
 
     def forget(self, transfer: TransferId) -> None:
+        """Forget a final transfer, as ``Transport.forget``."""
         self._owner.check()
         check_final(transfer, find_transfer(self._transfers, transfer).status)
         del self._transfers[transfer]
@@ -303,11 +314,13 @@ class UcxTransport(Transport):
         self._progress.wake()
 
     def notifications(self) -> list[Notification]:
+        """Return what has arrived, as ``Transport.notifications``."""
         self._owner.check()
         with self._server.lock:
             return self._server.take_notifications()
 
     def close(self) -> None:
+        """Close the transport, as ``Transport.close``."""
         if not self._owner.end():
             return
         _open_transports.discard(self)

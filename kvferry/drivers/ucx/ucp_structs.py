@@ -1,8 +1,8 @@
-"""UCP's structures and numbers, as its headers have them.
+"""UCP's structures and constants, as its headers have them.
 
-Every structure begins with a mask of the fields that are set, so that a library that knows more
-fields, or fewer, reads only those. Where the numbers come from: ``ucp/api/ucp.h`` and
-``ucp/api/ucp_def.h`` of UCX 1.22.
+A structure begins with a mask of the fields that are set, so that a library that knows more fields,
+or fewer, reads only those. The numbers are from ``ucp/api/ucp.h`` and ``ucp/api/ucp_def.h`` of
+UCX 1.22.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class Masked(ctypes.Structure):
 
     @classmethod
     def of(cls, **fields: Any) -> Any:  # noqa: ANN401 - ctypes' own types
-        """One with these fields set, and said to be."""
+        """Return a structure with these fields, and their bits in the mask, set."""
         made = cls(**fields)
         made.field_mask = cls.mask(*fields)
         return made
 
     @classmethod
     def mask(cls, *names: str) -> int:
-        """The bits of fields; several fields may share one."""
+        """Return the mask of some fields. Several fields may share one bit."""
         bits = 0
         for name in names:
             bits |= 1 << cls._bits_[name]
@@ -281,5 +281,5 @@ class EndpointAttributes(Masked):
 
 
 def address_of(params: RequestParams) -> int:
-    """Where a structure lies, for calls that are made with plain numbers; the caller keeps it."""
+    """Return the address of a structure, which the caller must keep alive."""
     return ctypes.addressof(params)
