@@ -61,7 +61,7 @@ class Child:
         self._unread = b""
         self._send(settings)
 
-    def ask(self, do: str, *, patience: float = 60.0, **arguments: Any) -> Any:
+    def ask(self, do: str, *, patience: float = 120.0, **arguments: Any) -> Any:
         """Give a command and wait for its answer.
 
         Raises:
@@ -70,7 +70,7 @@ class Child:
         self._send({"do": do, **arguments})
         return self.answer(patience)
 
-    def answer(self, seconds: float = 60.0) -> Any:
+    def answer(self, seconds: float = 120.0) -> Any:
         """Wait for the next answer: the first one comes when the process is ready."""
         line = self._line(time.monotonic() + seconds)
         if line is None:

@@ -23,7 +23,7 @@ Params = dict[str, Any] | None
 ENGINE = Path(__file__).with_name("engine.py")
 LENGTHS = (5, 31, 32, 33, 100, 256, 300)
 TOKENS = 16
-START_SECONDS, ANSWER_SECONDS = 300.0, 120.0
+START_SECONDS, ANSWER_SECONDS = 600.0, 300.0
 SECRET_VARIABLE = "KVFERRY_UPGRADE_SECRET"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -81,7 +81,7 @@ def check(old: Tree, new: Tree, driver: str, *, signed: bool, report: Report) ->
             for source, target in itertools.permutations(engines):
                 _check_way(source, target, engines, prompts, texts, report)
     except ChildError as exc:
-        report.check(f"vLLM engines over {driver}", False, str(exc))
+        report.check("neither engine fails", False, str(exc))
 
 
 def _check_way(
