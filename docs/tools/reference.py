@@ -164,7 +164,7 @@ def _command(command: Command, context: object, title: str) -> str:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a help text; those that stand as they are (``\\b``) as code."""
+    r"""Yield the paragraphs of a help text; those that stand as they are (``\b``) as code."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         yield f"```\n{paragraph[2:]}\n```" if paragraph.startswith("\b\n") else paragraph
 
