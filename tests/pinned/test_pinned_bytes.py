@@ -29,7 +29,7 @@ from tests.pinned.samples import SAMPLES
 
 PINNED = store.load()
 SURROUNDING = 24
-HASHES = {"digest", "whole"}
+HASHES = {"digest", "full_digest"}
 """Fields of addresses that are written over whatever a constructor was given."""
 
 each_name = pytest.mark.parametrize("name", SAMPLES)
