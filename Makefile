@@ -90,7 +90,7 @@ mooncake: ## The guide to writing a driver, and the example it leads to, likewis
 vllm: $(STAMP) ## The tests with real vLLM engines
 	$(BIN)/pytest -m 'vllm and not nixl and not ucx'
 
-# Not part of 'test': which commits deployments still run is for a person to say. Four minutes.
+# Not part of 'test': which commits deployments still run is for a person to say. Three minutes.
 upgrade: from $(STAMP) ## Hand pages over between an older build and this one, and back: FROM=<commit>
 	$(BIN)/python -m tests.upgrade '$(FROM)'
 
