@@ -66,14 +66,14 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Which calls get a fault. Calls of ``read``, ``write`` and ``notify`` are counted from 0.
+    """Which calls get a fault. ``read``, ``write`` and ``notify`` share a counter, from 0.
 
     Attributes:
-        at: Faults by the number of the call.
-        seed: Of the random faults of all other calls.
+        at: The fault of a call, by its number; these calls get no random fault.
+        seed: Seed of the random faults of all other calls.
         rate: Which fraction of the other calls gets a fault, 0 to 1.
-        faults: The faults from which those are chosen.
-        polls: For how many more polls DELAY and DOOM last.
+        faults: What the random faults are drawn from.
+        polls: How many polls DELAY and DOOM hide the end, once the wrapped transfer has ended.
     """
 
     at: Mapping[int, Fault] = field(default_factory=dict)

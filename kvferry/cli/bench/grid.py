@@ -67,7 +67,10 @@ class Case:
         return rng.permutation(rows), rng.permutation(rows)
 
     def batch(self, local: Region, remote: Region) -> Copies:
-        """Return the copies, from the starts of two regions.
+        """Return the copies of this case, one per block, between two regions.
+
+        The blocks fill each region from its first byte; in a scattered case they are paired in
+        random order.
 
         Args:
             local: This process's region.

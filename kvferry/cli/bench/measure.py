@@ -40,9 +40,10 @@ class Result:
 
     Attributes:
         case: what was measured.
-        rounds: how many times.
-        seconds: from the call until ``poll`` says done, the median of all rounds.
-        memcpy_seconds: the median of the same bytes copied in one piece, in turns with those.
+        rounds: how many times it was repeated.
+        seconds: median time of the transfer, from the call until ``poll`` says done.
+        memcpy_seconds: median time of one memcpy of as many bytes; each round times the transfer,
+            then the memcpy.
     """
 
     case: Case

@@ -86,7 +86,10 @@ def _run(console: Console, nbytes: int, driver: str, prefill: Shape, decode: Sha
 
 
 def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, decode: Shape) -> int:
-    """Run both engines, and return whether every byte was right."""
+    """Have the decode engine pull everything, print the results, and return the exit status.
+
+    It is 1 if a byte is wrong, or if the used ticket was not refused as stale.
+    """
     count, tokens = len(spec.requests), sum(request.tokens for request in spec.requests)
     title = f"prefill engine computed {tokens:,} tokens of {count} requests"
     with report.step(console, title, count) as advance:

@@ -62,12 +62,13 @@ class Ucx(Struct, frozen=True, kw_only=True):
 
 
 class Probed(Struct, frozen=True, kw_only=True):
-    """Everything that the process reports.
+    """The report of the process that ``probe`` starts.
 
     Attributes:
         drivers: The installed drivers.
-        ucx: The UCX libraries that they loaded.
-        trouble: Why the report is incomplete; empty if it is not.
+        ucx: The UCX libraries that they loaded; some may be missing, because asking one can crash
+            the process.
+        trouble: Why there is no report, with both lists empty; empty if there is one.
     """
 
     drivers: list[Driver] = []

@@ -1,6 +1,6 @@
 """Advice about small copies: why they are small, and which settings would make them larger.
 
-The settings are estimate by planning with others.
+They are found by planning with other settings.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Advice:
 
     Attributes:
         reasons: Why copies are not larger, a sentence each.
-        changes: Changes that would make them larger: the best single setting and, if they are much
-            better still, the best for one engine and the best for both.
+        changes: Up to three, by effort: the best single setting, the best several of one engine,
+            the best of both; each only if it at least halves the copies of the one before.
     """
 
     reasons: tuple[str, ...]

@@ -29,9 +29,10 @@ class DeviceSync:
     endpoint's thread only.
 
     Args:
-        begin: starts a load; with an error it is one that has failed already, and touches no page.
+        begin: called with a load to start it, or with a load and an error to have it reported as
+            failed without touching a page.
         clock: seconds, monotonic.
-        patience: seconds after which a load fails that the device does not let begin.
+        patience: seconds that a load may wait for the device before it fails.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class DeviceSync:
         self._waiting.append(_WaitingLoad(load=load, passed=passed, until=until))
 
     def progress(self) -> bool:
-        """Begin the loads that may begin, or that have failed.
+        """Pass on, in order, the loads that the device has let through or that have failed.
+
+        The first that must still wait holds those behind it.
 
         Returns:
-            Whether there were any.
+            Whether any load was passed on.
         """
         begun = False
         while self._waiting:

@@ -69,8 +69,9 @@ class Endpoint:
         layout: this rank's memory, kept alive by the caller until ``close`` has returned.
         slots: how many requests can be held at once: as many as the engine has blocks.
         options: times, keys, and which differences from peers are accepted.
-        zero: zeroes those bytes of a load's pages that it will not write, and returns when that is
-            done; for memory that the CPU cannot write, pass one that can.
+        zero: zeroes the bytes of a load's pages that its reads may leave unwritten. It is called
+            before the first read, and must return only when that is done. The default handles CPU
+            memory only.
         clock: seconds, monotonic.
 
     Attributes:
@@ -151,12 +152,13 @@ class Endpoint:
         return self._hold_server.held
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None = None) -> None:
-        """Carry out what the scheduler half ordered for this step.
+        """Carry out the scheduler half's hold orders for this step.
 
         Args:
-            orders: applied before this returns, but for ``ready``.
-            passed: says whether the device has passed all work of the ready orders' requests; asked
-                until it has. ``None``: it has.
+            orders: ``drops``, ``take_ons`` and ``ends`` take effect before this returns, ``ready``
+                when ``passed`` has returned ``True``.
+            passed: returns whether the device has finished the work that fills the pages of
+                ``orders.ready``; polled on the endpoint's thread. ``None``: it has.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.

@@ -50,18 +50,21 @@ class _Target:
 
 
 class LeaseRenewal:
-    """Perform the renewals of one rank. Used by the endpoint's thread only.
+    """Renew the leases of the holds that this rank waits for or reads; send heartbeats.
+
+    A renewal is a read of the hold's slot word with a notification bound to it. Used by the
+    endpoint's thread only.
 
     Args:
-        engine: this engine, which claims what is renewed.
-        life: its incarnation.
+        engine: this engine, which the producer records as a user of the hold.
+        life: its incarnation, likewise.
         notify: sends bytes to a peer. What it raises is ignored: if heartbeats do not arrive, the
             leases end.
         slot_reads: reads the slot words.
         transfers: to give up reads that are not answered.
-        lost: called with peer and rank when the read of a word has failed.
-        failing: called with peer and rank when a read will fail, and bytes may still land; if it
-            was cancelled, only after its grace.
+        lost: called with peer, rank and error when such a read has failed and is over.
+        failing: called with the same when the driver knows that it will fail, but bytes may still
+            land; after a cancel only once the grace is over.
     """
 
     def __init__(
@@ -105,10 +108,10 @@ class LeaseRenewal:
 
         Args:
             peer: the producer.
-            hold: of the ticket.
+            hold: the ticket's hold at that producer.
             now: seconds, on the clock of ``progress``.
-            at_once: whether the first renewal is due now.
-            ended: called, at most once, when the hold is gone.
+            at_once: whether to renew now; otherwise the first renewal is due a little later.
+            ended: called at most once, with the error, when a renewal finds the hold gone.
 
         Returns:
             The renewal, for ``end``; ``None`` where the producer knows no renewals.

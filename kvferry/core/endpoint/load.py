@@ -32,9 +32,10 @@ class Load:
             until it is reported.
         report: whether the outcome is reported. A load that pulls nothing (the prompt was cached
             here) only tells the producer that the hold is over.
-        shared: whether other requests of this engine use the ticket's hold. The producer is then
-            told neither "done" nor "abandon", and another load must follow that tells it; one
-            that neither reads nor reports only ends the wait that ``prepare`` began.
+        shared: whether other requests of this engine may still load under the same hold. Then this
+            load sends the producer neither "done" nor "abandon"; a later load that is not shared
+            must. A shared load that pulls nothing and is not reported contacts nobody: it only
+            ends one ``prepare`` of the ticket.
     """
 
     request: RequestId
@@ -52,17 +53,17 @@ class Load:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadState:
-    """What an endpoint keeps of one load, from its begin until nothing more can come of it.
+    """The endpoint's record of one load, until it is over and all its actions are performed.
 
-    How far the load is with each producer rank, and what comes next, is kept by ``Loads``.
+    The state machine ``Loads`` keeps its progress per producer rank.
 
     Attributes:
-        load_id: by which ``Loads`` knows it.
+        load_id: its id in ``Loads``.
         load: what was asked for.
-        begun: when, by ``time.perf_counter``, as is ``handshake_succeeded``.
-        grace: of its reads, once it is cancelled.
+        begun: when it began, by ``time.perf_counter``, as is ``handshake_succeeded``.
+        grace: the time that its cancelled reads are given, if there are any.
         peer: the producer, once its handshake has succeeded.
-        renewal: of its hold, while it is renewed.
+        renewal: the id of the renewal of its hold, if one was begun.
         copies, nbytes: what was read so far.
         failed_at: the stage in which it failed, if that was before ``Loads`` knew of it.
         wait_seconds: how long the request had waited for pages.

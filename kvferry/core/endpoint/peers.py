@@ -77,15 +77,17 @@ class Peer:
         plan: how this rank reads from it.
         ids: producer rank to connection, for the ranks that concern this rank; empty once the peer
             is given up.
-        links: the same, also once it is given up: reads may still be under way there.
-        sources: what is read from each rank, by rank.
-        page_limits: how many pages each of its groups has.
+        links: what ``ids`` was before the peer was given up; kept, because reads may still be under
+            way on these connections.
+        sources: the part of the plan for each producer rank that is read, by rank.
+        page_limits: per group, the number that page ids must stay below.
         last_used: when it was last used, on the endpoint's clock.
-        connected: whether it has not been given up.
+        connected: ``False`` once it was given up.
         suspect: whether something has failed with it. It is connected anew as soon as it has no
             loads, and new loads wait for that.
         numeric: the address of its side channel, without a name to look up.
-        memory: the bytes that keeping it takes, by what takes them.
+        memory: estimated bytes that are kept for it, by the ``id`` of the object that takes them;
+            peers may share one.
         path: what carries its bytes, in the driver's words, once something was read.
         ticket_key: the key by which it proves its tickets; empty if it proves none.
     """
@@ -140,7 +142,9 @@ class Peer:
         return self.key.engine, self.incarnation, self.ticket_key
 
     def check(self, ticket: Ticket) -> None:
-        """Refuse a ticket that this producer did not make.
+        """Refuse a ticket that does not belong to this producer, or does not fit what it publishes.
+
+        Without a ticket key the incarnation and the shape are compared, and no proof.
 
         Raises:
             TicketError: it did not, or the ticket does not fit what it publishes.

@@ -30,15 +30,16 @@ busy, and reads that share it end one after the other, not all of them with the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a read ended. No byte of it lands any more.
+    """How a read ended; nothing more of it is written to local memory.
 
     Attributes:
         error: why it failed; ``None`` if all bytes arrived.
-        copies: how many it had; 0 if it was never posted.
-        nbytes: the bytes of all of them.
-        begun: when it was to be posted, by ``time.perf_counter``; 0 if it never was.
-        seconds: from then to its end.
-        post_seconds: of these, until the driver had taken it.
+        copies: number of copies in the read; 0 if they were never built.
+        nbytes: their bytes in total.
+        begun: when posting began, by ``time.perf_counter``; 0 if it was cancelled before.
+        seconds: from ``begun`` to the end.
+        post_seconds: the part of ``seconds`` until the driver accepted it, or until the end if it
+            never did.
     """
 
     error: KVFerryError | None
@@ -51,12 +52,12 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Grace:
-    """The time that cancelled reads have to end by themselves.
+    """The time that cancelled reads are given to end before ``escalate`` is called.
 
     Attributes:
-        escalate: called when it is over, with those of the reads that go on; and every
-            ``CANCEL_SECONDS`` from then on, while some go on and it returns ``True``.
-        until: when it is over, on the clock of ``Transfers``, which sets it.
+        escalate: called with the posted reads that have still not ended when the time is over, and
+            again every ``CANCEL_SECONDS`` until all have ended or it returns ``False``.
+        until: when the time is over, on the clock of ``Transfers``, which sets it.
         reads: the cancelled reads that have not ended, in the order in which they were cancelled;
             kept by ``Transfers``.
     """

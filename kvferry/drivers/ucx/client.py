@@ -69,7 +69,9 @@ class UcxPeer:
 
 
 class Client:
-    """The client side of a transport. Every method but the constructor needs ``lock``.
+    """The side of a transport that connects to peers, and reads and writes.
+
+    Whoever calls a method holds ``lock``.
 
     Args:
         ucp: the library.
@@ -81,7 +83,8 @@ class Client:
     Attributes:
         lock: protects the workers and everything here, connections and transfers included.
         peers: by their ids.
-        last_driven: when a call of the transport last drove this side, by ``time.monotonic``.
+        last_driven: when a call of the transport, not the progress thread, last made progress
+            here, by ``time.monotonic``.
     """
 
     def __init__(
