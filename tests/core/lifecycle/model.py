@@ -312,7 +312,7 @@ class World:
             if self.producer.starved is None:
                 self.ask(size=2, drafter=False)
                 self._producer_step(tail=True)
-        for _ in range(2):  # what was answered earlier is used up
+        for _ in range(3):  # the last may be asked in the second: its answer is used in the third
             self._producer_step(tail=True)
         ranks = self.producer.ranks[heard]
         kept = self._claimed(ranks)
