@@ -124,7 +124,7 @@ class FerryStats(KVConnectorStats):
         return not self.data
 
     def _total(self, metric: Metric) -> float:
-        """Return the sum over all labels; of ``PEERS_DOWN``, which each rank counts, the maximum."""
+        """Return the sum over all labels; of ``PEERS_DOWN``, which ranks share, the maximum."""
         values = [value for _, value in flat(metric, self.data)]
         return float(max(values, default=0) if metric is PEERS_DOWN else sum(values))
 
