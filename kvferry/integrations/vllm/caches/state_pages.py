@@ -205,8 +205,8 @@ def _tensors(page: Page, count: int) -> list[_Tensor]:
     """Return the tensors of a state, and refuse a state of more than ``count`` tensors.
 
     Raises:
-        LayoutError: There are more tensors. In vLLM they keep recent inputs from which the state has
-            yet to be computed (ReplaySSM, RecoverSSM), with cursors that no page contains.
+        LayoutError: There are more tensors. In vLLM they keep recent inputs from which the state
+            has yet to be computed (ReplaySSM, RecoverSSM), with cursors that no page contains.
     """
     tensors = _every_tensor(page)
     if len(tensors) > count:
