@@ -162,7 +162,7 @@ def main(rank: int, *descriptors: int) -> int:
         else:
             follow(pipes[0], rank)
     except (KVFerryError, OSError) as exc:
-        with suppress(OSError):  # the pipe is closed: that was the failure
+        with suppress(OSError):  # a closed pipe may be the failure itself
             pipes[0].send(Failed(reason=str(exc)))
         return 1
     return 0

@@ -184,8 +184,8 @@ ADDRESS = 1 << 40
 """Where a computed buffer starts. Any address will do, since nothing is read."""
 
 UNEVEN = 1.5
-"""If the kind with most layers has less than this times those of the kind with fewest, vLLM
-pads the smaller groups instead of splitting the larger ones
+"""If the largest kind of layers is less than this many times as large as the smallest, vLLM pads
+the smaller groups instead of splitting the larger ones
 (``_get_kv_cache_groups_uniform_page_size``)."""
 
 
@@ -200,7 +200,7 @@ class Engine:
     Attributes:
         ranks: The layout of each rank.
         coordinates: The coordinates of each rank; empty if unknown.
-        windows: The window in tokens of each group's layers, 0 for none; empty if no group has one.
+        windows: The window in tokens of each group's layers, 0 for none; may be empty if all are 0.
 
     Raises:
         EngineError: The attributes do not fit together.

@@ -29,7 +29,7 @@ ANYWHERE = "anywhere"
 Source = Annotated[str, Meta(min_length=1, max_length=4096)]
 """Text of a list's entry: a network, or where a key or secret is.
 
-A key or secret is at ``file:PATH`` or ``env:NAME``; a public key may also stand there itself.
+A key or secret is at ``file:PATH`` or ``env:NAME``; a public key may also be the text itself.
 """
 
 NIXL_KEYS = {

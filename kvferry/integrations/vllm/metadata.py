@@ -43,7 +43,7 @@ class RankReport(KVConnectorWorkerMetadata):
     silent: Mapping[int, tuple[Silence, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
-        """Return these reports merged with those of other ranks.
+        """Return these reports merged with the reports of other ranks.
 
         Args:
             other: Reports of other ranks; ignored if they are another connector's.

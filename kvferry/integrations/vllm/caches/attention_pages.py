@@ -175,7 +175,7 @@ def flash_or_shuffled(page: Page) -> Fields:
     K is then as in ``vectors``, and V is ``[heads, tokens/x, size, x]``
     (``reshape_and_cache_shuffle_kernel`` in ``rocm_aiter_fa.py``, whose backend has
     FlashAttention's name). Shuffled fp8 pages ignore the layer's scales, so their bytes mean
-    something else than those of other backends, and are not described.
+    something else than in other backends, and the pages are not described.
     """
     if page.spec.num_head_slots is None:
         return halves(page)

@@ -121,7 +121,7 @@ def _state_facts(layer: object, draft: bool, position: ShardPosition) -> LayerFa
 def _groups(layer: object, position: ShardPosition) -> int:
     """Return how many groups B and C have in the model, or 0 if unknown.
 
-    The mixer's ``n_groups`` includes the copies for other ranks; that of its norm does not.
+    The mixer's ``n_groups`` includes the copies for other ranks; its norm's ``n_groups`` does not.
     """
     groups = getattr(getattr(layer, "norm", None), "n_groups", None)
     if groups is None:

@@ -230,7 +230,7 @@ def _every_tensor(page: Page) -> list[_Tensor]:
 
 
 def _sharing(page: Page) -> ShardPosition:
-    """Return the rank's position; that of an only rank if every rank stores the whole state."""
+    """Return the rank's position, or an only rank's if every rank stores the whole state."""
     return ShardPosition() if page.spec.tp_replicated else page.position
 
 
