@@ -102,5 +102,5 @@ def _more(can: Capabilities) -> str:
 
 
 def _plain(reason: str | None) -> str:
-    """Return a reason without markup for rich."""
+    """Return a reason in which rich sees no markup."""
     return (reason or "").replace("[", r"\[")

@@ -12,10 +12,10 @@ def run(host: str, port: int, *, timeout: float, keys: Keys = NONE) -> int:
     """Ask an engine for its problems, and print them.
 
     Args:
-        host: Host of its side channel.
-        port: TCP port of its side channel.
+        host: Host of the engine's side channel.
+        port: TCP port of that side channel.
         timeout: Seconds for the whole exchange.
-        keys: Keys with which to ask.
+        keys: Keys for that side channel, if it is encrypted.
 
     Returns:
         The exit status: 0 if the engine has no problems, otherwise 1.

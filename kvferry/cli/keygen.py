@@ -24,12 +24,13 @@ def run(folder: Path, engines: Sequence[str]) -> None:
     """Write the keys of engines, and print the settings of each.
 
     Args:
-        folder: Where to write; created if it does not exist. Engines whose public keys it contains
-            already become peers of the new ones, and its ticket secret is kept.
+        folder: Where to write; created if it does not exist. Engines whose public keys are there
+            already become peers of the new ones; a ticket secret that is there is kept.
         engines: Names of the engines' files.
 
     Raises:
-        SecretError: A file exists already, or cannot be written. Then nothing was written.
+        SecretError: A name is refused, or a file exists already or cannot be written. No file was
+            written then.
     """
     _check_names(engines)
     try:
@@ -65,7 +66,7 @@ def _check_names(engines: Sequence[str]) -> None:
 
 
 def _contents(folder: Path, engines: Sequence[str]) -> dict[Path, str]:
-    """Return what to write, by path.
+    """Return the content of each file to write, by path.
 
     Raises:
         SecretError: One of the files exists already.

@@ -15,7 +15,7 @@ class Keys:
     """A command's keys.
 
     Attributes:
-        access: The command's own keys, and the engine as the only one that it asks.
+        access: The command's own keys, and the public key of the only engine that it trusts.
         server: The engine's public key; empty if its side channel is not encrypted.
     """
 
@@ -27,16 +27,15 @@ NONE = Keys()
 
 
 def keys_of(secret_key: str, peer: str, environment: Mapping[str, str] = os.environ) -> Keys:
-    """Return the keys that options name, like ``curve_secret_key`` and ``curve_peers``.
+    """Return the keys that a command's options name.
 
     Args:
         secret_key: Where the command's own secret key is, ``file:PATH`` or ``env:NAME``.
-        peer: The engine's public key, or where it is.
+        peer: The engine's public key, or where that is.
         environment: The environment variables.
-        environment: of this process.
 
     Raises:
-        SecretError: only one of the two is given, or one is no key.
+        SecretError: Only one of the two keys is given, or one of them is no key.
     """
     if not secret_key and not peer:
         return NONE

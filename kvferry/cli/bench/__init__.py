@@ -1,7 +1,8 @@
-"""``kvferry bench``: how fast a driver is here, beside a memcpy of the same run.
+"""``kvferry bench``: measure how fast a driver is here, compared with memcpy.
 
-Two processes with a buffer each: this one reads, or writes, the other's, in blocks of several
-sizes, in a row and scattered. Before a case is timed, every byte that it moved is compared.
+There are two processes with a buffer each: this one reads or writes the other's, in blocks of
+several sizes, in a row and scattered. Before a case is timed, it runs once and every byte that it
+moved is compared.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def run(
 
     Args:
         driver: Name of an installed driver.
-        options: Its ``driver_options``, each ``KEY=VALUE``.
-        sizes: Bytes of the transfers, such as ``4K,1M``.
-        blocks: Bytes of their copies, likewise.
+        options: The driver's ``driver_options``, each ``KEY=VALUE``.
+        sizes: Bytes of the transfers, such as ``1M,16M``.
+        blocks: Bytes of each copy in a transfer, such as ``4K,64K``.
         write: Whether to measure writes as well as reads.
         memory: Kind of both buffers, as ``kvferry.testing.memory.allocate`` takes it.
         seconds: For about how long to measure in total.
@@ -50,7 +51,8 @@ def run(
         The exit status: 0, or 130 after Ctrl-C.
 
     Raises:
-        KVFerryError: It could not be measured, or a byte was wrong. All processes have ended then.
+        KVFerryError: The driver could not be measured, or moved a wrong byte. All processes have
+            ended then.
     """
     grid = cases(
         sizes_of(sizes, "--size"), sizes_of(blocks, "--block"), ("read", "write")[: 1 + write]
@@ -80,7 +82,7 @@ def _measured(
         near, memcpy = near_buffer(memory, nbytes), memcpy_of(memory, nbytes)
         far = stack.enter_context(far_process(driver, options, memory, nbytes))
         bench = Bench(transport, far, near, memcpy)
-        # Transports go first: of both, each may still touch the other's buffer.
+        # Close transports before buffers are freed: each side may still touch the other's buffer.
         stack.callback(transport.close)
         with report.progress(len(grid)) as show:
             return setup, [_one(bench, case, seconds / len(grid), show) for case in grid]
@@ -96,7 +98,7 @@ def _check_capabilities(
 ) -> None:
     can, kind = transport.capabilities, memory.partition(":")[0]
     lacking = sorted({case.op for case in grid} - can.ops)
-    # Memory that a function of the user's makes is of a kind that only its region tells.
+    # If a function of the user's makes the memory, its kind is known only once there is a region.
     unknown = kind in ("cpu", "cuda") and kind not in can.memory
     if lacking or unknown:
         raise BenchError(

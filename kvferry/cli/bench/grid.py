@@ -15,11 +15,11 @@ from kvferry.core.memory import I64Array, Region
 from kvferry.core.transport.copies import Copies, Segment
 
 SIZES, BLOCKS = "1M,16M,64M", "4K,64K,1M"
-"""The default sizes."""
+"""The defaults of ``--size`` and ``--block``."""
 
 LARGEST = 1 << 36
 COPIES_LIMIT = 1 << 24
-"""Most copies of a case; to prepare more would take too long."""
+"""Most copies of a case; preparing more would take too long."""
 
 _SIZE = re.compile(r"(\d{1,12})\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -35,9 +35,9 @@ class Case:
 
     Attributes:
         op: ``read`` or ``write``.
-        size: Bytes that it moves, a multiple of ``block``.
+        size: Bytes of the transfer, a multiple of ``block``.
         block: Bytes of each copy.
-        scattered: Whether the blocks are in random order on both sides, not adjacent.
+        scattered: Whether the blocks are in random order on both sides; otherwise in a row.
     """
 
     op: str
@@ -59,7 +59,10 @@ class Case:
         return "scattered" if self.scattered else "in a row"
 
     def block_indices(self) -> tuple[I64Array, I64Array]:
-        """Return each copy's block on the local and on the remote side, always the same."""
+        """Return the local and the remote block index of each copy, (copies,) each.
+
+        A case always returns the same indices.
+        """
         rows = np.arange(self.copies)
         if not self.scattered:
             return rows, rows
@@ -88,12 +91,15 @@ class Case:
 
 
 def cases(sizes: Sequence[int], blocks: Sequence[int], ops: Sequence[str]) -> list[Case]:
-    """Return all combinations, without blocks larger than a size and orders of a single block.
+    """Return the cases of all combinations of op, size, block and order.
+
+    Left out are blocks larger than the size; a single block counts once, as in a row. Sizes are
+    rounded down to whole blocks.
 
     Args:
         sizes: Bytes of the transfers.
-        blocks: Bytes of their copies.
-        ops: ``read``, ``write``.
+        blocks: Bytes of each copy.
+        ops: ``read``, ``write`` or both.
 
     Raises:
         BenchError: No case is left, or a case would have too many copies.
@@ -125,7 +131,7 @@ def sizes_of(text: str, option: str) -> list[int]:
 
     Args:
         text: The text; units are powers of 1024.
-        option: The command's option, for messages.
+        option: The name of the command's option, for errors.
 
     Raises:
         BenchError: A part is no size, or too large.

@@ -39,11 +39,10 @@ class Result:
     """The result of a case.
 
     Attributes:
-        case: what was measured.
-        rounds: how many times it was repeated.
-        seconds: median time of the transfer, from the call until ``poll`` says done.
-        memcpy_seconds: median time of one memcpy of as many bytes; each round times the transfer,
-            then the memcpy.
+        case: The case that was measured.
+        rounds: How many times it was timed. Each round times the transfer, then a memcpy.
+        seconds: Median time of the transfer, from the call until ``poll`` says done.
+        memcpy_seconds: Median time of one memcpy of as many bytes.
     """
 
     case: Case
@@ -58,7 +57,7 @@ class Result:
 
     @property
     def memcpy_gb_per_s(self) -> float:
-        """Speed of a memcpy of the same size in 10^9 bytes per second."""
+        """Speed of a memcpy of the same size, in 10^9 bytes per second."""
         return self.case.size / self.memcpy_seconds / 1e9
 
     @property
@@ -75,13 +74,13 @@ class Result:
 class Bench:
     """Measure cases between this process's buffer and that of a second process.
 
-    It needs about five times the buffer's memory.
+    Measuring takes about five times the memory of one buffer.
 
     Args:
         transport: This process's transport; the caller closes it.
         far: The second process, with a buffer of the same size.
         near: This process's buffer.
-        memcpy: The copy to compare with.
+        memcpy: Copies bytes within this process, to compare with.
     """
 
     def __init__(self, transport: Transport, far: Process, near: Buffer, memcpy: Memcpy) -> None:
@@ -92,11 +91,11 @@ class Bench:
             self._peer = transport.connect(far.address())
 
     def measure(self, case: Case, seconds: float) -> Result:
-        """Move a case's bytes, compare each of them, and then measure the time.
+        """Run a case once and compare every byte, and then measure its time.
 
         Args:
-            case: What to move.
-            seconds: For about how long to repeat it.
+            case: The case.
+            seconds: For about how long to repeat the case.
 
         Raises:
             BenchError: A transfer failed, or a byte is wrong.
@@ -143,7 +142,7 @@ class Bench:
         begun = time.perf_counter()
         while not (status := transport.poll([transfer])[0]).state.final:
             _refuse(case, status, time.perf_counter() - begun)
-            # Without progress of its own, a transfer goes on only when it is polled.
+            # Without background progress, a transfer goes on only when it is polled: never sleep.
             if transport.capabilities.background_progress:
                 _pause(time.perf_counter() - begun)
         transport.forget(transfer)
@@ -152,7 +151,7 @@ class Bench:
 
 
 def _refuse(case: Case, status: Status, elapsed: float) -> None:
-    """Of a transfer that is not final."""
+    """Raise ``BenchError`` if a transfer that has not ended has failed, or takes too long."""
     if status.state is State.FAILING:
         raise BenchError(f"a {case} failed: {status.error}")
     if elapsed > DEADLINE_SECONDS:
@@ -160,12 +159,19 @@ def _refuse(case: Case, status: Status, elapsed: float) -> None:
 
 
 def _pause(elapsed: float) -> None:
-    """Sleep, so that others can move the bytes, but miss the end by two percent at most."""
+    """Sleep, so that the driver can move the bytes; at most 2 % of the time that passed already."""
     time.sleep(0 if elapsed < BUSY_SECONDS else elapsed / 50)
 
 
 def _moved(source: Bytes, case: Case, taken: Any, put: Any) -> Bytes:  # noqa: ANN401 - indices
-    """Return what the target must contain after its blocks have been copied."""
+    """Return what the target must contain after a case, given the block indices of its copies.
+
+    Args:
+        source: The source's bytes.
+        case: The case.
+        taken: Index of the source block of each copy.
+        put: Index of the target block of each copy.
+    """
     target = np.empty((case.copies, case.block), np.uint8)
     target[put] = source[: case.size].reshape(target.shape)[taken]
     flat: Bytes = target.reshape(-1)
@@ -184,14 +190,13 @@ def far_process(
 ) -> Iterator[Process]:
     """Start a second process with a transport and a buffer; it ends with the ``with`` block.
 
-    Only this process handles Ctrl-C: the signal is blocked in the other one, which ends when this
-    one does.
+    Only this process handles Ctrl-C: SIGINT is blocked in the second one, which ends with this one.
 
     Args:
         driver: Name of an installed driver.
-        options: Its ``driver_options``.
+        options: The driver's ``driver_options``.
         memory: Kind of the buffer.
-        nbytes: Size of the buffer.
+        nbytes: Size of the buffer in bytes.
 
     Raises:
         BenchError: The process does not start.
@@ -225,8 +230,8 @@ def near_buffer(memory: str, nbytes: int) -> Buffer:
     """Return this process's buffer.
 
     Args:
-        memory: Its kind.
-        nbytes: Its size.
+        memory: Kind of the buffer.
+        nbytes: Size of the buffer in bytes.
 
     Raises:
         BenchError: There is no such memory on this machine.
@@ -241,7 +246,7 @@ def near_buffer(memory: str, nbytes: int) -> Buffer:
 
 
 def memcpy_of(memory: str, nbytes: int) -> Memcpy:
-    """Return a memcpy within memory of this kind, or within CPU memory for other kinds."""
+    """Return a memcpy of up to ``nbytes``, within GPU memory for ``cuda``, or else CPU memory."""
     if memory.partition(":")[0] == "cuda":
         return _cuda_memcpy(memory, nbytes)
     source, target = (_pages(nbytes) for _ in range(2))

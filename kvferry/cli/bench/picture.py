@@ -1,6 +1,6 @@
 """The picture of ``kvferry bench --plot``: speed by block size, compared with memcpy.
 
-It needs matplotlib, and draws without pyplot, which would look for a display.
+This module needs matplotlib. It draws without pyplot, which would look for a display.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ WIDTH, HEIGHT = 5.2, 4.0
 
 
 def draw(path: Path, title: str, results: Sequence[Result]) -> None:
-    """Write the picture, a panel for each operation and order.
+    """Write the picture, with a panel for each operation and order.
 
     Raises:
-        BenchError: the file cannot be written.
+        BenchError: The file cannot be written.
     """
     ops = sorted({result.case.op for result in results})
     orders = sorted({result.case.scattered for result in results}, reverse=True)

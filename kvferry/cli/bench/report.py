@@ -23,14 +23,14 @@ from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import installed
 
 Show = Callable[[str], None]
-"""Called with what is measured next."""
+"""Called with the name of the case that is measured next."""
 
 FORMATS = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The conditions of a measurement; ``load`` is the machine's load of the minute before."""
+    """The conditions of a measurement; ``load`` is the load average of the last minute."""
 
     driver: str
     distribution: str
@@ -46,7 +46,7 @@ class Setup:
 
 
 def setup(driver: str, options: Mapping[str, object], memory: str, transport: Transport) -> Setup:
-    """Return the current conditions."""
+    """Return the conditions of a measurement that starts now."""
     info = next(info for info in installed() if info.name == driver)
     return Setup(
         driver=driver,
@@ -65,7 +65,7 @@ def setup(driver: str, options: Mapping[str, object], memory: str, transport: Tr
 
 @contextmanager
 def progress(total: int) -> Iterator[Show]:
-    """Show a progress bar if stderr is a terminal; each call of the yielded function is a step."""
+    """Show a progress bar if stderr is a terminal; call the yielded function before each case."""
     console = Console(stderr=True)
     with Progress(
         BarColumn(),
@@ -73,7 +73,7 @@ def progress(total: int) -> Iterator[Show]:
         TextColumn("{task.description}"),
         console=console,
         transient=True,
-        refresh_per_second=2,  # what it draws with is what moves the bytes
+        refresh_per_second=2,  # drawing takes CPU time from the transfer
         disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("", total=total)
@@ -158,7 +158,7 @@ def check_plot(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before anything is measured.
 
     Raises:
-        BenchError: it cannot; says why.
+        BenchError: The picture cannot be drawn; says why.
     """
     if path.suffix.lower() not in FORMATS:
         raise BenchError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
@@ -173,10 +173,10 @@ def check_plot(path: Path) -> None:
 
 
 def draw(path: Path, made: Setup, results: Sequence[Result]) -> None:
-    """Draw the results.
+    """Draw the results into a file.
 
     Raises:
-        BenchError: the file cannot be written.
+        BenchError: The file cannot be written.
     """
     from kvferry.cli.bench.picture import draw as drawn
 

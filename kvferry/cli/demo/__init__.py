@@ -53,7 +53,7 @@ def run(
         KVFerryError: The demo could not run. All processes have ended then.
     """
     console = Console()
-    # What an endpoint warns of is part of the story here, and printed as such.
+    # The demo provokes what endpoints warn of, and prints it itself.
     logging.getLogger("kvferry").addHandler(logging.NullHandler())
     try:
         shapes = shape_of(prefill), shape_of(decode, tp=1)
@@ -86,9 +86,10 @@ def _run(console: Console, nbytes: int, driver: str, prefill: Shape, decode: Sha
 
 
 def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, decode: Shape) -> int:
-    """Have the decode engine pull everything, print the results, and return the exit status.
+    """Have the decode engine pull everything, and print the results.
 
-    It is 1 if a byte is wrong, or if the used ticket was not refused as stale.
+    Returns:
+        The exit status: 1 if a byte is wrong or the used ticket was not refused as stale, else 0.
     """
     count, tokens = len(spec.requests), sum(request.tokens for request in spec.requests)
     title = f"prefill engine computed {tokens:,} tokens of {count} requests"
@@ -120,7 +121,11 @@ def _ticket(pipe: Connection, advance: report.Advance) -> Ticket:
 
 
 def _transport(driver: str) -> Transport:
-    """Validate the arguments before any process is started."""
+    """Return a transport of a driver, which must be able to read CPU memory.
+
+    Raises:
+        DemoError: The driver cannot read CPU memory.
+    """
     transport = create(driver)
     can = transport.capabilities
     if CPU in can.memory and "read" in can.ops:

@@ -31,12 +31,12 @@ WAIT_SECONDS = 0.2
 COPY_ROUNDS = 3
 
 Advance = Callable[[], None]
-"""Called when one more part of a step is over."""
+"""Called when one more part of a step of the demo is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
-    """The loads of all requests, and the seconds from the first order to the last report."""
+    """The records of all loads by request id, and the seconds from first order to last report."""
 
     records: dict[str, LoadRecord]
     seconds: float
@@ -53,12 +53,12 @@ class Pulled:
 
     @property
     def handshake(self) -> float:
-        """Seconds of the handshake, for which all loads wait."""
+        """Seconds of the longest handshake; all loads wait for the same one."""
         return max(record.handshake_seconds for record in self.records.values())
 
 
 class Decode:
-    """The consumer: a poisoned cache and its endpoint, which the caller closes."""
+    """The consumer: a cache filled with ``POISON``, and its endpoint, which the caller closes."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Decode:
         """Load all requests at once, and return how long that took.
 
         Raises:
-            DemoError: a load failed.
+            DemoError: A load failed.
         """
         begun = time.perf_counter()
         for request, ticket in tickets.items():
@@ -103,7 +103,7 @@ class Decode:
         return Pulled(records=records, seconds=time.perf_counter() - begun)
 
     def pull_again(self, request: Request, ticket: Ticket) -> KVFerryError | None:
-        """Return why the load of a used ticket is refused, or ``None`` if it is not."""
+        """Load with a used ticket, and return the error; ``None`` if the load succeeded."""
         self._load(request, ticket)
         while True:
             self.endpoint.wait(WAIT_SECONDS)
@@ -112,7 +112,10 @@ class Decode:
                 return results.failed.get(RequestId(request.name))
 
     def wrong_bytes(self, advance: Advance) -> dict[str, int]:
-        """Compare every byte of the cache, and return how many are wrong by request."""
+        """Compare every byte of the cache, and return the number of wrong ones by request id.
+
+        The key ``pages of no request`` has those in all other pages.
+        """
         wrong: dict[str, int] = {}
         for request, pages in self.pages.items():
             wrong[request.name] = wrong_bytes(self._shape, 0, self._cache, request, pages)
@@ -122,10 +125,10 @@ class Decode:
         return wrong
 
     def memcpy_rate(self, nbytes: int) -> float:
-        """Return the bytes per second of a memcpy within the cache, the best of several."""
+        """Return the bytes per second of a memcpy from the cache, the best of ``COPY_ROUNDS``."""
         source = self._cache.reshape(-1).view(np.uint8)[:nbytes]
         target = np.empty_like(source)
-        target.fill(0)  # its pages must exist before the clock starts
+        target.fill(0)  # the system must have mapped its pages before the clock starts
         best = float("inf")
         for _ in range(COPY_ROUNDS):
             begun = time.perf_counter()

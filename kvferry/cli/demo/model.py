@@ -1,7 +1,7 @@
 """The demo's model: the content of its KV cache, and where each engine stores it.
 
-The value of every element follows from what it is (request, layer, K or V, token, head, element)
-and never from where it lies, so that a check of it owes nothing to the planner.
+The value of every element depends on what it is (request, layer, K or V, token, head, element) and
+never on where it is stored, so that it can be checked without the planner.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TOKEN_LIMIT = 1 << 32
 ORDERS = ("HND", "NHD")
 BLOCK_LIMIT = 1024
 SPARE_PAGES = 4
-"""Pages of no request: page 0, which means none, and some that must not change."""
+"""Number of pages of no request: page 0, whose id means "none", and others; none may change."""
 
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 _SCATTER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 Words = npt.NDArray[np.uint64]
-"""Four elements as one word of eight bytes, enough to encode where they belong."""
+"""An array whose words of eight bytes hold four elements each, enough for unique values."""
 
 
 class DemoError(KVFerryError):
@@ -75,17 +75,17 @@ class Shape:
         return -(-tokens // self.block)
 
     def page_bytes(self, rank: int) -> int:
-        """Bytes of a page of K, or V, of one layer."""
+        """Return the bytes of a page of K, or of V, of one layer on a rank."""
         return self.block * len(self.heads(rank)) * ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request.
+    """A request of the demo.
 
     Attributes:
-        number: Its number, the seed of its prompt.
-        tokens: The length of its prompt.
+        number: The request's number, which is also the seed of its prompt.
+        tokens: Number of tokens in the prompt.
     """
 
     number: int
@@ -103,10 +103,10 @@ class Request:
 
 
 def shape_of(text: str, tp: int | None = None) -> Shape:
-    """Return a shape from the text of the command line: ``2/HND/16``, or ``HND/16`` for one ``tp``.
+    """Return a shape from an option's text: ``2/HND/16``, or ``HND/16`` if ``tp`` is given.
 
     Raises:
-        DemoError: it is not written like that, or there is no such shape.
+        DemoError: The text is written in another way, or there is no such shape.
     """
     pattern = "ORDER/TOKENS" if tp else "RANKS/ORDER/TOKENS"
     match (*([str(tp)] if tp else []), *text.split("/")):
@@ -117,7 +117,7 @@ def shape_of(text: str, tp: int | None = None) -> Shape:
 
 
 def requests_of(nbytes: int, count: int = 8) -> list[Request]:
-    """Return requests of increasing length whose pages have ``nbytes`` together, or more."""
+    """Return requests of increasing length whose cache has ``nbytes`` in total, or more."""
     total = max(-(-nbytes // TOKEN_BYTES), 1)
     count = min(count, total)
     ends = [total * k * (k + 1) // (count * (count + 1)) for k in range(count + 1)]
@@ -126,7 +126,7 @@ def requests_of(nbytes: int, count: int = 8) -> list[Request]:
 
 
 def scattered_pages(shape: Shape, requests: Sequence[Request], seed: int) -> list[list[int]]:
-    """Return page ids for each request, scattered as in an engine that has run for a while."""
+    """Return the page ids of each request, scattered as in an engine that has run for a while."""
     counts = [shape.pages(request.tokens) for request in requests]
     free = 1 + np.random.default_rng(seed).permutation(sum(counts) + SPARE_PAGES - 1)
     ends = np.cumsum(counts)
@@ -175,12 +175,12 @@ def values(request: Request, layer: int, index: int, heads: range) -> Words:
     head = np.arange(heads.start, heads.stop, dtype=np.uint64)[None, :, None]
     word = np.arange(WORDS, dtype=np.uint64)[None, None, :]
     row = (np.uint64(tensor * TOKEN_LIMIT) + token) * np.uint64(HEADS) + head
-    # Odd, so that different numbers stay different, and every byte of them is put to use.
+    # The factor is odd, so different numbers stay different, and they use all eight bytes.
     return (row * np.uint64(WORDS) + word + np.uint64(1)) * _SCATTER
 
 
 def compute(shape: Shape, rank: int, cache: Words, request: Request, pages: Sequence[int]) -> None:
-    """Write what a prefill leaves in a rank's pages: the values, and zeros after the last token."""
+    """Write a request's values into a rank's pages, and zeros after its last token."""
     heads = shape.heads(rank)
     rows = np.zeros((len(pages) * shape.block, len(heads), WORDS), dtype=np.uint64)
     for layer in range(LAYERS):
@@ -193,7 +193,7 @@ def compute(shape: Shape, rank: int, cache: Words, request: Request, pages: Sequ
 def wrong_bytes(
     shape: Shape, rank: int, cache: Words, request: Request, pages: Sequence[int]
 ) -> int:
-    """Return how many bytes of a request's pages are wrong, including those after its end."""
+    """Return how many bytes of a request's pages are wrong, also after its last token."""
     heads, wrong = shape.heads(rank), 0
     for layer in range(LAYERS):
         for index in range(2):
@@ -208,7 +208,12 @@ def wrong_bytes(
 
 
 def wrong_spare_bytes(cache: Words, used: Sequence[int]) -> int:
-    """Return how many bytes of the pages of no request have changed since ``make_cache``."""
+    """Return how many bytes of unused pages are not ``POISON`` any more.
+
+    Args:
+        cache: A cache that ``make_cache`` filled with ``POISON``.
+        used: The pages of all requests.
+    """
     spare = np.setdiff1d(np.arange(cache.shape[2]), used)
     poison = np.broadcast_to(POISON, cache[0, 0, spare].shape)
     return sum(

@@ -18,7 +18,7 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 T = TypeVar("T")
 
 GRACE_SECONDS = 5.0
-"""Seconds for a process to end after its pipe was closed."""
+"""Seconds that a process has to end after its pipe was closed; then it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A rank has started: what it publishes."""
+    """A rank has started: its process, and the encoded payload that it publishes."""
 
     pid: int
     payload: bytes
@@ -67,7 +67,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasedRequest:
-    """The pages of no request are held any more."""
+    """The pages of all requests have been released."""
 
     requests: int
 
@@ -83,7 +83,7 @@ def receive(pipe: Connection, kind: type[T]) -> T:
     """Return the next message, which must be of a given type.
 
     Raises:
-        DemoError: the other process failed, and says why, or has ended.
+        DemoError: The other process has failed, and said why, or has ended.
     """
     try:
         message = pipe.recv()
@@ -100,8 +100,8 @@ def receive(pipe: Connection, kind: type[T]) -> T:
 def prefill_processes(ranks: int) -> Iterator[Connection]:
     """Start one process per rank of the prefill engine; yield the pipe to rank 0.
 
-    They end when their pipes do, so nothing that ends this process leaves them behind. They are in
-    a group of their own: Ctrl-C is this process's to handle.
+    The processes end when their pipes are closed, so also if this process ends in any way. Each is
+    in a process group of its own, so that only this process gets Ctrl-C.
     """
     here, lead = _pair()
     pairs = [_pair() for _ in range(ranks - 1)]
@@ -115,7 +115,7 @@ def prefill_processes(ranks: int) -> Iterator[Connection]:
                 end.close()
         for process in processes:
             stack.callback(_end, process)
-        stack.callback(here.close)  # first of all: the end of the pipe tells them to end
+        stack.callback(here.close)  # runs first: a closed pipe tells the processes to end
         yield here
 
 

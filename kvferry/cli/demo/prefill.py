@@ -65,7 +65,7 @@ class Rank:
         )
 
     def step(self, step: DemoStep) -> Stepped:
-        """Apply the orders, then compute; a ticket is made only after that."""
+        """Apply the orders, then compute; the request's ticket is made after this step."""
         self.endpoint.apply(step.orders)
         if step.compute is not None:
             pages = self.pages[step.compute]
@@ -74,7 +74,7 @@ class Rank:
 
 
 class Lead:
-    """The scheduler half: hold requests, make tickets, and free what every rank has sent."""
+    """The scheduler half: hold requests, make tickets, and free requests that all ranks sent."""
 
     def __init__(self, spec: Spec, rank: Rank, others: Sequence[Connection]) -> None:
         self._spec, self._rank, self._others = spec, rank, others
@@ -141,11 +141,11 @@ def lead(control: Connection, others: Sequence[Connection]) -> None:
                 rank.endpoint.wait(PACE_SECONDS)
                 engine.step()
             control.send(ReleasedRequest(requests=len(spec.requests)))
-            control.poll(None)  # until the other end closes
+            control.poll(None)  # wait until the other end closes the pipe
 
 
 def follow(pipe: Connection, index: int) -> None:
-    """Run another rank: execute the steps of rank 0 until it closes the pipe."""
+    """Run a rank other than 0: execute the steps of rank 0 until it closes the pipe."""
     rank = Rank(receive(pipe, Spec), index)
     with rank.endpoint:
         pipe.send(Joined(pid=os.getpid(), payload=encode(rank.endpoint.payload)))
@@ -162,7 +162,7 @@ def main(rank: int, *descriptors: int) -> int:
         else:
             follow(pipes[0], rank)
     except (KVFerryError, OSError) as exc:
-        with suppress(OSError):  # nobody is there any more: that was the reason
+        with suppress(OSError):  # a closed pipe may be the failure itself
             pipes[0].send(Failed(reason=str(exc)))
         return 1
     return 0

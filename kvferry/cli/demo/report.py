@@ -21,7 +21,7 @@ __all__ = ["Advance", "engines", "rates", "requests", "step", "used_ticket"]
 
 @contextmanager
 def step(console: Console, title: str, total: int | None = None) -> Iterator[Advance]:
-    """Show a step: a bar while it runs, a line when it has ended."""
+    """Show a step: a progress bar while the ``with`` block runs, and a line when it has ended."""
     begun = perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     counted = (*columns, BarColumn(), MofNCompleteColumn()) if total else columns
@@ -29,7 +29,7 @@ def step(console: Console, title: str, total: int | None = None) -> Iterator[Adv
         *counted,
         console=console,
         transient=True,
-        refresh_per_second=5,  # what it draws with is what moves the bytes
+        refresh_per_second=5,  # drawing takes CPU time from the transfer
         disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task(title, total=total)
@@ -58,7 +58,7 @@ def requests(
     pages: Mapping[Request, tuple[int, int]],
     wrong: Mapping[str, int],
 ) -> None:
-    """Print what was transferred."""
+    """Print for each request its pages, copies, bytes and time, and whether all bytes are right."""
     table = Table(box=None)
     for name in ("request", "tokens", "from pages", "to pages", "copies", "MB", "ms", "bytes"):
         table.add_column(name, justify="left" if name in ("request", "bytes") else "right")
@@ -81,7 +81,7 @@ def requests(
 
 
 def used_ticket(console: Console, refusal: KVFerryError | None) -> None:
-    """Print what happened to the ticket that was used twice."""
+    """Print how the second use of a ticket was refused, or that it was not."""
     if refusal is None:
         console.print("\n[red]A ticket whose pages were released was accepted again.[/]")
     else:

@@ -40,16 +40,16 @@ def run(
 
     Args:
         host: Host of a running engine's side channel, to be checked as well.
-        port: Its TCP port.
+        port: TCP port of that side channel.
         engine: Id of the engine that should answer there; ``None`` for any.
-        keys: Keys with which to ask it.
+        keys: Keys for that side channel, if it is encrypted.
         as_json: Whether to print JSON instead of a table.
 
     Returns:
         The exit status: 1 if something is bad, 130 after Ctrl-C, otherwise 0.
 
     Raises:
-        DoctorError: Only one of host and port is given, or an engine or keys without them.
+        DoctorError: Only one of host and port is given; or engine or keys without host and port.
     """
     about = engine is not None or keys != NONE
     if (host is None) != (port is None) or (about and host is None):
@@ -66,7 +66,7 @@ def run(
 
 
 def worst(findings: Sequence[Finding]) -> FindingLevel:
-    """Return the worst verdict.
+    """Return the worst verdict of all findings; ``OK`` if there are none.
 
     Args:
         findings: The findings.
@@ -106,7 +106,7 @@ def _hardware() -> Iterator[Finding]:
 
 @contextmanager
 def _step(title: str) -> Iterator[None]:
-    """Show on a terminal what takes long."""
+    """Show a title while the ``with`` block runs, if stderr is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield

@@ -22,7 +22,7 @@ from kvferry.core.messages import (
 
 LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"
-"""An unused address (RFC 5737), to ask the kernel which of this host's addresses leads there."""
+"""An unused address (RFC 5737), to ask the kernel which local address a route there starts from."""
 SECONDS = 5.0
 ENGINE = "kvferry-doctor"
 
@@ -53,7 +53,7 @@ def own_address() -> str | None:
 
 
 def _served(host: str) -> Finding:
-    """Bind a side channel, ask it, and return the finding."""
+    """Open a side channel, ping it, and return the finding."""
     name = f"side channel at {host}"
     payload = _payload()
     try:
@@ -77,10 +77,10 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
     """Return the finding about the side channel of a running engine.
 
     Args:
-        host: Where the side channel listens, as its tickets say.
-        port: Its TCP port.
+        host: Host of the side channel, as in the engine's tickets.
+        port: TCP port of the side channel.
         engine: The engine's id; ``None`` accepts any engine.
-        keys: Keys with which to ask.
+        keys: Keys for the side channel, if it is encrypted.
     """
     name = f"engine at {host} port {port}"
     try:
@@ -109,12 +109,12 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
 
 
 def _why(error: HandshakeError) -> str:
-    """Return the cause of an error, without the address that the finding's name has."""
+    """Return the cause of an error, without the address, which is in the finding's name."""
     return str(error.__cause__ or error)
 
 
 def _payload() -> RankPayload:
-    """Return what a rank without a cache would publish."""
+    """Return the payload that a rank without a cache would publish."""
     return RankPayload(
         oldest=OLDEST_PROTOCOL,
         newest=NEWEST_PROTOCOL,

@@ -28,7 +28,7 @@ def nics(root: Path = Path("/")) -> list[str]:
 
 
 def rdma(root: Path = Path("/")) -> Finding:
-    """Return the finding about NICs: their ports, and whether this process may use them.
+    """Return the finding about NICs with RDMA: their ports, and whether this process may use them.
 
     Args:
         root: The file system's root; another one in tests.
@@ -59,7 +59,7 @@ def _ports(root: Path, nic: str) -> Iterator[str]:
 
 
 def gpus(root: Path = Path("/")) -> list[str]:
-    """Return a text for each GPU, with less detail if its driver is not installed.
+    """Return a description of each GPU, with less detail if its driver is not installed.
 
     Args:
         root: The file system's root; another one in tests.
@@ -71,8 +71,8 @@ def gpu(found: list[str], *, library: str = "libcuda.so.1") -> Finding:
     """Return the finding about GPUs, and whether CUDA's driver can be loaded.
 
     Args:
-        found: A text for each GPU.
-        library: The driver's library.
+        found: The descriptions that ``gpus`` returned.
+        library: File name of CUDA's driver library.
     """
     if not found:
         return ok(GPU, "none")
@@ -87,7 +87,7 @@ def gpu(found: list[str], *, library: str = "libcuda.so.1") -> Finding:
 
 
 def direct(root: Path = Path("/")) -> Finding:
-    """Return whether a NIC can read GPU memory, for machines with both.
+    """Return the finding about whether a NIC can read GPU memory, for machines with both.
 
     Args:
         root: The file system's root; another one in tests.
@@ -103,7 +103,7 @@ def direct(root: Path = Path("/")) -> Finding:
 
 
 def _from_smi() -> list[str]:
-    """Return the GPUs that nvidia-smi lists."""
+    """Return the GPUs that nvidia-smi lists; none if it is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -22,10 +22,10 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        name: of what was looked at.
-        verdict: what that means.
-        found: what it is.
-        remedy: what to do about it; empty if there is nothing to do.
+        name: What was checked.
+        verdict: How serious the result is.
+        found: The result.
+        remedy: What to do; empty if there is nothing to do.
     """
 
     name: str
@@ -35,7 +35,12 @@ class Finding:
 
 
 def ok(name: str, found: str) -> Finding:
-    """A finding that needs no remedy."""
+    """Return a finding that needs no remedy.
+
+    Args:
+        name: What was checked.
+        found: The result.
+    """
     return Finding(name=name, verdict=FindingLevel.OK, found=found)
 
 

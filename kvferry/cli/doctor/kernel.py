@@ -18,13 +18,13 @@ from kvferry.drivers.loopback.procfs import allow_readers, vm_peek, why_forbidde
 READING = "reading processes"
 SECONDS = 30.0
 SHARED_ENOUGH = 1 << 30
-"""Fewer bytes of /dev/shm than this do not suffice for engines and UCX."""
+"""Free bytes of /dev/shm that suffice for engines and UCX."""
 
 
 def reading() -> Finding:
-    """Return whether a process may read another that is not its child, as two engines must.
+    """Return the finding about reading another process that is no child, as engines do.
 
-    Really done: a child reads this process, which is what Yama refuses first.
+    It is tried: a child process reads this one, which is what Yama forbids first.
     """
     word = np.random.default_rng().integers(1, 1 << 62, 1, np.uint64)
     try:
@@ -85,8 +85,8 @@ def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
     """Return the finding about how much memory a process may pin for a NIC.
 
     Args:
-        rdma: whether there is a NIC that needs it.
-        limit: bytes; that of this process if it is None.
+        rdma: Whether there is a NIC that needs pinned memory.
+        limit: How many bytes may be pinned; ``None`` for this process's limit.
     """
     name = "locked memory"
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
@@ -103,7 +103,7 @@ def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Return the finding about the size of shared memory."""
+    """Return the finding about how much shared memory is free."""
     name = "shared memory"
     try:
         found = os.statvfs(folder)

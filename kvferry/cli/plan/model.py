@@ -49,7 +49,7 @@ DTYPES: Mapping[str, str] = {
 }
 
 EVERY_TOKEN = frozenset({"full_attention", "attention", "chunked_attention"})
-"""Types of layers that keep every token; vLLM keeps those of chunked layers too, by default."""
+"""Types of layers that keep every token. vLLM's chunked layers do so by default."""
 WINDOWED = frozenset({"sliding_attention"})
 
 STATES = re.compile(
@@ -65,7 +65,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "global_head_dim": "heads of two sizes",
     "num_global_key_value_heads": "layers with unlike numbers of heads",
 }
-"""Keys of models whose cache the file does not describe completely, and what they have."""
+"""Keys of models whose cache the file does not describe completely: key to what it stands for."""
 
 REMEDY = "describe both engines as JSON layouts instead (kvferry plan --help)"
 
@@ -137,7 +137,7 @@ def read_model(path: Path, dtype: str | None = None) -> Model:
 
     Args:
         path: A ``config.json``, or the folder that contains one.
-        dtype: Element type of the cache; that of the file if it is ``None`` or ``auto``.
+        dtype: Element type of the cache; ``None`` or ``auto`` for the file's.
 
     Raises:
         ModelError: The file cannot be read, or does not describe the cache completely.
@@ -165,7 +165,7 @@ def element_type(name: str | None) -> str:
     """Return the key of ``ELEMENT_BYTES`` for an element type.
 
     Args:
-        name: One of its names in files and options; ``None`` for bfloat16.
+        name: A name of the type, as in files and options; ``None`` for bfloat16.
 
     Raises:
         ModelError: The type is unknown.
@@ -246,7 +246,7 @@ def _head_dim(file: Path, config: _Config) -> int:
 
 
 def _windows(config: _Config) -> tuple[dict[int, int], tuple[str, ...]]:
-    """Return the window of each layer, and the assumptions about it."""
+    """Return the window in tokens by layer, 0 for none, and the assumptions about windows."""
     layers = config.num_hidden_layers - (config.num_kv_shared_layers or 0)
     window = config.sliding_window or 0
     if config.layer_types is not None:
@@ -265,7 +265,7 @@ def _windows(config: _Config) -> tuple[dict[int, int], tuple[str, ...]]:
 
 
 def _windows_by_type(types: list[str], declared: int, layers: int, window: int) -> dict[int, int]:
-    """Return the window of each layer, from the types of layers."""
+    """Return the window in tokens by layer, from the layers' types."""
     if len(types) < declared:
         raise ModelError(f"'layer_types' has {len(types)} entries for {declared} layers")
     unknown = {n: t for n, t in enumerate(types[:layers]) if t not in EVERY_TOKEN | WINDOWED}

@@ -1,6 +1,6 @@
 """The picture of ``kvferry plan --svg``: ribbons from prefill ranks to decode ranks.
 
-The only module that needs matplotlib. It draws without pyplot, which would look for a display.
+This module needs matplotlib. It draws without pyplot, which would look for a display.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvferry.cli.plan.report import of_fields, rank_name
 STEP = 0.62
 """Inches from one rank to the next."""
 WIDTH = 10.0
-"""Inches of the picture."""
+"""Width of the picture in inches."""
 BOX = 2.7
-"""Inches of a rank's box."""
+"""Width of a rank's box in inches."""
 MARGIN = 0.25
 FILLED = 0.86
-"""Which part of a step the box fills."""
+"""Height of a rank's box as a fraction of ``STEP``."""
 INK, FAINT, PAPER = "#1f2430", "#8a93a6", "#f4f6fa"
 
 
 class _Ribbon(NamedTuple):
-    """A read, with bottom and top of its ends at the prefill and the decode side."""
+    """A read, and (bottom, top) of its ribbon's ends: left at prefill, right at decode."""
 
     read: ReadEstimate
     left: tuple[float, float]
@@ -47,8 +47,8 @@ def draw_svg(
     """Draw an estimate, with ribbons as wide as their number of bytes.
 
     Args:
-        path: The file.
-        estimate: The estimate.
+        path: The SVG file.
+        estimate: The reads of one request.
         prefill: The prefill engine, and its settings as text.
         decode: The decode engine, and its settings as text.
 
@@ -80,7 +80,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _centres(count: int, rows: int) -> list[float]:
-    """Return the heights of a side's boxes, the first on top."""
+    """Return the vertical centres of a side's boxes, from top to bottom."""
     each = rows * STEP / count
     return [rows * STEP - each * (rank + 0.5) for rank in range(count)]
 
@@ -104,7 +104,7 @@ def _ribbons(estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]
 def _stacked(
     reads: Sequence[ReadEstimate], centre: float, scale: float
 ) -> dict[int, tuple[float, float]]:
-    """Return top and bottom of each read at a box, one below the other."""
+    """Return (bottom, top) of the reads' ends at a box, stacked, by ``id`` of each read."""
     heights = [read.sizes.total * scale for read in reads]
     tops = [centre + sum(heights) / 2]
     for height in heights:

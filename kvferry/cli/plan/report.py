@@ -23,7 +23,7 @@ VLLM = {
     "block_size": "--block-size {}",
     "interleave": "--cp-kv-cache-interleave-size {}",
 }
-"""vLLM's options for the settings."""
+"""How each setting is given to vLLM."""
 
 SIDES = ("prefill", "decode")
 
@@ -82,7 +82,7 @@ def print_reads(console: Console, estimate: Estimate, prefill: Engine, decode: E
 def _reading(
     estimate: Estimate, prefill: Engine, rank: int
 ) -> Iterator[tuple[tuple[str, ...], str | None]]:
-    """Yield the rows of one decode rank, without its name."""
+    """Yield a decode rank's rows of the table: all cells but the rank's name, and a style."""
     reads, released = estimate.of_decode(rank), estimate.told_by(rank)
     for read in reads:
         what = escape(what_of(read.overlaps))
@@ -194,7 +194,7 @@ def json_record(
         estimate: The estimate of the request.
         prefill: The prefill engine.
         decode: The decode engine.
-        given: Advice; ``None`` if copies are not small.
+        given: The advice; ``None`` if copies are not small.
     """
     return {
         "tokens": estimate.tokens,
@@ -214,7 +214,7 @@ def _ranks(engine: Engine) -> Iterable[int]:
 
 
 def _read(read: ReadEstimate) -> Record:
-    """Return one read."""
+    """Return one read for JSON."""
     keys: dict[tuple[int, int], list[str]] = {}
     for overlap in read.overlaps:
         keys.setdefault(overlap.shard, []).append(overlap.local.key)
@@ -225,7 +225,7 @@ def _read(read: ReadEstimate) -> Record:
 
 
 def _rank(engine: Engine, rank: int) -> Record:
-    """Return a rank and its coordinates."""
+    """Return a rank's number and coordinates for JSON."""
     where = engine.coordinates[rank] if engine.coordinates else None
     return {"rank": rank, "coordinates": None if where is None else _coordinates(where)}
 
@@ -236,7 +236,7 @@ def _coordinates(where: Coordinates) -> Record:
 
 
 def _prefill_reads(estimate: Estimate, rank: int) -> Record:
-    """Return which decode ranks read or release a prefill rank."""
+    """Return for JSON which decode ranks read or release a prefill rank."""
     reads = estimate.of_prefill(rank)
     return {
         "read_by": [read.decode for read in reads],
@@ -246,7 +246,7 @@ def _prefill_reads(estimate: Estimate, rank: int) -> Record:
 
 
 def _decode_reads(estimate: Estimate, rank: int) -> Record:
-    """Return which prefill ranks a decode rank reads or releases."""
+    """Return for JSON which prefill ranks a decode rank reads or releases."""
     reads = estimate.of_decode(rank)
     return {
         "reads": [read.prefill for read in reads],
@@ -255,7 +255,7 @@ def _decode_reads(estimate: Estimate, rank: int) -> Record:
 
 
 def _byte_counts(sizes: ByteCounts) -> Record:
-    """Return number and sizes of copies."""
+    """Return number and sizes of copies for JSON."""
     return {
         "copies": sizes.copies,
         "bytes": sizes.total,
@@ -266,7 +266,7 @@ def _byte_counts(sizes: ByteCounts) -> Record:
 
 
 MAX_NAMED_LAYERS = 3
-"""How many layers without a number are named; further ones become three dots."""
+"""How many layers without a number are named; three dots stand for further ones."""
 
 FieldLayer = tuple[str, int | None]
 """A field's owner, such as ``model.layers``, and the layer's number."""
@@ -287,12 +287,12 @@ def rank_name(engine: Engine, rank: int) -> str:
 
 
 def what_of(overlaps: Sequence[Overlap]) -> str:
-    """Return the parts of fields, such as ``layers 0-39, heads 0-1``."""
+    """Return which parts of fields overlap, such as ``layers 0-39, heads 0-1``."""
     return of_fields((overlap.local.key, overlap.shard) for overlap in overlaps)
 
 
 def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
-    """Return the parts of fields, from their keys and shard ranges."""
+    """Return text that names parts of fields, given the key and shard range of each."""
     layers_by_part: dict[tuple[str, tuple[int, int]], list[FieldLayer]] = {}
     for key, shard in fields:
         prefix, _, name = key.rpartition("/")
@@ -315,7 +315,7 @@ def _layer_of(prefix: str) -> FieldLayer:
 
 
 def _layers(layers_by_part: Sequence[FieldLayer], *, several: bool) -> str:
-    """Return layers by number, with their owner if there are several; others by name."""
+    """Return text that names layers by number, with the owner if ``several``; others by name."""
     numbered: dict[str, list[int]] = {}
     for owner, number in layers_by_part:
         if number is not None:
@@ -331,7 +331,7 @@ def _layers(layers_by_part: Sequence[FieldLayer], *, several: bool) -> str:
 
 
 def _parts(names: Sequence[str], shard: tuple[int, int]) -> str:
-    """Return the names of fields and the range of heads."""
+    """Return text that names fields and their heads."""
     start, stop = shard
     held = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
     if set(names) == {"k", "v"}:

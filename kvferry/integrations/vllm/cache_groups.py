@@ -1,4 +1,4 @@
-"""vLLM's cache groups: which of a request's blocks are handed over, for attention and for states.
+"""vLLM's cache groups: which blocks of a request each group hands over.
 
 vLLM lists a request's blocks by their position in the request. In a group with a sliding window the
 blocks before the window are holes (``HOLE``). In a group of recurrent states only one block counts,
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 TokenRange = tuple[int, int]
-"""First token and the token after the last one."""
+"""The first token, and the token after the last one."""
 
 Slot = TypeVar("Slot")
 
 NO_PAGES = Pages(ids=np.empty(0, dtype=np.int64))
-"""The page list of a group of which nothing is loaded."""
+"""The page list of a group into which nothing is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,12 @@ class CacheGroup:
     """One cache group that is transferred.
 
     Attributes:
-        index: Its index among all of vLLM's groups.
+        index: The group's index among all of vLLM's groups.
         tokens: How many tokens of a request one page covers, on all context-parallel ranks
-            together; for a state, after how many tokens it continues in the next page.
+            together; for a state, after how many tokens the state continues in the next page.
         is_state: Whether a page holds the recurrent state after some tokens, not tokens.
-        window: How many tokens before the next one are attended to; 0 for all.
+        window: To how many tokens a token attends, itself included, plus any that vLLM keeps in
+            addition; 0 for all.
         chunk: Size in tokens of the chunks to which attention is limited; 0 for no chunks.
     """
 
@@ -59,10 +60,10 @@ class CacheGroup:
         return self.is_state or bool(self.window or self.chunk)
 
     def num_skipped_tokens(self, tokens: int) -> int:
-        """Return how many of a request's first tokens are no longer attended to.
+        """Return how many of a request's first tokens its next token does not attend to.
 
-        These are the formulas of ``get_num_skipped_tokens`` in vLLM's
-        ``single_type_kv_cache_manager.py``, by which it frees a request's first blocks.
+        The formulas are those of ``get_num_skipped_tokens`` in vLLM's
+        ``single_type_kv_cache_manager.py``, by which vLLM frees a request's first blocks.
 
         Args:
             tokens: How many tokens the request has.
@@ -76,7 +77,7 @@ class CacheGroup:
 
         Args:
             ids: vLLM's ids of the request's blocks, by position.
-            tokens: How many of its tokens were computed.
+            tokens: How many of the request's tokens were computed.
 
         Returns:
             The position of the first page among the request's blocks, and the pages' ids.
@@ -93,13 +94,13 @@ class CacheGroup:
         """Return the tokens that a consumer loads for a request, and the pages it loads them into.
 
         Args:
-            blocks: vLLM's blocks of the request, by position. The first ones are cached already or
-                holes; the load fills all others.
+            blocks: vLLM's blocks of the request, by position. Blocks at the start that are cached
+                already, or holes, are left alone; the load fills all others.
             tokens: How many of the request's tokens the producer hands over.
 
         Returns:
-            The tokens to load (for a state all of them, for a request that is cached ``None``), and
-            the pages that the load fills.
+            The tokens to load, and the pages that the load fills. For a state, all tokens; ``None``
+            and no pages if all tokens are cached.
         """
         if self.is_state:
             page = [block.block_id for block in self._state_slot(blocks, tokens)]
@@ -113,9 +114,9 @@ class CacheGroup:
         return (first, tokens), Pages(ids=np.array(ids, dtype=np.int64), first_index=cached)
 
     def _state_slot(self, slots: Sequence[Slot], tokens: int) -> Sequence[Slot]:
-        """Return the slot that holds the state after ``tokens`` tokens, in a sequence of one.
+        """Return the slot that holds the state after ``tokens`` tokens, as a sequence of one.
 
-        vLLM's kernels find it in the same way (``mamba_get_block_table_tensor`` in
+        vLLM's kernels find the slot in the same way (``mamba_get_block_table_tensor`` in
         ``v1/attention/backends/utils.py``).
         """
         index = (tokens - 1) // self.tokens

@@ -1,9 +1,9 @@
 """What two engines must agree on before they exchange pages: ``FACTS`` and ``JUDGEMENTS``.
 
-A fact decides what the bytes of a page mean: engines that differ in one never exchange pages. A
+A fact decides what the bytes of a page mean: engines that differ in a fact never exchange pages. A
 judgement is a name, such as the model's: two names may mean the same model, so an operator can
-allow the difference. What a single field describes itself (element type, encoding, shape) is in the
-layout, not here.
+allow the difference. Element type, encoding and shape of each field are compared with the layouts,
+not here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 MAX_CHARACTERS = 1000
-"""Longer values are truncated, and end with a digest of the whole value."""
+"""Most characters of a value; longer values are cut, and end with a digest of the whole value."""
 
 
 def rank_identity(
@@ -100,20 +100,20 @@ def _rotary(config: VllmConfig) -> str:
 
 
 def _original_length(model: ModelConfig, parameters: Mapping[str, Any]) -> int | None:
-    """Return the longest prompt before LongRoPE extended it, if the model says."""
+    """Return the model's context length in tokens without LongRoPE, or ``None`` if not stated."""
     name = "original_max_position_embeddings"
     length: int | None = parameters.get(name) or getattr(model.hf_text_config, name, None)
     return length
 
 
 def _overrides(config: VllmConfig) -> str | None:
-    """Return what the user changed in the model's configuration; ``None`` if by a function."""
+    """Return the user's changes to the model's configuration; ``None`` if a function makes them."""
     overrides = config.model_config.hf_overrides
     return None if callable(overrides) else json.dumps(overrides, sort_keys=True, default=str)
 
 
 def _draft_method(config: VllmConfig) -> str | None:
-    """Return the method of a draft model that has caches; other methods leave no bytes there."""
+    """Return the speculative method, or ``None`` if there is none or its drafts use no KV cache."""
     speculative = config.speculative_config
     if speculative is None or not speculative.uses_draft_kv_cache():
         return None
@@ -121,7 +121,7 @@ def _draft_method(config: VllmConfig) -> str | None:
 
 
 def _draft(name: str) -> Callable[[VllmConfig], str | None]:
-    """Return a function that returns an attribute of the draft model's configuration."""
+    """Return a function that returns an attribute of the draft model's configuration, as text."""
 
     def value_of(config: VllmConfig) -> str | None:
         if _draft_method(config) is None:
@@ -137,7 +137,7 @@ def _dtype_name(dtype: object) -> str:
 
 
 def _truncated(value: str) -> str:
-    """Return a value of at most ``MAX_CHARACTERS`` and a digest."""
+    """Return a value; of a longer one the first ``MAX_CHARACTERS``, and a digest of all of it."""
     if len(value) <= MAX_CHARACTERS:
         return value
     digest = hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

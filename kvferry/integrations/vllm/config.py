@@ -27,7 +27,10 @@ ANYWHERE = "anywhere"
 """The value of ``allowed_peers`` that accepts every address."""
 
 Source = Annotated[str, Meta(min_length=1, max_length=4096)]
-"""Where a key or secret is: ``file:PATH`` or ``env:NAME``; for a public key also the key itself."""
+"""Text of a list's entry: a network, or where a key or secret is.
+
+A key or secret is at ``file:PATH`` or ``env:NAME``; a public key may also be the text itself.
+"""
 
 NIXL_KEYS = {
     "backends": "pass them to a driver that has them, in driver_options",
@@ -37,14 +40,14 @@ NIXL_KEYS = {
     "kv_recompute_threshold": "there is no second turn, from decode back to prefill, yet",
     "decoder_kv_blocks_ttl": "there is no second turn, from decode back to prefill, yet",
 }
-"""NixlConnector's keys that do not exist here, each with the remedy."""
+"""NixlConnector's keys that ``Config`` does not have, each with what to do instead, or why not."""
 
 NIXL_ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "side_channel_host",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "side_channel_port",
     "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "kv_lease_duration",
 }
-"""NixlConnector's environment variables, each with the setting that replaces it here."""
+"""NixlConnector's environment variables, each with the key of ``Config`` that replaces it."""
 
 
 class ConfigError(KVFerryError, ValueError):
@@ -123,14 +126,14 @@ KEYS = tuple(f.name for f in fields(Config))
 
 
 def parse(extra: Mapping[str, Any], *, data_parallel_index: int = 0) -> Config:
-    """Validate what the user set.
+    """Validate ``kv_connector_extra_config``.
 
     Args:
-        extra: ``kv_connector_extra_config``.
+        extra: The keys and values that the user set.
         data_parallel_index: The engine's data-parallel index, which is added to a fixed port.
 
     Returns:
-        The settings, with the port that this engine uses.
+        The settings, with the side-channel port that this engine uses.
 
     Raises:
         ConfigError: A key is unknown, or a value has the wrong type or is out of range.

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 PREFERRED_LAYOUT = "LBHNC"
-"""The memory order that is asked of vLLM: heads outside tokens (HND).
+"""The memory order that the connector asks of vLLM: heads outside tokens (HND).
 
-With it, copies stay large between engines that split heads differently. A layout that the user sets
-takes precedence, and works as well.
+In this order, copies stay large between engines that split heads differently. A layout that the
+user sets takes precedence, and works as well.
 """
 
 
@@ -54,11 +54,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     Args:
         vllm_config: The engine's configuration.
-        role: The role in this process.
+        role: The connector's role in this process, scheduler or worker.
         kv_cache_config: The engine's cache groups.
 
     Raises:
-        ConfigError: Something in the configuration is refused; names it and the remedy.
+        ConfigError: The configuration is refused; names the setting and the remedy.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -87,7 +87,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the preferred memory order; ``None`` for MLA, which has no heads to order."""
+        """Return the memory order to ask for; ``None`` for MLA, which has no heads to order."""
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
         return PREFERRED_LAYOUT
@@ -119,28 +119,28 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether cache groups may have different local hits: loads have a range per group."""
+        """Whether cache groups may have different local hits: yes, a load has a range per group."""
         return True
 
     def on_new_request(self, request: Request) -> None:
-        """Check a new request's ticket, or truncate its prompt."""
+        """Check the ticket of a request to decode, or truncate the prompt of one to prefill."""
         self._scheduler_half().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens beyond the cached ones can be loaded, and whether later."""
+        """Return how many uncached tokens will be loaded, and whether asynchronously."""
         return self._scheduler_half().num_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return the groups whose blocks a load fills, with zeros where it has no data."""
+        """Return the ids of the groups whose blocks a load fills: with data, or else zeros."""
         ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return ids
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Order the load of a request that got blocks, or reserve its hold."""
+        """Order the load of a request that got blocks to decode, or reserve a hold to prefill."""
         self._scheduler_half().blocks_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -154,19 +154,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a request's blocks are held and its ticket, with one cache group."""
+        """Return whether a request's blocks are held, and its ticket; for models with one group."""
         return self._scheduler_half().request_finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a request's blocks are held and its ticket, with any cache groups."""
+        """Return whether a request's blocks are held, and its ticket; for any number of groups."""
         return self._scheduler_half().request_finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
         """Return whether held blocks will be free soon.
 
-        vLLM asks when a running request lacks a block, and then preempts no request.
+        vLLM asks when a running request lacks a block; if so, it waits instead of preempting one.
         """
         return self._scheduler_half().has_pending_block_frees()
 
@@ -181,7 +181,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half().serve(metadata)
 
     def reset_cache(self) -> bool:
-        """Give up every hold, so that vLLM can reset its prefix cache."""
+        """Give up every hold that has a ticket, so that vLLM can reset its prefix cache."""
         self._scheduler_half().reset()
         return True
 
@@ -220,11 +220,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: the consumer reads the pages."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return which sends and loads are over since the last call."""
+        """Return the requests whose sends or loads ended since the last call."""
         return self._worker.results() if self._worker is not None else KVConnectorTransferResults()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return this rank's report to the scheduler: changed problems, and silent consumers."""
+        """Return this rank's report to the scheduler half, or ``None`` if there is none."""
         return self._worker.take_report() if self._worker is not None else None
 
     def get_kv_connector_stats(self) -> FerryStats | None:

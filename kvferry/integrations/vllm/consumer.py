@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAMPLE = re.compile(r"[0-9]+_")
-"""How vLLM begins the request id of each of several samples of one prompt (``n`` > 1).
+"""The prefix that vLLM gives to the request ids of several samples of one prompt (``n`` > 1).
 
 Samples reach the scheduler as separate requests, and nothing else marks them as samples.
 """
@@ -40,7 +40,7 @@ Samples reach the scheduler as separate requests, and nothing else marks them as
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadMessages:
-    """Messages for the workers of one step; ``metadata.StepMetadata`` explains each."""
+    """The consumer's messages to the workers in one step; see ``metadata.StepMetadata``."""
 
     prepare: tuple[Ticket, ...] = ()
     loads: tuple[Load, ...] = ()
@@ -59,7 +59,7 @@ class Consumer:
             an order that is safe for loads.
         verify_prompt: Whether tickets that were made for another prompt are refused.
         backoff: How many tokens at a prompt's end a producer leaves to this engine.
-        security: Which tickets are accepted.
+        security: The secrets, keys and networks by which tickets are accepted.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Consumer:
         self._verify_prompt = verify_prompt
         self._backoff = backoff
         self._security = security
-        # Requests that wait for blocks, with their ticket or why it was refused.
+        # Requests that wait for blocks: the ticket of each, or why its ticket was refused.
         self._waiting: dict[str, Ticket | TicketError] = {}
-        # Requests whose load is under way, with the tokens it loads; None if it was refused.
+        # Requests whose load is under way: its number of tokens, or None if the ticket was refused.
         self._loading: dict[str, int | None] = {}
         self._users = HoldUsers()
         self._prepare: list[Ticket] = []
@@ -101,8 +101,8 @@ class Consumer:
             return
         if request.abort_immediately:
             # vLLM refused the request earlier and dropped its prompt, so the ticket cannot be
-            # checked against it. Releasing the hold could hurt another request; the lease ends it
-            # (ADR 5).
+            # checked against the prompt. Releasing the hold could hurt another request; the lease
+            # ends it (ADR 5).
             return
         try:
             ticket = self._admit(request)
@@ -116,7 +116,7 @@ class Consumer:
             self._prepare.append(ticket)
 
     def num_matched_tokens(self, request: Request, computed: int) -> int:
-        """Return how many tokens beyond the cached ones are to be loaded.
+        """Return how many tokens of a request, beyond the cached ones, are to be loaded.
 
         vLLM may ask several times, so this changes nothing.
 
@@ -128,12 +128,12 @@ class Consumer:
         return max(0, self._tokens_to_have(request, entry) - computed) if entry is not None else 0
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Order the load of a request that got blocks, or say that it needs none.
+        """Order the load of a request that got blocks; release its hold if it loads nothing.
 
         Args:
             request: vLLM's request.
             blocks: Its blocks.
-            external: How many of its tokens are to be loaded into them.
+            external: How many of the request's tokens are to be loaded into the blocks.
         """
         entry = self._waiting.pop(request.request_id, None)
         if entry is None:
@@ -166,7 +166,7 @@ class Consumer:
 
         Args:
             request_ids: vLLM's ids of the requests; those of other connectors are ignored.
-            failed: Those whose load failed.
+            failed: The ids of those requests whose load failed.
         """
         for request_id in request_ids:
             tokens = self._loading.pop(request_id, None)
@@ -245,10 +245,10 @@ class Consumer:
             ) from exc
 
     def _check_tokens(self, request: Request, tokens: int) -> None:
-        """Refuse a ticket whose states and windows are not those that this engine continues from.
+        """Refuse a ticket whose states and windows end at another token than this engine needs.
 
         Raises:
-            TicketError: This engine continues from another token than the ticket's last one.
+            TicketError: The ticket covers more or fewer tokens than are handed over to this engine.
         """
         expected = handed_over_tokens(request, self._backoff)
         if (
@@ -263,7 +263,7 @@ class Consumer:
             )
 
     def _tokens_to_have(self, request: Request, entry: Ticket | TicketError) -> int:
-        """Return how many of a prompt's tokens are cached or loaded, not computed here."""
+        """Return how many of a prompt's first tokens are cached or loaded, not computed here."""
         total = handed_over_tokens(request, self._backoff)
         if isinstance(entry, Ticket):
             total = min(total, entry.tokens)
@@ -284,7 +284,11 @@ class Consumer:
         )
 
     def _shares(self, request_id: str) -> bool:
-        """Return whether a load that is ordered now leaves the final "done" to a later load."""
+        """Record that a load is ordered.
+
+        Returns:
+            Whether this load must not tell the producer "done", because a later one does.
+        """
         siblings = SAMPLE.match(request_id) is not None
         return self._users.order(RequestId(request_id), siblings=siblings)
 
@@ -295,7 +299,7 @@ class Consumer:
         self._users.over(RequestId(request_id), loaded=False)
 
     def _release_only(self, request_id: str, ticket: Ticket, *, shared: bool) -> Load:
-        """Return a load of nothing, which tells the producer that its pages are not needed."""
+        """Return a load of nothing; unless ``shared``, it makes the producer release the hold."""
         groups = len(self._groups)
         return Load(
             request=RequestId(request_id),
@@ -308,7 +312,7 @@ class Consumer:
 
 
 def _log_refusal(request: Request, error: TicketError) -> None:
-    """Log that a request's ticket was refused, with its engine and the cause."""
+    """Log that a request's ticket was refused, with the ticket's engine and the cause."""
     peer = (request.kv_transfer_params or {}).get("remote_engine_id")
     logger.warning(
         "request %s: ticket refused: %s (stage ticket, cause %s, of engine %s)",

@@ -22,7 +22,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     """What a rank sends to the scheduler half at start.
 
     Attributes:
-        payload: Its encoded ``messages.RankPayload``.
+        payload: The rank's encoded ``messages.RankPayload``.
     """
 
     payload: bytes
@@ -33,20 +33,20 @@ class RankReport(KVConnectorWorkerMetadata):
     """What ranks report to the scheduler half in a step, apart from finished requests.
 
     Attributes:
-        problems: By rank, its current problems, for ranks whose problems have changed; an empty
-            tuple if a rank's problems have ended.
-        silent: By rank, the holds with a ticket whose consumer seems to be gone, oldest first; only
-            from ranks that were asked in this step.
+        problems: The current problems of each rank whose problems have changed, by rank; an empty
+            tuple if they have ended.
+        silent: The holds with a ticket whose consumer seems to be gone, by rank; those silent for
+            longest first. Only of ranks that were asked in this step.
     """
 
     problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     silent: Mapping[int, tuple[Silence, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
-        """Return these reports and those of other ranks together.
+        """Return these reports merged with the reports of other ranks.
 
         Args:
-            other: Reports of other ranks; those of another connector are left out.
+            other: Reports of other ranks; ignored if they are another connector's.
         """
         if not isinstance(other, RankReport):
             return self
@@ -57,19 +57,23 @@ class RankReport(KVConnectorWorkerMetadata):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetadata(KVConnectorMetadata):
-    """The scheduler half's messages to the workers in one step, applied in this order.
+    """The scheduler half's messages to the workers in one step.
+
+    Workers apply ``ticket_key`` first, then the others in the order below.
 
     Attributes:
         ranks: The encoded payloads of all ranks of this engine; sent once, before the first load.
-        ticket_key: The public key that proves this engine's tickets; sent with ``ranks``.
+        ticket_key: The public key with which peers verify this engine's tickets; sent with
+            ``ranks``.
         orders: Orders for the holds of requests that this engine computes for others.
-        prepare: Tickets of new requests, so that workers can connect to their engines early.
-        loads: What to read, or holds to release without reading.
+        prepare: Tickets of new requests, so that workers connect early to the engines that made
+            them.
+        loads: Loads to start; a load that reads nothing only releases its hold.
         refused: Ids of requests whose ticket was refused, each with the reason.
         aborted: Ids of requests that ended while their load was under way.
         asks_silent: Whether every rank is to report the holds whose consumer seems to be gone,
             because requests wait for blocks.
-        idle: Whether the engine runs no token in this step, so that workers may wait for a load.
+        idle: Whether the engine runs no token in this step, so that workers may wait for loads.
     """
 
     ranks: tuple[bytes, ...] = ()

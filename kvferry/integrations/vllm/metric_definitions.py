@@ -1,4 +1,4 @@
-"""The metrics: those of the scheduler half, defined here, and those of each rank's endpoint.
+"""The metrics: the scheduler half's, defined here, and the endpoint's, of ``core.metrics``.
 
 ``kvferry.integrations.vllm.metrics`` exports them to vLLM's log line and to Prometheus.
 """
@@ -12,7 +12,7 @@ from kvferry.core.metrics import Metric, MetricKind
 
 
 class NoTicket(enum.StrEnum):
-    """Why a request that was to be decoded elsewhere got no ticket."""
+    """Why a request that another engine was to decode got no ticket."""
 
     NO_HOLD = "no_hold"
     """No slot is free, or a request with the same id is still held."""

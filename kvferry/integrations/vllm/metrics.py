@@ -1,8 +1,8 @@
 """Metrics of workers and scheduler, for vLLM's log line and its Prometheus endpoint.
 
-They travel as plain dictionaries (``kvferry.core.metrics.Data``): from each rank to the scheduler,
-where vLLM adds them up, and the sum from there to the process that logs and serves the metrics.
-What is counted is defined in ``metric_definitions``.
+Metrics travel as plain dictionaries (``kvferry.core.metrics.Data``): each rank sends its own to the
+scheduler, where vLLM adds them up and passes the sum on to the process that logs and serves it.
+``metric_definitions`` defines the metrics.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PREFIX = "vllm:kvferry_"
-"""How the Prometheus names of the metrics begin."""
+"""The prefix of the metrics' Prometheus names."""
 
 SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the histograms' buckets, in seconds."""
@@ -61,7 +61,7 @@ LABEL_VALUES = {
     REFUSED: tuple(TicketReason),
     NO_TICKETS: tuple(NoTicket),
 }
-"""All values of the second label, for the metrics of which they are known in advance.
+"""All values of the second label, for metrics whose label values are known in advance.
 
 These metrics, and those with the label ``driver`` alone, are exported as 0 from the start: a
 counter that appears only with its first failure hides that failure from a rate.
@@ -93,7 +93,7 @@ class FerryStats(KVConnectorStats):
         self.data: Data = {}
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
-        """Add other metrics to these; of gauges the later value counts.
+        """Add other metrics to these; a gauge takes the other's value.
 
         Args:
             other: Metrics of another process or a later interval.
@@ -124,7 +124,7 @@ class FerryStats(KVConnectorStats):
         return not self.data
 
     def _total(self, metric: Metric) -> float:
-        """Return the sum over all labels; of peers, which ranks share, the largest count."""
+        """Return the sum over all labels; of ``PEERS_DOWN``, which ranks share, the maximum."""
         values = [value for _, value in flat(metric, self.data)]
         return float(max(values, default=0) if metric is PEERS_DOWN else sum(values))
 
@@ -136,7 +136,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         vllm_config: The engines' configuration.
         metric_types: vLLM's classes of counters, gauges and histograms.
         labelnames: The names of vLLM's labels.
-        per_engine_labelvalues: Their values by engine index.
+        per_engine_labelvalues: The values of vLLM's labels, by engine index.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         self._start_at_zero(str(extra.get("driver", Config().driver)))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what an engine reported.
+        """Add the metrics that an engine reported.
 
         Args:
-            transfer_stats_data: The data of its ``FerryStats``.
+            transfer_stats_data: The ``data`` of the engine's ``FerryStats``.
             engine_idx: The engine's index.
         """
         for name in transfer_stats_data:

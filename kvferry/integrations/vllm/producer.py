@@ -57,15 +57,16 @@ class Producer:
         groups: The engine's cache groups that are transferred.
         metrics: Counts tickets that were not made and holds that were given up.
         slots: How many requests can be held at once; the engine's number of blocks.
-        lease: Seconds for which the pages of a ticket are held unless the consumer renews it.
+        lease: Seconds for which a ticket's pages are held unless the consumer renews the lease.
         backoff: How many tokens at a prompt's end are left to the consumer.
         computed: Whether nothing writes to a request's pages after its last token was sampled.
         sizes: The engine's parallelism, for the ticket.
         max_held: How many blocks may be held at once; ``None`` for no limit.
-        secrets: Sign the tickets; ``None`` leaves them unsigned.
+        secrets: The secrets that sign tickets; ``None`` leaves tickets unsigned.
         hands_over: Whether the engine's ``kv_role`` lets other engines load from it.
         clock: Returns monotonic seconds.
-        ticket_key: Proves that this engine made its tickets; ``None`` leaves out the proof.
+        ticket_key: The key that proves that this engine made a ticket; ``None`` leaves out the
+            proof.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Producer:
         self._logged_role_refusal = False
         self._clock = clock
         self._pressure = BlockPressure(slots)
-        # Requests to which vLLM gave no blocks in this scheduling pass, with the blocks they need.
+        # Requests to which vLLM gave no blocks in this scheduling pass: how many blocks each needs.
         self._blocks_needed: dict[str, int] = {}
         self._running_request_waits = False
         self._ticket_key = ticket_key
@@ -145,8 +146,8 @@ class Producer:
 
         Args:
             request: vLLM's request.
-            block_ids: Its blocks, one list per cache group of vLLM.
-            serving: Where this engine's side channel listens.
+            block_ids: The ids of the request's blocks, one list per cache group of vLLM.
+            serving: This engine and the address of its side channel.
 
         Returns:
             The ``kv_transfer_params`` for the decoding engine, or ``None`` if no ticket is made and
@@ -218,10 +219,10 @@ class Producer:
         return self._hands_over and _asks_for_remote_decode(request)
 
     def _ticket_tokens(self, request: Request) -> int:
-        """Return how many tokens a ticket of this request covers, or 0 if it gets none.
+        """Return how many tokens the ticket of a request covers, or 0 if it gets no ticket.
 
-        After a request has generated tokens, its recurrent states and attention windows are those
-        after the generated tokens, and decode could not continue from them.
+        After a request has generated tokens, its recurrent states and attention windows include
+        the generated tokens, and decode could not continue from them.
         """
         if request.status.name not in COMPLETE:
             return 0
@@ -254,7 +255,7 @@ class Producer:
         return tokens
 
     def _was_left_whole(self, request: Request) -> bool:
-        """Return whether a prompt was not truncated although it is long enough."""
+        """Return whether prompt_logprobs kept a prompt from being truncated."""
         scored: bool = request.skip_reading_prefix_cache
         return scored and request.num_prompt_tokens > self._backoff
 
@@ -268,7 +269,7 @@ class Producer:
             self._holds.sent(RequestId(request_id))
 
     def reset(self) -> None:
-        """Give up every hold: tickets become stale and vLLM gets the blocks back."""
+        """Give up every hold with a ticket: tickets become stale, and vLLM gets the blocks back."""
         self._holds.reset()
 
     def update_metrics(self) -> None:
@@ -288,7 +289,7 @@ class Producer:
         """Return the orders for the workers of this step, each once."""
         return self._holds.drain()
 
-    # What follows frees held blocks when requests of this engine wait for blocks.
+    # The methods below free held blocks when requests of this engine wait for blocks.
 
     def set_rank_count(self, ranks: int) -> None:
         """Set how many ranks hold pages for other engines.
@@ -305,7 +306,7 @@ class Producer:
 
         Args:
             request: vLLM's request.
-            computed: How many of its tokens are cached here already.
+            computed: How many of the request's tokens are cached here already.
         """
         tokens = request.num_tokens - computed
         self._blocks_needed[request.request_id] = sum(
@@ -349,10 +350,10 @@ class Producer:
         return self._pressure.ask(self._clock(), held=self._holds.ticketed)
 
     def silence_reported(self, reports: Mapping[int, Sequence[Silence]]) -> None:
-        """Take the ranks' reports of silent consumers.
+        """Store the ranks' reports of silent holds, for ``relieve_block_pressure``.
 
         Args:
-            reports: Per rank, the holds whose consumers give no sign of life.
+            reports: The holds whose consumers give no sign of life, by rank.
         """
         if reports:
             self._pressure.answered(reports)

@@ -44,9 +44,9 @@ def prompt_digest(request: Request, tokens: int) -> bytes:
 def _token_id_mask(request: Request, tokens: int) -> tuple[bytes, ...]:
     """Return which of a prompt's first positions are token ids and which are embeddings.
 
-    Empty where vLLM gives no such mask, so that every other prompt keeps its digest. A mask that is
-    all true or all false is not left out: vLLM reads the same ids and embeddings in another way
-    where there is none.
+    One byte per position: 1 for a token id, 0 for an embedding. Empty where vLLM gives no such
+    mask, so that prompts without one keep their digest. A mask that is all true or all false counts
+    too: without a mask, vLLM reads the same ids and embeddings differently.
     """
     mask = request.prompt_is_token_ids
     return () if mask is None else (bytes(map(bool, mask[:tokens])),)
@@ -68,20 +68,21 @@ def prefill_backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> in
     """Return how many tokens at a prompt's end the producer leaves to the consumer.
 
     The consumer always computes the last token itself. A recurrent state cannot be rewound, so the
-    one that is handed over must end before that token; likewise the pages of a window that has
-    moved past it are gone. A multi-token predictor's whole lookahead must stay with the engine that
-    verifies its drafts (as in ``_prefill_backoff`` of vLLM's ``nixl/base_scheduler.py``).
+    state that is handed over must end before that token; so must an attention window, since the
+    pages that it has moved past are gone. A multi-token predictor's whole lookahead must stay with
+    the engine that verifies its drafts (as in ``_prefill_backoff`` of vLLM's
+    ``nixl/base_scheduler.py``).
 
     Args:
         vllm_config: The engine's configuration.
-        groups: Its cache groups that are transferred.
+        groups: The engine's cache groups that are transferred.
     """
     lookahead: int = vllm_config.num_prefill_lookahead_tokens
     return max(int(any(group.needs_exact_length for group in groups)), lookahead - 1)
 
 
 def truncate_prompt(request: Request, tail: int) -> None:
-    """Remove a prompt's last tokens, and let the request generate one token after the rest.
+    """Remove a prompt's last tokens, and limit the request to one generated token.
 
     Args:
         request: vLLM's request, changed in place.
@@ -100,7 +101,7 @@ def handed_over_tokens(request: Request, tail: int) -> int:
 
     Args:
         request: vLLM's request, its prompt not truncated.
-        tail: The producer's ``prefill_backoff``; a prompt that is not longer than that is handed
+        tail: The producer's ``prefill_backoff``. A prompt of no more tokens than that is handed
             over whole.
     """
     tokens: int = request.num_prompt_tokens

@@ -19,12 +19,12 @@ class RankPosition:
     """The position of one worker.
 
     Attributes:
-        shard: Which part of its layers' caches it stores.
-        coordinates: Its rank in each kind of parallelism, as published in the handshake.
-        rank: Its index among the ranks that publish a layout. Ascends in the order in which vLLM
-            lists handshakes: by pipeline rank, then by tensor rank.
-        replica: Whether another rank publishes all that it stores. That is so if several prefill
-            context-parallel ranks store all tokens.
+        shard: Which part of its layers' caches the worker stores.
+        coordinates: The worker's rank in each kind of parallelism, as published in the handshake.
+        rank: The worker's index among the ranks that publish a layout. It ascends in the order in
+            which vLLM lists handshakes: by pipeline rank, then by tensor rank.
+        replica: Whether another rank publishes everything that this one stores, because several
+            prefill context-parallel ranks each store all tokens.
     """
 
     shard: ShardPosition
@@ -50,8 +50,8 @@ def current_rank_position(vllm_config: VllmConfig) -> RankPosition:
     pcp = groups.get_pcp_group().rank_in_group if pcp_size > 1 else 0
     dcp = groups.get_dcp_group().rank_in_group if dcp_size > 1 else 0
     tp_size = parallel.tensor_parallel_size
-    # Prefill context ranks share the tokens only if decode context parallelism is on too.
-    # Otherwise each of them stores all tokens.
+    # Prefill context ranks divide the tokens among themselves only if decode context parallelism is
+    # on too. Otherwise each of them stores all tokens.
     token_ranks = pcp_size if dcp_size > 1 else 1
     return RankPosition(
         shard=ShardPosition(
@@ -68,10 +68,10 @@ def current_rank_position(vllm_config: VllmConfig) -> RankPosition:
 
 
 def shared_incarnation() -> Incarnation:
-    """Return the random number that tells this start of the engine from others.
+    """Return the random number that distinguishes this start of the engine from others.
 
-    The first rank draws it and broadcasts it. Every worker of the engine must call this, once and
-    at the same point of its start.
+    The first rank draws the number and broadcasts it. Every worker of the engine must call this,
+    once and at the same point of its start.
     """
     from vllm.distributed import parallel_state as groups
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROBLEM_STEPS_SECONDS = 60.0
-"""For how long an engine with problems keeps stepping without requests, after the last change.
+"""Seconds that an engine with problems keeps stepping without requests after they last changed.
 
 Workers report only in steps, so without steps a problem that has ended would stay reported. Some
 problems never end, and vLLM neither shuts down nor sleeps while the connector makes it step.
@@ -47,8 +47,8 @@ problems never end, and vLLM neither shuts down nor sleeps while the connector m
 class FerryScheduler:
     """Follow an engine's requests as producer and as consumer, and serve its side channel.
 
-    Whether a request is prefilled for another engine or was prefilled by one is decided by its
-    params, not by the engine's ``kv_role``: one engine can do both.
+    A request's params say whether it is to be prefilled for another engine or was prefilled by one.
+    The engine's ``kv_role`` can forbid either; with ``kv_both`` one engine does both.
 
     Args:
         vllm_config: The engine's configuration.
@@ -134,7 +134,7 @@ class FerryScheduler:
         )
 
     def on_new_request(self, request: Request) -> None:
-        """Check a new request's ticket, or truncate its prompt.
+        """Check the ticket of a request to decode, or truncate the prompt of one to prefill.
 
         Args:
             request: vLLM's request.
@@ -147,19 +147,19 @@ class FerryScheduler:
 
         Args:
             request: vLLM's request.
-            computed: How many of its tokens are cached here already.
+            computed: How many of the request's tokens are cached here already.
         """
         self._producer.allocation_attempted(request, computed)
         tokens = self._consumer.num_matched_tokens(request, computed)
         return tokens, tokens > 0
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Follow up on the allocation of a request's blocks.
+        """Reserve a hold for a request that got blocks to prefill, or order the load of others.
 
         Args:
             request: vLLM's request.
-            blocks: Its blocks.
-            external: How many of its tokens are to be loaded into them.
+            blocks: The request's blocks.
+            external: How many of the request's tokens are to be loaded into the blocks.
         """
         self._producer.blocks_allocated(request)
         self._producer.take_on(request)
@@ -172,7 +172,7 @@ class FerryScheduler:
 
         Args:
             request: vLLM's request.
-            block_ids: Its blocks, one list per cache group.
+            block_ids: The ids of the request's blocks, one list per cache group of vLLM.
 
         Returns:
             Whether vLLM must keep the blocks until the request is reported as sent, and the
@@ -204,7 +204,7 @@ class FerryScheduler:
         )
 
     def worker_output(self, output: KVConnectorOutput) -> None:
-        """Take what all workers have reported in a step.
+        """Apply what the workers have reported in a step.
 
         Args:
             output: vLLM's sum of the workers' reports.
@@ -219,7 +219,7 @@ class FerryScheduler:
         self._consumer.loads_finished(output.finished_recving or (), output.failed_recving or ())
 
     def take_stats(self) -> FerryStats | None:
-        """Return the metrics of requests since the last call, or ``None`` if there are none."""
+        """Return this half's metrics since the last call, or ``None`` if there are none."""
         self._producer.update_metrics()
         data = self._metrics.take()
         return FerryStats(data=data) if data else None
@@ -232,15 +232,15 @@ class FerryScheduler:
     def pending(self) -> bool:
         """Whether the engine must step although it may have nothing to run.
 
-        Messages wait for the workers, or a worker reported a problem not long ago and can report
-        only in a step that it has ended.
+        True while load messages wait for the workers. True also for a while after a worker reported
+        a problem, because it needs a step to report that the problem has ended.
         """
         has_problems = any(self._problems.values())
         changed_lately = time.monotonic() < self._problems_changed + PROBLEM_STEPS_SECONDS
         return self._consumer.pending or (has_problems and changed_lately)
 
     def reset(self) -> None:
-        """Give up every hold, so that vLLM's next attempt to reset its prefix cache succeeds."""
+        """Give up every hold with a ticket, so that vLLM's next prefix-cache reset succeeds."""
         self._producer.reset()
 
     def _current_problems(self) -> list[str]:

@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecuritySettings:
-    """What an engine accepts, and with what it proves itself.
+    """The peers and tickets that an engine accepts, and its own keys and secrets.
 
     Attributes:
-        access: Who is admitted to the side channel, and to whom this engine connects.
-        secrets: Sign and check tickets; ``None`` if tickets are not signed.
+        access: Which peers the side channel admits, and to which this engine connects.
+        secrets: The secrets that sign and check tickets; ``None`` if tickets are not signed.
         exposed: A warning for each secret that other users of this host can read.
     """
 
@@ -45,7 +45,7 @@ def read_security_settings(
     """Read the keys and secrets that the configuration names.
 
     Args:
-        config: Names files and environment variables.
+        config: The settings, which name files and environment variables.
         environment: The environment variables.
 
     Raises:
@@ -78,8 +78,8 @@ def warn_of_open_access(security: SecuritySettings, host: str) -> None:
 
     Args:
         security: This engine's settings.
-        host: Where its side channel listens. On a loopback address only secrets that other users
-            can read are warned of.
+        host: Host on which the side channel listens. If it is a loopback address, the only
+            warnings are those of secrets that other users can read.
     """
     for text in security.exposed:
         logger.warning("%s", text)

@@ -1,4 +1,4 @@
-"""The engine's side channel: where other engines fetch its layouts and check its health."""
+"""The engine's side channel, on which other engines fetch its layouts and check its health."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class EngineSideChannel:
     Attributes:
         engine: The engine's id.
         incarnation: The random number of this start of the engine.
-        host: Where the side channel listens.
-        port: Its TCP port; 0 before it is open.
+        host: Host on which the side channel listens.
+        port: TCP port of the side channel; 0 before it is open.
         key: The public key of the side channel; empty if it is not encrypted.
     """
 
@@ -44,10 +44,10 @@ def serve(
 
     Args:
         ranks: The encoded payloads of all ranks, in rank order.
-        config: Host and port to listen on.
+        config: The settings, with the host and port to listen on.
         access: Which peers are admitted.
         problems: Returns the engine's current problems; called from the server's thread.
-        ticket_key: The public key that proves this engine's tickets.
+        ticket_key: The public key with which peers verify this engine's tickets.
 
     Returns:
         The address for tickets, and the server, which the caller closes.

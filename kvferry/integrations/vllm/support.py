@@ -1,4 +1,4 @@
-"""Refuse at start, by name, what of vLLM cannot work with this connector or was not tested."""
+"""Refuse at start the settings and caches with which the connector cannot work or is untested."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ TICKET_CONNECTORS = frozenset(
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
-    """Refuse an engine because of its configuration.
+    """Refuse an engine whose settings cannot work with the connector, or were not tested with it.
 
-    What vLLM itself refuses with any connector is not repeated here (``use_replayssm``, allocators
+    What vLLM itself refuses with any connector is not checked here (``use_replayssm``, allocators
     that move memory, ``prefix_match_unit`` with one group, ...).
 
     Args:
         vllm_config: The engine's configuration.
 
     Raises:
-        ConfigError: Names every setting that is in the way, and the remedy.
+        ConfigError: Names every such setting, and the remedy.
     """
     _refuse("KVFerryConnector cannot work with", _unsupported(vllm_config))
     _refuse(
@@ -46,12 +46,12 @@ def check_engine(vllm_config: VllmConfig) -> None:
 
 
 def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
-    """Refuse connectors that cannot run beside this one under vLLM's MultiConnector.
+    """Refuse other connectors that cannot run with this one under vLLM's MultiConnector.
 
     Args:
         own: The configuration of this connector.
-        engine: The configuration with which the engine was started; the same as ``own`` without
-            MultiConnector.
+        engine: The configuration with which the engine was started, such as MultiConnector's; the
+            same as ``own`` if this connector runs alone.
 
     Raises:
         ConfigError: Names the setting and the remedy.
@@ -60,22 +60,22 @@ def check_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> None:
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Refuse an engine because of the kinds of its caches.
+    """Refuse an engine that has no cache to hand over, or a kind of cache that is not supported.
 
     Args:
         kv_cache_config: The engine's cache groups.
 
     Raises:
-        ConfigError: Names the layers and kinds that are refused.
+        ConfigError: Names the layers that are refused, and why.
     """
     _refuse("KVFerryConnector cannot work with", _unsupported_groups(kv_cache_config))
 
 
 def check_buffer_device(configured: str, actual: str) -> None:
-    """Refuse to stage transfers through memory of another kind than the cache's.
+    """Refuse a ``kv_buffer_device`` other than the caches' device: transfers are not staged.
 
     Args:
-        configured: ``kv_buffer_device``.
+        configured: The value of ``kv_buffer_device``.
         actual: The type of the device on which the caches are.
 
     Raises:
@@ -136,7 +136,7 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
-    """Yield what in a MultiConnector cannot run beside this connector."""
+    """Yield why this connector cannot run with the others under a MultiConnector."""
     children = engine.kv_connector_extra_config.get("connectors", [])
     names = [child.get("kv_connector") for child in children]
     ticket_connectors = [name for name in names if name in TICKET_CONNECTORS]
@@ -154,7 +154,7 @@ def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> It
 
 
 def _untested(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield the features that should work and were not tested."""
+    """Yield the features in use that should work, and were not tested."""
     model = vllm_config.model_config
     if model.is_multimodal_model:
         yield f"multimodal models such as {model.model!r}"

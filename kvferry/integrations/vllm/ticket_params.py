@@ -49,7 +49,7 @@ class _FerryParams(Struct, frozen=True, kw_only=True):
 
 
 class _NixlParams(Struct, frozen=True, kw_only=True):
-    """Those of NixlConnector's keys that are read; others are ignored."""
+    """The keys of NixlConnector's that kvferry reads; it ignores all others."""
 
     remote_engine_id: str
     remote_request_id: str
@@ -110,9 +110,9 @@ class TicketParams:
         """Return the ``kv_transfer_params`` with which a router asks another engine to decode.
 
         Args:
-            secrets: Sign the params; ``None`` leaves them unsigned.
-            ticket_key: Makes their proof; its public half is published in the handshake. ``None``
-                leaves out the proof.
+            secrets: The secrets that sign the params; ``None`` leaves the params unsigned.
+            ticket_key: The key that makes the proof; the handshake publishes its public half.
+                ``None`` leaves out the proof.
         """
         params = self._unsigned()
         if ticket_key is not None:
@@ -163,14 +163,14 @@ def read_ticket(
 
     Args:
         params: The params, from a client.
-        secrets: The ticket must be signed with one of these; ``None`` if tickets are not signed.
+        secrets: The ticket must be signed with one of these; ``None`` if it must not be signed.
         prompt: How many tokens the request's prompt has. A page covers at least one token, so this
             bounds how many pages a client can make this engine check.
 
     Raises:
-        TicketError: The ticket is another connector's, of another version, malformed, or longer
-            than the prompt; it is signed and should not be, or is not signed as it should be; or it
-            has neither a signature nor a proof. The proof itself can be verified only after the
+        TicketError: Another connector made the ticket; its version is another; it is malformed, or
+            longer than the prompt; its signature is missing, wrong or not expected; or it has
+            neither a signature nor a proof. The proof itself can be verified only after the
             handshake (``check_against``).
     """
     if KEY not in params:
@@ -282,9 +282,10 @@ def _check_signature(
 def _signed_content(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the params that a signature covers.
 
-    That is everything that is read, and everything under ``kvferry``, also keys of newer versions.
-    What routers may change (``do_remote_prefill``, for example) is not read. Of the addresses the
-    producer's own is covered, where the ticket has one.
+    A signature covers every key that is read, and everything under ``kvferry``, also keys of newer
+    versions. It does not cover what routers may change: keys that are not read
+    (``do_remote_prefill``, for example) and, if the ticket has the producer's own address, the
+    routers' address.
     """
     content = {name: params[name] for name in _NixlParams.__struct_fields__}
     own = {name: value for name, value in params[KEY].items() if name != SIGNATURE}
@@ -296,8 +297,8 @@ def _signed_content(params: Mapping[str, Any]) -> dict[str, Any]:
 def _proven_content(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the params that a proof covers.
 
-    It is what a signature covers, without the address that routers may rewrite; the producer's own
-    address is under ``kvferry``.
+    A proof covers what a signature covers, except the proof itself. The producer's own address is
+    under ``kvferry``; the address that routers may rewrite is left out.
     """
     content = {name: params[name] for name in _NixlParams.__struct_fields__ if name not in ROUTED}
     own = {name: params[KEY][name] for name in params[KEY] if name not in (SIGNATURE, PROOF)}

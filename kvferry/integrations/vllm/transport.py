@@ -22,7 +22,8 @@ def make_transport(config: Config, memory: Iterable[str]) -> Transport:
         memory: The kinds of memory in which the caches are (``Region.kind``).
 
     Raises:
-        ConfigError: The driver cannot reach one of the kinds; names installed drivers that can.
+        ConfigError: The driver cannot reach one of the kinds of memory; names the installed drivers
+            that can.
         DriverError: The driver cannot be used.
     """
     transport = registry.create(config.driver, config.driver_options)

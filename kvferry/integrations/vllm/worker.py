@@ -2,7 +2,7 @@
 
 ``start_worker`` describes the caches that vLLM allocated and makes an endpoint of them. From then
 on ``FerryWorker.apply`` passes on the scheduler's messages of each step, and ``results`` returns
-what is over.
+the requests whose sends and loads are over.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.005
-"""How long a step that runs nothing waits for a load, or for a problem of this rank to end.
+"""Seconds that a step without tokens waits for a result, while loads or problems are pending.
 
 The wait releases the interpreter's lock; an engine that spins would starve the endpoint's thread. A
-request that arrives meanwhile waits no longer than this.
+request that arrives during the wait is delayed by no more than this.
 """
 
 
 class FerryWorker:
-    """Apply the scheduler's messages to one rank's endpoint, and report what is over.
+    """Apply the scheduler's messages to one rank's endpoint, and report sends and loads that ended.
 
-    ``start_worker`` makes it. It owns the endpoint and closes it.
+    ``start_worker`` makes it. It owns the endpoint: ``close`` closes it.
 
     Args:
         endpoint: The endpoint of this rank.
-        mark_work: Marks the device work that is enqueued now. It returns a function that says
-            whether the device has done all of that work, or ``None`` if there is none to wait for.
-            Called in steps with requests that become readable or pages to load.
-        drain: Seconds for which ``close`` waits until held pages have been read.
+        mark_work: Marks the device work enqueued so far, and returns a function that tells whether
+            the device has done it; returns ``None`` where there is nothing to wait for. Called in
+            steps in which requests become readable or loads start.
+        drain: Seconds that ``close`` waits for held pages to be read.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class FerryWorker:
             self._endpoint.prove(step.ticket_key)
         if step.ranks:
             self._endpoint.join([wire.decode_payload(data) for data in step.ranks])
-        # Mark the device's work before vLLM enqueues that of this step, which nothing here has to
-        # wait for. The zeroing of new pages is enqueued already, and must be waited for.
+        # Mark the device's work before vLLM enqueues the work of this step, for which neither reads
+        # nor loads have to wait. They must wait for the zeroing of new pages, already enqueued.
         passed = self._mark_work() if step.orders.ready or step.loads else None
         if step.orders:
             self._endpoint.apply(step.orders, passed)
@@ -141,9 +141,9 @@ class FerryWorker:
         self._idle = step.idle
 
     def results(self) -> KVConnectorTransferResults:
-        """Return what is over since the last call, each request once.
+        """Return the requests whose sends or loads ended since the last call, each once.
 
-        In a step that runs nothing it waits for up to ``IDLE_SECONDS``.
+        In a step that runs no token it may wait, for up to ``IDLE_SECONDS``.
         """
         if self._idle and (self._endpoint.pending or self._problems):
             self._endpoint.wait(IDLE_SECONDS)
@@ -160,9 +160,9 @@ class FerryWorker:
         return FerryStats(data=data) if data else None
 
     def take_report(self) -> RankReport | None:
-        """Return this rank's changed problems and, if asked for, its silent consumers.
+        """Return this rank's problems if they changed, and silent holds if they were asked for.
 
-        ``None`` if there is nothing to report.
+        A silent hold is one whose consumer seems to be gone. ``None`` if there is neither.
         """
         rank, problems = self._endpoint.payload.rank, self._endpoint.problems
         changed, asked = problems != self._problems, self._asks_silent
@@ -182,9 +182,10 @@ class FerryWorker:
 class UnreadRankWorker:
     """The worker half of a rank whose whole cache another rank of its engine publishes.
 
-    No engine reads from this rank. vLLM frees pages when every rank has reported a request as sent,
-    so this rank reports it as soon as there is a ticket; the rank that is read reports it when the
-    read is over. A request whose ticket was refused must fail on every rank, so also on this one.
+    No engine reads from this rank. vLLM frees pages when every rank has reported their request as
+    sent, so this rank reports a request as soon as it has a ticket; the rank that is read reports
+    it when the read is over. A request whose ticket was refused must fail on every rank, so this
+    rank reports it as failed.
     """
 
     handshake = None
@@ -214,7 +215,7 @@ class UnreadRankWorker:
                 self._sent.add(self._held.pop(hold))
 
     def results(self) -> KVConnectorTransferResults:
-        """Return what is over since the last call, each request once."""
+        """Return the requests that were sent or refused since the last call, each once."""
         sent, self._sent = self._sent, set()
         refused, self._refused = self._refused, set()
         return KVConnectorTransferResults(
@@ -257,14 +258,14 @@ def start_worker(
 
 
 def _work_marker(device: str) -> Callable[[], Callable[[], bool] | None]:
-    """Return what marks the end of the work that is enqueued on a device's current stream.
+    """Return a function that marks the work enqueued so far on a device's current stream.
 
     Args:
         device: The device's type, as torch names it.
 
     Returns:
-        A function that marks the work enqueued so far and returns a query whether it is done;
-        for CPUs a function that returns ``None``, since their work is done when it returns.
+        A function that returns a query, which tells whether the marked work is done; for CPUs a
+        function that returns ``None``, since a CPU's work is done when the call that does it ends.
     """
     if device == "cpu":
         return lambda: None

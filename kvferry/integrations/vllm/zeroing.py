@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 INDEX_ROWS = 1 << 20
-"""How many rows one kernel zeroes; bounds the memory of the index."""
+"""How many rows one kernel launch zeroes; bounds the memory of its index."""
 
 
 def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
@@ -61,7 +61,16 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
-    """Zero spans as rows of the largest size that divides them all, which keeps the index short."""
+    """Zero spans of a storage.
+
+    The storage is viewed as rows of the largest size that divides all offsets and lengths, which
+    keeps the index short.
+
+    Args:
+        memory: The storage's bytes.
+        offsets: (n,) bytes from the storage's start to each span.
+        lengths: (n,) bytes of each span.
+    """
     import torch
 
     row = math.gcd(int(np.gcd.reduce(offsets)), int(np.gcd.reduce(lengths)))
@@ -75,7 +84,7 @@ def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
 
 
 def _wait_for(memory: dict[Region, torch.Tensor]) -> None:
-    """Wait until devices have done their work: drivers do not know torch's streams."""
+    """Wait for the current stream of each device: drivers do not know torch's streams."""
     import torch
 
     for device in {tensor.device for tensor in memory.values() if tensor.device.type != CPU}:

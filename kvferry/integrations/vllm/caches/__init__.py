@@ -1,8 +1,8 @@
-"""vLLM's allocated caches, described as a ``Layout``; a kind of cache is an entry in a table.
+"""Describe vLLM's allocated caches as a ``Layout``, by three tables.
 
-- ``cache_specs.SPECS``, by class of spec: whether a page holds tokens or a state, or is refused.
+- ``cache_specs.SPECS``, by class of spec: whether pages hold tokens or states, or are refused.
 - ``attention_pages.PACKINGS``, by attention backend: where K and V are in a page.
 - ``state_pages.STATE_PACKINGS``, by backend: the parts of a recurrent layer's state.
 
-``cache_layout.describe`` applies them to the tensors that vLLM registers.
+``cache_layout.describe`` applies the tables to the tensors that vLLM registers.
 """

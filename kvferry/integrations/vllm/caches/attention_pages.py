@@ -1,9 +1,9 @@
 """How attention backends fill a page: the table ``PACKINGS``.
 
-Each packing has a function that returns the fields of a page. These were written from the source of
-vLLM 0.32, from the files that their docstrings name. They return ``None`` if a page is not what
-that source fills: what is not certain is never described. Backends that store the same values give
-their fields the same keys, in whatever order they store them.
+Each packing has a function that returns the fields of a page. The functions were written from the
+source of vLLM 0.32, whose files their docstrings name. A function returns ``None`` for a page that
+this source does not fill, so nothing uncertain is described. Backends that store the same values
+have fields with the same keys, in whatever order they store the values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvferry.core.layout import Field, GroupKind
 from kvferry.integrations.vllm.caches.pages import Page, Pairs
 
 Fields = tuple[Field, ...] | None
-"""The fields of a page, or ``None`` if its inside is not known."""
+"""The fields of a page, or ``None`` if its content is not known."""
 
 VECTOR_BYTES = 16
 """Bytes of the vectors in which ROCm's kernels read keys (``PagedAttention.split_kv_cache``)."""
@@ -25,20 +25,23 @@ TILE = 16
 """Columns of the matrices that AMX multiplies."""
 
 INDEXER_ROW_BYTES = {132: (128, 4), 68: (64, 4)}
-"""Bytes of an indexer's row, to those of its 128 fp8 or packed fp4 values and of their scales."""
+"""Size of an indexer's row: sizes of its 128 values (fp8, or packed fp4) and of their scales.
+
+In bytes, as in ``SPARSE_ROW_BYTES``.
+"""
 
 SPARSE_ROW_BYTES = {584: (576, 8), 528: (512, 16)}
-"""Bytes of a row in ``fp8_ds_mla`` of DeepSeek V4 and V4.1, to those of its values and scales."""
+"""The same for rows in ``fp8_ds_mla`` of DeepSeek V4 and V4.1."""
 
 SPLIT_TOKENS = 256
-"""Tokens of a block that the kernels take whole, without splitting it further than the tensor shows
+"""Tokens of a block that kernels do not split further than the tensor shows
 (``get_supported_kernel_block_sizes`` in ``deepseek_v4/sparse_mla.py`` and ``mla/indexer.py``)."""
 
 
 def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
     """Return the kind and the fields of a group's pages.
 
-    If the inside of one layer's pages is not known, the pages of the whole group are opaque.
+    If the content of one layer's pages is not known, the pages of the whole group are opaque.
 
     Args:
         pages: The pages of each layer of the group.
@@ -54,16 +57,16 @@ def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
 
 
 def _described(page: Page) -> Fields:
-    """Return the fields of a page by its backend's packing, or ``None`` if it is not known."""
+    """Return the fields of a page, or ``None`` if no packing describes it."""
     packing = PACKINGS.get(page.facts.backend)
     return packing.fields(page) if packing else None
 
 
 def opaque(page: Page) -> Field:
-    """Return one field for a whole page whose inside is not known.
+    """Return one field for a whole page whose content is not known.
 
-    Only engines with the same packing can exchange it. Where kernels put what may depend on
-    everything in the packing's name, also on the strides and the processor.
+    Only engines with the same packing can exchange the field. Where kernels put a value may depend
+    on anything, so the packing names the backend, the type, shape and strides, and the processor.
 
     Args:
         page: The layer's pages.
@@ -83,7 +86,7 @@ def opaque(page: Page) -> Field:
 
 
 def processor() -> str:
-    """Return the kind of processor that the kernels run on, as exactly as they may depend on it."""
+    """Return the name of the processor that the kernels run on, with any compute capability."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -102,7 +105,7 @@ def _is_contiguous(page: Page) -> bool:
 
 
 def unknown(page: Page) -> Fields:
-    """Return ``None``: the inside of the page is not known."""
+    """Return ``None``: the content of the page is not known."""
     return None
 
 
@@ -111,7 +114,7 @@ def halves(page: Page) -> Fields:
 
     The strides say where the cells are.
 
-    ``kv_cache.transpose(1, 2).split(head_size, dim=-1)`` in ``flash_attn.py``,
+    See ``kv_cache.transpose(1, 2).split(head_size, dim=-1)`` in ``flash_attn.py``,
     ``flash_attn_diffkv.py``, ``flashinfer.py``, ``flex_attention.py``, ``hpc_attn.py``,
     ``rocm_aiter_unified_attn.py`` and ``triton_attn.py``; the last keeps the scales of its
     per-token-head modes behind the values of each half (``_ensure_scale_caches``).
@@ -133,7 +136,7 @@ def planes(page: Page) -> Fields:
 
     The heads of a token follow each other in its row.
 
-    ``kv_cache.unbind(1)`` and ``unflatten(-1, (num_kv_heads, head_size))`` in ``b12x.py`` and
+    See ``kv_cache.unbind(1)`` and ``unflatten(-1, (num_kv_heads, head_size))`` in ``b12x.py`` and
     ``rocm_segmented_attn.py``.
     """
     if not _plain(page) or not _is_planes(page):
@@ -149,7 +152,8 @@ def planes(page: Page) -> Fields:
 def vectors(page: Page) -> Fields:
     """Return the fields of planes of K ``[heads, size/x, tokens, x]``, V ``[heads, size, tokens]``.
 
-    ``PagedAttention.split_kv_cache`` in ``ops/paged_attn.py``, for ``rocm_attn.py``.
+    x is the number of elements in ``VECTOR_BYTES``. See ``PagedAttention.split_kv_cache`` in
+    ``ops/paged_attn.py``, for ``rocm_attn.py``.
     """
     if not _plain(page) or not _is_planes(page) or not _in_vectors(page):
         return None
@@ -166,11 +170,12 @@ def vectors(page: Page) -> Fields:
 
 
 def flash_or_shuffled(page: Page) -> Fields:
-    """Return the fields of ``halves`` or, where AITER shuffles, K as in ``vectors`` and V likewise.
+    """Return the fields of ``halves`` or, where AITER shuffles, of planes of vectors.
 
-    V is then ``[heads, tokens/x, size, x]`` (``reshape_and_cache_shuffle_kernel`` in
-    ``rocm_aiter_fa.py``, whose backend has FlashAttention's name). Its fp8 pages ignore the layer's
-    scales, so they mean something else than those of other backends and are not described.
+    K is then as in ``vectors``, and V is ``[heads, tokens/x, size, x]``
+    (``reshape_and_cache_shuffle_kernel`` in ``rocm_aiter_fa.py``, whose backend has
+    FlashAttention's name). Shuffled fp8 pages ignore the layer's scales, so their bytes mean
+    something else than in other backends, and the pages are not described.
     """
     if page.spec.num_head_slots is None:
         return halves(page)
@@ -193,9 +198,9 @@ def flash_or_shuffled(page: Page) -> Fields:
 
 
 def columns(page: Page) -> Fields:
-    """Return the fields of pages with, per head, K as a column per token, then V as rows.
+    """Return the fields of pages with, per head, K in columns of a token, then V in rows of one.
 
-    K's element (d, t) is at ``d * tokens + t``, V's at ``t * size + d``. This is how
+    Element d of token t is at ``d * tokens + t`` in K, at ``t * size + d`` in V. This is how
     ``cpu_attn.py`` splits a page and how its ``vec`` kernels (csrc/cpu/cpu_attn_vec.hpp) fill it.
     """
     sizes = _halves(page)
@@ -253,8 +258,8 @@ def tiles(page: Page) -> Fields:
 def rows(page: Page) -> Fields:
     """Return the field of pages with one row per entry, scales included, equal on every rank.
 
-    ``concat_and_cache_mla`` and its like; of ``fp8_ds_mla`` see the head of
-    ``mla/flashmla_sparse.py``, of per-token-head scales ``MLACommonBackend``. Side caches:
+    See ``concat_and_cache_mla``; for ``fp8_ds_mla`` the head of ``mla/flashmla_sparse.py``; for
+    per-token-head scales ``MLACommonBackend``; for side caches
     ``minimax_m3/common/indexer.py``, ``qwen4_exp/common/qsa_cache.py``, and
     ``deepseek_v4/common/ops/save_partial_states.py``.
     """
@@ -273,18 +278,18 @@ def rows(page: Page) -> Fields:
 def indexer(page: Page) -> Fields:
     """Return the fields of pages with the values of all rows, then the scales of all rows.
 
-    ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
-    ``deepseek_v4/common/ops/fused_compress_quant_cache.py``. ROCm's kernels tile the values, on
-    some paths.
+    See ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
+    ``deepseek_v4/common/ops/fused_compress_quant_cache.py``. Pages are described on CUDA only,
+    since ROCm's kernels tile the values on some paths.
     """
     return _rows_then_scales(page, INDEXER_ROW_BYTES)
 
 
 def sparse_rows(page: Page) -> Fields:
-    """Return the field of ``rows`` or, in ``fp8_ds_mla``, the fields of ``indexer``.
+    """Return the field of ``rows`` or, in ``fp8_ds_mla``, values and scales as in ``indexer``.
 
-    The head of ``mla/flashmla_sparse.py``, and ``_fused_compress`` in
-    ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
+    Pages are described on CUDA only. See the head of ``mla/flashmla_sparse.py``, and
+    ``_fused_compress`` in ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
     """
     from vllm.platforms import current_platform
 
@@ -301,7 +306,7 @@ def _plain(page: Page) -> bool:
 
 
 def _halves(page: Page) -> tuple[int, int] | None:
-    """Return the bytes of K and of V in the cell of one head and one token, if they are known."""
+    """Return the bytes of K and of V in the cell of one head and one token; ``None`` if unknown."""
     spec, content = page.spec, page.shape[2] * page.itemsize
     if spec.num_head_slots is not None or page.strides[2] != page.itemsize:
         return None
@@ -326,7 +331,7 @@ def _in_vectors(page: Page) -> bool:
 
 
 def _per_head(page: Page) -> Pairs:
-    """Return the shard axis of a plane whose heads follow each other."""
+    """Return the shard axis of a plane that holds one head after the other."""
     return ((page.spec.num_kv_heads, page.spec.head_size * page.itemsize * page.shape[1]),)
 
 
@@ -343,7 +348,11 @@ def _vector_keys(page: Page) -> Field:
 
 
 def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fields:
-    """Return the fields of values and scales, if the tensor's blocks are those of the kernels."""
+    """Return the fields of all rows' values, then all rows' scales.
+
+    ``None`` if not on CUDA, if kernels may split the tensor's blocks, or if ``row_bytes`` does not
+    have the size of a row.
+    """
     from vllm.platforms import current_platform
 
     heads, entries, content = page.shape
@@ -364,7 +373,7 @@ class Packing:
 
     Attributes:
         inside: What a page holds, or why that is not known, for people (docs/coverage.md).
-        fields: Returns the fields of a page, or ``None`` if it is not what is known.
+        fields: Returns the fields of a page, or ``None`` if the page is not as described.
         unless: When ``fields`` returns ``None``, for people.
     """
 
@@ -472,4 +481,4 @@ PACKINGS: Mapping[str, Packing] = {
     "ROCM_FLASHMLA_SPARSE_DSV4": Packing(inside=ELSEWHERE),
     "XPU_V4_MLA_SPARSE": Packing(inside=ELSEWHERE),
 }
-"""By the backend's ``get_name()``, on CPUs with the kernel. Other backends' pages are opaque."""
+"""Packings by the backend's ``get_name()``, on CPUs with the kernel. Others' pages are opaque."""

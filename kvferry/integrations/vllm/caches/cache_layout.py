@@ -1,9 +1,9 @@
 """Describe the cache tensors that vLLM allocated as a ``Layout``.
 
-The shape of a cache tensor does not say what its bytes mean: only the kernels that read it do. That
-knowledge is in two tables, ``attention_pages.PACKINGS`` and ``state_pages.STATE_PACKINGS``. A page
-of a backend in neither table is opaque: it moves whole between equal engines, and other pairs of
-engines are refused at the handshake.
+The shape of a cache tensor does not say what its bytes mean: only the kernels that read it do. What
+they read is in two tables, ``attention_pages.PACKINGS`` and ``state_pages.STATE_PACKINGS``. A page
+of a backend in neither table is opaque: it moves whole between equal engines, and the handshake
+refuses other pairs of engines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def describe(
             elements). vLLM owns them; the layout only names their addresses.
         config: Which layers form which group. Groups that are not transferred are left out, and a
             group may have no layer on this rank.
-        facts: What else is known, by layer.
+        facts: What else is known about each layer, by layer.
         position: The rank's position.
 
     Raises:
@@ -85,7 +85,7 @@ class _Rank:
         return Group(kind=kind, block_tokens=tokens, context=self._context(group)), packed
 
     def _context(self, group: KVCacheGroupSpec) -> ContextParallel:
-        """Return how tokens are distributed over context ranks, if the cache is sharded."""
+        """Return how a group's tokens are distributed over context-parallel ranks."""
         if not group.kv_cache_spec.dcp_sharded:
             return ContextParallel()
         position = self.position
@@ -134,7 +134,11 @@ def is_state(spec: KVCacheSpec) -> bool:
 def _distinct(
     caches: Mapping[str, torch.Tensor], group: KVCacheGroupSpec
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a group's layers and tensors; of layers that share one tensor only the first."""
+    """Yield a group's layers and their tensors; of layers with a common tensor only the first.
+
+    Raises:
+        LayoutError: A layer has no tensor.
+    """
     seen: set[int] = set()
     for layer in group.layer_names:
         if layer not in caches:
@@ -145,7 +149,7 @@ def _distinct(
 
 
 def _kernels(layer: str, tensor: torch.Tensor, spec: KVCacheSpec, blocks: int) -> int:
-    """Return into how many blocks the kernels split one of the scheduler's blocks.
+    """Return into how many kernel blocks the kernels split one of the scheduler's blocks.
 
     Raises:
         LayoutError: The tensor's shape is not that of its spec.

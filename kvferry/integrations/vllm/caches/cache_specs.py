@@ -26,10 +26,10 @@ class Handling(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSupport:
-    """What is done with a kind of cache.
+    """Whether a kind of cache is supported, and why.
 
     Attributes:
-        handling: What is done with it.
+        handling: What is done with caches of this kind.
         why: The reason, for people (docs/coverage.md and errors).
     """
 
@@ -38,12 +38,12 @@ class CacheSupport:
 
 
 def _paged(why: str) -> CacheSupport:
-    """Return that pages hold tokens."""
+    """Return the support of a kind whose pages hold tokens."""
     return CacheSupport(handling=Handling.PAGED, why=why)
 
 
 def _refused(why: str) -> CacheSupport:
-    """Return that the kind is refused."""
+    """Return the entry of a kind that is refused."""
     return CacheSupport(handling=Handling.REFUSED, why=why)
 
 
@@ -72,11 +72,11 @@ SPECS: Mapping[str, CacheSupport] = {
         "each engine keeps pages of its own for the sink; that the rest can move was not proven"
     ),
 }
-"""By the class's name. A class that is not listed is refused, whatever its base class."""
+"""Support by the spec's class name. A class that is not listed is refused, whatever its base."""
 
 
 def refusals(config: KVCacheConfig) -> Iterator[str]:
-    """Yield why caches cannot be handed over, a text for each group that is refused.
+    """Yield a text for each group whose caches cannot be handed over, with the reason.
 
     Groups that vLLM itself does not offer for transfer are ignored.
 
@@ -118,6 +118,6 @@ def _spec_refusal(spec: KVCacheSpec) -> str:
 
 
 def _names_of(names: list[str]) -> str:
-    """Return the first two names and how many more there are."""
+    """Return the first two names, and the number of further ones, as text."""
     rest = f" and {len(names) - 2} more layers" if len(names) > 2 else ""
     return ", ".join(names[:2]) + rest

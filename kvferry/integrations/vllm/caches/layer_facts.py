@@ -74,10 +74,13 @@ def _model_of(vllm_config: VllmConfig, draft: bool) -> ModelConfig:
 
 
 def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPosition) -> int:
-    """Return how many KV heads a layer has on all ranks; its spec has those of this rank only.
+    """Return how many KV heads a layer has on all ranks together.
+
+    Its spec has only the number of this rank.
 
     Raises:
-        LayoutError: Neither the model's number nor this rank's fits.
+        LayoutError: This rank's number follows neither from the model's number of heads nor from an
+            even split among ranks.
     """
     here = getattr(spec, "num_kv_heads", 1)
     if getattr(spec, "max_tp_shards", None) == 1 or not hasattr(spec, "num_kv_heads"):
@@ -93,7 +96,7 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
 
 
 def _backend_name(layer: object) -> str:
-    """Return the attention backend's name, and on CPUs the kernels' instruction set."""
+    """Return the name of a layer's attention backend, on CPUs with the kernels' instruction set."""
     name: str = layer.get_attn_backend().get_name()  # type: ignore[attr-defined]
     kernel = getattr(layer, "isa", None)
     return f"{name}/{kernel}" if kernel else name
@@ -118,7 +121,7 @@ def _state_facts(layer: object, draft: bool, position: ShardPosition) -> LayerFa
 def _groups(layer: object, position: ShardPosition) -> int:
     """Return how many groups B and C have in the model, or 0 if unknown.
 
-    The mixer's own number includes the copies for other ranks; its norm has the model's number.
+    The mixer's ``n_groups`` includes the copies for other ranks; its norm's ``n_groups`` does not.
     """
     groups = getattr(getattr(layer, "norm", None), "n_groups", None)
     if groups is None:

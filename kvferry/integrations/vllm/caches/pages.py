@@ -1,6 +1,6 @@
 """One layer's pages as vLLM allocated them: shape, strides and what is known about the layer.
 
-What the bytes of a page mean is decided from this in ``attention_pages`` and ``state_pages``.
+``attention_pages`` and ``state_pages`` derive from this what the bytes of a page mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 Pairs = tuple[tuple[int, int], ...]
-"""An axis, as nested dimensions from outer to inner: (count, stride in bytes) each."""
+"""An axis as nested dimensions, from outer to inner; each is (count, stride in bytes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +46,18 @@ class LayerFacts:
     """What neither a cache's tensor nor its spec says about a layer.
 
     Attributes:
-        backend: Name of the attention backend whose kernels read the pages. Where that leaves the
-            kernels open, their kind is added (``CPU_ATTN/vec``), and for a state the type of a
-            device that is not a GPU (``GDN_ATTN/cpu``).
+        backend: Name of the attention backend whose kernels read the pages. Where a backend has
+            several kinds of kernels, with their kind (``CPU_ATTN/vec``); for a state on another
+            device than a GPU, with the device's type (``GDN_ATTN/cpu``).
         heads: Number of KV heads of the layer on all ranks together; 1 for a latent.
         draft: Whether the layer belongs to a draft model.
         encoding: Format and static scales of a quantised cache, equal on all ranks; empty where the
             element type says all.
         groups: Only for a state: number of groups of B and C on all ranks together, without the
-            copies that vLLM makes if they do not divide among ranks; 0 if unknown.
+            copies that vLLM makes if the groups do not divide among ranks; 0 if unknown.
         kernel: Only for a state: width of the convolution's kernel; 0 if unknown.
-        channels_first: Only for a state: whether the convolution's tensor is (channels, columns)
-            and not (columns, channels).
+        channels_first: Only for a state: whether the convolution's tensor is (channels, columns);
+            otherwise it is (columns, channels).
     """
 
     backend: str
@@ -71,7 +71,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """The pages of one layer. A page is what one of the scheduler's block ids names.
+    """The pages of one layer. Each of the scheduler's block ids names one page.
 
     Kernels may split a scheduler's block into smaller ones. Then a page is ``kernels`` such blocks,
     one every ``kernel_stride`` bytes, and ``shape`` and ``strides`` are those of one kernel block.
@@ -79,18 +79,18 @@ class Page:
     Attributes:
         layer: vLLM's name of the layer.
         facts: What else is known about the layer.
-        spec: vLLM's spec of its cache.
+        spec: vLLM's spec of the layer's cache.
         position: This rank's position.
         shape: Shape of a kernel block: (head slots, entries, elements of one head of one entry).
-        strides: Strides of that shape, in bytes.
+        strides: Strides of a kernel block's three axes, in bytes.
         dtype: Element type, by torch's name.
         itemsize: Bytes of an element.
         pages: Number of pages.
         page_stride: Bytes from one page to the next.
         kernels: Number of kernel blocks in a page.
         kernel_stride: Bytes from one kernel block to the next.
-        group: Index of the layout's group.
-        region: Index of the layout's memory region.
+        group: Index of the layer's group in the layout.
+        region: Index of the layer's memory region in the layout.
         offset: Bytes from the region's start to page 0.
     """
 
@@ -128,7 +128,7 @@ class Page:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The range of the model's KV heads that this rank stores."""
+        """The range [first, last) of the layer's KV heads that this rank stores."""
         return share(self.facts.heads, self.position)
 
     def field(
@@ -150,12 +150,13 @@ class Page:
             name: Name of the field within its layer, such as ``k``.
             unit: Contiguous bytes at each position of the axes.
             offset: Bytes from a kernel block's start to the field.
-            tokens: The token axis within a kernel block; the kernel blocks are prepended.
+            tokens: The token axis within a kernel block; the axis over kernel blocks is added.
             heads: The shard axis.
             inner: Further axes, each of one dimension.
-            shard: The model's range that the shard axis covers; by default that of KV heads.
+            shard: The range [first, last) of the model's heads or channels that the shard axis
+                covers; by default this rank's KV heads.
             dtype: Element type; by default the tensor's.
-            packing: For an opaque page, what has to be equal on both engines.
+            packing: For an opaque page, a text that must be equal on both engines.
         """
         kernels = ((self.kernels, self.kernel_stride),) if tokens and self.kernels > 1 else ()
         entries = getattr(self.spec, "tokens_per_state", 1)
@@ -182,14 +183,14 @@ class Page:
 def share(total: int, position: ShardPosition) -> tuple[int, int]:
     """Return the range of the model's heads or channels that a tensor-parallel rank stores.
 
-    If there are fewer of them than ranks, neighbouring ranks store the same one.
+    If there are fewer heads or channels than ranks, neighbouring ranks store the same one.
 
     Args:
-        total: How many the model has.
+        total: Number of heads or channels in the model.
         position: The rank's position.
 
     Returns:
-        The first one, and the one after the last.
+        The first head or channel, and the one after the last.
     """
     if position.tp_size >= total:
         first = position.tp * total // position.tp_size
@@ -204,7 +205,7 @@ def spec_of(layer: str, group: KVCacheGroupSpec) -> KVCacheSpec:
 
     Args:
         layer: vLLM's name of the layer.
-        group: Its group.
+        group: The layer's group.
     """
     own: Mapping[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     return own.get(layer, group.kv_cache_spec)

@@ -1,7 +1,8 @@
 """Formats and static scales of quantised caches, as each field's ``encoding``.
 
 A page that is read with other scales than it was written with gives other numbers, so two engines
-must have equal encodings. Scales that are stored in the pages themselves are not needed here.
+must have equal encodings. Scales that are stored in the pages move with the pages, and are not part
+of an encoding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Scales = tuple[tuple[float, ...], tuple[float, ...]]
 """The scales of K and of V: one number, or one per KV head of this rank."""
 
 Gather = Callable[[dict[str, Scales]], Sequence[Mapping[str, Scales]]]
-"""Takes this rank's scales by layer, and returns those of all tensor-parallel ranks by rank."""
+"""Takes this rank's scales by layer; returns such a mapping of each tensor-parallel rank."""
 
 
 def with_encodings(
@@ -31,8 +32,8 @@ def with_encodings(
     must publish the same encoding, all ranks of a tensor-parallel group must call this together.
 
     Args:
-        facts: The facts, by layer.
-        layers: vLLM's modules, by layer.
+        facts: The facts of each layer, by vLLM's name.
+        layers: vLLM's module of each layer, by the same name.
         position: This rank's position.
         gather: How the ranks exchange scales; by default through vLLM's process group.
     """
@@ -73,7 +74,7 @@ def _scales(layer: object) -> Scales:
 
 
 def _numbers(scale: object) -> tuple[float, ...]:
-    """Return a scale tensor's elements; 1 if the layer has none."""
+    """Return a scale tensor's elements; ``(1.0,)`` for ``None``."""
     if scale is None:
         return (1.0,)
     return tuple(scale.flatten().tolist())  # type: ignore[attr-defined]
@@ -86,7 +87,7 @@ def _encoding(
     position: ShardPosition,
     ranks: Sequence[Mapping[str, Scales]],
 ) -> str:
-    """Return format and scales of a layer, from the scales of all ranks."""
+    """Return a layer's encoding: its format, and the scales of K and V of all ranks."""
     texts = []
     for which, name in enumerate("kv"):
         by_head: dict[int, float] = {}

@@ -2,13 +2,13 @@
 
 A page holds a layer's state tensors one after the other, without gaps: usually the convolution's
 last inputs (channels by columns), then the recurrent state. vLLM's specs give the shape of each
-tensor on this rank. Which part of the model's state it is follows from the arithmetic with which
-vLLM splits the state among ranks. Where that does not add up, the state is opaque and moves whole.
+tensor on this rank. Which part of the model's state a tensor holds is computed as vLLM splits
+states among ranks. Where the numbers do not add up, the state is opaque and moves whole.
 
 Of a convolution with a kernel of width K only K - 1 columns are state: the inputs that the next
 token needs. Speculative decoding widens the tensor, but prefill kernels still write and read the
-first K - 1 columns. They start further on only after a step that verified drafts, and such a state
-is never handed over. ``LayerFacts.kernel`` is K.
+first K - 1 columns. Kernels start at a later column only after a step that verified drafts, and
+such a state is never handed over. ``LayerFacts.kernel`` is K.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvferry.core.layout import Field
 from kvferry.integrations.vllm.caches.pages import Page, Pairs, ShardPosition
 
 Part = tuple[str, tuple[int, int]]
-"""A part of the convolution's channels: its name, and the model's range that this rank stores."""
+"""A part of the convolution's channels: name, and the range of the model's that this rank has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class _Tensor:
     """One of the contiguous tensors in a page.
 
     Attributes:
-        shape: Its shape on this rank.
+        shape: The tensor's shape on this rank.
         dtype: Element type, by torch's name.
         itemsize: Bytes of an element.
         offset: Bytes from the page's start.
@@ -43,7 +43,7 @@ class _Tensor:
 
 
 def mamba1(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a Mamba 1 state: the convolution's channels, and a row for each."""
+    """Return the fields of a Mamba 1 state: a convolution's channels, a row of state for each."""
     tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (channels, _)):
@@ -144,11 +144,11 @@ STATE_PACKINGS: Mapping[str, StatePacking] = {
     "KIMI_K3_KDA": DELTA,
     "KIMI_K3_KDA_ROCM": DELTA,
 }
-"""By ``LayerFacts.backend``. The states of a backend that is not here are opaque."""
+"""State packings by ``LayerFacts.backend``. The states of other backends are opaque."""
 
 
 def state_fields(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a layer's states; one opaque field if their inside is not known.
+    """Return the fields of a layer's states; one opaque field if their content is not known.
 
     Args:
         page: The layer's pages.
@@ -161,10 +161,11 @@ def state_fields(page: Page) -> tuple[Field, ...]:
 
 
 def opaque_state(page: Page) -> tuple[Field, ...]:
-    """Return one field for a whole state whose inside is not known.
+    """Return one field for a whole state whose content is not known.
 
-    It can be read only by engines that split states in the same way. Its key contains the backend
-    and the tensors' shapes, so that engines that order a state differently are never matched.
+    Only engines that split states in the same way can exchange the field. Its key contains the
+    backend and the tensors' types and shapes, so that engines that order a state differently are
+    never matched.
 
     Args:
         page: The layer's pages.
@@ -184,7 +185,7 @@ def opaque_state(page: Page) -> tuple[Field, ...]:
 
 
 def _delta(page: Page, *, rows_first: bool) -> tuple[Field, ...]:
-    """Return the fields of a delta rule's state, its matrices stored in one order or the other."""
+    """Return the fields of a delta rule's state: matrices (v, k) if ``rows_first``, else (k, v)."""
     tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (heads, head, _)):
@@ -201,10 +202,10 @@ def _delta(page: Page, *, rows_first: bool) -> tuple[Field, ...]:
 
 
 def _tensors(page: Page, count: int) -> list[_Tensor]:
-    """Return the tensors of a state, at most ``count`` of them.
+    """Return the tensors of a state, and refuse a state of more than ``count`` tensors.
 
     Raises:
-        LayoutError: There are more. In vLLM such tensors keep recent inputs from which the state
+        LayoutError: There are more tensors. In vLLM they keep recent inputs from which the state
             has yet to be computed (ReplaySSM, RecoverSSM), with cursors that no page contains.
     """
     tensors = _every_tensor(page)
@@ -229,12 +230,12 @@ def _every_tensor(page: Page) -> list[_Tensor]:
 
 
 def _sharing(page: Page) -> ShardPosition:
-    """Return the rank's share of a state; all of it if every rank stores a replica."""
+    """Return the rank's position, or an only rank's if every rank stores the whole state."""
     return ShardPosition() if page.spec.tp_replicated else page.position
 
 
 def _even_range(page: Page, here: int) -> tuple[int, int]:
-    """Return this rank's range of what is distributed evenly, ``here`` to each rank."""
+    """Return this rank's range [first, last) if every rank stores ``here`` heads or channels."""
     rank = _sharing(page).tp
     return rank * here, (rank + 1) * here
 
@@ -246,10 +247,10 @@ def _channels(page: Page) -> int:
 
 
 def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
-    """Return the model's range of the channels of B, and of C, on this rank.
+    """Return the range of the model's channels of B, and equally of C, that this rank stores.
 
     vLLM distributes groups evenly or, if there is only one, copies it to every rank. The specs do
-    not tell a copied group from one of several.
+    not show whether a rank's group is such a copy.
 
     Args:
         page: The layer's pages.
@@ -270,7 +271,7 @@ def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
 
 
 def _columns(page: Page, width: int) -> int | None:
-    """Return how many columns of the convolution's tensor are state, or ``None`` if unknown."""
+    """Return how many of the convolution's ``width`` columns are state; ``None`` if unknown."""
     scratch = page.spec.num_speculative_blocks
     if not page.facts.kernel:
         return None if scratch or width < 1 else width
@@ -279,7 +280,7 @@ def _columns(page: Page, width: int) -> int | None:
 
 
 def _convolution(page: Page, tensor: _Tensor, parts: Sequence[Part]) -> tuple[Field, ...]:
-    """Return the fields of a convolution's parts, or none if they do not add up to its channels."""
+    """Return the fields of a convolution's parts; empty if channels or columns do not add up."""
     channels = _channels(page)
     item, width = tensor.itemsize, math.prod(tensor.shape) // channels
     columns = _columns(page, width)
@@ -305,7 +306,7 @@ def _convolution(page: Page, tensor: _Tensor, parts: Sequence[Part]) -> tuple[Fi
 
 
 def _recurrence(page: Page, tensor: _Tensor, *, rows_first: bool = True) -> Field:
-    """Return the field of every head's matrix, stored row by row or column by column."""
+    """Return the field of the heads' matrices, stored by rows, or else by columns."""
     heads, *inside = tensor.shape
     item = tensor.itemsize
     unit = math.prod(inside) * item
