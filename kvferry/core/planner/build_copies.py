@@ -1,6 +1,6 @@
 """Turn a plan and the pages of a request into copies.
 
-No Python code runs per copy: the addresses of a strips and the offsets of the sub-blocks are
+No Python code runs per copy: the addresses of strips and the offsets of the sub-blocks are
 added as an outer sum, into arrays that are reused.
 """
 
