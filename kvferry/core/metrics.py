@@ -22,7 +22,7 @@ number, or for a distribution the list of what was observed."""
 
 
 class Stage(enum.StrEnum):
-    """Where a load spends its time, or failed."""
+    """The stages of a load, in which it spends its time or fails."""
 
     WAIT = "wait"
     """The request waits for pages to load into."""
@@ -191,7 +191,7 @@ MAX_PEERS = 32
 OTHER = "other"
 """The label of the producers beyond."""
 UNREACHED = "unreached"
-"""The label of whoever was never connected: its name is only what a client's ticket says."""
+"""The label of producers that were never connected: only a client's ticket names them."""
 MAX_NAME = 64
 """Characters of an engine's id in a label."""
 
@@ -201,18 +201,19 @@ class LoadRecord:
     """One load from begin to report.
 
     Attributes:
-        request: the consumer's id of it.
+        request: the consumer's id of the request.
         engine: the producer, as the ticket names it.
-        reached: whether it was connected.
+        reached: whether the producer was connected.
         path: what carried the bytes, in the driver's words; empty if it cannot tell.
-        error: why it failed, or ``None``.
-        stage: where it failed.
-        reads: whether there was anything to pull; if not, the producer was only told.
-        tokens: how many were pulled, in the group with the most.
-        copies, nbytes: what this rank read.
-        seconds: from begin to report.
-        wait_seconds: before that, for pages; 0 where the request was not announced.
-        handshake_seconds: of ``seconds``, until the producer was known and connected.
+        error: why the load failed; ``None`` if it succeeded.
+        stage: the stage in which the load failed; ``None`` if it succeeded.
+        reads: whether there was anything to pull; if not, the producer was only notified.
+        tokens: number of tokens to pull, in the group with the most.
+        copies, nbytes: number of copies and bytes that this rank read.
+        seconds: time from begin to report.
+        wait_seconds: time that the request waited for pages before the load began; 0 without
+            ``prepare``.
+        handshake_seconds: the part of ``seconds`` until the producer was connected.
         check_seconds, post_seconds, transfer_seconds, fence_seconds: of the others, those of each
             stage; where several ranks are read from, of the one that took longest.
     """
@@ -266,18 +267,18 @@ class Metrics:
         self._lock = threading.Lock()
 
     def add(self, figure: Metric, value: float = 1, **labels: str) -> None:
-        """Count; nothing is kept of 0."""
+        """Add to a counter; adding 0 does nothing."""
         if value:
             with self._lock:
                 self._put(figure, value, labels)
 
     def observe(self, figure: Metric, value: float, **labels: str) -> None:
-        """One more value of a distribution."""
+        """Add a value to a distribution."""
         with self._lock:
             self._put(figure, [value], labels)
 
     def set(self, figure: Metric, value: float, **labels: str) -> None:
-        """How something is now; new only if it was otherwise, or if it was never said and not 0."""
+        """Set a gauge; ``take`` returns it only if it changed, or was never set and is not 0."""
         key = (figure.name, *labels.values())
         with self._lock:
             if self._gauges.get(key, 0) != value:
@@ -285,13 +286,13 @@ class Metrics:
                 self._put(figure, value, labels)
 
     def take(self) -> Data | None:
-        """What is new, which is the caller's from now on; ``None`` if nothing is."""
+        """Return what changed since the last call, owned by the caller; ``None`` if nothing did."""
         with self._lock:
             taken, self._new = self._new, {}
         return taken or None
 
     def count_load(self, record: LoadRecord) -> None:
-        """All figures of a load that is over. One that pulls nothing is none."""
+        """Count a load that is over; a load that pulls nothing is not counted."""
         if not record.reads:
             return
         if record.error is not None:
@@ -304,7 +305,7 @@ class Metrics:
             self.count_stage(stage, seconds, record.peer)
 
     def count_stage(self, stage: Stage, seconds: float, peer: str) -> None:
-        """The time that a stage took."""
+        """Add the time that a stage took, in seconds."""
         self.observe(STAGE_SECONDS, seconds, stage=stage.value)
         self.add(PEER_SECONDS, seconds, peer=peer[:MAX_NAME], stage=stage.value)
 

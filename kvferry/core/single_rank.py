@@ -38,11 +38,11 @@ class SingleRankEngine:
         name: the engine's id, which no other engine has.
         layout: the rank's cache, such as ``paged_layout`` describes it: one group of pages in CPU
             memory. The caller keeps that memory alive until ``close`` has returned.
-        driver: the name of an installed driver; engines that exchange pages have the same.
+        driver: the name of an installed driver; engines that exchange pages use the same one.
         driver_options: passed to the driver.
         host: the address on which the side channel listens. It goes into tickets, so other engines
             must be able to reach it.
-        port: likewise; 0 takes a free one.
+        port: the port on which the side channel listens; 0 takes a free one.
         options: times, and who is admitted.
 
     Raises:
@@ -90,7 +90,7 @@ class SingleRankEngine:
 
     @property
     def endpoint(self) -> Endpoint:
-        """What this engine is made on, for the rest: health, figures, aborting a load."""
+        """The endpoint, for what this class does not offer: health, metrics, aborting a load."""
         return self._endpoint
 
     def begin_prefill(self, request: str) -> bool:
@@ -161,8 +161,8 @@ class SingleRankEngine:
 
         Args:
             request: what this engine calls it.
-            ticket: from the engine that computed it.
-            prompt: its token ids, for which the ticket must have been made.
+            ticket: the ticket from the engine that computed the request.
+            prompt: the request's token ids, for which the ticket must have been made.
             pages: the ids of this engine's pages to fill, in the order of the prompt; as many as
                 the prompt needs.
 
@@ -185,7 +185,7 @@ class SingleRankEngine:
         )
 
     def results(self, timeout: float = 0.0) -> Results:
-        """Return what is over since the last call, which it may wait for.
+        """Return the requests and loads that have ended since the last call.
 
         Args:
             timeout: seconds to wait if nothing is over yet.
@@ -204,7 +204,7 @@ class SingleRankEngine:
         """Stop serving and loading. After that, nobody touches the cache any more.
 
         Raises:
-            TransportError: a call of the driver does not return, so that the memory must stay.
+            TransportError: bytes may still land, so the memory must stay allocated.
         """
         self._server.close()
         self._endpoint.close()

@@ -1,8 +1,8 @@
-"""Connections to producers' transports, which several engines may share, from dial to close.
+"""Connections to producers' transports, from dialling to closing; peers may share them.
 
-``Transport.connect`` returns one ``PeerId`` for one transport, however many engines publish its
-address. So users are counted here, and the last one closes the connection. The driver's calls,
-which may take seconds, are made by ``BlockingCalls``.
+``Transport.connect`` returns the same ``PeerId`` for the same transport, however many engines
+publish its address. So users are counted here, and the connection is closed when the last one
+releases it. ``BlockingCalls`` makes the driver's calls, which may take seconds.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvferry.core.transport import PeerId, Transport
 logger = logging.getLogger(__name__)
 
 LONGEST_SECONDS = 60.0
-"""At most so long between two tries to close a connection that does not fall silent."""
+"""The longest pause between two tries to close a connection that does not fall silent."""
 
 STUCK_SECONDS = 30.0
-"""A call that has not returned by then is a problem of the endpoint's health: drivers promise to
-return sooner."""
+"""A driver's call that has not returned after this time is reported as a health problem: drivers
+promise to return sooner."""
 
 T = TypeVar("T")
 
@@ -44,14 +44,14 @@ class _State(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Acquisition:
-    """The connections that one engine needs, which it gets one after the other.
+    """A call of ``Connections.acquire``, which connects the ranks of an engine one by one.
 
     Attributes:
-        engine: its name, for errors.
-        left: ranks and addresses that are still to be connected; the first is under way.
+        engine: id of the engine, for errors.
+        left: (rank, address) pairs that are not connected yet; the first is under way.
         over: called with the outcome.
-        ids: connections that it has, by rank.
-        error: why it fails.
+        ids: rank to connection, for the ranks that are connected.
+        error: why the acquisition fails; ``None`` while it does not.
     """
 
     engine: str
@@ -61,7 +61,7 @@ class _Acquisition:
     error: KVFerryError | None = None
 
     def fail(self, error: Exception) -> None:
-        """Fail, because the first rank that is left cannot be connected."""
+        """Fail with the error of the first rank in ``left``."""
         rank, _ = self.left[0]
         self.error = ConnectError(f"cannot connect to rank {rank} of engine {self.engine}: {error}")
 
@@ -71,15 +71,15 @@ class _Connection:
     """One connection, or a dial that is to give one.
 
     Attributes:
-        address: with which it was dialled last.
-        engine: which had it dialled, for log lines.
+        address: the transport address with which it was dialled last.
+        engine: id of the engine for which it was dialled first, for log lines.
         state: dialling, open, or closing.
-        peer: the driver's id; ``None`` while it is dialled.
-        users: how many engines use it.
-        waiting: acquisitions that go on when it is open, or closed.
-        due: when it is closed again, if that has failed.
-        tries: how often it did not fall silent when it was closed.
-        is_in_call: whether the driver is disconnecting it.
+        peer: the driver's id; ``None`` while it is being dialled.
+        users: how many acquisitions use it and have not released it.
+        waiting: acquisitions that go on when the dial, or the closing, is over.
+        due: when to try again to close it, if the driver's ``disconnect`` has failed.
+        tries: how often the driver's ``disconnect`` has failed.
+        is_in_call: whether the driver's ``disconnect`` is under way.
     """
 
     address: bytes
@@ -96,11 +96,11 @@ class _Connection:
 class Connections:
     """Open, share and close the connections of one endpoint.
 
-    Used by the endpoint's thread only, but for ``not_quiesced`` and ``problems``.
+    Used by the endpoint's thread only, except for ``not_quiesced`` and ``problems``.
 
     Args:
-        transport: whose connections they are.
-        transfers: of the same transport.
+        transport: the transport that makes the connections.
+        transfers: the reads of ``transport``; those of a connection fail when it is closed.
         blocking_calls: makes the calls that open and close them.
         clock: seconds, monotonic.
     """
@@ -119,29 +119,29 @@ class Connections:
         self._by_address: dict[bytes, _Connection] = {}
         self._by_peer: dict[PeerId, _Connection] = {}
         self._dialling = 0
-        # Read by other threads, which an integer that is replaced cannot mislead.
+        # Other threads read this without a lock.
         self._not_quiesced = 0
         self._closed_meanwhile: set[PeerId] = set()
-        """Closed while a dial was under way, which may still return one of them."""
+        """Connections closed since a dial that is under way began; it may return one of them."""
         self._resumed: deque[_Acquisition] = deque()
         self._is_advancing = False
 
     @property
     def closing(self) -> int:
-        """Return how many are given up and not closed yet."""
+        """Return how many connections are being closed."""
         return sum(each.state is _State.CLOSING for each in self._by_peer.values())
 
     @property
     def not_quiesced(self) -> int:
-        """Return how many did not fall silent when they were closed: bytes may still land.
+        """Return how many connections could not be closed, so that bytes may still land.
 
-        From any thread.
+        May be read from any thread.
         """
         return self._not_quiesced
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return what a health answer says of connections. From any thread."""
+        """Return the problems of connections to report in a health check. Thread-safe."""
         if not (count := self._not_quiesced):
             return ()
         return (
@@ -150,32 +150,32 @@ class Connections:
         )
 
     def has_not_quiesced(self, peer: PeerId) -> bool:
-        """Return whether a connection did not fall silent when it was closed."""
+        """Return whether the driver has failed to close a connection, which is still not closed."""
         connection = self._by_peer.get(peer)
         return connection is not None and connection.tries > 0
 
     def is_open(self, peer: PeerId) -> bool:
-        """Return whether a connection has users, and is not being closed."""
+        """Return whether a connection is open, and not being closed."""
         connection = self._by_peer.get(peer)
         return connection is not None and connection.state is _State.OPEN
 
     def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
-        """Open the connections to these addresses that are not open, and use all of them.
+        """Connect to the ranks of an engine; connections that are open are shared.
 
-        One after the other: an address that hangs holds up its own engine, and no other that
-        shares the rest. An address whose connection is being closed is waited for.
+        The ranks are connected one after the other, so that an address that hangs delays only the
+        engines that publish it. If a connection is being closed, its rank waits for that.
 
         Args:
             addresses: rank to transport address, as the engine publishes them.
-            engine: its name, for errors and log lines.
-            over: called once: with the connections by rank, each of which is to be released once;
-                or with an error, and then there is nothing to release.
+            engine: id of the engine, for errors and log lines.
+            over: called once: with rank to connection, each of which the caller releases once; or
+                with an error, and then there is nothing to release.
         """
         left = deque(sorted(addresses.items()))
         self._go_on([_Acquisition(engine=engine, left=left, over=over)])
 
     def release(self, peer: PeerId) -> None:
-        """Use a connection no more. When the last user releases it, it is closed."""
+        """End one use of a connection; when the last use ends, the connection is closed."""
         connection = self._by_peer.get(peer)
         if connection is None or connection.state is not _State.OPEN:
             return  # it was closed under its users
@@ -184,13 +184,13 @@ class Connections:
             self._close(connection)
 
     def close(self, peer: PeerId) -> None:
-        """Close a connection, whoever uses it, which ends what runs on it."""
+        """Close a connection although it may have users; that ends its transfers."""
         connection = self._by_peer.get(peer)
         if connection is not None and connection.state is _State.OPEN:
             self._close(connection)
 
     def progress(self, now: float) -> None:
-        """Try again to close what did not fall silent, when that is due."""
+        """Try again to close the connections whose next try is due."""
         for connection in list(self._by_peer.values()):
             if (
                 connection.state is _State.CLOSING
@@ -214,7 +214,7 @@ class Connections:
             self._is_advancing = False
 
     def _advance(self, one: _Acquisition) -> None:
-        """Acquire connections until all are there, or one has to be waited for."""
+        """Take connections for an acquisition until it has all, or one has to be waited for."""
         while one.left and one.error is None:
             rank, address = one.left[0]
             connection = self._by_address.get(address)
@@ -266,7 +266,7 @@ class Connections:
         )
 
     def _dialled(self, made: _Connection, outcome: object) -> None:
-        """Take what the driver's ``connect`` has returned or raised."""
+        """Process what the driver's ``connect`` has returned or raised."""
         self._dialling -= 1
         waiting, made.waiting = made.waiting, []
         del self._by_address[made.address]
@@ -285,11 +285,10 @@ class Connections:
         self._go_on(waiting)
 
     def _opened(self, made: _Connection, outcome: object) -> _Connection:
-        """Return the connection that a dial gave.
+        """Return the connection that a dial gave: a new one, or one that is known already.
 
-        It is a new one, or one that another address had given before. The driver knows a transport
-        by the address that came last. So that is the one that needs no further dial; an engine that
-        comes with another dials again, which makes the driver use that one.
+        Two addresses may lead to the same transport. The driver uses the address that it was given
+        last, so the connection is found by that one; an engine with the other address dials again.
 
         Raises:
             Exception: what the driver raised.
@@ -366,7 +365,7 @@ class Connections:
 class BlockingCalls:
     """Make a driver's calls that may take seconds, on threads of their own where that is allowed.
 
-    Used by the endpoint's thread only, but for ``stuck``, ``problems`` and ``wait``.
+    Used by the endpoint's thread only, except for ``stuck``, ``problems`` and ``wait``.
 
     Args:
         threads: whether calls may run on threads of their own. If not, the endpoint waits for each.
@@ -385,17 +384,17 @@ class BlockingCalls:
         self._post = post
         self._clock = clock
         self._running: dict[threading.Thread, float] = {}
-        """Calls to when they began. Replaced and never changed, as other threads read it."""
+        """Thread to when its call began. Replaced and never changed, as other threads read it."""
 
     @property
     def stuck(self) -> int:
-        """Return how many calls have been running for too long. From any thread."""
+        """Return how many calls have run for more than ``STUCK_SECONDS``. Thread-safe."""
         now = self._clock()
         return sum(now - begun > STUCK_SECONDS for begun in self._running.values())
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return what a health answer says of calls that do not return. From any thread."""
+        """Return the problems of stuck calls to report in a health check. Thread-safe."""
         if not (count := self.stuck):
             return ()
         return (
@@ -407,9 +406,9 @@ class BlockingCalls:
         """Make a call.
 
         Args:
-            call: to be made.
-            over: called on the endpoint's thread with what ``call`` returned or raised; without
-                threads, before this returns.
+            call: the call to make.
+            over: called on the endpoint's thread with what ``call`` returned or raised; before
+                ``run`` returns if calls do not run on threads of their own.
         """
         if not self._threads:
             over(_outcome(call))
@@ -421,12 +420,15 @@ class BlockingCalls:
         self._running = {**self._running, thread: self._clock()}
         try:
             thread.start()
-        except RuntimeError:  # there can be no more threads: better late than never
+        except RuntimeError:  # no thread can be started: make the call here, late
             self._remove(thread)
             over(_outcome(call))
 
     def wait(self, until: float) -> bool:
-        """Wait for all calls, or until then by ``time.monotonic``.
+        """Wait for all calls that are under way.
+
+        Args:
+            until: when to stop waiting, by ``time.monotonic``.
 
         Returns:
             Whether all have returned.

@@ -1,8 +1,8 @@
-"""The consumer half of an endpoint: performs what the ``Loads`` machine asks for.
+"""The consumer half of an endpoint: performs the actions that the state machine ``Loads`` returns.
 
-``Loads`` decides, ``LoadManager`` acts: it reads slot words and pages, tells producers what is
-over, and disconnects from a producer where nothing less ends a read. Every answer goes back to
-``Loads``.
+``Loads`` decides, ``LoadManager`` acts: it reads slot words and pages, tells producers which holds
+it no longer needs, and disconnects from a producer where nothing less ends a read. It passes every
+outcome back to ``Loads``.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from kvferry.core.transport import PeerId, Quiescence, Transport
 from kvferry.core.transport.copies import Copies
 
 TICK_SECONDS = 0.002
-"""How often deadlines are looked at, and pages that are still computing are asked for again."""
+"""How often deadlines are checked, and holds whose pages are still being computed asked again."""
 
 _Tag = tuple[LoadId, int]
-"""One load's part with one producer rank: names its reads for ``Transfers`` and ``SlotReads``."""
+"""A load and a producer rank: tags the load's reads from that rank."""
 
 Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
 
@@ -60,16 +60,16 @@ class LoadManager:
 
     Args:
         own: what this rank publishes.
-        transport: to notify with, and what it can do.
-        transfers: of the same transport.
-        connections: of the same transport.
-        containment: told of unexpected exceptions; the loads that they concern fail.
-        scratch: where slot words land.
-        zero: zeroes the bytes of pages that a load will not write.
-        options: times, and whom to connect to.
+        transport: sends "done" and "abandon"; its capabilities are read.
+        transfers: makes the reads over ``transport``.
+        connections: the connections of ``transport``.
+        containment: logs unexpected exceptions; the loads that they concern fail.
+        scratch: memory that slot words are read into.
+        zero: zeroes the bytes of pages that a load may leave unwritten.
+        options: times, and the networks that may be connected to.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
-        metrics: told of what is counted.
+        metrics: counts handshakes, peers, quarantined pages and failed notifications.
         reported: called once for each load, when it is over, with its error and its figures.
     """
 
@@ -133,7 +133,7 @@ class LoadManager:
         )
         self._pending_tickets = PendingTickets(self._peers, self._lease_renewal, clock)
         self._touched: set[LoadId] = set()
-        """Loads that something happened to in this round, and that may be over."""
+        """Loads with an event since the last ``_drop_ended``; they may be over."""
         self._next_tick = 0.0
         self._quarantined = 0
 
@@ -144,13 +144,13 @@ class LoadManager:
     # What the integration asks for.
 
     def join(self, own: Sequence[RankPayload]) -> None:
-        """Make all ranks of this engine known, in rank order."""
+        """Set what the ranks of this engine publish, in rank order."""
         self._peers.join(own, self._own.rank)
 
     def prepare(self, ticket: Ticket) -> None:
-        """Shake hands ahead, and renew the hold, for a request that waits for pages.
+        """Connect to a ticket's producer and renew its hold while the request waits for pages.
 
-        What fails is said of the load that follows.
+        A failure is reported by the load that follows.
         """
         if ticket.engine != self._own.engine:
             self._pending_tickets.add(ticket)
@@ -160,7 +160,8 @@ class LoadManager:
 
         Args:
             load: what to read.
-            error: why it has failed already; it touches no page then. ``None``: it has not.
+            error: why the load has failed before it began; no page is touched then. ``None`` if it
+                has not failed.
         """
         if load.shared and not load.reads and not load.report:
             self._pending_tickets.take(load.ticket)
@@ -200,7 +201,7 @@ class LoadManager:
             self._abort(state)
 
     def abort_all(self) -> None:
-        """Give up all loads: the endpoint closes."""
+        """Give up all loads, because the endpoint closes."""
         for state in self._states.values():
             self._abort(state)
 
@@ -208,16 +209,16 @@ class LoadManager:
         self._loads.abort(state.load_id, EndpointClosedError("given up by this engine"))
 
     def close(self) -> None:
-        """Ask no producer any more whether it lives, when the endpoint's thread has ended."""
+        """Stop handshakes and liveness checks. Call it when the endpoint's thread has ended."""
         self._peers.close()
 
     # What the thread drives.
 
     def progress(self) -> bool:
-        """Do what is due, and perform what ``Loads`` asks for.
+        """Do the periodic work that is due, and perform the actions that ``Loads`` returns.
 
         Returns:
-            Whether there was anything.
+            Whether ``Loads`` returned any action.
         """
         now = self._clock()
         if now >= self._next_tick:
@@ -233,7 +234,7 @@ class LoadManager:
         return busy
 
     def _tick(self, now: float) -> None:
-        """Do what is due. Each by itself: deadlines are kept whatever else fails."""
+        """Do the periodic work. Each step is contained: deadlines are kept whatever else fails."""
         for activity, step in (
             ("looking after peers", self._peers.progress),
             ("closing connections", self._connections.progress),
@@ -246,17 +247,17 @@ class LoadManager:
             self._containment.run(activity, partial(step, now), None, serves_all=True)
 
     def _end_lingering(self, state: LoadState, reads: Sequence[Read]) -> bool:
-        """Close the connections of cancelled reads that go on: nothing less ends them.
+        """Close the connections of cancelled reads that go on, because nothing less ends them.
 
-        That would also end other loads on these connections, from whatever engine: while there are
-        some, the reads may go on until the deadline of their own load.
+        Closing also ends other loads on these connections, which engines may share. So while there
+        are other loads, the reads may go on until the deadline of their own load.
 
         Args:
-            state: of the load that was cancelled.
-            reads: of the load, which have not ended within their grace.
+            state: the load that was cancelled.
+            reads: the reads of the load that have not ended within their grace.
 
         Returns:
-            Whether to look at them again, as long as they go on: always.
+            ``True``: ``Transfers`` calls again as long as the reads go on.
         """
         connections = {read.peer for read in reads if self._connections.is_open(read.peer)}
         is_late = self._loads.is_late(state.load_id, self._clock())
@@ -267,7 +268,7 @@ class LoadManager:
         return True
 
     def _are_wanted(self, connections: Collection[PeerId]) -> bool:
-        """Return whether loads that have not failed would end with these connections."""
+        """Return whether loads that have not failed use any of these connections."""
         peers = {peer for each in connections for peer in self._peers.using(each)}
         return any(
             state.peer in peers and self._loads.wanted(load_id)
@@ -306,7 +307,7 @@ class LoadManager:
     def _do(
         self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
     ) -> None:
-        """Perform one action, except that a report comes later, and a release is only collected."""
+        """Perform an action; releases are only added to ``releases``, and reports are left out."""
         if action.op is LoadAction.READ:
             self._read(action, state)
         elif action.op in (LoadAction.CHECK, LoadAction.FENCE):
@@ -319,10 +320,10 @@ class LoadManager:
             releases[state.peer, action.rank].append(self._release(action, state))
 
     def _fail(self, action: Action, error: KVFerryError) -> None:
-        """Tell ``Loads`` of an action that could not be performed.
+        """Tell ``Loads`` that an action could not be performed.
 
-        What was to be read has not been posted then, so that part of the load is over. A read that
-        could not be cancelled goes on until it ends, or is ended.
+        If the action was a read, the read was never posted, so the load is over on that rank. If it
+        was a cancel, the read goes on until it ends or its connection is closed.
         """
         if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.FENCE):
             self._loads.lost(action.load, action.rank, error)
@@ -331,7 +332,7 @@ class LoadManager:
 
     def _on_not_connected(self, load_id: LoadId, error: KVFerryError) -> None:
         self._loads.handshake_failed(load_id, error)
-        self._loads.abort(load_id, error)  # if only what followed the handshake failed
+        self._loads.abort(load_id, error)  # if the handshake succeeded, and the failure came later
         self._touched.add(load_id)
 
     def _on_connected(self, load_id: LoadId, peer: Peer) -> None:
@@ -397,7 +398,7 @@ class LoadManager:
             self._on_lost(action, outcome.error)
 
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
-        """Return the read of a check, or of a fence with "done" bound to it."""
+        """Return the slot read of a check, or of a fence, to which "done" is bound if it is due."""
         tells = action.op is LoadAction.FENCE and not state.load.shared
         return SlotRead(
             tag=(action.load, action.rank),
@@ -415,7 +416,7 @@ class LoadManager:
         self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Draw the consequences for a peer of what failed with one of its ranks."""
+        """Close the connection to a lost rank; mark the peer as suspect after another failure."""
         if not peer.connected:
             return
         if isinstance(error, PeerLostError):
@@ -424,19 +425,20 @@ class LoadManager:
             peer.suspect = True
 
     def _on_failing(self, action: Action, error: KVFerryError) -> None:
-        """Tell ``Loads`` of a read that will fail, and of which bytes may still land.
+        """Tell ``Loads`` of a read that will fail but whose bytes may still land.
 
-        One that was cancelled, or whose state the driver cannot tell, has its grace to end by
-        itself: ``Loads`` cancels it.
+        ``Loads`` then cancels the load's reads. A read that was cancelled, or whose state the
+        driver cannot tell, gets its grace to end by itself; for any other error the connection may
+        be closed at once.
         """
         self._loads.failing(action.load, action.rank, error)
         if not isinstance(error, (TransferCancelledError, StatusUnknownError)):
             self._on_peer_failing(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Disconnect where only that proves that a read which has failed is quiet.
+        """Close a connection if only that proves that a failing read writes no more bytes.
 
-        Also if the peer is given up already: others may use the connection.
+        This holds also for a peer that was given up: other peers may use the connection.
         """
         after_disconnect = self._quiescence is Quiescence.AFTER_DISCONNECT
         if after_disconnect or isinstance(error, StatusUnknownError):
@@ -444,17 +446,17 @@ class LoadManager:
             self._close_connection(peer.links[rank], lost)
 
     def _close_connection(self, connection: PeerId, error: KVFerryError) -> None:
-        """Close a connection that is lost, or on which nothing less ends a read.
+        """Close a connection that is lost, or that must be closed to end a read.
 
-        All peers that use it are given up, also those with which nothing failed: the driver would
-        tell them nothing else, and the next ticket connects them anew.
+        All peers that use the connection are given up, also those without a failure, because their
+        reads end too. The next ticket of such a peer connects it anew.
         """
         for peer in self._peers.using(connection):
             self._give_up_peer(peer, error)
         self._connections.close(connection)  # a peer that is being connected may use it
 
     def _give_up_peer(self, peer: Peer, error: KVFerryError) -> None:
-        """Give a peer up: its loads fail now, and are reported when they are quiet."""
+        """Give a peer up: its loads fail now, and are reported when none of their reads goes on."""
         if not peer.connected:
             return
         log_messages.given_up(peer, error)
@@ -494,7 +496,7 @@ class LoadManager:
         )
 
     def _notify(self, peer: Peer, rank: int, releases: list[Release]) -> None:
-        """Send a rank of a peer what is over. What cannot be sent is left to the holds' leases."""
+        """Send "done" and "abandon" to a rank of a peer. If that fails, leases end the holds."""
         for batch in fitting(releases, self._max_notification):
             try:
                 if rank in peer.ids:
@@ -513,7 +515,7 @@ class LoadManager:
         self._reported(load, action.error, state.record(action.error, action.stage))
 
     def _drop_ended(self) -> None:
-        """Forget the loads that are over, once all their actions have been performed."""
+        """Forget the loads in ``_touched`` that are over; their actions have been performed."""
         for load_id in self._touched:
             if load_id not in self._loads and load_id in self._states:
                 peer = self._states.pop(load_id).peer

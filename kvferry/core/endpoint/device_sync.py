@@ -1,4 +1,4 @@
-"""Loads that wait until the device has passed the work that was enqueued on their pages before."""
+"""Loads that wait until the device has finished earlier work on their pages."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class _WaitingLoad:
 
 
 class DeviceSync:
-    """Begin loads when the device has passed the work that was enqueued before them.
+    """Begin each load when the device has finished the work that was enqueued before it.
 
-    What the engine enqueued for their pages (zeroing them, for example) would otherwise overwrite
-    what was read. Loads begin in the order in which they came, as the device works. Used by the
+    Work that the engine enqueued on the load's pages (zeroing them, for example) would otherwise
+    overwrite what the load reads. Loads begin in the order in which they were added. Used by the
     endpoint's thread only.
 
     Args:
@@ -57,12 +57,12 @@ class DeviceSync:
         self._waiting.append(_WaitingLoad(load=load, passed=passed, until=until))
 
     def progress(self) -> bool:
-        """Pass on, in order, the loads that the device has let through or that have failed.
+        """Begin, in order, the loads that need not wait any more or that have failed.
 
-        The first that must still wait holds those behind it.
+        Stops at the first load that must still wait, even if later ones need not.
 
         Returns:
-            Whether any load was passed on.
+            Whether any load was begun.
         """
         begun = False
         while self._waiting:
@@ -74,17 +74,17 @@ class DeviceSync:
         return begun
 
     def give_up(self, request: RequestId | None = None) -> None:
-        """Let loads that have not begun fail; they touch no page.
+        """Fail loads that have not begun; they touch no page.
 
         Args:
-            request: whose load is given up; ``None`` for all.
+            request: the request whose loads to fail; ``None`` for all requests.
         """
         for one in [one for one in self._waiting if request in (None, one.load.request)]:
             self._waiting.remove(one)
             self._begin(one.load, EndpointClosedError("given up by this engine"))
 
     def _check(self, one: _WaitingLoad) -> tuple[bool, KVFerryError | None]:
-        """Return whether a load waits no more, and why it has failed, if it has."""
+        """Return whether a load's wait is over, and the error if it has failed."""
         try:
             if one.passed():
                 return True, None

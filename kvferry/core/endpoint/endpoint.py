@@ -1,9 +1,9 @@
-"""What an integration uses: one rank's memory, readable by others, and its loads from others.
+"""The endpoint of one rank: it makes the rank's pages readable by others and loads pages from them.
 
-An endpoint owns its transport. All calls of the transport are made on one thread of the endpoint's,
-so that an engine's step never waits for a driver; ``connect`` and ``disconnect`` are made on
-threads of their own where the driver allows that, so that no peer waits for another. An endpoint
-knows nothing of the engine: requests are names, pages are numbers.
+An endpoint owns its transport. It makes most calls of the transport on one thread of its own, so
+that an engine's step never waits for a driver. Where the driver allows it, each ``connect`` and
+``disconnect`` runs on a further thread, so that no peer waits for another. An endpoint knows
+nothing of the engine: requests are names, pages are numbers.
 """
 
 from __future__ import annotations
@@ -45,40 +45,40 @@ BUSY_SECONDS = 0.0002
 LOADING_SECONDS = 5 * BUSY_SECONDS
 """Pause while loads wait for something else: a handshake, or pages that are being computed."""
 LISTEN_SECONDS = 0.001
-"""How often, at most, the transport is asked for notifications."""
+"""Least time between two calls of the transport's ``notifications``."""
 HELD_SECONDS = 0.005
-"""Pause while peers may send messages about holds."""
+"""Pause while consumers may send messages about holds, or a connection is being closed."""
 IDLE_SECONDS = 0.05
-"""Pause while nothing is under way; whatever the engine asks for ends it at once."""
+"""Pause while nothing is under way; any call of the engine ends the pause at once."""
 JOIN_SECONDS = 10.0
-"""How long ``close`` waits for calls of the driver that are under way."""
+"""How long ``close`` waits for the endpoint's thread and for the driver's calls to return."""
 WIND_DOWN_SECONDS = 2.0
-"""How long ``close`` waits for reads under way to be quiet before it closes the transport."""
+"""How long ``close`` waits for reads under way to end before it closes the transport."""
 
 
 class Endpoint:
     """Serve one rank's pages to other engines, and load pages from them.
 
-    Methods and properties may be used from any thread, and none but ``wait`` and ``close`` blocks.
-    Callbacks (``zero``, ``passed``) run on the endpoint's own thread.
+    Methods and properties may be used from any thread; only ``wait`` and ``close`` block. Callbacks
+    (``zero``, ``passed``) run on the endpoint's own thread.
 
     Args:
         identity: which rank of which engine this is.
-        driver: name of the transport's driver; peers must have the same.
-        transport: owned by the endpoint from now on, which closes it.
-        layout: this rank's memory, kept alive by the caller until ``close`` has returned.
+        driver: name of the transport's driver; peers must use the same driver.
+        transport: the transport; the endpoint owns it from now on and closes it.
+        layout: this rank's memory. The caller keeps the memory alive until ``close`` has returned.
         slots: how many requests can be held at once: as many as the engine has blocks.
         options: times, keys, and which differences from peers are accepted.
         zero: zeroes the bytes of a load's pages that its reads may leave unwritten. It is called
-            before the first read, and must return only when that is done. The default handles CPU
-            memory only.
+            before the load's first read, and must return only when the bytes are zero. The default
+            handles CPU memory only.
         clock: seconds, monotonic.
 
     Attributes:
         payload: what this rank publishes to peers.
 
     Raises:
-        TransportError: a region cannot be registered. The transport is closed then.
+        TransportError: a region cannot be registered; the transport has been closed.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Endpoint:
 
     @property
     def held(self) -> int:
-        """Return how many requests' pages are held here."""
+        """Return for how many requests this rank holds pages for others to read."""
         return self._hold_server.held
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None = None) -> None:
@@ -158,7 +158,8 @@ class Endpoint:
             orders: ``drops``, ``take_ons`` and ``ends`` take effect before this returns, ``ready``
                 when ``passed`` has returned ``True``.
             passed: returns whether the device has finished the work that fills the pages of
-                ``orders.ready``; polled on the endpoint's thread. ``None``: it has.
+                ``orders.ready``; polled on the endpoint's thread. ``None`` if it has finished
+                already.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -169,20 +170,21 @@ class Endpoint:
             self._wake.set()
 
     def silent(self) -> list[Silence]:
-        """Return the ticketed holds of whose consumers nothing was heard for ``GONE_SECONDS``.
+        """Return the ticketed holds whose consumers have been silent for ``GONE_SECONDS``.
 
-        Where requests wait for pages, a scheduler may give up those that all ranks name. Looks at
-        every hold.
+        When requests wait for pages, the scheduler may give up the holds that every rank returns.
+        Visits every hold, so do not call it in every step.
 
         Returns:
-            The holds, those first whose consumer has been silent for longest.
+            At most ``MAX_SILENT`` holds, the longest silent first.
         """
         return self._hold_server.silent()
 
     def prove(self, ticket_key: bytes) -> None:
-        """Write the fingerprint of the key that proves this engine's tickets, where peers read it.
+        """Publish the fingerprint of the key that proves this engine's tickets.
 
-        Call it before the first ticket is made, on every rank.
+        It is written in front of the slot table, where peers read it. Call this on every rank,
+        before the first ticket is made.
 
         Args:
             ticket_key: the public key that the engine's side channel publishes.
@@ -192,10 +194,10 @@ class Endpoint:
     # The consumer's side.
 
     def join(self, payloads: Sequence[RankPayload]) -> None:
-        """Make all ranks of this engine known, before the first load.
+        """Tell this endpoint what all ranks of its engine publish; call it before the first load.
 
         Args:
-            payloads: of every rank, in rank order.
+            payloads: the ``payload`` of every rank's endpoint, in rank order.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -203,12 +205,12 @@ class Endpoint:
         self._command(lambda: self._load_manager.join(payloads))
 
     def prepare(self, ticket: Ticket) -> None:
-        """Shake hands ahead, and keep the hold alive, for a request that waits for pages.
+        """Connect to a ticket's producer and renew its hold while the request waits for pages.
 
-        One ``load`` with the ticket must follow, if only one that reads nothing.
+        For each call, one ``load`` with the ticket must follow, even if it reads nothing.
 
         Args:
-            ticket: of the request.
+            ticket: the ticket of the request that waits.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -216,12 +218,14 @@ class Endpoint:
         self._command(lambda: self._load_manager.prepare(ticket))
 
     def load(self, load: Load, passed: Callable[[], bool] | None = None) -> None:
-        """Pull a request's pages; the outcome comes with ``results``.
+        """Start a load of a request's pages; ``results`` returns its outcome.
 
         Args:
-            load: what to read, and the pages to fill, which are the load's until it is reported.
-            passed: says whether the device has passed all work on the load's pages that was
-                enqueued before; until then nothing is read. ``None``: it has.
+            load: what to read, and the pages to fill. The pages belong to the load until it is
+                reported.
+            passed: returns whether the device has finished all work on the load's pages that was
+                enqueued before this call; nothing is read before it has. ``None`` if it has
+                finished already.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -238,16 +242,16 @@ class Endpoint:
         """Report a request as received and failed, without reading anything.
 
         Args:
-            request: to be reported with the next ``results``.
+            request: the request, which the next ``results`` reports.
             error: why it failed.
         """
         self._results.add_received(request, error)
 
     def abort(self, request: RequestId) -> None:
-        """Give a load up. It is still reported, when no byte can land in its pages any more.
+        """Give a request's load up; it is reported once no byte can land in its pages any more.
 
         Args:
-            request: of the load; ignored if it has none that is not over.
+            request: the request. Nothing happens if no load of it is under way.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -258,12 +262,12 @@ class Endpoint:
 
     @property
     def healthy(self) -> bool:
-        """Return whether nothing is wrong."""
+        """Return whether the endpoint has no ``problems``."""
         return not self.problems
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return what is wrong, for a health answer; nothing if all is well."""
+        """Return the problems to report in a health check; empty if all is well."""
         problems = []
         if self._failure is not None:
             problems.append(f"the endpoint has failed: {self._failure}")
@@ -279,11 +283,11 @@ class Endpoint:
 
     @property
     def pending(self) -> int:
-        """Return how many loads have yet to be reported."""
+        """Return how many loads with ``Load.report`` are not over."""
         return self._results.expected
 
     def results(self) -> Results:
-        """Return what is over since the last call.
+        """Return the requests and loads that have ended since the last call.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -293,34 +297,37 @@ class Endpoint:
         return self._results.take()
 
     def take_figures(self) -> Data | None:
-        """Return what was counted since the last call, which is the caller's from now on.
+        """Return the metrics that changed since the last call.
 
         Returns:
-            The figures of ``kvferry.core.metrics.FIGURES`` that changed; ``None`` if none did.
+            Values for the names in ``kvferry.core.metrics.FIGURES``, owned by the caller from now
+            on; ``None`` if none changed.
         """
         return self._metrics.take()
 
     def wait(self, timeout: float) -> bool:
-        """Sleep until a result is there.
+        """Sleep until ``results`` has a request to return.
 
-        For an engine's step that has nothing else to run: it lets this endpoint's thread work.
+        For an engine's step that has nothing else to run: meanwhile this endpoint's thread works.
 
         Args:
             timeout: seconds to wait at most.
 
         Returns:
-            Whether a result is there, or the endpoint has failed.
+            Whether there is such a request, or the endpoint has failed.
         """
         return self._results.wait(timeout)
 
     def close(self, drain: float = 0.0) -> None:
-        """End all loads and holds, and close the transport. May be called twice.
+        """End all loads and holds, and close the transport. A second call does nothing.
 
         Args:
-            drain: seconds to wait first for held requests to be read by others.
+            drain: seconds to wait, before anything is ended, for other engines to read what is held
+                here.
 
         Raises:
-            TransportError: a call of the driver does not return, so that the memory must stay.
+            TransportError: a call of the driver does not return, or the transport cannot end its
+                transfers: bytes may still land, so the memory must stay allocated.
         """
         if self._closing:
             return
@@ -342,10 +349,13 @@ class Endpoint:
     # On the caller's thread.
 
     def _end_calls(self, until: float) -> bool:
-        """Wait for the driver's calls that run, until then by ``time.monotonic``.
+        """Stop the liveness checks, and wait for the driver's calls that are under way.
+
+        Args:
+            until: when to stop waiting, by ``time.monotonic``.
 
         Returns:
-            Whether none runs any more: only then may the transport be closed.
+            Whether all have returned: only then may the transport be closed.
         """
         self._load_manager.close()
         return self._blocking_calls.wait(until)
@@ -409,7 +419,7 @@ class Endpoint:
             self._results.fail()
 
     def _wind_down(self) -> None:
-        """Give up what is under way; wait for it to be quiet, but not for ever."""
+        """Give up all loads, and wait ``WIND_DOWN_SECONDS`` at most for their reads to end."""
         until = time.monotonic() + WIND_DOWN_SECONDS
         while time.monotonic() < until:
             self._run_commands()
@@ -421,13 +431,13 @@ class Endpoint:
                 time.sleep(BUSY_SECONDS)
 
     def _round(self) -> bool:
-        """Do one round of everything.
+        """Do one round of the thread's work.
 
-        Whatever is called contains the errors of one load, one peer or one message. What is left is
-        contained here, so that the next round comes: who waits has deadlines that are kept there.
+        Each step contains the errors of a single load, peer or message. Any other error is
+        contained here, so that there is a next round: deadlines are kept by the rounds.
 
         Returns:
-            Whether anything was done, so that the next round should come at once.
+            Whether anything was done, so that the next round should follow at once.
         """
         busy = self._run_commands()
         busy = self._step("beginning loads", self._device_sync.progress) or busy
@@ -443,7 +453,7 @@ class Endpoint:
         return self._containment.run(activity, step, False, serves_all=True)
 
     def _run_commands(self) -> bool:
-        """Run what was posted. Returns whether there was anything."""
+        """Run the posted commands, and return whether there were any."""
         busy = False
         while self._commands:
             busy = True
@@ -451,7 +461,7 @@ class Endpoint:
         return busy
 
     def _listen(self) -> None:
-        """Take notifications from the transport, and look after holds."""
+        """Process the transport's notifications, update the holds, and collect what was sent."""
         run, now = self._containment.run, self._clock()
         notifications = run(
             "the driver's notifications", self._take_notifications, None, serves_all=True
@@ -502,7 +512,7 @@ class Endpoint:
 
 
 class _ResultQueue:
-    """What is over and was not yet taken by the engine. From any thread."""
+    """Requests and loads that have ended and that the engine has not taken yet. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -514,7 +524,7 @@ class _ResultQueue:
 
     @property
     def expected(self) -> int:
-        """Return how many loads have yet to be reported."""
+        """Return how many loads with ``Load.report`` are not over."""
         with self._changed:
             return self._expected
 
@@ -524,7 +534,7 @@ class _ResultQueue:
             self._expected += 1
 
     def add_load(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-        """Add a load that is over, and its request if it is to be reported."""
+        """Add the record of a load that is over, and its request if the load is to be reported."""
         with self._changed:
             self._records.append(record)
             if load.report:
@@ -546,13 +556,13 @@ class _ResultQueue:
                 self._changed.notify_all()
 
     def fail(self) -> None:
-        """Wake whoever waits: nothing more will come."""
+        """Wake all threads that wait, because the endpoint has failed and adds nothing more."""
         with self._changed:
             self._has_failed = True
             self._changed.notify_all()
 
     def take(self) -> Results:
-        """Return what is there, each once."""
+        """Remove and return everything in the queue."""
         with self._changed:
             received, self._received = self._received, {}
             records, self._records = self._records, []
@@ -565,12 +575,12 @@ class _ResultQueue:
         )
 
     def wait(self, timeout: float) -> bool:
-        """Wait until a request is there. Returns whether one is, or nothing more will come."""
+        """Wait for a request; return whether there is one, or the endpoint has failed."""
         with self._changed:
             return self._changed.wait_for(self._is_worth_waking, timeout)
 
     def wait_for_change(self, timeout: float) -> None:
-        """Wait until anything comes, for that many seconds at most."""
+        """Wait until something is added, ``timeout`` seconds at most."""
         with self._changed:
             self._changed.wait(timeout)
 

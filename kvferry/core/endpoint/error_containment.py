@@ -1,4 +1,4 @@
-"""Containment of unexpected exceptions: what they concern fails, the endpoint's thread goes on."""
+"""Containment of unexpected exceptions: one load or peer fails, the endpoint's thread goes on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 REPEATED = 3
-"""Failures in a row after which an activity is a problem of the endpoint's health."""
+"""After so many failures in a row, an activity is reported as a health problem."""
 
 
 def as_ours(exc: Exception) -> KVFerryError:
-    """Return an exception as a ``KVFerryError``, so that it can fail what it concerns."""
+    """Return a ``KVFerryError`` unchanged, and any other exception as the cause of one."""
     if isinstance(exc, KVFerryError):
         return exc
     error = TransportError(f"unexpected {type(exc).__name__}: {exc}")
@@ -29,10 +29,11 @@ def as_ours(exc: Exception) -> KVFerryError:
 class ErrorContainment:
     """Log and count the unexpected exceptions of one endpoint's thread.
 
-    The code that catches an exception knows what it concerns (a load, a peer, a message), and fails
-    that. An activity has a fixed name, which is the subject of a sentence: "the driver's poll".
+    This class fails nothing itself: the code that catches an exception fails the load, peer or
+    message that it concerns. An activity is named by a fixed text, which is the subject of a
+    sentence: "the driver's poll".
 
-    Used by the endpoint's thread only, but for ``problems``.
+    Used by the endpoint's thread only, except for ``problems``.
     """
 
     def __init__(self) -> None:
@@ -42,24 +43,25 @@ class ErrorContainment:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return which activities have failed repeatedly and not succeeded since.
+        """Return a text for each activity that has failed repeatedly and not succeeded since.
 
-        From any thread. The same words while it lasts, so that an engine's health changes only when
-        they begin.
+        May be read from any thread. A text does not change while its activity goes on failing, so
+        that a health check sees one change and not many.
         """
         return self._problems
 
     def caught(self, activity: str, error: Exception, *, serves_all: bool = False) -> KVFerryError:
-        """Log an exception, with its traceback if it is the first of its kind.
+        """Log an exception with its traceback, once for each activity and exception type.
 
         Args:
             activity: what failed.
             error: the exception.
             serves_all: whether more than one load, peer or message depends on the activity. Only
-                then it is counted for ``problems``: no peer may choose this engine's health.
+                then the failure counts for ``problems``, so that no single peer can make this
+                engine unhealthy.
 
         Returns:
-            The exception as one of ours.
+            The exception as a ``KVFerryError``; see ``as_ours``.
         """
         if serves_all:
             count, first = self._streaks.get(activity, (0, error))
@@ -78,7 +80,7 @@ class ErrorContainment:
         return as_ours(error)
 
     def succeeded(self, activity: str) -> None:
-        """Note that an activity has succeeded, which ends its row of failures."""
+        """Note that an activity has succeeded, and count its failures from 0 again."""
         count, _ = self._streaks.pop(activity, (0, None))
         if count >= REPEATED:
             self._publish()
@@ -90,8 +92,8 @@ class ErrorContainment:
 
         Args:
             activity: as for ``caught``.
-            call: to be made.
-            otherwise: returned if it raises.
+            call: the call to make.
+            otherwise: what to return if the call raises.
             serves_all: as for ``caught``.
 
         Returns:
@@ -107,7 +109,7 @@ class ErrorContainment:
         return result
 
     def _publish(self) -> None:
-        """Replace the tuple that other threads read, which is never changed."""
+        """Replace the tuple of problems, which other threads read without a lock."""
         self._problems = tuple(
             f"{activity} failed, again and again, first with {type(error).__name__}: "
             f"{on_one_line(str(error))}; restart the engine if that lasts"

@@ -1,7 +1,8 @@
-"""Handshakes with producers: side by side, each on a thread of its own, and not too often.
+"""Handshakes with producers: concurrent, each on a thread of its own, with pauses after failures.
 
-``Handshakes`` decides when, on the endpoint's thread; ``HandshakeWorker`` makes one: it asks a
-producer's side channel what the producer publishes, checks that the two engines fit, and plans.
+``Handshakes`` starts them, on the endpoint's thread. ``HandshakeWorker`` performs one: it fetches
+what a producer publishes from its side channel, checks that the two engines are compatible, and
+plans the reads.
 """
 
 from __future__ import annotations
@@ -30,27 +31,28 @@ from kvferry.core.security.proof import load_library
 logger = logging.getLogger(__name__)
 
 MAX_HANDSHAKES = 64
-"""How many run at once: a client chooses whom a ticket names, and hosts that never answer must not
-make the others wait. Each may have a reply of ``MAX_SHORT_REPLY_BYTES`` on its way, which is in
-memory two or three times while it is passed on."""
+"""How many handshakes run at once. Many, because clients choose which hosts tickets name, and hosts
+that never answer must not make others wait; but each may receive a reply of
+``MAX_SHORT_REPLY_BYTES``, which is in memory two or three times while it is received."""
 FIRST_BACKOFF_SECONDS = 0.1
 LONGEST_BACKOFF_SECONDS = 5.0
-"""Pause between a handshake that failed and the next one with the same engine; it doubles."""
+"""The pause after a failed handshake with an engine doubles from the first to the longest."""
 MAX_REMEMBERED = 1 << 12
-"""Engines whose failures are remembered."""
+"""The most engines whose failures are remembered."""
 
 
 class PeerKey(NamedTuple):
-    """Where a ticket says that its producer is.
+    """The producer that a ticket names, and where it is; identifies a handshake.
 
-    The keys belong to it so that a forged ticket does not make a genuine one wait.
+    The two keys are part of it so that failures of a forged ticket do not delay a genuine one.
 
     Attributes:
         engine: the producer's id.
-        host, port: of its side channel.
+        host, port: the producer's side channel.
         key: public key of the side channel; empty without encryption.
-        routed: host and port that are asked where those do not answer; ``None`` for none.
-        ticket_key: the key by which the ticket is proved; empty without a proof.
+        routed: a second address, (host, port), to ask if the first does not answer; ``None`` for
+            none.
+        ticket_key: the public key that proves the ticket; empty if the ticket has no proof.
     """
 
     engine: str
@@ -62,7 +64,7 @@ class PeerKey(NamedTuple):
 
     @property
     def places(self) -> tuple[PeerKey, ...]:
-        """Return the places to ask, one after the other."""
+        """Return the addresses to ask in this order, each as a ``PeerKey`` without ``routed``."""
         if self.routed is None:
             return (self,)
         host, port = self.routed
@@ -76,12 +78,12 @@ class HandshakeResult:
     Attributes:
         payloads: what the producer's ranks publish, in rank order.
         plan: how this rank reads from them.
-        overridden: differences that an operator has judged to mean nothing.
+        overridden: differences that the operator allows.
         begun: when the handshake began, by ``time.perf_counter``.
-        place: which of the places answered; ``None`` for the only one.
+        place: the address that answered, one of ``PeerKey.places``; ``None`` if not recorded.
         ticket_key: the key by which the producer proves its tickets; empty if it proves none.
-        numeric: the address of the side channel, without a name to look up.
-        memory: the bytes that keeping it takes, by what takes them (``memory_of``).
+        numeric: the numeric address of the side channel.
+        memory: estimated bytes of the objects to keep, by their ``id``; see ``memory_of``.
     """
 
     payloads: tuple[RankPayload, ...]
@@ -95,7 +97,7 @@ class HandshakeResult:
 
 
 DECODED = 5
-"""A payload takes so many times as much when it is decoded, at most."""
+"""A decoded payload takes at most so many times the bytes of the encoded one."""
 RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
 
 Heard = Callable[[HandshakeResult | KVFerryError], None]
@@ -108,17 +110,18 @@ class _Backoff:
 
 
 class Handshakes:
-    """Start handshakes, once for all who ask for one, and not too many at once.
+    """Start handshakes: one for all callers that ask for the same, and not too many at once.
 
-    A failure is not kept as an answer, but makes the next handshake with that engine wait a little:
-    an engine that is starting again is used again soon, and one that is gone costs little. Used by
-    the endpoint's thread only; the handshakes run on threads of their own.
+    After a failure the next handshake with that engine waits a little, so that an engine that
+    restarts is soon used again, and one that is gone costs little. Used by the endpoint's thread
+    only; the handshakes run on threads of their own.
 
     Args:
-        shake: the handshake, on a thread of its own; may block, and raise.
+        shake: performs a handshake; called on a thread of its own, may block and may raise.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
-        used: told of each handshake that succeeded, before those who asked for it.
+        used: called with the result of each handshake that succeeded, before the callers of ``ask``
+            hear of it.
     """
 
     def __init__(
@@ -140,15 +143,15 @@ class Handshakes:
         self._is_turn_of_oldest = False
 
     def __len__(self) -> int:
-        """Return how many handshakes are asked for and not over."""
+        """Return how many handshakes have been asked for and are not over."""
         return len(self._asked)
 
     def ask(self, key: PeerKey, heard: Heard) -> None:
-        """Shake hands, once for all who ask meanwhile.
+        """Ask for a handshake; all who ask for the same before it is over share it.
 
         Args:
-            key: with whom.
-            heard: called with the result, or with why there is none.
+            key: the producer.
+            heard: called with the result, or with the error.
         """
         asked = self._asked.setdefault(key, [])
         asked.append(heard)
@@ -166,7 +169,7 @@ class Handshakes:
             self._start(self._take())
 
     def failed(self, key: PeerKey) -> None:
-        """Make the next handshake with an engine wait longer: it could not be reached or used."""
+        """Delay the next handshake with an engine that could not be reached or used."""
         now = self._clock()
         if key not in self._backoffs and len(self._backoffs) >= MAX_REMEMBERED:
             del self._backoffs[next(iter(self._backoffs))]
@@ -177,20 +180,20 @@ class Handshakes:
             backoff.until = now + min(seconds, LONGEST_BACKOFF_SECONDS)
 
     def succeeded(self, key: PeerKey) -> None:
-        """Let the next handshake with an engine begin at once: it is connected."""
+        """Forget the failures of an engine that is connected: its next handshake begins at once."""
         self._backoffs.pop(key, None)
 
     def close(self) -> None:
-        """Start no more handshakes; wait for none."""
+        """Start no more handshakes; return without waiting for those under way."""
         self._queued.clear()
         self._delayed.clear()
 
     def _take(self) -> PeerKey:
-        """Remove from the queue the engine that is next: by turns the oldest and the most hopeful.
+        """Remove the next engine from the queue and return it.
 
-        Engines that never answer must not make others wait, so one turn goes to the engine that has
-        failed least; and new names, of which tickets may bring any number, must not make others
-        wait for ever, so the other turn goes to the engine that has waited longest.
+        Every other turn goes to the engine with the fewest failures, so that engines that never
+        answer do not delay others. The turns between go to the engine that has waited longest, so
+        that new names, of which tickets may bring any number, do not delay others for ever.
         """
         oldest, self._is_turn_of_oldest = self._is_turn_of_oldest, not self._is_turn_of_oldest
         key = self._queued[0] if oldest else min(self._queued, key=self._failures)
@@ -221,7 +224,7 @@ class Handshakes:
         self._post(lambda: self._over(key, result))
 
     def _over(self, key: PeerKey, result: HandshakeResult | KVFerryError) -> None:
-        """Take the outcome of a handshake, on the endpoint's thread again."""
+        """Process the outcome of a handshake, on the endpoint's thread."""
         self._running -= 1
         if isinstance(result, KVFerryError):
             self.failed(key)
@@ -233,9 +236,9 @@ class Handshakes:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error: their frames keep everything that was decoded.
+    """Drop the tracebacks of an error, whose frames would keep all that was decoded in memory.
 
-    The error itself is kept until its requests are reported.
+    The error itself lives until the requests that it fails are reported.
     """
     while error is not None:
         error.__traceback__ = None
@@ -245,10 +248,10 @@ def _forget_frames(error: BaseException | None) -> None:
 class HandshakeWorker:
     """Make handshakes for one rank of an engine.
 
-    ``perform`` runs on many threads at once; all else is used by the endpoint's thread.
+    ``perform`` may run on many threads at once; the endpoint's thread calls the other methods.
 
     Args:
-        options: whom to connect to, how long it may take, and which differences are accepted.
+        options: the handshake timeout, the access control, and the differences that are accepted.
     """
 
     def __init__(self, options: EndpointOptions) -> None:
@@ -259,26 +262,26 @@ class HandshakeWorker:
         self._reply_limits = ReplyLimits()
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """Make all ranks of the own engine known, and which one this is."""
+        """Set what the ranks of this engine publish, in rank order, and the index of this rank."""
         self._planner, self._rank = PlanCache([payload.layout for payload in own], rank), rank
         self._own = tuple(own)  # last: with it, other threads begin to use the rest
 
     def used(self, result: HandshakeResult) -> None:
-        """Count a result no more as one that has yet to be used by the endpoint's thread."""
+        """Stop counting a result as unused: it has reached the endpoint's thread."""
         self._reply_limits.used(sum(result.memory.values()))
 
     def perform(self, key: PeerKey) -> HandshakeResult:
-        """Make one handshake: everything that needs no transport. Blocks.
+        """Perform one handshake: all of connecting that needs no transport. Blocks.
 
         Args:
-            key: with whom.
+            key: the producer.
 
         Returns:
-            What the producer publishes, and the plan.
+            What the producer publishes, and the plan of reading from it.
 
         Raises:
             HandshakeError: the producer cannot be reached, or does not fit this engine.
-            KVFerryError: any other error of what it publishes.
+            KVFerryError: what the producer publishes is invalid, or nothing can be planned from it.
         """
         if not self._own:
             raise HandshakeError("this endpoint has not joined its engine: call join() first")
@@ -304,19 +307,19 @@ class HandshakeWorker:
         )
 
     def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
-        """Ask at each place until one answers as the engine of the ticket.
+        """Ask at each address of a producer until one answers as the engine of the ticket.
 
-        They share the handshake's time, so that one that is silent leaves some for the next.
+        The addresses share the handshake's timeout, so that a silent one leaves time for the next.
 
         Args:
-            key: says where to ask.
-            turn: keeps the right to have the answer in memory, until it is closed.
+            key: the producer.
+            turn: receives the turn to have a decoded reply in memory, which ends when it is closed.
 
         Returns:
-            The place that answered, and the answer.
+            The address that answered, and its answer.
 
         Raises:
-            HandshakeError: none of them did; the message says why, for each.
+            HandshakeError: no address answered; the message says why, for each.
         """
         deadline = time.monotonic() + self._options.handshake_timeout
         places, failures = list(key.places), list[HandshakeError]()
@@ -355,12 +358,12 @@ def memory_of(
     """Estimate the memory that keeping a producer takes.
 
     Args:
-        payloads: of its ranks.
-        sizes: in bytes, of the payloads as they came.
-        plan: of reads from it.
+        payloads: the decoded payload of each of its ranks.
+        sizes: bytes of each encoded payload.
+        plan: the plan of reading from the producer.
 
     Returns:
-        Bytes, by the ``id`` of what takes them, which nothing else has as long as it is kept.
+        Estimated bytes by the ``id`` of the object that takes them; valid while the objects live.
     """
     memory = {id(plan): sum(map(_own_bytes, payloads))}
     for payload, size in zip(payloads, sizes, strict=True):

@@ -1,10 +1,10 @@
 """Renewal of the leases of holds that a rank waits for, before its loads and during them.
 
-A renewal is a read of the slot word with the renewal bound to it: the word is the answer (the hold
-is gone, or it stands for the producer's lease from now on), and costs the producer nothing. It
-claims the hold for this engine, which says with a heartbeat every second that it lives.
-``Renewals`` decides when, ``LeaseRenewal`` performs it, and ``PendingTickets`` has it done for
-tickets whose requests wait for pages.
+To renew a hold, a rank reads its slot word with a ``Renewal`` message bound to the read. The word
+is the answer: the hold is gone, or it stands for another lease. Answering costs the producer
+nothing. A renewal also claims the hold for this engine, which then sends a heartbeat every second.
+``Renewals`` decides when to renew, ``LeaseRenewal`` makes the reads, and ``PendingTickets`` starts
+renewals for tickets whose requests wait for pages.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from kvferry.core.transport import PeerId
 logger = logging.getLogger(__name__)
 
 SEARCH_SECONDS = 0.1
-"""How often tickets are looked for whose producer must be reached (again)."""
+"""How often the pending tickets without a connected producer are looked for."""
 
 _Key = tuple[str, int, Hold, Proof | None]
-"""Engine, incarnation, hold and proof of a ticket. With the proof, because a forged ticket that
-names the hold of a genuine one must not share its fate."""
+"""Engine, incarnation, hold and proof of a ticket. The proof keeps a forged ticket apart from a
+genuine one that names the same hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """What one renewal is about."""
+    """The hold of one renewal, its producer, and the callback for when it is gone."""
 
     peer: Peer
     hold: Hold
@@ -56,15 +56,14 @@ class LeaseRenewal:
     endpoint's thread only.
 
     Args:
-        engine: this engine, which the producer records as a user of the hold.
-        life: its incarnation, likewise.
-        notify: sends bytes to a peer. What it raises is ignored: if heartbeats do not arrive, the
-            leases end.
-        slot_reads: reads the slot words.
-        transfers: to give up reads that are not answered.
-        lost: called with peer, rank and error when such a read has failed and is over.
-        failing: called with the same when the driver knows that it will fail, but bytes may still
-            land; after a cancel only once the grace is over.
+        engine: id of this engine, which the producer records as a user of the hold.
+        life: incarnation of this engine, recorded with ``engine``.
+        notify: sends bytes to a peer; used for heartbeats. Its exceptions are ignored.
+        slot_reads: makes the reads of slot words.
+        transfers: cancels reads that take too long.
+        lost: called with peer, rank and error when the read of a renewal has failed and is over.
+        failing: called with peer, rank and error when the driver knows that the read of a renewal
+            will fail, but bytes may still land; if the read was cancelled, only after its grace.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class LeaseRenewal:
         self._renewals = Renewals()
         self._targets: dict[RenewalId, _Target] = {}
         self._peers = Counter[Peer]()
-        """Producers to how many holds are renewed there; thousands may wait for one."""
+        """Producer to how many of its holds are renewed; there may be thousands."""
 
     def __len__(self) -> int:
         """Return how many holds are renewed."""
@@ -126,7 +125,7 @@ class LeaseRenewal:
         return renewal
 
     def end(self, renewal: RenewalId | None) -> None:
-        """Renew a hold no more."""
+        """Stop renewing a hold; ``None`` is ignored."""
         if renewal is not None:
             self._renewals.end(renewal)
             target = self._targets.pop(renewal, None)
@@ -134,12 +133,12 @@ class LeaseRenewal:
                 self._forget(target.peer)
 
     def settle(self, renewal: RenewalId | None, rank: int) -> None:
-        """Renew a hold no more with one producer rank, because its fence is about to be posted."""
+        """Stop renewing a hold with one producer rank, whose fence is about to be posted."""
         if renewal is not None:
             self._renewals.settle(renewal, rank)
 
     def progress(self, now: float) -> None:
-        """Renew what is due, and give up what has not been answered since the last time."""
+        """Make the renewals that are due, cancel those without an answer, and send heartbeats."""
         due, overdue = self._renewals.take_due(now)
         for request in overdue:
             peer = self._targets[request.renewal].peer
@@ -153,13 +152,12 @@ class LeaseRenewal:
                 self._say_alive(peer)
 
     def _end_lingering(self, peer: Peer, rank: int, reads: Sequence[Read]) -> bool:
-        """Report a read that goes on although it was cancelled.
+        """Call ``failing`` for a cancelled read that goes on, if the driver says that it will fail.
 
-        A renewal has no deadline, and no page waits for it: as long as the driver has not said that
-        the read will fail, it may still be answered, and is left alone.
+        Otherwise the read is left alone: a renewal has no deadline and may still be answered.
 
         Returns:
-            Whether to look at it again.
+            Whether ``Transfers`` is to call again if the read still goes on.
         """
         failures = [read.failure for read in reads if read.failure is not None]
         for failure in failures[:1]:
@@ -167,13 +165,13 @@ class LeaseRenewal:
         return not failures
 
     def _forget(self, peer: Peer) -> None:
-        """Count one hold less that is renewed with a peer."""
+        """Count one renewed hold of a peer less."""
         self._peers[peer] -= 1
         if not self._peers[peer]:
             del self._peers[peer]
 
     def _say_alive(self, peer: Peer) -> None:
-        """Send each rank of a peer one heartbeat, for everything that is claimed there."""
+        """Send each rank of a peer one heartbeat, which counts for all holds claimed there."""
         note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
         payload = encode([note])
         for peer_id in peer.heartbeats.values():
@@ -219,17 +217,17 @@ class LeaseRenewal:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PendingTicket:
-    """A ticket whose requests wait for pages.
+    """A ticket with requests that wait for pages.
 
     Attributes:
-        ticket: as the first of them brought it.
-        begun: when, by ``time.perf_counter``.
-        requests: how many came with it and wait.
-        peer: its producer, while that is connected.
-        renewal: of its hold, while that is renewed.
-        is_reaching: whether its producer is being reached.
+        ticket: the ticket that the first of the requests brought.
+        begun: when the first request came, by ``time.perf_counter``.
+        requests: number of requests that wait.
+        peer: the producer, while it is connected.
+        renewal: the renewal of the hold, while there is one.
+        is_reaching: whether ``Peers`` is connecting to the producer.
         is_over: whether there is nothing to renew: the hold is gone, or the ticket was refused.
-        gone: why the load will fail, where the hold is gone.
+        gone: the error with which loads will fail, if the hold is gone.
     """
 
     ticket: Ticket
@@ -243,12 +241,12 @@ class _PendingTicket:
 
 
 class PendingTickets:
-    """Reach the producers of tickets whose requests wait for pages, and renew the holds.
+    """Connect to the producers of tickets whose requests wait for pages, and renew the holds.
 
     Used by the endpoint's thread only.
 
     Args:
-        peers: reaches the producers.
+        peers: connects to the producers.
         lease_renewal: renews the holds.
         clock: seconds, monotonic.
     """
@@ -263,7 +261,7 @@ class PendingTickets:
         self._next_search = 0.0
 
     def add(self, ticket: Ticket) -> None:
-        """Count a request that waits with this ticket, until ``take``."""
+        """Add a request that waits with this ticket; ``take`` ends its wait."""
         begun = time.perf_counter()
         pending = self._tickets.setdefault(_key(ticket), _PendingTicket(ticket=ticket, begun=begun))
         pending.requests += 1
@@ -271,11 +269,11 @@ class PendingTickets:
             self._reach(pending)
 
     def take(self, ticket: Ticket) -> tuple[float, KVFerryError | None]:
-        """Count a request with this ticket that waits no more.
+        """End the wait of one request with this ticket.
 
         Returns:
-            For how many seconds requests have waited with the ticket, and the error if the hold is
-            known to be gone.
+            Seconds since the first request waited with the ticket (0 if none did), and the error if
+            the hold is known to be gone.
         """
         pending = self._tickets.get(_key(ticket))
         if pending is None:
@@ -287,7 +285,7 @@ class PendingTickets:
         return time.perf_counter() - pending.begun, pending.gone
 
     def progress(self, now: float) -> None:
-        """Reach the producers of tickets that have none, or none any more."""
+        """Connect to the producers of tickets that have no connected producer."""
         if now < self._next_search:
             return
         self._next_search = now + SEARCH_SECONDS
@@ -306,7 +304,7 @@ class PendingTickets:
         )
 
     def _unreached(self, pending: _PendingTicket, error: KVFerryError) -> None:
-        """Try again later, unless the ticket was refused. ``Peers`` spaces the attempts out."""
+        """Leave the next attempt to ``progress``, unless the ticket was refused."""
         pending.is_reaching = False
         pending.is_over = isinstance(error, TicketError)  # the load will say so
 

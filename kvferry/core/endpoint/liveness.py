@@ -1,8 +1,8 @@
 """Liveness checks: one thread pings all producers over their side channels.
 
-A producer costs two file descriptors, libzmq's for its socket and for the connection. Nothing here
-waits for a single producer: it is reached at the address that the handshake found, so that no name
-is looked up, by a connect that does not block.
+A producer costs two file descriptors, libzmq's for its socket and for the connection. The thread
+never waits for a single producer: it connects without blocking, to the numeric address that the
+handshake found, so that no name has to be looked up.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from kvferry.core.messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply, en
 logger = logging.getLogger(__name__)
 
 QUICK_SECONDS = 0.1
-"""Pause after a miss that is known at once: the connection was closed, or nobody listens any more.
-So a process that has ended is given up after some of these, and not after as many intervals."""
+"""Pause after a missed ping. A miss that is known at once (the connection was closed, or nobody
+listens any more) then leads to the next within this time, and not after a whole interval: so a
+process that has ended is soon given up."""
 
 Lost = Callable[[KVFerryError], None]
 
@@ -45,11 +46,11 @@ class LivenessCheck:
     """The pings of one producer. Used by the thread of its ``LivenessChecks``.
 
     Args:
-        key: where its side channel is.
-        numeric: the address of it that the handshake found.
-        incarnation: the start of the engine that is meant; if another one answers, it is lost.
-        options: how often to ping, and how many misses in a row mean that it is dead.
-        polled: what the thread waits for.
+        key: the producer.
+        numeric: the numeric address of its side channel, found by the handshake.
+        incarnation: the engine's incarnation; if another one answers, the producer is lost.
+        options: how often to ping, and how many misses in a row mean that the producer is dead.
+        polled: the epoll object of the thread; the check registers its descriptor there.
     """
 
     def __init__(
@@ -81,18 +82,18 @@ class LivenessCheck:
         """A plain connection that is being made, to see whether somebody listens."""
         self._channel: Socket | None = None
         self._descriptor = -1
-        """Of the attempt or the channel, whichever there is."""
+        """The descriptor of the attempt or the channel, whichever exists; -1 for neither."""
         self._unanswered = 0
         self._is_reached = False
-        """Whether this connection has brought an answer."""
+        """Whether an answer came over this connection."""
         self._is_second = False
-        """Whether it is the second connection for a ping that had no answer."""
+        """Whether this is the second connection made for the same unanswered ping."""
         self._deadline: float | None = None
-        """When a ping that was sent counts as missed; ``None`` while none is."""
+        """When the ping that is under way counts as missed; ``None`` without such a ping."""
         self.due = 0.0
-        """When the next turn is, by ``time.monotonic``, if nothing happens before."""
+        """When the next turn is due, unless the descriptor is ready before (``time.monotonic``)."""
         self.queued: float | None = None
-        """The time for which the thread has it in its queue; ``None`` if it has not."""
+        """The time under which the check is in the thread's queue; ``None`` if it is not queued."""
 
     @property
     def descriptor(self) -> int:
@@ -100,13 +101,13 @@ class LivenessCheck:
         return self._descriptor
 
     def turn(self, now: float) -> None:
-        """Go on, because the descriptor is ready or because it is time.
+        """Take the next step, because the descriptor is ready or ``due`` has come.
 
         Args:
             now: by ``time.monotonic``.
 
         Raises:
-            PeerLostError: the producer is dead, or another one.
+            PeerLostError: the producer is dead or was restarted, or refuses pings.
         """
         try:
             if self._attempt is not None:
@@ -133,7 +134,7 @@ class LivenessCheck:
             self._channel = None
 
     def _try(self, now: float) -> None:
-        """Begin a plain connection: libzmq would try for ever, and not say why it fails."""
+        """Begin a plain TCP connection: libzmq would retry for ever without an error."""
         family = socket.AF_INET6 if ":" in self._numeric else socket.AF_INET
         self._attempt = socket.socket(family, socket.SOCK_STREAM)
         self._attempt.setblocking(False)
@@ -159,14 +160,14 @@ class LivenessCheck:
         self._listen(self._channel, now)
 
     def _listen(self, channel: Socket, now: float) -> None:
-        """Take what came, and send a ping if it is time."""
+        """Process what arrived, and send a ping if one is due."""
         self._hear(channel, now)
         if now < self.due:
             return
         if self._deadline is None:
             self._deadline = now + self._options.liveness_interval
         elif not self._is_reached and not self._is_second:
-            # libzmq does not say so where nobody listened any more when it connected.
+            # libzmq does not report it if nobody listened any more when it connected.
             self._is_second = True
             self.close()
             self._try(now)
@@ -176,11 +177,11 @@ class LivenessCheck:
                 f"it took the connection, but did not answer within {self._dialer.timeout:g} s: "
                 "its process is stopped or overloaded"
             )
-        with suppress(zmq.Again):  # there is no connection, as is noticed below
+        with suppress(zmq.Again):  # there is no connection; _hear notices that below
             channel.send(self._ping, zmq.DONTWAIT)
             self._unanswered += 1
         self.due = min(self._deadline, now + AGAIN_SECONDS)
-        self._hear(channel, now)  # sending may consume the event that something came
+        self._hear(channel, now)  # sending may consume the event of an arrival
 
     def _hear(self, channel: Socket, now: float) -> None:
         while (events := int(channel.getsockopt(zmq.EVENTS))) & zmq.POLLIN:
@@ -193,7 +194,7 @@ class LivenessCheck:
                 raise HandshakeError("it sent what was not asked for")
             self._check(reply)
             self._is_reached, self._is_second = True, False
-            if self._deadline is not None:  # else it came late, to a question asked twice
+            if self._deadline is not None:  # else it is a second answer, to a ping sent twice
                 self._misses, self._deadline = 0, None
                 self.due = now + self._options.liveness_interval
         if not events & zmq.POLLOUT:
@@ -222,7 +223,7 @@ class LivenessCheck:
 
 
 class LivenessChecks:
-    """Ping producers on one thread, which the first of them starts.
+    """Ping producers on one thread, which is started with the first producer.
 
     Args:
         options: how often to ping, and how many misses in a row mean that a producer is dead.
@@ -235,20 +236,20 @@ class LivenessChecks:
     def start(
         self, key: PeerKey, numeric: str, incarnation: Incarnation, *, lost: Lost
     ) -> Callable[[], None]:
-        """Ping a producer until it is lost.
+        """Ping a producer until it is lost or the check is ended.
 
         Args:
-            key: where its side channel is.
-            numeric: the address of it that the handshake found.
-            incarnation: the start of the engine that is meant.
-            lost: called once, on the thread, when it is dead or was restarted.
+            key: the producer.
+            numeric: the numeric address of its side channel, found by the handshake.
+            incarnation: the engine's incarnation.
+            lost: called once, on the pinging thread, when the producer is dead or was restarted.
 
         Returns:
-            A call that ends the check before that; it returns at once, and may be made twice.
+            A function that ends the check and returns at once; a second call does nothing.
 
         Raises:
-            OSError: there is no file descriptor left.
-            RuntimeError: there can be no more threads.
+            OSError: no file descriptor is left for the thread.
+            RuntimeError: the thread cannot be started.
         """
         if self._poller is None:
             self._poller = _Poller()
@@ -267,7 +268,7 @@ class LivenessChecks:
 
 
 class _Poller:
-    """The thread that pings. From other threads only ``post`` may be called."""
+    """The thread that pings. Other threads may call only ``post``."""
 
     def __init__(self) -> None:
         self._waker, self._wake = socket.socketpair()
@@ -294,7 +295,7 @@ class _Poller:
             raise
 
     def post(self, command: Callable[[], None]) -> None:
-        """Run a command on the thread, soon; from any thread. Ignored if the thread has ended."""
+        """Run a command on the pinging thread, soon; ignored once that has ended. Thread-safe."""
         with self._lock:
             if self._ended:
                 return
@@ -339,16 +340,16 @@ class _Poller:
             self._catch_up(time.monotonic())
 
     def _pause(self) -> float | None:
-        """Return the seconds until something is due; ``None`` if nothing is."""
+        """Return the seconds until the next check is due; ``None`` if no check is queued."""
         while self._due and not self._is_meant(self._due[0]):
             heapq.heappop(self._due)
         if not self._due:
             return None
-        # Rounded up: what is not due yet would be looked at again and again until it is.
+        # Rounded up: otherwise the thread would spin during the last millisecond.
         return max(math.ceil((self._due[0][0] - time.monotonic()) * 1e3), 0) / 1e3
 
     def _is_meant(self, entry: tuple[float, int, LivenessCheck]) -> bool:
-        """Return whether an entry still counts: its check is not over, and was not put off."""
+        """Return whether a queue entry is current: its check goes on and was not rescheduled."""
         due, _, check = entry
         return check in self._checks and check.queued == due == check.due
 
@@ -368,7 +369,7 @@ class _Poller:
                 self._turn(entry[2], now)
 
     def _turn(self, check: LivenessCheck, now: float) -> None:
-        """Let one check go on. Whatever goes wrong with it does not concern the others."""
+        """Let one check take its next step; an error ends this check and no other."""
         self._polling.pop(check.descriptor, None)
         try:
             check.turn(now)
@@ -393,7 +394,7 @@ class _Poller:
 
 
 def _is_writable(attempt: socket.socket) -> bool:
-    """Return whether a connection was made, or has failed."""
+    """Return whether a non-blocking connect is over: it has succeeded or failed."""
     polled = select.poll()
     polled.register(attempt, select.POLLOUT)
     return bool(polled.poll(0))

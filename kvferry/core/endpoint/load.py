@@ -1,4 +1,4 @@
-"""A load: what is asked for, and its state while it goes on."""
+"""A load of one request's pages: what the engine asks for, and the endpoint's record of it."""
 
 from __future__ import annotations
 
@@ -60,12 +60,13 @@ class LoadState:
     Attributes:
         load_id: its id in ``Loads``.
         load: what was asked for.
-        begun: when it began, by ``time.perf_counter``, as is ``handshake_succeeded``.
-        grace: the time that its cancelled reads are given, if there are any.
-        peer: the producer, once its handshake has succeeded.
+        begun: when the load began, by ``time.perf_counter``.
+        grace: the grace of its cancelled reads; ``None`` if none was cancelled.
+        peer: the producer, once the load's handshake has succeeded.
         renewal: the id of the renewal of its hold, if one was begun.
-        copies, nbytes: what was read so far.
-        failed_at: the stage in which it failed, if that was before ``Loads`` knew of it.
+        handshake_succeeded: when the handshake succeeded, by ``time.perf_counter``; 0 before.
+        copies, nbytes: number of copies and bytes in the reads that have ended.
+        failed_at: ``Stage.WAIT`` if the load had failed before it began; else ``Loads`` knows.
         wait_seconds: how long the request had waited for pages.
         check_seconds, post_seconds, transfer_seconds, fence_seconds: see ``LoadRecord``.
     """
@@ -89,7 +90,7 @@ class LoadState:
 
     @property
     def request(self) -> ReadRequest:
-        """Return what to read. Ask only once the ticket has been checked."""
+        """Return the planner's request; valid only once the ticket has been checked."""
         if self._request is None:
             ticket = self.load.ticket
             remote = tuple(
@@ -113,13 +114,13 @@ class LoadState:
 
     @property
     def pages(self) -> int:
-        """Return how many pages are the load's to fill."""
+        """Return how many local pages belong to the load, holes left out."""
         return sum(int(np.count_nonzero(pages.ids != HOLE)) for pages in self.load.local)
 
     def add(self, outcome: Outcome) -> None:
         """Count a read of the load's pages that has ended.
 
-        Of several producer ranks bytes are added, and the longest times count.
+        Copies and bytes of all producer ranks are added up; of their times, the longest counts.
         """
         self.copies += outcome.copies
         self.nbytes += outcome.nbytes

@@ -1,6 +1,7 @@
-"""What an endpoint logs.
+"""The log messages of an endpoint.
 
-Every failure gives one line, with the request, the peer, the stage, the cause, and what to do.
+Every failure is logged in one line, with the request, the peer, the stage, the cause, and what to
+do.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def loaded(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-    """Log that a load is over; ``error`` is why it failed, or ``None``."""
+    """Log that a load is over; ``error`` is ``None`` if it succeeded."""
     if error is not None:
         _not_loaded(load, error, record)
     elif not load.reads:
@@ -51,7 +52,7 @@ def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
 
 
 def given_up(peer: Peer, error: KVFerryError) -> None:
-    """Log that a producer is given up, with its loads, each of which has a line of its own."""
+    """Log that a producer is given up. Each of its loads is logged when it is over."""
     logger.warning(
         "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
         on_one_line(peer.key.engine),

@@ -20,9 +20,9 @@ class Identity:
     Attributes:
         engine: the engine's id.
         incarnation: one random number for all ranks of one start of the engine.
-        rank: this rank's index among the engine's.
-        coordinates: its position in the parallel layout of the engine.
-        agreement: what two engines must agree on, name to value.
+        rank: index of this rank among the engine's ranks.
+        coordinates: position of this rank in the parallel layout of the engine.
+        agreement: facts that must be equal on two engines that exchange pages, name to value.
     """
 
     engine: str
@@ -37,16 +37,17 @@ class EndpointOptions:
     """Options of an endpoint. Times are in seconds.
 
     Attributes:
-        handshake_timeout: time in which a producer must have answered.
+        handshake_timeout: time within which a producer must have answered a handshake.
         lease: time for which a renewal extends one of this rank's holds. (The first lease comes
             with ``HoldOrders``.)
-        load_timeout: time after which a load fails that is not over.
+        load_timeout: time after which a load that is not over fails.
         liveness_interval: time between two pings of a producer; 0 for no pings.
         liveness_misses: number of pings in a row without an answer after which a producer counts
             as dead.
-        engine_ttl: time after which a producer is released from which nothing was loaded.
+        engine_ttl: time after which a producer that no load and no waiting request uses is
+            disconnected.
         judgements: an operator's decisions about differences between two engines.
-        access: this engine's keys, and to whom it may connect.
+        access: this engine's keys, and the networks that it may connect to.
     """
 
     handshake_timeout: float = 10.0
@@ -64,13 +65,16 @@ DEFAULTS = EndpointOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What is over since the last call. Each request comes exactly once per direction.
+    """The requests and loads that have ended since the last ``Endpoint.results``.
+
+    Each request is in ``sent`` exactly once if it was held for others, and in ``received`` exactly
+    once if its pages were loaded from others.
 
     Attributes:
-        sent: requests whose pages nobody reads any more: they may be given back.
-        received: requests in whose pages no byte lands any more.
-        failed: those of ``received`` whose pages must not be used, and why.
-        loads: figures of every load that is over, also of those that are not reported.
+        sent: requests whose pages nobody reads any more, so that the engine may free them.
+        received: requests whose load is over: no byte lands in their pages any more.
+        failed: the requests of ``received`` whose pages must not be used, with the reason.
+        loads: figures of every load that is over, also of loads without ``Load.report``.
     """
 
     sent: frozenset[RequestId] = frozenset()

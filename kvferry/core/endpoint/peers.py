@@ -1,7 +1,8 @@
 """The producer engines that a rank knows: how they are reached, used, released and given up.
 
-A peer goes from a ticket through handshake, connections and the check of its fingerprint to
-``Peers``, is asked from then on whether it lives, and is released when it is idle or in the way.
+A ticket names a producer. ``Peers`` shakes hands with it, connects to its ranks, checks its
+fingerprint, and from then on pings it. A peer is released when it is idle, or when another one
+needs its room.
 """
 
 from __future__ import annotations
@@ -41,30 +42,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 1024
-"""Engines that a rank is connected to at most; fewer where the process may open few files. A
-deployment may have a thousand producers (``docs/scale.md``), and each that is given up costs a
+"""The most engines that a rank is connected to; fewer where the process may open few files. A
+deployment may have a thousand producers (``docs/scale.md``), and each one that is released costs a
 handshake when it is used again."""
 FILES_PER_PEER = 8
-"""A peer's liveness check takes two file descriptors. So all checks take a quarter at most of those
-that a process may have, and there is room for the driver and for incoming connections."""
+"""One peer is allowed per so many file descriptors of the process. Its liveness check takes two, so
+all checks take a quarter at most, and the driver and incoming connections have room."""
 MAX_KEPT_BYTES = 48 << 20
-"""Memory for what all peers publish, and for the plans of it. An engine of 8 ranks and 80 layers
-takes 2 MB, a further one with the same layout some 20 kB."""
+"""The most memory for what all peers publish and for the plans of reading from them. An engine of 8
+ranks and 80 layers takes 2 MB, a further one with the same layout some 20 kB."""
 MAX_DOWN = 1 << 12
-"""Engines that are remembered as down: clients choose whom a ticket names."""
+"""The most engines that are remembered as down: clients choose which engines tickets name."""
 
 Name = tuple[str, int, bytes]
-"""Engine and incarnation of a producer, and the key by which it proves its tickets. Without the
-key, whoever is the first to claim an engine's name would answer for it."""
+"""Engine, incarnation and ticket key of a producer. Without the key, the first process to claim an
+engine's name would be taken for that engine."""
 
 
 class PeerUse(enum.Enum):
     """What keeps a producer from being released."""
 
     LOAD = enum.auto()
-    """A load from it that is not over."""
+    """A load from the producer that is not over."""
     TICKET = enum.auto()
-    """A ticket of it whose request waits for pages."""
+    """A ticket of the producer whose request waits for pages."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,24 +73,25 @@ class Peer:
     """A producer engine that is connected, or was until it was given up.
 
     Attributes:
-        key: where its side channel answered.
-        payloads: what its ranks publish, in rank order.
-        plan: how this rank reads from it.
-        ids: producer rank to connection, for the ranks that concern this rank; empty once the peer
-            is given up.
+        key: the producer, with the side-channel address that answered.
+        payloads: what the producer's ranks publish, in rank order.
+        plan: how this rank reads from the producer.
+        ids: producer rank to connection, for the ranks that this rank reads or notifies; empty once
+            the peer is given up.
         links: what ``ids`` was before the peer was given up; kept, because reads may still be under
             way on these connections.
-        sources: the part of the plan for each producer rank that is read, by rank.
+        sources: producer rank to the part of the plan that reads from it.
         page_limits: per group, the number that page ids must stay below.
-        last_used: when it was last used, on the endpoint's clock.
-        connected: ``False`` once it was given up.
-        suspect: whether something has failed with it. It is connected anew as soon as it has no
-            loads, and new loads wait for that.
-        numeric: the address of its side channel, without a name to look up.
-        memory: estimated bytes that are kept for it, by the ``id`` of the object that takes them;
-            peers may share one.
-        path: what carries its bytes, in the driver's words, once something was read.
-        ticket_key: the key by which it proves its tickets; empty if it proves none.
+        last_used: when the peer was last used, on the endpoint's clock.
+        connected: ``False`` once the peer was given up.
+        suspect: whether a read from the peer has failed. A suspect peer is connected anew as soon
+            as it has no loads, and new loads wait until then.
+        numeric: the numeric address of the producer's side channel.
+        memory: estimated bytes of the objects kept for the peer, by their ``id``; peers may share
+            objects.
+        path: what carries the peer's bytes, in the driver's words; ``None`` until ``Peers.path``
+            has asked.
+        ticket_key: the key by which the producer proves its tickets; empty if it proves none.
     """
 
     key: PeerKey
@@ -123,52 +125,50 @@ class Peer:
 
     @property
     def loads(self) -> int:
-        """Return how many loads from it are not over."""
+        """Return how many loads from the peer are not over."""
         return self._uses[PeerUse.LOAD]
 
     @property
     def is_used(self) -> bool:
-        """Return whether anything keeps it from being released."""
+        """Return whether a load or a ticket keeps the peer from being released."""
         return any(self._uses.values())
 
     @property
     def incarnation(self) -> int:
-        """Return which start of the engine it is."""
+        """Return the random number of this start of the engine."""
         return self.payloads[0].incarnation
 
     @property
     def name(self) -> Name:
-        """Return which engine it is, which start of it, and by which key it proves that."""
+        """Return the engine, its incarnation and its ticket key."""
         return self.key.engine, self.incarnation, self.ticket_key
 
     def check(self, ticket: Ticket) -> None:
-        """Refuse a ticket that does not belong to this producer, or does not fit what it publishes.
-
-        Without a ticket key the incarnation and the shape are compared, and no proof.
+        """Refuse a ticket that this producer did not make, or that does not fit what it publishes.
 
         Raises:
-            TicketError: it did not, or the ticket does not fit what it publishes.
+            TicketError: see ``kvferry.core.lifecycle.ticket.check_against``.
         """
         check_against(ticket, self.payloads, self.page_limits, ticket_key=self.ticket_key)
 
     @property
     def lease(self) -> float | None:
-        """Return the seconds that a renewal gives; ``None`` where a rank knows no renewals."""
+        """Return the shortest lease of any rank, in seconds; ``None`` if one knows no renewals."""
         leases = [payload.lease for payload in self.payloads if payload.lease is not None]
         return min(leases) if len(leases) == len(self.payloads) else None
 
     def gone(self) -> PeerLostError:
-        """Return the error of reads from a peer that was given up."""
+        """Return the error with which reads fail once the peer is given up."""
         return PeerLostError(f"engine {self.key.engine} was disconnected")
 
     @property
     def heartbeats(self) -> dict[int, PeerId]:
-        """Return the connections to the ranks that know heartbeats, by rank."""
+        """Return rank to connection, for the ranks that understand heartbeats."""
         return {rank: peer for rank, peer in self.ids.items() if self.payloads[rank].heartbeats}
 
     @property
     def parties(self) -> tuple[RemoteRank, ...]:
-        """Return the producer ranks that concern this rank."""
+        """Return the producer ranks that this rank reads or notifies."""
         return tuple(RemoteRank(rank=rank, reads=rank in self.sources) for rank in sorted(self.ids))
 
 
@@ -183,15 +183,15 @@ class Peers:
     and so do connecting and disconnecting where the driver allows it.
 
     Args:
-        transport: says what carries a peer's bytes.
-        fingerprints: checks those of producers that prove their tickets.
-        connections: of the same transport.
-        containment: told of unexpected exceptions; the tickets that they concern fail.
+        transport: asked what carries a peer's bytes (``Transport.path``).
+        fingerprints: checks the fingerprints of producers that prove their tickets.
+        connections: the connections of ``transport``.
+        containment: logs unexpected exceptions; the tickets that they concern fail.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
-        options: times, and whom to connect to.
-        metrics: told of handshakes, and of which peers are up and down.
-        lost: called when a peer is dead or was restarted, and is to be given up.
+        options: times, and the networks that may be connected to.
+        metrics: counts handshakes, and peers that are up, down and lost.
+        lost: called when a peer is dead or was restarted; it must give the peer up.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Peers:
         self._by_name: dict[Name, Peer] = {}
         self._liveness = LivenessChecks(options)
         self._stop_watching: dict[Peer, Callable[[], None]] = {}
-        """By peer, what ends its liveness check."""
+        """Peer to the function that ends its liveness check."""
         self._memory = PeerMemoryBudget()
         self._handshake_worker = HandshakeWorker(options)
         self._handshakes = Handshakes(
@@ -233,22 +233,22 @@ class Peers:
         """Calls of ``reach`` that wait until a suspect peer has no loads."""
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """Make all ranks of the own engine known, and which one this is."""
+        """Set what the ranks of this engine publish, in rank order, and the index of this rank."""
         self._rank = rank
         self._handshake_worker.join(own, rank)
 
     def reach(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
-        """Connect a ticket's producer, unless it is connected, and call one of the two.
+        """Connect to a ticket's producer unless it is connected; call ``ready`` or ``failed``.
 
-        Where no producer with the ticket's incarnation is connected, either the engine was
-        restarted or the ticket is old; only the engine can say which, in a handshake.
+        If no producer with the ticket's incarnation is connected, the engine may be new or
+        restarted, or the ticket old; only a handshake with the engine can tell.
 
         Args:
-            ticket: says where the producer is.
+            ticket: names the producer and its address.
             ready: called with the producer, at once or when it is connected.
-            failed: called if it cannot be connected, or if ``ready`` raises.
-            loads: whether a load is to begin. It waits while loads go on from a suspect producer:
-                otherwise loads that overlap would keep it from being connected anew for ever.
+            failed: called if the producer cannot be connected, or if ``ready`` raises.
+            loads: whether the call is for a load. Loads wait while other loads from a suspect
+                producer go on: otherwise overlapping loads would keep it from being connected anew.
         """
         peer = self._by_name.get((ticket.engine, ticket.incarnation, ticket.ticket_key))
         if peer is not None and peer.suspect and not peer.loads:
@@ -297,9 +297,9 @@ class Peers:
             failed(self._containment.caught("a ticket whose producer is reached", exc))
 
     def _forget_with_idle(self, peer: Peer) -> None:
-        """Give a suspect peer up, and the peers on its connections that have no loads.
+        """Give up all peers without loads on the connections of a suspect peer, itself included.
 
-        That closes the connections, unless peers that did not fail are read from there.
+        That closes the connections, except those over which other peers are read.
         """
         for connection in list(peer.ids.values()):
             for other in self.using(connection):
@@ -307,9 +307,9 @@ class Peers:
                     self.forget(other)
 
     def forget(self, peer: Peer) -> None:
-        """Give a peer up. The next ticket of it shakes hands.
+        """Give a peer up; the next of its tickets shakes hands again.
 
-        What runs on its connections is ended, unless others use them, too.
+        Its connections are closed, which ends their transfers, unless other peers use them.
         """
         name = peer.name
         if self._by_name.get(name) is peer:
@@ -331,11 +331,11 @@ class Peers:
         self.forget(peer)
 
     def using(self, connection: PeerId) -> list[Peer]:
-        """Return the peers that are connected by this connection."""
+        """Return the peers that use a connection."""
         return [peer for peer in self._by_name.values() if connection in peer.ids.values()]
 
     def path(self, peer: Peer) -> str:
-        """Return what carries a peer's bytes, in the driver's words; empty if it cannot tell."""
+        """Return what carries a peer's bytes, in the driver's words; empty if unknown."""
         if peer.path is None:
             try:
                 paths = {self._transport.path(peer_id) for peer_id in peer.ids.values()}
@@ -345,7 +345,7 @@ class Peers:
         return peer.path
 
     def progress(self, now: float) -> None:
-        """Start handshakes that had to wait, and release peers that are idle."""
+        """Do what is due: start handshakes, end slow fingerprint checks, release idle peers."""
         self._handshakes.progress(now)
         self._fingerprints.progress(now)
         self._status.progress(now)
@@ -360,7 +360,7 @@ class Peers:
                 self.forget(peer)
 
     def close(self) -> None:
-        """End the liveness checks, and start no more handshakes; wait for none.
+        """End the liveness checks and start no more handshakes; return at once.
 
         The connections end when the transport is closed.
         """
@@ -379,7 +379,7 @@ class Peers:
             self._connect(key, result, ready, failed)
 
     def _connect(self, key: PeerKey, result: HandshakeResult, ready: Ready, failed: Failed) -> None:
-        """Connect a producer, once for all who ask meanwhile."""
+        """Connect to a producer, once for all tickets that ask for it meanwhile."""
         ranks = {source.remote for source in result.plan.sources} | set(result.plan.notified_ranks)
         addresses = {rank: result.payloads[rank].address for rank in ranks}
         waiting = self._connecting.setdefault(_name(key, result), [])
@@ -394,10 +394,10 @@ class Peers:
             )
 
     def _make_room(self, result: HandshakeResult) -> ConnectError | None:
-        """Give up idle peers until one more fits, those first that were used longest ago.
+        """Give up idle peers until the result's producer fits, the least recently used first.
 
         Returns:
-            Why it does not fit, if the others are in use; ``None`` if it does.
+            ``None`` if it fits; otherwise the error: too many other peers are in use.
         """
         self._memory.add(result.memory)
         idle = (peer for peer in list(self._by_name.values()) if not peer.is_used)
@@ -424,7 +424,7 @@ class Peers:
     def _on_acquired(
         self, key: PeerKey, result: HandshakeResult, acquired: dict[int, PeerId] | KVFerryError
     ) -> None:
-        """Take the connections of a producer, or why there are none."""
+        """Process the outcome of connecting to a producer: its connections, or an error."""
         if isinstance(acquired, KVFerryError):
             self._memory.remove(result.memory)
             self._on_outcome(key, result, acquired)
@@ -440,7 +440,7 @@ class Peers:
     def _on_fingerprint(
         self, key: PeerKey, result: HandshakeResult, peer: Peer, error: KVFerryError | None
     ) -> None:
-        """Take the outcome of the check of a peer's fingerprint."""
+        """Process the outcome of a peer's fingerprint check; ``None`` is success."""
         if error is None and not all(map(self._connections.is_open, peer.ids.values())):
             error = ConnectError(f"a connection to engine {key.engine} was lost meanwhile")
         if error is not None:
@@ -450,7 +450,7 @@ class Peers:
     def _on_outcome(
         self, key: PeerKey, result: HandshakeResult, outcome: Peer | KVFerryError
     ) -> None:
-        """Call everybody who waits for a producer: it can be used now, or cannot be connected."""
+        """Call ``ready`` or ``failed`` of everybody who waits for a producer."""
         waiting = self._connecting.pop(_name(key, result))
         if isinstance(outcome, Peer):
             outcome = self._admit(key, result, outcome)
@@ -467,9 +467,9 @@ class Peers:
     def _make_peer(
         self, key: PeerKey, result: HandshakeResult, ids: dict[int, PeerId]
     ) -> Peer | KVFerryError:
-        """Return the producer that is connected now, or why it cannot be used.
+        """Return the producer that is connected now, or the error if it cannot be used.
 
-        In the second case nothing is left of it.
+        With an error, its connections and its memory have been released.
         """
         try:
             return Peer(
@@ -489,10 +489,10 @@ class Peers:
             return self._containment.caught("a producer that is connected", exc)
 
     def _admit(self, key: PeerKey, result: HandshakeResult, peer: Peer) -> Peer | KVFerryError:
-        """Use a producer from now on.
+        """Add a producer to those that can be used.
 
         Returns:
-            The producer, or why it cannot be used; nothing is left of it then.
+            The producer; or the error if it cannot be watched, and then it was given up.
         """
         name = _name(key, result)
         if (error := self._watch(peer)) is not None:
@@ -507,10 +507,10 @@ class Peers:
         return peer
 
     def _watch(self, peer: Peer) -> ConnectError | None:
-        """Begin the liveness check of a peer.
+        """Begin the liveness check of a peer, if the options ask for one.
 
         Returns:
-            Why that is not possible, or ``None``.
+            ``None``, or the error if no check can be started.
         """
         if not self._options.liveness_interval:
             return None
@@ -527,7 +527,7 @@ class Peers:
         return None
 
     def _warn(self, name: Name, result: HandshakeResult) -> None:
-        """Log which differences are accepted, once per start of a producer and on one rank only."""
+        """Log the accepted differences, once per start of a producer and on rank 0 only."""
         if result.overridden and self._rank == 0 and name not in self._warned:
             self._warned.add(name)
             logger.warning(
@@ -538,7 +538,7 @@ class Peers:
             )
 
     def _forget_earlier(self, engine: str) -> None:
-        """Give up earlier starts of an engine. One with loads under way ends by their errors."""
+        """Give up earlier starts of an engine, except those from which loads still go on."""
         for (name, *_), peer in list(self._by_name.items()):
             if name == engine and not peer.loads:
                 self.forget(peer)
@@ -554,7 +554,7 @@ class PeerStatus:
     Args:
         metrics: told of every change.
         clock: seconds, monotonic.
-        keep: seconds for which an engine counts as down that nobody asks for any more.
+        keep: seconds after its last failure for which an engine counts as down.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float], keep: float) -> None:
@@ -571,7 +571,7 @@ class PeerStatus:
         self._tell()
 
     def released(self, start: Hashable) -> None:
-        """Count a start of an engine as up no more."""
+        """Stop counting a start of an engine as up."""
         self._up.discard(start)
         self._tell()
 
@@ -584,7 +584,7 @@ class PeerStatus:
         self._tell()
 
     def progress(self, now: float) -> None:
-        """Forget engines that have been down for long, and that nobody has asked for since."""
+        """Forget the engines whose last failure is ``keep`` seconds ago or longer."""
         over = [engine for engine, until in self._down.items() if until <= now]
         for engine in over:
             del self._down[engine]
@@ -597,14 +597,14 @@ class PeerStatus:
 
 
 class PeerMemoryBudget:
-    """Count the bytes that peers take. What several peers share is counted once.
+    """Count the bytes that are kept for peers; an object that peers share counts once.
 
-    A producer chooses what it publishes, so what is kept of it is counted. The engines of a
-    deployment publish the same fields, which are kept once, whoever published them; so bytes are
-    counted by what takes them, and not by peer.
+    A producer chooses how much it publishes, so the total must be limited. The engines of a
+    deployment publish equal fields, which are kept in one object; so bytes are counted per object
+    and not per peer.
 
     Attributes:
-        nbytes: of all of them.
+        nbytes: the bytes of all objects.
     """
 
     def __init__(self) -> None:
@@ -613,7 +613,7 @@ class PeerMemoryBudget:
         self.nbytes = 0
 
     def add(self, memory: Mapping[int, int]) -> None:
-        """Count what a peer takes, as ``memory_of`` returned it."""
+        """Count the objects of one more peer; ``memory`` is what ``memory_of`` returned."""
         for key, nbytes in memory.items():
             self._users[key] += 1
             if self._users[key] == 1:
@@ -621,7 +621,7 @@ class PeerMemoryBudget:
                 self.nbytes += nbytes
 
     def remove(self, memory: Mapping[int, int]) -> None:
-        """Count what a peer takes no more."""
+        """Stop counting the objects of a peer; ``memory`` is what was added."""
         for key in memory:
             self._users[key] -= 1
             if not self._users[key]:
@@ -630,7 +630,7 @@ class PeerMemoryBudget:
 
 
 def most_peers() -> int:
-    """Return how many engines this process may be connected to."""
+    """Return how many engines a rank in this process may be connected to."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return MAX_PEERS

@@ -1,6 +1,7 @@
 """The producer half of an endpoint: the slot table, and the messages that renew and end holds.
 
-``WorkerHolds`` decides, ``HoldServer`` gives it what the engine orders and what consumers say.
+``HoldServer`` passes the engine's orders and the consumers' messages to ``WorkerHolds``, which
+decides which holds stand.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
 
 
 class SlotTable:
-    """One word per slot, in CPU memory that peers read one-sidedly.
+    """One 8-byte word per slot, in CPU memory that peers read one-sidedly.
 
     In front of the words is a header: the fingerprint of the key that proves the engine's tickets,
-    or zeros. Owns its memory, which stays where it is for the table's life.
+    or zeros. The table owns its memory, whose address never changes.
 
     Args:
-        slots: how many words there are.
+        slots: number of slots.
 
     Attributes:
-        region: the words of the slots.
-        header: the words of the fingerprint.
+        region: the memory of the slot words.
+        header: the memory of the fingerprint.
     """
 
     def __init__(self, slots: int) -> None:
@@ -68,9 +69,9 @@ class _ComputingHold:
     """A hold whose pages the device has yet to compute.
 
     Attributes:
-        hold: which becomes ready then.
-        passed: says whether the device has passed all its work.
-        has_failed: whether it has raised, which is logged once.
+        hold: the hold, which becomes ready when ``passed`` returns ``True``.
+        passed: returns whether the device has finished all work that fills the pages.
+        has_failed: whether ``passed`` has raised before; only the first exception is logged.
     """
 
     hold: Hold
@@ -78,9 +79,10 @@ class _ComputingHold:
     has_failed: bool = False
 
     def has_passed(self) -> bool:
-        """Return whether the device has passed the work.
+        """Return whether the device has finished the work.
 
-        Where that cannot be told, it has not: the hold is never ready then, and its lease ends it.
+        If ``passed`` raises, return ``False``. If it always does, the hold never becomes ready and
+        its lease ends it.
         """
         try:
             return self.passed()
@@ -98,14 +100,14 @@ class _ComputingHold:
 class HoldServer:
     """Keep the holds of one rank, and let consumers renew and end them.
 
-    From any thread: the engine's brings orders, the endpoint's everything else, and a lock
-    serialises them.
+    May be used from any thread, under a lock: the engine's thread brings orders, the endpoint's
+    thread everything else.
 
     Args:
-        table: of the slots; peers read it.
+        table: the slot table, which peers read.
         incarnation: which start of the engine this is.
         clock: seconds, monotonic.
-        metrics: told of leases that ended, and of messages that came too late.
+        metrics: counts leases that expired, and messages that came too late or fit no hold.
     """
 
     def __init__(
@@ -120,22 +122,22 @@ class HoldServer:
         self._metrics = metrics
         self._computing: list[_ComputingHold] = []
         self._listened = clock()
-        """The time until which all messages of consumers have been taken."""
+        """The time up to which all messages that had arrived from consumers were processed."""
         self._lock = threading.Lock()
 
     @property
     def held(self) -> int:
-        """Return how many holds stand."""
+        """Return the number of holds that have not ended."""
         with self._lock:
             return self._holds.held
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None) -> None:
-        """Carry out orders. The words of new and dropped holds are written before this returns.
+        """Carry out orders. The slot words of holds that start or end are written on return.
 
         Args:
             orders: from the scheduler half.
-            passed: says whether the device has passed all work of the ready orders; ``None``: it
-                has.
+            passed: returns whether the device has finished all work that fills the pages of
+                ``orders.ready``; ``None`` if it has finished already.
         """
         with self._lock:
             self._holds.apply(orders, self._clock())
@@ -146,7 +148,7 @@ class HoldServer:
                     self._computing.append(_ComputingHold(hold=hold, passed=passed))
 
     def hear(self, notifications: Iterable[Notification]) -> None:
-        """Take messages from consumers; what is not one is dropped, and logged."""
+        """Process messages from consumers; malformed ones are logged and dropped."""
         for notification in notifications:
             try:
                 notes = decode_notes(notification.payload)
@@ -163,7 +165,7 @@ class HoldServer:
                     self._take(note)
 
     def listened(self, until: float) -> None:
-        """Note that all that had arrived until then, by the endpoint's clock, was taken."""
+        """Note that all messages that arrived up to ``until``, by the clock, were processed."""
         with self._lock:
             self._listened = until
 
@@ -191,20 +193,21 @@ class HoldServer:
             )
 
     def silent(self) -> list[Silence]:
-        """Return the ticketed holds whose consumer seems to be gone, the oldest first.
+        """Return the ticketed holds whose consumers seem to be gone, the longest silent first.
 
-        Silence is counted until this rank last listened: who could not be heard is not gone.
+        Silence counts up to the time when this rank last processed messages, so that a rank that
+        hangs does not take its consumers for gone.
         """
         with self._lock:
             return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)
 
     def take_sent(self) -> list[RequestId]:
-        """Return the requests that have been sent since the last call."""
+        """Return the requests whose holds have ended since the last call, except dropped ones."""
         with self._lock:
             return self._holds.take_sent()
 
     def close(self) -> None:
-        """Clear every word: no read whose fence comes after this is valid."""
+        """End all holds: every slot word is cleared, so that later fences refuse their reads."""
         with self._lock:
             self._holds.end_all()
 

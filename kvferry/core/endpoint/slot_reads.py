@@ -1,8 +1,8 @@
 """Reads of peers' slot words: checks before the data, fences after it, renewals meanwhile.
 
-The words of several requests on one producer rank are read in one batch, and the notes about them
-("done", or renewals) are bound to that read. The fingerprint in front of a producer's slot table is
-read in the same way, once per connection.
+The slot words of several requests on one producer rank are read in one batch, and the notes about
+these requests ("done", or renewals) are bound to that read as a notification. The fingerprint in
+front of a producer's slot table is read in the same way, once per connected peer.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ T = TypeVar("T")
 Checked = Callable[[KVFerryError | None], None]
 
 MAX_BATCH = 64
-"""Slot words that are read in one batch, and messages in one notification."""
+"""The most slot words in one batch, and the most notes in one notification."""
 SCRATCH_WORDS = 1 << 12
-"""Slot words that can be under way at once."""
+"""The most slot words whose reads are under way at once."""
 FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotRead:
-    """One slot word to be read.
+    """A read of one slot word.
 
     Attributes:
-        tag: who wants it; see ``SlotReads.remove`` and ``Transfers.cancel``.
+        tag: identifies who wants the word; see ``SlotReads.remove`` and ``Transfers.cancel``.
         peer, rank, slot: where the word is.
-        is_header: whether the word is one of the fingerprint's, of which ``slot`` is the index.
-        note: bound to the read: "done" to a fence, a renewal to itself, nothing to a check.
+        note: the note sent with the read: "done" with a fence, a renewal with a renewal's read,
+            ``None`` with a check.
         landed: called with the word and the seconds that the read took.
-        lost: called instead if the read failed.
-        failing: called before that if the failure is known earlier.
+        lost: called instead of ``landed`` if the read failed; no more bytes will land.
+        failing: called before ``lost`` if it is known earlier that the read will fail.
+        is_header: whether the word is part of the fingerprint; ``slot`` is its index in it then.
     """
 
     tag: Hashable
@@ -63,19 +64,19 @@ class SlotRead:
 
     @property
     def region(self) -> Region:
-        """Return the memory of the producer rank that the word is in."""
+        """Return the region of the producer rank's memory that contains the word."""
         payload = self.peer.payloads[self.rank]
         return payload.fingerprint or payload.slots if self.is_header else payload.slots
 
 
 class ScratchWords:
-    """Memory that peers' slot words land in, one word each. Owns it.
+    """The local memory that slot words are read into. Owns it.
 
     Args:
-        words: how many there are.
+        words: number of 8-byte words.
 
     Attributes:
-        region: all of them.
+        region: the memory of all words.
     """
 
     def __init__(self, words: int = SCRATCH_WORDS) -> None:
@@ -91,14 +92,14 @@ class ScratchWords:
     def take(self) -> int:
         """Return the index of a free word, which is the caller's until ``give_back``.
 
-        It is cleared, so that a read that never lands never looks valid.
+        The word is cleared, so that without a read it never looks valid.
         """
         index = self._free.pop()
         self._words[index] = NOTHING
         return index
 
     def give_back(self, index: int) -> int:
-        """Free a word, once its read has ended. Returns its value."""
+        """Free a word whose read has ended, and return its value."""
         self._free.append(index)
         return int(self._words[index])
 
@@ -111,8 +112,8 @@ class SlotReads:
     """Collect reads of slot words and post them together. Used by the endpoint's thread only.
 
     Args:
-        scratch: where the words land.
-        containment: told of what a read's callback raises; only that read is lost then.
+        scratch: the memory that the words are read into.
+        containment: logs what the callbacks of a read raise; other reads go on.
     """
 
     def __init__(self, scratch: ScratchWords, containment: ErrorContainment) -> None:
@@ -129,10 +130,10 @@ class SlotReads:
         self._waiting.append(read)
 
     def remove(self, tag: Hashable) -> bool:
-        """Drop the reads with a tag that have not been posted.
+        """Drop the reads with this tag that have not been posted.
 
         Returns:
-            Whether there were any.
+            Whether any read was dropped.
         """
         kept = [read for read in self._waiting if read.tag != tag]
         is_removed = len(kept) < len(self._waiting)
@@ -140,11 +141,11 @@ class SlotReads:
         return is_removed
 
     def post(self, transfers: Transfers, max_notification: int) -> None:
-        """Post what waits, in batches; what there is no scratch memory for waits on.
+        """Post the waiting reads in batches; batches without room in the scratch memory wait on.
 
         Args:
-            transfers: to post with.
-            max_notification: bytes that a notification of the driver may have.
+            transfers: posts the batches.
+            max_notification: the most bytes in a notification of the driver.
         """
         if not self._waiting:
             return
@@ -234,7 +235,7 @@ def fitting(notes: Sequence[Note], max_notification: int) -> Iterator[list[Note]
 
     Args:
         notes: in the order in which they are sent.
-        max_notification: bytes that a notification of the driver may have.
+        max_notification: the most bytes in a notification of the driver.
     """
     if notes:
         one = max(len(encode([note])) for note in notes)
@@ -253,23 +254,22 @@ class _Check:
     checked: Checked
     deadline: float
     words: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By producer rank and index, as they arrive."""
+    """(producer rank, index in the fingerprint) to the word, for those that have arrived."""
 
 
 class FingerprintReads:
-    """Check that the memory which a producer's payloads name is the producer's.
+    """Check that the memory which a producer's payloads name belongs to that producer.
 
-    Whoever listens at an address may serve the payloads of another engine with a key of his own.
-    The engine whose memory they name has the fingerprint of its own key there, in front of its slot
-    table, so it is read once per connection, before anything else. Used by the endpoint's thread
-    only.
+    A hostile process may serve the payloads of another engine together with its own ticket key. But
+    in front of its slot table, every engine has the fingerprint of its own key. So this is read and
+    compared once per connected peer, before any other read. Used by the endpoint's thread only.
 
     Args:
         slot_reads: makes the reads.
         clock: seconds, monotonic.
         patience: seconds after which a check fails.
-        failing: called with peer and rank when it is known that a read will fail, and it is not yet
-            quiet; the check is over then.
+        failing: called with peer, rank and error when it is known that a read will fail although
+            bytes may still land. The check has failed by then.
     """
 
     def __init__(
@@ -290,10 +290,10 @@ class FingerprintReads:
         """Read the fingerprint of every rank of a peer that is connected.
 
         Args:
-            peer: all of whose ranks say where it is.
-            checked: called once, with ``None`` if it is that of the peer's key everywhere.
-                Otherwise the peer is to be given up, which ends the reads that go on unless others
-                use its connections.
+            peer: the peer, all of whose ranks publish where their fingerprint is.
+            checked: called once: with ``None`` if every rank has the fingerprint of the peer's
+                ticket key; otherwise with the error. Then the caller must give the peer up; reads
+                of the check may still be under way.
         """
         check = _Check(peer=peer, checked=checked, deadline=self._clock() + self._patience)
         self._checks.add(check)
@@ -338,7 +338,7 @@ class FingerprintReads:
             self._end(check, _problem(check.peer, check.words))
 
     def _end(self, check: _Check, error: KVFerryError | None) -> None:
-        """End a check, if it is not over; words that are not posted are not read any more."""
+        """End a check unless it is over, and drop its reads that have not been posted."""
         if check in self._checks:
             self._checks.remove(check)
             self._slot_reads.remove(check)
@@ -346,7 +346,7 @@ class FingerprintReads:
 
 
 def _problem(peer: Peer, words: dict[tuple[int, int], int]) -> HandshakeError | None:
-    """Return why a peer is refused whose memory has these words, or ``None``."""
+    """Return the error if these words are not the fingerprint of the peer's key, or ``None``."""
     expected = fingerprint(peer.ticket_key)
     for rank in peer.ids:
         actual = b"".join(

@@ -1,4 +1,4 @@
-"""Reads of one endpoint: queued, posted within the driver's limit, polled together, cancelled."""
+"""Queue the reads of one endpoint, post them within the driver's limit, poll and cancel them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from kvferry.core.transport import PeerId, State, Status, TransferId, Transport
 from kvferry.core.transport.copies import Copies
 
 CANCEL_SECONDS = 1.0
-"""How long a read that was cancelled may take to end by itself; see ``Grace``."""
+"""How long a cancelled read may take to end by itself; see ``Grace``."""
 LONG_SECONDS = 0.001
-"""After a post that took longer, the driver is polled before the next post."""
+"""After a post that took longer than this, the driver is polled before the next post."""
 UNDER_WAY_BYTES = 32 << 20
-"""With so many bytes under way from a peer, its next read waits: that is enough to keep the link
-busy, and reads that share it end one after the other, not all of them with the last."""
+"""While so many bytes are under way from a peer, its next read waits. So many keep the link busy,
+and if no more share it, reads end one after the other instead of all at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a read ended; nothing more of it is written to local memory.
+    """How a read ended. Once there is an outcome, the read writes no more bytes.
 
     Attributes:
         error: why it failed; ``None`` if all bytes arrived.
         copies: number of copies in the read; 0 if they were never built.
         nbytes: their bytes in total.
-        begun: when posting began, by ``time.perf_counter``; 0 if it was cancelled before.
-        seconds: from ``begun`` to the end.
-        post_seconds: the part of ``seconds`` until the driver accepted it, or until the end if it
-            never did.
+        begun: when posting began, by ``time.perf_counter``; 0 if the read ended before that.
+        seconds: time from ``begun`` to the end; 0 if the read was never posted.
+        post_seconds: the part of ``seconds`` before the driver had accepted the read; all of it if
+            the driver did not.
     """
 
     error: KVFerryError | None
@@ -69,24 +69,25 @@ class Grace:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Read:
-    """A read, from when it is asked for until it has ended.
+    """A read from one peer. ``Transfers`` keeps it from ``add`` until it has ended.
 
     Attributes:
         peer: the connection to read over.
-        build: returns the copies when the read is posted, and not before: the arrays may be a
-            workspace that the next read fills again. What it raises is the read's outcome.
+        build: returns the copies. It is called when the read is posted, because the arrays may be
+            a workspace that the next read fills again. If it raises, the read fails with that.
         finished: called once, when the read has ended.
-        failing: called at most once, when it is known to fail and bytes may still land.
-        notify: a notification that is bound to the read; ``None`` for none.
-        urgent: whether it goes before all others, and does not wait while enough is under way: for
-            reads of a few bytes.
-        tags: who wants it; ``Transfers.cancel`` removes them.
-        graces: of those who have cancelled it.
-        started: when its post began, by ``time.perf_counter``; 0 before that.
-        posted: when the driver had taken it; 0 before that.
-        copies: how many it has, once it is posted.
-        nbytes: the bytes of all of them.
-        failure: why it will fail, once that is known.
+        failing: called at most once, when the driver knows that the read will fail but bytes may
+            still land.
+        notify: payload of the notification that is bound to the read; ``None`` for none.
+        urgent: whether the read goes before all others and ignores ``UNDER_WAY_BYTES``; for reads
+            of a few bytes.
+        tags: identify who wants the read; ``Transfers.cancel`` removes them.
+        graces: the graces given when the read was cancelled, until it has ended.
+        started: when posting began, by ``time.perf_counter``; 0 before that.
+        posted: when the driver had accepted the read, by ``time.perf_counter``; 0 before that.
+        copies: number of copies; 0 until they are built.
+        nbytes: bytes of all copies together; 0 until they are built.
+        failure: the error with which the read will fail; ``None`` while none is known.
     """
 
     peer: PeerId
@@ -105,12 +106,12 @@ class Read:
 
 
 class Transfers:
-    """Post, poll and cancel all reads of one endpoint. Used by its thread only.
+    """Post, poll and cancel all reads of one endpoint. Used by the endpoint's thread only.
 
     Args:
-        transport: to read with.
-        containment: told of what a driver or a read's callback raises that it must not.
-        clock: seconds, monotonic, for the grace of what is cancelled.
+        transport: the transport that the reads use.
+        containment: logs unexpected exceptions of the driver and of the reads' callbacks.
+        clock: seconds, monotonic; times the graces of cancelled reads.
     """
 
     def __init__(
@@ -129,29 +130,29 @@ class Transfers:
         self._under_way: Counter[PeerId] = Counter()
         self._disconnecting: set[PeerId] = set()
         self._closed: set[PeerId] = set()
-        """Closed connections of whose reads the driver has yet to say how they ended."""
+        """Closed connections that have reads whose outcome the driver has not reported yet."""
         self._graces: dict[Grace, None] = {}
-        """Those with reads that have not ended, the earliest first."""
+        """The graces with reads that have not ended, the earliest first."""
 
     def __len__(self) -> int:
         """Return how many reads are queued or under way."""
         return len(self._urgent) + sum(map(len, self._queued.values())) + len(self._posted)
 
     def add(self, read: Read) -> None:
-        """Post the read as soon as the driver's limit, and what else is under way, allow."""
+        """Queue a read; it is posted once the driver's limit and ``UNDER_WAY_BYTES`` allow."""
         if read.urgent:
             self._urgent.append(read)
         else:
             self._queued.setdefault(read.peer, deque()).append(read)
 
     def progress(self) -> bool:
-        """Poll; if nothing has ended, post, and poll again for what has ended at once.
+        """Poll the posted reads. If none has news, post queued ones, and poll again.
 
-        What has ended comes first, so that its successor (the fence, after the data) is queued
-        before more is posted.
+        Polling comes first so that the successor of a read that has ended (the fence, after the
+        data) is queued before others are posted.
 
         Returns:
-            Whether anything has ended, will fail, or was posted.
+            Whether a read has ended, will fail, or was posted.
         """
         if self._poll():
             return True
@@ -164,15 +165,15 @@ class Transfers:
         return posted and (self._poll() or posted)
 
     def cancel(self, tag: Hashable, grace: Grace | None = None) -> None:
-        """Remove a tag from its reads, and end those that nobody wants any more.
+        """Remove a tag from all reads, and cancel those that have no tag left.
 
-        A read that is queued ends at once. One under way the driver is asked to end, which may take
-        a while, or not happen at all. Nothing is asked of the driver while others want the read.
+        A queued read ends at once. For a posted read the driver is asked to cancel it; it may end
+        later, or go on to its normal end.
 
         Args:
-            tag: of those who do not want their reads any more.
-            grace: begins now for what does not end at once. One grace may cover several tags: the
-                first of them begins it.
+            tag: the tag to remove.
+            grace: is given to the reads that had the tag; its time starts now, or started with the
+                first ``cancel`` that it was passed to. ``None`` for no grace.
         """
         waiting = [read for read in self._waiting() if tag in read.tags]
         posted = [(each, read) for each, read in self._posted.items() if tag in read.tags]
@@ -187,7 +188,7 @@ class Transfers:
                 self._cancel(transfer)
 
     def escalate(self, now: float) -> None:
-        """Call ``Grace.escalate`` where reads go on although their grace is over.
+        """Call ``Grace.escalate`` of each grace that is over and has posted reads.
 
         Args:
             now: seconds, on this object's clock.
@@ -199,20 +200,22 @@ class Transfers:
                 self._graces.pop(grace, None)
 
     def begin_disconnect(self, peer: PeerId) -> None:
-        """Fail what is queued for a connection, because the driver is about to close it.
+        """Fail the reads queued for a connection, because the driver is about to close it.
 
-        What is under way there is not named to the driver until ``end_disconnect``.
+        Its posted reads are not polled or cancelled until ``end_disconnect``, because the driver
+        must not be called about them meanwhile.
         """
         self._disconnecting.add(peer)
         gone = [read for read in self._waiting() if read.peer == peer]
         self._end(gone, PeerLostError("its peer was disconnected"))
 
     def end_disconnect(self, peer: PeerId, *, closed: bool) -> None:
-        """Poll a connection's reads again: the driver's ``disconnect`` has returned.
+        """Poll a connection's reads again, because the driver's ``disconnect`` is over.
 
         Args:
             peer: the connection.
-            closed: whether it is closed. If not, the driver could not end what runs on it.
+            closed: whether the connection is closed; otherwise the driver could not end its
+                transfers.
         """
         self._disconnecting.discard(peer)
         if closed and peer in self._peers_under_way():
@@ -243,9 +246,9 @@ class Transfers:
             self._containment.caught("the driver's cancel", exc)
 
     def _end(self, reads: Sequence[Read], error: KVFerryError) -> None:
-        """End reads that are queued.
+        """End queued reads with an error.
 
-        All of them leave the queue before the first is reported: its callback may cancel others.
+        All reads leave the queue before the first callback, because a callback may cancel others.
         """
         for read in reads:
             self._drop(read)
@@ -263,7 +266,7 @@ class Transfers:
             del self._queued[read.peer]
 
     def _next(self) -> Read | None:
-        """Remove the read that is to be posted now from its queue; peers take turns.
+        """Remove the next read to post from its queue: urgent ones first, then peers in turn.
 
         Returns:
             The read; ``None`` if none may be posted now.
@@ -297,11 +300,11 @@ class Transfers:
     def _poll(self) -> bool:
         ids = [each for each, read in self._posted.items() if read.peer not in self._disconnecting]
         if not ids:
-            self._containment.succeeded("the driver's poll")  # which was asked for nothing
+            self._containment.succeeded("the driver's poll")  # nothing had to be polled
             return False
         has_news = False
         for transfer, status in zip(ids, self._statuses(ids), strict=True):
-            # A callback may have closed the connection: then its other reads are not named, either.
+            # A callback may have begun to close the connection: leave its other reads alone, too.
             disconnecting = self._posted[transfer].peer in self._disconnecting
             if status.state is not State.PENDING and not disconnecting:
                 has_news = self._on_status(transfer, status) or has_news
@@ -311,7 +314,7 @@ class Transfers:
         """Return the status of each transfer; where the driver's poll fails, poll each alone."""
         try:
             statuses = self._ask(ids)
-        except Exception as exc:  # noqa: BLE001  a driver's bug: not all transfers need be its
+        except Exception as exc:  # noqa: BLE001  a driver's bug, perhaps with one transfer only
             self._containment.caught("the driver's poll", exc, serves_all=True)
             return [self._status(each) for each in ids]
         self._containment.succeeded("the driver's poll")
@@ -326,7 +329,8 @@ class Transfers:
     def _status(self, transfer: TransferId) -> Status:
         """Return the status of one transfer.
 
-        Where the driver cannot say it, bytes may land until the connection is closed.
+        If the driver's ``poll`` fails, the status is FAILING, as bytes may still land; or FAILED
+        once the connection is closed.
         """
         try:
             return self._ask([transfer])[0]
@@ -336,7 +340,7 @@ class Transfers:
             return Status(state=State.FAILED if closed else State.FAILING, error=error)
 
     def _on_status(self, transfer: TransferId, status: Status) -> bool:
-        """Report what is new of a transfer. Returns whether anything is."""
+        """Process the status of a transfer, and return whether it says anything new."""
         read = self._posted[transfer]
         error = status.error or TransportError("the transfer failed and the driver gave no reason")
         if status.state is State.FAILING and read.failure is None:

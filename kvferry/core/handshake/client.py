@@ -1,4 +1,4 @@
-"""The client of a side channel. Calls block until a deadline, and come from any thread."""
+"""The client of a side channel. Its functions block until a timeout; any thread may call them."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def fetch(
     """Fetch what the ranks of an engine publish from its side channel.
 
     Args:
-        host: host of the side channel, as the engine's ticket states it.
-        port: its port, likewise.
+        host: host of the side channel, as in the engine's tickets.
+        port: port of the side channel, as in the engine's tickets.
         engine: id of the engine.
-        timeout: seconds for all of it.
-        context: ZMQ context of the socket; ``None`` for one that all calls share.
-        access: this engine's keys, and which side channels it may ask.
+        timeout: seconds for the whole call.
+        context: ZMQ context of the socket; ``None`` for one that the process shares.
+        access: this engine's keys, and the side channels that it may ask.
         key: the public key that the engine's ticket names; empty if it names none.
 
     Raises:
         IncompatibleError: the two builds have no protocol version in common.
-        RefusedError: the side channel refuses the request; says why.
-        AdmissionError: one of the two does not admit the key or address of the other.
-        HandshakeError: there was no valid answer; says where, why and what to do.
+        RefusedError: the side channel refuses the request; the message says why.
+        AdmissionError: one of the two engines does not admit the key or address of the other.
+        HandshakeError: there was no valid answer; the message says where, why and what to do.
     """
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with fetching(call, engine, ReplyLimits()) as fetched:
@@ -69,8 +69,8 @@ class EngineReply:
 
     Attributes:
         info: what the engine's ranks publish.
-        sizes: bytes of each rank's payload.
-        numeric: numeric address at which the side channel was found.
+        sizes: bytes of each rank's encoded payload.
+        numeric: numeric address of the side channel that answered.
     """
 
     info: EngineInfo
@@ -80,9 +80,9 @@ class EngineReply:
 
 @contextmanager
 def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[EngineReply]:
-    """Fetch what an engine's ranks publish, and decode it when no other reply is being decoded.
+    """Fetch what an engine's ranks publish, and decode it in turn with other replies.
 
-    No other reply is decoded until the block ends, so that planning belongs inside it.
+    The turn lasts until the ``with`` block ends, so do the planning inside it.
 
     Args:
         call: how to reach the side channel.
@@ -110,8 +110,8 @@ def _published(
 ) -> Payloads:
     """Return every rank's encoded payload and the engine's key.
 
-    A long answer ends the first connection. It is asked for again when there is room, which is
-    occupied until ``long`` ends.
+    An answer that is long ends the first connection. Then the request is sent again, once there is
+    room for a long answer; ``long`` keeps that room until it is closed.
     """
     ask = PayloadRequest(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)
     try:
@@ -171,7 +171,7 @@ def health(
     access: Access = OPEN,
     key: bytes = b"",
 ) -> Condition:
-    """Return the health of an engine; without ``engine``, of whichever listens there.
+    """Return the health of an engine; with an empty ``engine``, of any that listens there.
 
     Takes the arguments of ``fetch`` and raises the same errors.
     """
@@ -192,7 +192,7 @@ def _asked(call: Dialer, request: Request, deadline: float | None = None) -> Rep
 
 @contextmanager
 def _explained(engine: str, call: Dialer) -> Iterator[None]:
-    """Add engine and address to every error, and what a loopback address means."""
+    """Add engine and address to every ``HandshakeError``, and a hint about loopback addresses."""
     who = f"engine {engine!r}" if engine else "the engine"
     where = f"{who} at {place(call.host, call.port)}"
     try:
@@ -204,7 +204,7 @@ def _explained(engine: str, call: Dialer) -> Iterator[None]:
 
 
 def _loopback_hint(call: Dialer) -> str:
-    """Return a hint if the address was this host's own: the ticket may be from another host."""
+    """Return a hint if the host is a loopback address: the ticket may be from another host."""
     if not call.numeric or not all(map(is_loopback, call.numeric)):
         return ""
     return (

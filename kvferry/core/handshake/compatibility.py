@@ -1,4 +1,4 @@
-"""Decide from what their ranks publish whether two engines may exchange pages."""
+"""Decide whether two engines may exchange pages, from what their ranks publish."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from kvferry.core.work_budget import FACT_STEPS, PAYLOAD_BYTES_PER_STEP, WorkBud
 
 UPGRADE = "upgrade the older of the two engines"
 MAX_ENGINE_FIELDS = 1 << 14
-"""The most fields of all ranks together: 64 ranks of 80 layers have 10,240. Freeing them takes some
-10 ms, in which no other thread runs."""
+"""The most fields of all ranks together; 64 ranks of 80 layers have 10,240. Freeing so many takes
+some 10 ms, in which no other thread runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine publishes in the handshake; checked by ``engine_info``.
+    """What an engine publishes in the handshake, decoded and checked by ``engine_info``.
 
     Attributes:
         engine: id of the engine.
-        incarnation: identifies this start of it.
+        incarnation: identifies this start of the engine.
         ranks: one payload per rank, in rank order.
-        ticket_key: the public key that proves the engine's tickets; empty where its build proves
-            none.
+        ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
     """
 
     engine: str
@@ -44,11 +43,13 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgements:
-    """Differences that may be harmless, so that an operator may allow them.
+    """Which differences between two engines an operator may allow, and whether that is done.
 
     Attributes:
-        keys: keys of agreements. All other differences would corrupt data and are always refused.
-        overridden: whether the operator allows them: then they are reported and not refused.
+        keys: agreement keys whose values may differ harmlessly. All other differences are always
+            refused, because they would corrupt data.
+        overridden: whether the operator allows differences in ``keys``: then they are reported in
+            ``Compatibility`` and not refused.
     """
 
     keys: frozenset[str] = frozenset()
@@ -57,11 +58,11 @@ class Judgements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compatibility:
-    """What two ranks that may exchange pages agreed on.
+    """The result of ``agree`` for two ranks that may exchange pages.
 
     Attributes:
         version: the protocol version that both use.
-        overridden: the differences that the operator allows, each with both values.
+        overridden: a text for each difference that the operator allows, with both values.
     """
 
     version: int
@@ -73,13 +74,13 @@ def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInf
 
     Args:
         payloads: every rank's encoded ``RankPayload``, in rank order; untrusted.
-        ticket_key: from ``Payloads``; untrusted.
+        ticket_key: the engine's ticket key, from ``Payloads``; untrusted.
 
     Raises:
         IncompatibleError: a rank speaks no protocol version of this build.
         HandshakeError: a payload cannot be decoded, the payloads are not those of all ranks of one
-            start of one engine, they take too much work, or a rank does not publish where the
-            fingerprint of the key is; names the ranks and the values.
+            start of one engine, they take too much work, or there is a ticket key and a rank does
+            not publish where its fingerprint is. The message names ranks and values.
     """
     if not 1 <= len(payloads) <= MAX_RANKS:
         raise HandshakeError(f"payloads of {len(payloads)} ranks; 1 to {MAX_RANKS} are allowed")
@@ -117,9 +118,9 @@ def agree(
 ) -> Compatibility:
     """Compare a rank with a rank of another engine that it wants to read from.
 
-    Compared are the protocol versions, the driver, and every agreement key that *both* have. A key
-    that only one side has is ignored: otherwise an engine that states one fact more than its
-    predecessor could not be rolled out beside it.
+    The protocol versions, the driver, and the values of every agreement key that *both* have must
+    be equal. A key that only one side has is ignored: otherwise a new version that publishes one
+    key more could not be rolled out beside the old one.
 
     Args:
         mine: the payload of the rank that reads.
@@ -127,7 +128,7 @@ def agree(
         judgements: which differences an operator may allow.
 
     Raises:
-        IncompatibleError: they must not exchange pages; names every difference with both values.
+        IncompatibleError: the two must not exchange pages; names each difference with both values.
     """
     version = mine.common(theirs)
     clashes = [(name, _side_by_side(name, *values)) for name, *values in _clashes(mine, theirs)]
@@ -164,7 +165,7 @@ def unspoken(theirs: Versions) -> str:
 
 
 def _decode(rank: int, data: bytes, budget: WorkBudget) -> RankPayload:
-    """Decode a payload, its versions first: one of another version may contain anything."""
+    """Decode a payload. Its versions come first: with another version, the rest may be anything."""
     budget.spend(len(data) // PAYLOAD_BYTES_PER_STEP, f"the payload of rank {rank}")
     try:
         versions = decode_versions(data)

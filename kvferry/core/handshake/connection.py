@@ -1,4 +1,4 @@
-"""A client's connection to a side channel, which reports at once when the other end has gone."""
+"""A client's connection to a side channel, which fails at once when the other end closes it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from kvferry.core.handshake.sockets import Socket, endpoint, numeric_hosts
 from kvferry.core.messages import Reply, Request, encode
 
 AGAIN_SECONDS = 0.25
-"""After this time without an answer, the question is sent again. Where a socket keeps one frame, as
-that of ``Dialer.channel`` does, libzmq may lose the wake-up between a thread that writes a message
-and one that goes to sleep at that moment, in either direction: then both ends sleep until the next
-message."""
+"""After this time without an answer, the request is sent again. With a socket that keeps only one
+frame (``Dialer.channel``), libzmq may lose a wake-up, if one thread writes a message just when the
+other goes to sleep, in either direction: then both ends sleep until the next message."""
 
 
 class SideChannelConnection:
-    """One connection, for any number of questions. Used by one thread.
+    """One connection, for any number of requests. Used by one thread.
 
     Args:
-        dialer: where to connect, with which keys; its timeout is for connecting and for each
-            answer.
+        dialer: where to connect, and with which keys and timeout.
 
     Raises:
-        HandshakeError: nobody can be reached there; says why, but not where.
+        HandshakeError: the side channel cannot be reached; the message says why, but not where.
     """
 
     def __init__(self, dialer: Dialer) -> None:
@@ -49,10 +47,10 @@ class SideChannelConnection:
             self._poller.register(socket, zmq.POLLIN)
 
     def ask(self, request: Request, deadline: float | None = None) -> Reply:
-        """Ask, again if need be, and wait for the answer.
+        """Send a request, again if need be, and return the answer.
 
         Args:
-            request: the question.
+            request: the request.
             deadline: by ``time.monotonic``; ``None`` for the dialer's timeout from now.
 
         Raises:
@@ -89,7 +87,7 @@ class SideChannelConnection:
             raise HandshakeError(f"its answer is {exc}") from exc
 
     def _drop_late_answer(self) -> None:
-        """Take an answer to a question that was sent twice; refuse one that nobody asked for."""
+        """Drop the second answer to a request that was sent twice; refuse any other."""
         self._receive()
         if self._unanswered < 0:
             raise HandshakeError("it sent what was not asked for")
@@ -112,7 +110,7 @@ class SideChannelConnection:
 
 
 def _connect(dialer: Dialer, numeric: str) -> tuple[Socket, Socket]:
-    """Return a socket that is being connected, and a monitor that says how the connection ends."""
+    """Return a connecting socket, and the monitor socket that reports how the connection ends."""
     channel = dialer.channel(numeric)
     try:
         monitor: Socket = channel.get_monitor_socket(sum(ENDINGS))

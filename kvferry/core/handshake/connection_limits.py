@@ -26,12 +26,12 @@ import zmq
 from kvferry.core.handshake.sockets import Context, Socket
 
 MAX_CONNECTIONS = 1024
-"""Fewer where the process may open few files: with a second descriptor each, they take half of
-those at most."""
+"""The most connections; fewer where the process may open few files: a connection takes two
+descriptors, and all of them take at most half of those of the process."""
 MAX_BYTES = 1 << 17
 """How many bytes one connection may send after its last request before it is closed."""
 MAX_ALL_BYTES = 1 << 23
-"""How many bytes all connections may have sent so; those that sent most are closed first."""
+"""The same for all connections together; those that sent most are closed first."""
 LOOK_MS = 50
 """How often connections with new bytes are checked."""
 
@@ -201,7 +201,7 @@ class _Connection:
 
 
 def _most() -> int:
-    """Return how many connections are allowed."""
+    """Return how many connections this process allows."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
 

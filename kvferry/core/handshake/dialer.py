@@ -29,7 +29,7 @@ ENDINGS: dict[int, str] = {
 UNCLEAR = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
 LOOK_SECONDS = 1.0
-"""How long the probe of a failed connection may take."""
+"""How long probing the peer after a failed connection may take, in seconds."""
 HALF_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
 """ZMTP's signature and version, after which the other side sends its mechanism."""
 GREETING_BYTES = 64
@@ -46,14 +46,14 @@ class Dialer:
     """How to reach one side channel.
 
     Attributes:
-        host, port: its address.
-        timeout: seconds to reach it, and for each answer.
-        context: ZMQ context of the socket; ``None`` for the shared one.
-        access: this engine's keys, and which side channels it may ask.
-        key: the public key that the side channel must have; empty for none.
-        longest: bytes of the longest answer that is accepted; a longer one ends the connection.
-        numeric: numeric addresses of ``host``, once they were resolved.
-        found: the one of them that accepted a connection, once one did.
+        host, port: address of the side channel.
+        timeout: seconds for connecting, and for each answer.
+        context: ZMQ context of the socket; ``None`` for the one that the process shares.
+        access: this engine's keys, and the side channels that it may ask.
+        key: the public key that the side channel must have; empty if it must have none.
+        longest: the most bytes in an answer; a longer answer ends the connection.
+        numeric: numeric addresses of ``host``, once it was resolved.
+        found: the address in ``numeric`` that accepted a connection; empty before.
     """
 
     host: str
@@ -69,9 +69,9 @@ class Dialer:
     def channel(self, numeric: str) -> Socket:
         """Return an unconnected socket for a numeric address, with this engine's keys.
 
-        It keeps only the last frame that came, so that the other side cannot fill the memory with a
-        message of many frames: libzmq bounds the size of a frame, but not their number. Requests
-        and answers have one frame.
+        The socket keeps only the last frame that arrived, so that the other side cannot fill the
+        memory with a message of many frames: libzmq limits the size of a frame, but not the number
+        of frames. Requests and answers have one frame each.
         """
         made = make_socket(
             self.context or _shared_context(),
@@ -87,15 +87,15 @@ class Dialer:
         return made
 
     def listening(self, deadline: float) -> str:
-        """Return the numeric address of the host that accepts connections.
+        """Return the first address in ``numeric`` that accepts a TCP connection.
 
-        ZMQ would retry for ever without a reason, and it uses only the first address of a name
-        (``::1`` for ``localhost``, whatever listens there). It gets the address that was checked
-        here, so that the name cannot resolve to another one in between.
+        ZMQ is not given the host name, because it would use only the name's first address (``::1``
+        for ``localhost``), retry for ever and report no error. It gets the address that was checked
+        here, so that the name cannot resolve to another address in between.
 
         Raises:
             AdmissionError: ``access`` allows none of the addresses.
-            HandshakeError: none accepts a connection in time; says why.
+            HandshakeError: none accepts a connection in time; the message says why.
         """
         reasons: dict[str, None] = {}
         for numeric in self._allowed():
@@ -119,7 +119,7 @@ class Dialer:
         return allowed
 
     def why_ended(self, event: int, value: int) -> HandshakeError:
-        """Return the error for an event of ZMQ's monitor, one of ``ENDINGS``, with its value."""
+        """Return the error for an event in ``ENDINGS`` of ZMQ's monitor, with its value."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return AdmissionError(self._why_refused())
         if event in UNCLEAR:
@@ -182,7 +182,7 @@ def answer(channel: Socket) -> Reply:
     """Receive and decode an answer that has arrived.
 
     Raises:
-        WireError: it is malformed.
+        WireError: the answer is malformed.
     """
     frame: Any = channel.recv(zmq.DONTWAIT, copy=False)
     if frame.more:
@@ -192,7 +192,7 @@ def answer(channel: Socket) -> Reply:
 
 
 def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
-    """Return the security mechanism in the greeting of a ZMQ socket; empty if it is none."""
+    """Return the security mechanism that a ZMQ socket greets with; empty if it is no ZMQ socket."""
     heard, deadline = b"", time.monotonic() + timeout
     try:
         with socket.create_connection((numeric, port), timeout) as asking:
@@ -206,7 +206,7 @@ def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
 
 
 def why_unreachable(exc: OSError, timeout: float) -> str:
-    """Return in words why no connection could be made."""
+    """Return the text that says why no connection could be made."""
     if isinstance(exc, ConnectionRefusedError):
         return (
             "nobody listens there: the engine has ended, or it listens at another address "

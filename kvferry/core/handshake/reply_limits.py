@@ -18,7 +18,7 @@ from kvferry.core.errors import HandshakeError
 MAX_LONG_REPLIES = 2
 """How many long replies are received, or wait to be decoded, at once."""
 MAX_UNUSED_BYTES = 1 << 24
-"""How many bytes of decoded replies wait to be used, before the last one is added."""
+"""While more bytes of decoded replies than this wait to be used, no further one is decoded."""
 
 
 class ReplyLimits:
@@ -63,7 +63,7 @@ class ReplyLimits:
             deadline: by ``time.monotonic``.
 
         Raises:
-            HandshakeError: other replies were being decoded until then.
+            HandshakeError: the turn did not come before the deadline.
         """
         with self._changed:
             if not self._changed.wait_for(self._is_free, _left(deadline)):
@@ -80,12 +80,12 @@ class ReplyLimits:
                 self._changed.notify_all()
 
     def made(self, nbytes: int) -> None:
-        """Count about so many bytes of a decoded reply; call it within ``turn``."""
+        """Add the estimated bytes of a decoded reply to ``unused``; call it within ``turn``."""
         with self._changed:
             self._unused += nbytes
 
     def used(self, nbytes: int) -> None:
-        """Stop counting bytes of a decoded reply, which was used or dropped."""
+        """Subtract the bytes of a decoded reply, which was used or dropped, from ``unused``."""
         with self._changed:
             self._unused -= nbytes
             self._changed.notify_all()

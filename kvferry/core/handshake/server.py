@@ -1,4 +1,4 @@
-"""The server of a side channel: one thread per engine, which survives every request."""
+"""The server of a side channel: one thread per engine, which no request can end."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class HandshakeServer:
     """Serve what the ranks of one engine publish, on a thread of its own.
 
     Args:
-        payloads: every rank's encoded ``RankPayload``, in rank order; checked as clients do.
+        payloads: every rank's encoded ``RankPayload``, in rank order; checked as by clients.
         engine: id of the engine; requests for another one are refused.
         incarnation: identifies this start of the engine.
         host: address to bind, which is also put into tickets; peers must be able to reach it.
         port: port to bind; 0 takes a free one.
         access: the engine's keys, and which clients are admitted.
-        problems: returns what is wrong with the engine, for health requests; called on the
-            server's thread, and must not block.
-        ticket_key: the public key that proves the engine's tickets; empty if nothing does.
+        problems: returns the engine's problems, for health requests; called on the server's
+            thread, and must not block.
+        ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
 
     Raises:
         HandshakeError: the payloads are not those of this engine, or the address cannot be bound;
@@ -109,12 +109,12 @@ class HandshakeServer:
 
     @property
     def host(self) -> str:
-        """The host that it listens on, as configured, without brackets."""
+        """The host that the server listens on, as configured, without brackets."""
         return self._host
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port that the server listens on."""
         return self._port
 
     def close(self) -> None:

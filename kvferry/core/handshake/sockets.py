@@ -1,4 +1,4 @@
-"""Addresses and ZMQ sockets, as both ends of a side channel use them."""
+"""Addresses and ZMQ sockets, for both ends of a side channel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bare(host: str) -> str:
 
 
 def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[str]:
-    """Return the numeric addresses of a host, best first; a numeric one as it is.
+    """Return the numeric addresses of a host, best first; a numeric host is not looked up.
 
     Args:
         host: host of a side channel.
@@ -67,7 +67,7 @@ def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[st
 
 
 def _resolved(host: str | None, port: int, timeout: float | None) -> list[str]:
-    """Return numeric addresses, of a name by the resolver.
+    """Return numeric addresses; only a name is looked up by the resolver.
 
     Raises:
         OSError: the name does not resolve in time.
@@ -130,7 +130,7 @@ def place(host: str, port: int) -> str:
 
 
 def make_socket(context: Context, kind: int, numeric: str, **options: int) -> Socket:
-    """Return a ZMQ socket for a numeric address, its options set by their ZMQ names."""
+    """Return a ZMQ socket for a numeric address; ``options`` are named as in ZMQ."""
     made: Socket = context.socket(kind)
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.IPV6, int(":" in numeric))
@@ -142,7 +142,7 @@ def make_socket(context: Context, kind: int, numeric: str, **options: int) -> So
 def encrypt(made: Socket, own: KeyPair) -> None:
     """Give a socket an engine's own keys; the caller sets whether it is client or server.
 
-    A limit on the bytes of a frame is raised by what encryption adds.
+    If the socket limits the bytes of a frame, the limit is raised by what encryption adds.
     """
     limit = int(made.getsockopt(zmq.MAXMSGSIZE))
     if limit >= 0:

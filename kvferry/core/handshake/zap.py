@@ -1,6 +1,6 @@
 """Admit or refuse the clients of a side channel (ZAP, ZeroMQ RFC 27).
 
-libzmq asks before it takes a client's first message.
+libzmq asks the handler before it accepts a client's first message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADMITTED, REFUSED = b"200", b"400"
 """With 400 libzmq tells the client that it is refused, but not why."""
 MAX_TOLD = 256
 TELL_SECONDS = 3600.0
-"""At most ``MAX_TOLD`` different lines are logged in this time."""
+"""At most ``MAX_TOLD`` different texts are logged per period of this length."""
 
 
 class ZapHandler:
@@ -65,7 +65,7 @@ class ZapHandler:
         self.socket.send_multipart([VERSION, request, verdict, b"", b"", b""], zmq.DONTWAIT)
 
     def tell(self, text: str) -> None:
-        """Log a text unless it was logged recently; bounded, because strangers choose it."""
+        """Log a text unless it was logged recently; at most ``MAX_TOLD`` per ``TELL_SECONDS``."""
         now = time.monotonic()
         if now >= self._forgets:
             self._forgets = now + TELL_SECONDS

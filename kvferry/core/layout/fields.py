@@ -197,8 +197,8 @@ def group_by_kind(fields: Sequence[Field], budget: WorkBudget) -> tuple[FieldSet
     """Return the fields as sets of one kind, in the order in which the kinds appear.
 
     Args:
-        fields: of one layout; untrusted.
-        budget: is charged for every kind.
+        fields: the fields of one layout; untrusted.
+        budget: counts the work of every kind.
 
     Raises:
         LayoutError: there are more than ``MAX_KINDS`` kinds, or too many for so many fields.

@@ -183,9 +183,9 @@ class Layout(_Derived):
         return layout
 
     def pages(self, group: int) -> int:
-        """Return the number of pages of a group on this rank; 0 if it has no field here.
+        """Return the number of pages of a group on this rank; 0 if the group has no field here.
 
-        Page ids are below it.
+        Page ids are below this number.
         """
         return min(
             (each.first.pages for each in self.field_sets if each.first.group == group), default=0
@@ -308,7 +308,7 @@ def _check_no_overlap(layout: Layout, budget: WorkBudget) -> None:
 
 
 def _region_geometry(regions: Sequence[Region]) -> object:
-    """Return all of the regions that the checks depend on: lengths, and how they share memory."""
+    """Return what the checks depend on in regions: lengths, and how they share memory."""
     numbers: dict[int, int] = {}
     places = [
         (numbers.setdefault(stretch, len(numbers)), start) for stretch, start in _places(regions)

@@ -56,10 +56,10 @@ class _Cluster(NamedTuple):
     """Sets of bytes that are compared with each other; four arrays of one length.
 
     Attributes:
-        number: (n,) int64, index of the set in the question.
-        start: (n,) int64, first byte.
-        span: (n,) int64, bytes from there to just after the last.
-        form: (n,) int64, index into the forms of the question.
+        number: (n,) int64, index of each set among all sets that are checked.
+        start: (n,) int64, first byte of each set.
+        span: (n,) int64, bytes from the first byte to just after the last.
+        form: (n,) int64, index into the forms of the ``_Sweep``.
     """
 
     number: I64Array
@@ -122,7 +122,7 @@ _ROW_BYTES = 2 * np.dtype(np.int64).itemsize
 
 
 class _Sweep:
-    """Answers one question, and remembers which arrangements of sets do not overlap."""
+    """One search for an overlap; remembers which arrangements of sets have none."""
 
     def __init__(self, budget: WorkBudget) -> None:
         self._budget = budget

@@ -12,7 +12,7 @@ DIGEST_BYTES = 16
 
 
 def digest(token_ids: Sequence[int] | np.ndarray, *extra: object) -> bytes:
-    """Return the BLAKE2b digest of the token ids (little-endian 64-bit) and the rest as msgpack.
+    """Return the BLAKE2b digest of token ids (little-endian int64) and of ``extra`` as msgpack.
 
     Args:
         token_ids: the prompt's tokens that the pages cover.

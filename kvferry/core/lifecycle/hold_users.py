@@ -1,9 +1,9 @@
 """Count the requests of a consumer engine that use a hold, and decide which of them ends it.
 
-Used by the scheduler half, which alone knows all requests. Several may come with one ticket: the
-samples of one prompt, or a client that asks more than once. The engine's first complete "done" ends
-the hold for all of them, so it is sent after the last one. No I/O happens here, and no clock is
-read.
+Used by the scheduler half, which alone knows all requests. Several requests may come with one
+ticket: the samples of one prompt, or those of a client that asks more than once. The engine's first
+complete "done" ends the hold for all of them, so it is sent after the last request. No I/O happens
+here, and no clock is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Use:
     requests: dict[RequestId, Ticket] = field(default_factory=dict)
     """The users, each with its own ticket."""
     is_done_bound: bool = False
-    """Whether one load sends "done" or "abandon" itself."""
+    """Whether a load that does not share the hold sends "done" or "abandon"."""
 
 
 class HoldUsers:
@@ -57,15 +57,15 @@ class HoldUsers:
         self._unused.pop(key, None)
 
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
-        """Decide what sends "done" when the load of a user is ordered.
+        """Decide whether a request's load shares the hold, when that load is ordered.
 
         Args:
-            request: the request of the load.
-            siblings: whether more requests with its ticket are to come.
+            request: the request; it was added.
+            siblings: whether more requests with the same ticket are to come.
 
         Returns:
-            Whether the load shares the hold. Then it must not notify the producer; otherwise it is
-            the only user, and sends "done" or "abandon" itself.
+            Whether the load shares the hold. If so, it must not notify the producer; otherwise its
+            request is the only user, and it sends "done" or "abandon" itself.
         """
         use = self._uses[self._keys[request]]
         shared = siblings or len(use.requests) > 1
@@ -76,9 +76,9 @@ class HoldUsers:
         """Stop counting a request: all ranks have reported its load, or there will be none.
 
         Args:
-            request: ignored if it is not counted.
-            loaded: whether its load succeeded. That proves its ticket; those of other users came
-                through clients and may differ.
+            request: the request; ignored if it is not counted.
+            loaded: whether its load succeeded. That proves its ticket, which "done" is then ordered
+                with; the tickets of other users came through clients and may be wrong.
         """
         key = self._keys.pop(request, None)
         if key is None:

@@ -1,7 +1,7 @@
 """Holds and the slot words that stand for them (docs/protocol.md, "Identities").
 
-A producer rank keeps one 8-byte word per slot in registered memory. Consumers read it with the same
-one-sided reads as the pages, and so find out whether the pages were still held.
+A producer rank keeps one 8-byte word per slot in registered memory. Consumers read the word with
+one-sided reads, as they read the pages, and so find out whether the pages were still held.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Incarnation = NewType("Incarnation", int)
 """A random number that identifies one start of an engine."""
 
 RequestId = NewType("RequestId", str)
-"""An engine's name for a request. Names are reused, so they prove nothing."""
+"""An engine's id for a request. Ids are reused, so they prove nothing."""
 
 NOTHING = 0
 """The slot word where no pages are held."""
@@ -31,7 +31,7 @@ class Hold:
 
     Attributes:
         slot: index of the slot.
-        generation: random number that tells it from earlier holds of the slot.
+        generation: random number that distinguishes the hold from earlier ones of the slot.
 
     Raises:
         TicketError: a number is out of bounds.
@@ -63,7 +63,7 @@ class Hold:
 
 
 def random_generation() -> int:
-    """Return random bits. They are never counted up: a restarted engine must not repeat them."""
+    """Return a random generation, so that a restarted engine does not repeat earlier ones."""
     return 1 + secrets.randbelow(GENERATION_LIMIT - 1)
 
 

@@ -1,7 +1,7 @@
 """The loads of one consumer rank: from a ticket to pages that are proven valid, or to a failure.
 
-A pure state machine: events go in by method, and actions come out of ``take_actions`` for the
-endpoint to perform. No I/O happens here. A load is reported exactly once, and only when no byte can
+A pure state machine without I/O: the endpoint calls a method for each event, and performs the
+actions that ``take_actions`` returns. A load is reported exactly once, and only when no byte can
 arrive in its pages any more.
 
     begin -> HANDSHAKE -> per producer rank: (CHECK ->) READ -> FENCE -> over -> report
@@ -23,10 +23,10 @@ LoadId = NewType("LoadId", int)
 
 
 class LoadAction(enum.Enum):
-    """What the endpoint has to do."""
+    """The kinds of actions that the endpoint performs."""
 
     CHECK = "check"
-    """Read the slot word by itself."""
+    """Read the slot word, without a notification."""
     READ = "read"
     """Read the pages, without a notification."""
     FENCE = "fence"
@@ -43,9 +43,14 @@ class LoadAction(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One thing to do; ``rank`` is the producer rank that it concerns, -1 for a report.
+    """An action that the endpoint performs for a load.
 
-    A report of a failure has the stage in which the load failed.
+    Attributes:
+        op: the kind of action.
+        load: the load.
+        rank: the producer rank that the action concerns; -1 for a report.
+        error: in a report, why the load failed; ``None`` otherwise.
+        stage: in a report, the stage in which the load failed; ``None`` otherwise.
     """
 
     op: LoadAction
@@ -61,7 +66,7 @@ class RemoteRank:
 
     Attributes:
         rank: index of the producer rank.
-        reads: whether this rank reads from it.
+        reads: whether this consumer rank reads from that producer rank.
     """
 
     rank: int
@@ -77,12 +82,12 @@ class _At(enum.Enum):
 
     @property
     def waits(self) -> bool:
-        """Whether an outcome is still awaited."""
+        """Return whether the outcome of a read is still awaited."""
         return self in (_At.CHECKING, _At.READING, _At.FENCING)
 
     @property
     def stage(self) -> Stage | None:
-        """Return the stage that this counts as; ``None`` if it is over."""
+        """Return the stage for the metrics; ``None`` if the load is over on the rank."""
         return _STAGES[self]
 
 
@@ -182,9 +187,10 @@ class Loads:
         Args:
             request: the request that it is reported for.
             hold: from the ticket.
-            computed: from the ticket; if set, no check is needed before the read.
-            reads: whether anything is read; if not, the producer is only notified.
-            deadline: when it fails if it has not ended, on the clock of ``tick``.
+            computed: from the ticket; if set, the pages were complete and no check precedes the
+                read.
+            reads: whether the load reads anything; if not, it only notifies the producer.
+            deadline: when the load fails if it has not ended, on the clock of ``tick``.
             shared: whether other requests of this engine use the hold. Then no rank is notified,
                 whatever the outcome.
 
@@ -217,7 +223,7 @@ class Loads:
         if load is None or load.parties is not None:
             return
         load.parties = parties
-        if load.reported:  # it failed while the handshake went on: say so now that we can
+        if load.reported:  # it failed during the handshake: the ranks can only be told now
             self._tell_abandon(load_id, load)
             del self._loads[load_id]
             return
@@ -240,7 +246,7 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def checked(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Process the slot word that a check read."""
+        """Process the slot word that a check has read."""
         load = self._at(load_id, rank, _At.CHECKING)
         if load is None:
             return
@@ -262,7 +268,7 @@ class Loads:
             self._do(load_id, load, rank, _At.FENCING, LoadAction.FENCE)
 
     def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Process the slot word that the fence read."""
+        """Process the slot word that a fence has read."""
         load = self._at(load_id, rank, _At.FENCING)
         if load is None:
             return
@@ -359,7 +365,7 @@ class Loads:
 
 
 def gone() -> StaleError:
-    """Return the error of a request whose renewal found that the hold is gone."""
+    """Return the error for requests whose renewal finds that the hold is gone."""
     return _stale("when their lease was to be renewed")
 
 

@@ -1,8 +1,8 @@
 """Find ticketed holds whose consumer is gone, to give them up when requests wait for blocks.
 
-Each rank of the producer reports the holds of which it has long had no sign of life
-(``WorkerHolds.silent``); the scheduler half considers a hold lost if all ranks report it. No I/O
-happens here.
+Each rank of the producer reports the holds for which it has had no sign of life for a while
+(``WorkerHolds.silent``). The scheduler half takes a hold's consumer for gone if all ranks report
+the hold. No I/O happens here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from kvferry.core.lifecycle.holds import Hold, RequestId
 HEARTBEAT_SECONDS = 1.0
 """How often a consumer engine sends a heartbeat."""
 GONE_SECONDS = 3.0
-"""A consumer without a sign of life for this time is gone: two heartbeats may be lost."""
+"""A consumer is taken for gone after this time without a sign of life: two lost heartbeats."""
 ASK_SECONDS = 0.25
 """How often the ranks are asked for silent holds while requests wait for blocks."""
 MAX_SILENT = 1024
 """How many holds one rank reports at most, the oldest first."""
 BATCH_PART = 16
-"""At least a sixteenth of the cache is given up at a time, even if fewer pages are needed: a queue
-must not get room for one request per round only."""
+"""At least 1/16 of the cache's pages is freed at a time, even if fewer are needed, so that a queue
+of requests gets room for more than one per round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
-    """A ticketed hold of which a rank has had no sign of life for some time.
+    """A ticketed hold for which a rank has had no sign of life for some time.
 
     Attributes:
         request, hold: the hold and its request.
@@ -69,11 +69,13 @@ def _together(silences: list[Silence]) -> Silence:
 
 
 class BlockPressure:
-    """Decide when the ranks are asked and how much is given up. Used by the scheduler half.
+    """Decide when to ask the ranks for silent holds, and how many pages to free.
+
+    Used by the scheduler half.
 
     Args:
         pages: number of pages of the cache.
-        ranks: number of ranks that publish pages; replicas of others report nothing.
+        ranks: number of ranks that report; ranks that only replicate others' pages do not.
     """
 
     def __init__(self, pages: int, ranks: int = 0) -> None:
@@ -95,11 +97,11 @@ class BlockPressure:
         return True
 
     def answered(self, reports: Mapping[int, Iterable[Silence]]) -> None:
-        """Store the answers of the ranks, all of one step."""
+        """Store the reports of the ranks, all from one step, by rank."""
         self._silent = silent_everywhere(reports, self.ranks)
 
     def take_silent(self) -> list[Silence]:
-        """Return silent holds once, the oldest first; the caller checks that they still stand."""
+        """Return the silent holds, each once, the oldest first; some may have ended since."""
         silent, self._silent = self._silent, []
         return silent
 

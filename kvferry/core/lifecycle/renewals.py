@@ -18,7 +18,7 @@ RenewalId = NewType("RenewalId", int)
 """Identifies one hold that one rank renews for one request."""
 
 LEASE_PART = 3
-"""A hold is renewed after a third of its lease, so that two renewals may be lost."""
+"""A hold is renewed each time a third of its lease is over, so that two renewals may be lost."""
 FIRST_SECONDS = 1.0
 """The first renewal of a load comes after this time, or sooner if its lease is short. Most loads
 have ended by then, but the ticket may have been under way for long."""
@@ -49,7 +49,7 @@ class _Renewed:
 class Renewals:
     """Schedule the renewals of one consumer rank.
 
-    Not thread-safe: the caller serialises. Events about what has ended are ignored.
+    Not thread-safe: the caller serialises. Calls about a renewal that has ended are ignored.
     """
 
     def __init__(self) -> None:
@@ -95,9 +95,10 @@ class Renewals:
             found.ranks.pop(rank, None)
 
     def take_due(self, now: float) -> tuple[list[RenewalRequest], list[RenewalRequest]]:
-        """Return what to renew now, and what was not answered since the last renewal.
+        """Return the renewals to make now, and those to cancel.
 
-        The latter are to be given up.
+        A renewal is to be cancelled if the previous one with the same rank has had no answer; no
+        new one is made with that rank meanwhile.
         """
         due: list[RenewalRequest] = []
         overdue: list[RenewalRequest] = []
@@ -118,7 +119,7 @@ class Renewals:
         """Process an answer, and return whether needed pages are lost.
 
         Args:
-            ask: what was renewed.
+            ask: the renewal that was answered.
             stands: whether the slot word says that the hold still stands.
         """
         found = self._renewed.get(ask.renewal)
@@ -128,7 +129,7 @@ class Renewals:
         return found.ranks.get(ask.rank, False) and not stands
 
     def unanswered(self, ask: RenewalRequest) -> None:
-        """Process a failed read of the slot word; the renewal is tried again when due."""
+        """Process a failed renewal; it is tried again when the next one is due."""
         found = self._renewed.get(ask.renewal)
         if found is not None:
             found.asked.discard(ask.rank)

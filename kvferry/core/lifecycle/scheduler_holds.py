@@ -16,15 +16,15 @@ from kvferry.core.lifecycle.reclamation import Silence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldOrders:
-    """What the scheduler half orders of every worker in one step, to be applied in this order.
+    """The orders of the scheduler half to every worker in one step, applied in this order.
 
     Attributes:
-        drops: holds that end while they are computed, without a ticket.
-        take_ons: requests that are computed for another engine from this step on, with their holds.
-        ready: holds whose pages may be read once all work before this step has passed, with their
-            lease in seconds.
-        ends: ticketed holds to give up now (a reset, too many pages are held, or the consumer is
-            gone); they are still reported as sent.
+        drops: holds that end while their pages are being computed, without a ticket.
+        take_ons: (request, hold) of each request computed for another engine from this step on.
+        ready: (hold, lease in seconds) of each hold whose pages may be read once the device has
+            finished all work before this step.
+        ends: ticketed holds to end now (after a reset, because too many pages are held, or because
+            the consumer is gone); their requests are still reported as sent.
     """
 
     drops: tuple[Hold, ...] = ()
@@ -41,17 +41,17 @@ class _Entry:
     hold: Hold
     ticketed: bool = False
     pages: frozenset[int] = frozenset()
-    """Pages that count against the limit: only those of a ticket that was not given up."""
+    """The pages that count against the limit; empty without a ticket or once it is given up."""
 
 
 class SchedulerHolds:
-    """Choose holds for requests, limit how much they hold, and collect orders for the workers.
+    """Give holds to requests, limit the pages of tickets, and collect orders for the workers.
 
     Args:
         slots: number of slots in each worker's table; as many as the engine has blocks.
-        draw: returns random generations.
-        max_pages: how many pages tickets may hold; ``None`` for no limit. Clients ask for tickets,
-            and must not be able to use up the engine's pages.
+        draw: returns a random generation for a new hold.
+        max_pages: how many pages all tickets together may hold; ``None`` for no limit. Clients
+            cause tickets, and must not be able to use up the engine's pages.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class SchedulerHolds:
 
     @property
     def ending(self) -> bool:
-        """Whether pages of holds that were ordered to end are still held."""
+        """Whether there are holds that were ordered to end and are not sent yet."""
         return bool(self._ending)
 
     def take_on(self, request: RequestId) -> Hold | None:
         """Return a hold for a request to be decoded elsewhere; the same one after preemption.
 
         Returns:
-            ``None`` if no slot is free or an earlier request of this id is still held. The request
-            is then served like any other, without a ticket.
+            The hold; ``None`` if no slot is free or an earlier request of this id is still held.
+            Then the request is served like any other, without a ticket.
         """
         entry = self._entries.get(request)
         if entry is not None:
@@ -141,11 +141,11 @@ class SchedulerHolds:
         return entry.hold
 
     def fits(self, pages: int) -> bool:
-        """Return whether a request with so many pages can have a ticket."""
+        """Return whether a request with this number of pages can have a ticket."""
         return self._max_pages is None or pages <= self._max_pages
 
     def take_evicted(self) -> list[RequestId]:
-        """Return requests whose tickets were given up for the limit since the last call."""
+        """Return requests whose tickets ``max_pages`` has ended since the last call."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
@@ -182,12 +182,12 @@ class SchedulerHolds:
             self._let_go(entry)
 
     def give_up(self, silent: Iterable[Silence], pages: int) -> list[Silence]:
-        """Give up holds until enough pages come back.
+        """Give up silent holds until enough pages are freed.
 
         Args:
-            silent: the holds to give up, in this order; those that ended or were given up before
-                are skipped.
-            pages: number of pages wanted.
+            silent: the holds to give up, in this order; those that have ended or were given up
+                before are skipped.
+            pages: number of pages to free.
 
         Returns:
             The holds that were given up.
@@ -216,14 +216,14 @@ class SchedulerHolds:
         return orders
 
     def _make_room(self) -> None:
-        """Give up the oldest tickets until the limit holds; the newest fits alone, so it stays."""
+        """Give up the oldest tickets while they exceed the limit; the newest alone fits."""
         while self._max_pages is not None and len(self._pages) > self._max_pages:
             oldest = next(iter(self._oldest))
             self._give_up(oldest)
             self._evicted.append(oldest)
 
     def _give_up(self, request: RequestId) -> None:
-        """Give up a ticket. Its pages no longer count, but are still to come back."""
+        """Give up a ticket. Its pages no longer count, but are free only once it is sent."""
         del self._oldest[request]
         entry = self._entries[request]
         self._let_go(entry)

@@ -33,23 +33,24 @@ class Ticket:
     """One request's pages on one producer engine.
 
     Attributes:
-        engine, incarnation: the producer.
+        engine, incarnation: the producer engine and the start of it that made the ticket.
         request: the producer's id of the request; for logs only.
-        host, port: its side channel, as the producer stated it if there is a proof.
+        host, port: the producer's side channel; as the producer stated it if there is a proof.
         hold: identifies the pages in the producer's slot tables.
         pages: per group, page ids of the producer's layout; 0 is a hole.
-        first_index: per group, the block index of the list's first entry.
-        tokens: T, number of tokens that the pages cover; a state is the one after exactly these.
-        digest: digest of all that the pages depend on; see ``digest``.
+        first_index: per group, the block index within the request of the first entry in ``pages``.
+        tokens: T, number of tokens that the pages cover; a state page holds the state after all T.
+        digest: digest of all that the pages depend on; see ``kvferry.core.lifecycle.digest``.
         computed: whether the pages were complete when the ticket was made, so that a read needs no
             check before it.
-        tp_size: the producer's tensor parallelism, which the handshake must confirm.
-        key: the public key of the side channel, 32 bytes; empty if that is not encrypted.
-        routed: address of the side channel that a router gave, if it differs: asked second.
-        proof: proves that the producer made the ticket; ``None`` from builds that prove none.
+        tp_size: the producer's tensor-parallel size, which is compared with the handshake.
+        key: the public key of the side channel, 32 bytes; empty if the channel is not encrypted.
+        routed: (host, port) of the side channel as a router gave it, asked second; ``None`` if it
+            gave none or the same.
+        proof: proves that the producer made the ticket; ``None`` from builds without proofs.
 
     Raises:
-        TicketError: a value is out of bounds, or a page stands twice in a list.
+        TicketError: a value is out of bounds, or a page occurs twice in a list.
     """
 
     engine: str
@@ -127,10 +128,11 @@ def _page_problems(ticket: Ticket) -> Iterator[str]:
 def page_limits(payloads: Sequence[RankPayload]) -> tuple[int, ...]:
     """Return the page limit of each group of an engine.
 
-    It visits every kind of field of every rank, so it is called once per handshake, not per ticket.
+    Visits every kind of field of every rank, so call it once per handshake, not per ticket.
 
     Returns:
-        Per group, a number that page ids are below; 0 if no rank has a field of the group.
+        Per group, the number that page ids must stay below on every rank; 0 if no rank has a field
+        of the group.
     """
     limits = [0] * len(payloads[0].layout.groups)
     for first in (some.first for payload in payloads for some in payload.layout.field_sets):
@@ -151,12 +153,13 @@ def check_against(
     Args:
         ticket: untrusted, from a client.
         payloads: payloads of all ranks of the producer.
-        limits: their ``page_limits``.
+        limits: ``page_limits(payloads)``.
         ticket_key: the key by which the producer proves its tickets; empty if it proves none.
 
     Raises:
-        TicketError: another incarnation, a proof that does not fit or is missing, another number of
-            groups or tensor-parallel ranks, or a block past the end of the producer's cache.
+        TicketError: the incarnation, the number of groups or the tensor-parallel size differ; the
+            proof is missing, does not fit, or is there although the producer proves none; or a slot
+            or block lies past the end of the producer's.
     """
     check_maker(ticket, payloads, ticket_key)
     for problem in _handshake_problems(ticket, payloads, limits):
@@ -164,7 +167,7 @@ def check_against(
 
 
 def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: bytes) -> None:
-    """Check that the engine that answered the handshake made a ticket; needs no layout.
+    """Check that the engine that answered the handshake made the ticket; reads no layout.
 
     Args:
         ticket: untrusted, from a client.
@@ -172,7 +175,8 @@ def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: byt
         ticket_key: the key by which the producer proves its tickets; empty if it proves none.
 
     Raises:
-        TicketError: another incarnation, or a proof that does not fit or is missing.
+        TicketError: the incarnation differs; or the proof is missing, does not fit, or is there
+            although the producer proves none.
     """
     for incarnation in {payload.incarnation for payload in payloads} - {ticket.incarnation}:
         raise TicketError(

@@ -1,7 +1,8 @@
 """The holds of a producer rank: its slot table, and when a request's pages may be freed.
 
-Each rank keeps its own, on its own clock. To keep late readers from stale pages, a hold always ends
-in the same order: first the slot word is cleared, then the request is reported as sent.
+Each rank keeps its own holds, timed by its own clock. A hold always ends in the same order, so that
+no late reader takes stale pages for valid: first its slot word is cleared, then its request is
+reported as sent.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
 MAX_READERS = 64
-"""How many consumer engines are counted for one hold, and how many may claim it. One is enough to
-end it."""
+"""How many consumer engines may send "done" for one hold, and how many may claim it. One complete
+engine is enough to end the hold."""
 MAX_CLAIMANTS = 1 << 12
-"""How many consumer engines may claim holds. Those beyond are noticed by their renewals only."""
+"""How many consumer engines may claim holds. Only renewals count as signs of life of others."""
 ANONYMOUS_PART = 3
 """A renewal without a claim counts as a sign of life for a third of the lease, because a consumer
 that knows no heartbeats renews that often."""
@@ -40,13 +41,13 @@ class NoteOutcome(enum.Enum):
 
     COUNTED = "counted"
     ENDED = "ended"
-    """It was the last one of its consumer engine: the hold has ended."""
+    """It was the last that its consumer engine had to send: the hold has ended."""
     REPEATED = "repeated"
     RENEWED = "renewed"
     LATE = "late"
-    """A "done" after the lease had expired: the consumer's fence has refused the read."""
+    """A "done" after the lease had expired; the consumer's fence will have refused the read."""
     UNKNOWN = "unknown"
-    """The incarnation or generation is another one, or the hold has ended."""
+    """The incarnation or generation does not match, the hold has ended, or a limit is reached."""
 
 
 _Claimant = tuple[str, int]
@@ -93,11 +94,11 @@ class WorkerHolds:
         self._claims = Counter[_Claimant]()
         """How many holds each consumer engine claims, at least one."""
         self._heard: dict[_Claimant, float] = {}
-        """When each of them last gave a sign of life."""
+        """When each consumer engine with a claim last gave a sign of life."""
 
     @property
     def held(self) -> int:
-        """Number of holds that stand."""
+        """Number of holds that have not ended."""
         return len(self._held)
 
     @property
@@ -106,7 +107,7 @@ class WorkerHolds:
         return len(self._words)
 
     def __contains__(self, hold: Hold) -> bool:
-        """Return whether a hold stands."""
+        """Return whether a hold has not ended."""
         return self._find(hold) is not None
 
     def apply(self, orders: HoldOrders, now: float) -> None:
@@ -186,14 +187,14 @@ class WorkerHolds:
         return None if held is None or held.lease is None else self._age(held, held.lease, now)
 
     def silent(self, now: float, beyond: float, limit: int) -> list[Silence]:
-        """Return ticketed holds without a sign of life, the oldest first.
+        """Return the ticketed holds without a sign of life, the longest silent first.
 
         Visits every hold, so it is not meant for every step.
 
         Args:
             now: on this rank's clock.
-            beyond: lowest age in seconds, as ``age`` returns it.
-            limit: how many holds are returned at most.
+            beyond: least ``age``, in seconds, of the holds to return.
+            limit: the most holds to return.
         """
         aged = [
             (self._age(held, held.lease, now), held)
@@ -212,13 +213,13 @@ class WorkerHolds:
         ]
 
     def end(self, hold: Hold) -> None:
-        """Give a ticketed hold up, and report its request as sent unless it was already."""
+        """End a ticketed hold and report its request as sent; ignored if the hold has ended."""
         held = self._find(hold)
         if held:
             self._over(held)
 
     def end_all(self) -> None:
-        """Clear every word at shutdown, and report requests with a ticket as sent."""
+        """End all holds, at shutdown; requests with a ticket are reported as sent."""
         for held in list(self._held.values()):
             if held.lease is None:
                 self._clear(held.hold)
@@ -228,9 +229,9 @@ class WorkerHolds:
     def release(self, message: Release) -> NoteOutcome:
         """Count a consumer rank that no longer needs a hold ("done" and "abandon" alike).
 
-        Distinct ranks are counted per consumer engine, up to the number that the engine states; the
-        first engine that is complete ends the hold. This is accepted before ``ready``, too:
-        consumers are often faster than the scheduler's order.
+        Distinct ranks are counted per consumer engine. The hold ends when one engine has sent as
+        many as the message expects. Messages count before ``ready``, too, because consumers are
+        often faster than the scheduler's order.
         """
         held = self._named(message)
         if held is None:
@@ -277,7 +278,7 @@ class WorkerHolds:
         return max(0.0, now - max(signs, held.alive, held.renewed + lease / ANONYMOUS_PART))
 
     def _claim(self, held: _Held, message: Renewal, now: float) -> bool:
-        """Claim a hold for the engine of a renewal, and return whether it is claimed."""
+        """Claim a hold for the engine of a renewal; return whether the engine now has a claim."""
         claimant = message.engine, message.life
         if not message.engine:
             return False

@@ -1,7 +1,7 @@
 """Turn a plan and the pages of a request into copies.
 
-Only array operations run per copy: the strips of a batch and the places of the sub-blocks are added
-as an outer sum, into arrays that are used again and again.
+No Python code runs per copy: the addresses of strips and the offsets of the sub-blocks are
+added as an outer sum, into arrays that are reused.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ MAX_COPIES = 1 << 24
 class Pages:
     """The pages that one group of one engine holds for a request.
 
-    A remote list may begin after the first block index and have holes, as long as it has every page
-    that is wanted. A local list names the pages that the load fills, every byte of every field in
-    them: what is not read is zeroed.
+    A remote list may begin after the request's first block and have holes, as long as it has every
+    page that is read. A local list names the pages that belong to the load: their bytes that are
+    not read are zeroed.
 
     Attributes:
-        ids: (n,) int64, page ids; ``layout.HOLE`` is a hole. Not copied; belongs to the caller.
-        first_index: entry *i* is block index ``first_index + i`` of the request.
+        ids: (n,) int64, page ids; ``layout.HOLE`` is a hole. Belongs to the caller and is not
+            copied.
+        first_index: block index of ``ids[0]`` within the request; ``ids[i]`` is the page of block
+            ``first_index + i``.
 
     Raises:
-        PageError: the ids are not a one-dimensional int64 array, or the index is negative.
+        PageError: the ids are not a one-dimensional int64 array, or the index is out of range.
     """
 
     ids: I64Array
@@ -59,7 +61,7 @@ class Pages:
             )
 
     def entries(self, start: int, stop: int) -> slice:
-        """Return the slice of entries with the block indices ``[start, stop)``, cut to the list."""
+        """Return the slice of ``ids`` for the block indices ``[start, stop)``, cut to the list."""
         return slice(max(start - self.first_index, 0), max(stop - self.first_index, 0))
 
 
@@ -71,9 +73,9 @@ class ReadRequest:
         ranges: per local group, the global tokens ``[first, last)`` to read, which may start and
             end anywhere in a page; ``None`` where nothing is read and the load owns no page.
             ``(0, T)`` for a state group, whose page has block index 0.
-        local: per local group, its pages. Unless the group's range is ``None``, the load owns them
-            from their first token to their last: nothing else may use them meanwhile.
-        remote: per remote group (numbered as the remote engine numbers them), its pages.
+        local: per local group, the pages to fill. Unless the group's range is ``None``, the load
+            owns these pages whole: nothing else may use them meanwhile.
+        remote: per remote group, in the remote engine's numbering, the pages to read.
     """
 
     ranges: tuple[tuple[int, int] | None, ...]
@@ -88,7 +90,7 @@ class SpanSegment:
     Attributes:
         start: index of the first span.
         stop: index after the last span.
-        region: the region that they lie in.
+        region: the region that the spans lie in.
     """
 
     start: int
@@ -98,12 +100,12 @@ class SpanSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
-    """Ranges of local memory; the arrays belong to the caller.
+    """n ranges of local memory. The arrays belong to whoever asked for the spans.
 
     Attributes:
-        address: (n,) uint64, first byte of each, ascending within a segment.
-        nbytes: (n,) uint64, length of each.
-        segments: which regions they lie in, in order and without gaps.
+        address: (n,) uint64, first byte of each span, ascending within a segment.
+        nbytes: (n,) uint64, length of each span.
+        segments: the regions that the spans lie in; they cover the spans in order, without gaps.
     """
 
     address: U64Array
@@ -115,13 +117,12 @@ class Spans:
 
 
 class Workspace:
-    """Arrays that ``build_copies`` uses again and again, because fresh ones cost more than filling.
+    """Arrays that calls of ``build_copies`` reuse; allocating takes longer than filling them.
 
-    What ``build_copies`` returned is valid until its next call with the same workspace. Not safe
-    for two threads at once.
+    The result of a call is valid until the next call with the same workspace. Not thread-safe.
 
     Args:
-        copies: how many copies there is room for; it grows when more are needed.
+        copies: how many copies to allocate room for; it grows when more are needed.
     """
 
     __slots__ = ("_table",)
@@ -130,7 +131,7 @@ class Workspace:
         self._table = np.empty((3, copies), dtype=np.int64)
 
     def take(self, count: int) -> tuple[I64Array, I64Array, I64Array]:
-        """Return three uninitialised int64 arrays of this length, which stay the workspace's."""
+        """Return three uninitialised (count,) int64 arrays, views of the workspace's memory."""
         if self._table.shape[1] < count:
             self._table = np.empty((3, 1 << (count - 1).bit_length()), dtype=np.int64)
         local, remote, nbytes = self._table[:, :count]
@@ -139,31 +140,31 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Places:
-    """Where sub-blocks of a request lie on one side.
+    """Where s sub-blocks of a request lie on one side.
 
     Attributes:
-        ids: (s,) int64, page id of each.
-        within: (s,) int64, index of each within its page.
+        ids: (s,) int64, id of the page of each sub-block.
+        within: (s,) int64, index of each sub-block within its page.
     """
 
     ids: I64Array
     within: I64Array
 
     def offsets(self, strides: Strides) -> I64Array:
-        """Return the bytes from page 0, sub-block 0 to each, (s,) int64."""
+        """Return the bytes from sub-block 0 of page 0 to each sub-block, (s,) int64."""
         pages = self.ids * strides.page
         return pages + entry_offsets(strides.within, self.within) if strides.within else pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
-    """A batch of n strips and the places that it is applied to: n * s copies.
+    """A batch of n strips and the s places where it is repeated: n * s copies.
 
     Attributes:
         batch: the strips.
-        local: (s,) int64, bytes that a place adds to the strips' local addresses.
-        remote: (s,) int64, likewise.
-        nbytes: length of each copy: (s,) int64, or one for all.
+        local: (s,) int64, bytes from a strip's local address to its copy at each place.
+        remote: (s,) int64, bytes from a strip's remote address to its copy at each place.
+        nbytes: length of the copies at each place, (s,) int64; or one length for all.
     """
 
     batch: StripBatch
@@ -181,18 +182,18 @@ def build_copies(
 ) -> Copies:
     """Return the copies that read one request's pages from one source.
 
-    The ends of a range are rounded outwards to what both sides hold in one piece, so that a partial
-    first or last page is still one copy. Neighbours on both sides are one copy, also across pages.
+    The ends of a range are rounded outwards to whole sub-blocks (see ``token_blocks``). Copies that
+    are neighbours on both sides are joined, also across pages.
 
     Args:
         source: one of the plan's ``sources``.
         request: what to read. Its remote pages are untrusted.
-        workspace: where the arrays come from; the result is valid until its next use. ``None`` for
-            arrays that belong to the caller.
+        workspace: provides the arrays of the result, which is valid until the workspace is used
+            again. ``None`` for new arrays, which belong to the caller.
 
     Raises:
-        PageError: a range or a page list does not fit; names side, group, position, id and limit.
-            Or there are more than ``MAX_COPIES`` copies.
+        PageError: a range or a page list does not fit the layouts, or there would be more than
+            ``MAX_COPIES`` copies.
     """
     _check_local(source.local_layout, request)
     _check_length("remote page lists", request.remote, source.remote_layout)
@@ -254,7 +255,7 @@ def _check_room(match: Match, stop: int, pages: Pages) -> None:
 def _locate(
     match: Match, request: ReadRequest, start: int, stop: int, granularity: int
 ) -> tuple[_Places, _Places]:
-    """Return where the sub-blocks of ``[start, stop)`` that both sides hold lie on each."""
+    """Return the places, on each side, of the sub-blocks of ``[start, stop)`` that both hold."""
     near, far = match.pairing.block_maps(granularity)
     index = sub_blocks(start, stop, granularity, near, far)
     local, remote = request.local[match.local_group], request.remote[match.remote_group]
@@ -291,7 +292,7 @@ def _locate_on_side(
 
 
 def _part(batch: StripBatch, local: _Places, remote: _Places) -> _Part:
-    """Join neighbouring places where a strip of one ends where the next one's starts."""
+    """Apply a batch to places; join places where each strip continues at the next place."""
     near, far = local.offsets(batch.strides.local), remote.offsets(batch.strides.remote)
     apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
     if apart.all():
@@ -320,18 +321,17 @@ def _segments(parts: Sequence[_Part]) -> Iterator[Segment]:
 
 
 def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
-    """Return what the reads of a request leave unwritten in the pages that they load.
+    """Return the bytes in a request's local pages that its reads may leave unwritten.
 
-    Kernels compute over tokens before and after those that are wanted, so a page that was given to
-    a load must not keep its old content. The spans are the bytes of fields, in the listed local
-    pages of every group whose range is not ``None``, that no read is certain to write: those before
-    the range's first sub-block and after its last, and all of the fields that no rank reads. Zero
-    them before the reads start: where a group is read from groups with different blocks, some of
-    them are read after all.
+    Kernels compute also over tokens outside the range that is read, so a page that belongs to a
+    load must not keep its old content. In the local pages of every group whose range is not
+    ``None``, the spans are the bytes before the range's first sub-block and after its last, and all
+    bytes of fields that are not read. Zero them before the reads start: if a group is read from
+    remote groups with different block sizes, some of these bytes are read after all.
 
     Args:
         layout: the layout of this rank.
-        plan: the plan of this rank, all of whose sources are read for the request.
+        plan: the plan of this rank; all of its sources are read.
         request: what is read.
 
     Raises:
@@ -362,7 +362,7 @@ def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
 
 
 def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tuple[int, int]]:
-    """Return, per local group that is loaded, the range of its own tokens that is surely read."""
+    """Return local group to the range of this rank's tokens that is certainly read, if loaded."""
     _check_local(layout, request)
     spans: dict[int, list[tuple[int, int]]] = {}
     for source in plan.sources:
@@ -380,7 +380,7 @@ def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tupl
 
 
 def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return what all ranges have in common, in whole entries; (0, 0) if that is nothing."""
+    """Return the intersection of ranges, cut to whole entries; (0, 0) if it is empty."""
     start = -(-max(start for start, _ in spans) // entry) * entry
     stop = min(stop for _, stop in spans) // entry * entry
     return (start, stop) if start < stop else (0, 0)
@@ -389,7 +389,7 @@ def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
 def _unread(
     layout: Layout, plan: Plan, group: int, written: tuple[int, int], pages: Pages
 ) -> Iterator[tuple[StripBatch, I64Array]]:
-    """Yield strips of local pages that are not read, and the pages that they apply to."""
+    """Yield batches of strips that are not read, each with the ids of the pages to apply it to."""
     block = max(layout.groups[group].block_tokens, 1)
     (first, head), (last, tail) = (divmod(token, block) for token in written)
     inside = pages.entries(first, last + bool(tail))
@@ -407,7 +407,7 @@ def _unread(
 
 
 def _present(group: int, ids: I64Array, limit: int) -> I64Array:
-    """Return the page ids that are no holes."""
+    """Return the page ids without holes."""
     if ids.min() < 0 or ids.max() >= limit:
         bad = ids[(ids < 0) | (ids >= limit)][0]
         raise PageError(f"local group {group}: page id {bad} does not lie in 0 to {limit - 1}")
@@ -416,12 +416,12 @@ def _present(group: int, ids: I64Array, limit: int) -> I64Array:
 
 
 def _spread(batch: StripBatch, ids: I64Array, regions: dict[Region, int]) -> CoalescedRuns:
-    """Return the strips of a batch in each of these pages.
+    """Return the strips of a batch in each of these pages, as runs.
 
     Args:
         batch: strips of local memory.
-        ids: the pages.
-        regions: numbers of the regions that were met, to which new ones are added.
+        ids: (n,) int64, the ids of the pages.
+        regions: region to its number; new regions are added.
     """
     pages = ids * batch.strides.local.page
     pairs = [regions.setdefault(region, len(regions)) for _, region, _ in batch.cuts]

@@ -32,7 +32,7 @@ class CoalescedRuns:
     Attributes:
         pair: (n,) int64, number of the pair of regions that the run lies in.
         local: (n,) int64, first local byte: an address, or an offset while no field is chosen yet.
-        remote: (n,) int64, first remote byte, likewise.
+        remote: (n,) int64, first remote byte: an address or offset like ``local``.
         nbytes: (n,) int64, length in bytes.
     """
 
@@ -88,7 +88,7 @@ def merge_boxes(boxes: list[Boxes], budget: WorkBudget) -> list[Boxes]:
 
     Args:
         boxes: may have runs of several lengths.
-        budget: is charged for every round.
+        budget: counts the work of every round.
     """
     while True:
         by_dims: dict[JointDims, list[CoalescedRuns]] = {}
@@ -140,7 +140,7 @@ def count_runs(boxes: Sequence[Boxes]) -> int:
 
 
 def unfold(boxes: Sequence[Boxes]) -> CoalescedRuns:
-    """Return every run of every box, sorted, and joined where the boxes did not show it."""
+    """Return every run of every box, sorted, with runs that touch on both sides joined."""
     return coalesce(concatenate([_unfold(dims, runs) for dims, runs in boxes]))
 
 

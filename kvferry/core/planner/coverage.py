@@ -15,7 +15,7 @@ from kvferry.core.work_budget import HOLDING_STEPS, LOOP_STEPS, SPLIT_STEPS, Wor
 
 
 class Holding(NamedTuple):
-    """What one rank holds of a tensor: all that the assignment depends on, and nothing else.
+    """The part of a tensor that one rank holds, with all that the assignment depends on.
 
     Attributes:
         rank: index of the rank.
@@ -48,18 +48,18 @@ class Piece(NamedTuple):
 
 
 class EngineHoldings:
-    """The layouts of one engine, and which of its ranks hold what of each tensor.
+    """The layouts of one engine, and which part of each tensor its ranks hold.
 
-    Tensors whose fields are of one kind on every rank of both engines are treated as one, under the
-    key of the first of them.
+    Tensors whose fields are in one field set on every rank of both engines are treated as one
+    tensor, under the key of the first.
 
     Attributes:
         name: ``local`` or ``remote``, for messages.
-        layouts: by rank.
-        budget: is charged for the work on both engines.
-        holdings: holdings of each tensor, by key.
-        fields: fields by key and rank; also those of tensors that were excluded.
-        drafts: keys of draft layers.
+        layouts: the layouts of the engine's ranks, by rank.
+        budget: counts the work on both engines.
+        holdings: key to the holdings of the tensor.
+        fields: key to rank to the fields that the rank holds; also of tensors that were excluded.
+        drafts: keys of tensors of draft layers.
     """
 
     __slots__ = ("budget", "drafts", "fields", "holdings", "layouts", "name")
@@ -73,7 +73,7 @@ class EngineHoldings:
         self.drafts: set[str] = set()
 
     def add(self, rank: int, field_set: FieldSet) -> None:
-        """Add what a rank holds of tensors that are treated as one."""
+        """Add the part that a rank holds of tensors that are treated as one."""
         key, first = field_set.keys[0], field_set.first
         holding = Holding(
             rank,
@@ -92,21 +92,21 @@ class EngineHoldings:
             self.drafts.add(key)
 
     def exclude(self, keys: Iterable[str]) -> None:
-        """Do not read these tensors; their fields stay known."""
+        """Exclude tensors from being read; ``fields`` keeps their fields."""
         for key in keys:
             del self.holdings[key]
 
     def held(self, key: str) -> str:
-        """Return which ranks hold what of a tensor, for messages."""
+        """Return a text that says which ranks hold which part of a tensor."""
         holdings = self.holdings.get(key, [])
         return f"{self.name} ranks {_held(holdings)}" if holdings else f"no {self.name} rank"
 
     def context(self, holding: Holding) -> ContextParallel:
-        """Return the context-parallel share of the tokens that a holding has."""
+        """Return the context-parallel share of the tokens of a holding."""
         return self.layouts[holding.rank].groups[holding.group].context
 
     def tensor_facts(self, holding: Holding) -> dict[str, object]:
-        """Return what must be equal on all ranks of both engines, by its name in messages."""
+        """Return the facts that must be equal on all ranks of both engines, name to value."""
         group = self.layouts[holding.rank].groups[holding.group]
         facts: dict[str, object] = {
             "group kind": group.kind.value,
@@ -121,7 +121,7 @@ class EngineHoldings:
         return facts | {"bytes of one entry": entry}
 
     def context_facts(self, holding: Holding) -> dict[str, object]:
-        """Return what must be equal on all ranks of one engine, by its name in messages."""
+        """Return the facts that must be equal on all ranks of one engine, name to value."""
         context = self.context(holding)
         interleave = context.interleave if context.size > 1 else 0
         return {"context size": context.size, "context interleave": interleave}
@@ -134,12 +134,12 @@ _RankFields = tuple[EngineHoldings, int, FieldSet]
 def engine_holdings(
     local: Sequence[Layout], remote: Sequence[Layout], budget: WorkBudget
 ) -> tuple[EngineHoldings, EngineHoldings]:
-    """Return what the ranks of both engines hold, the local engine first.
+    """Return the holdings of the local and of the remote engine.
 
     Args:
         local: the layouts of all ranks of this engine, by rank.
         remote: the layouts of all ranks of the other engine, by rank.
-        budget: is charged for this and for all further work on the result.
+        budget: counts this work and all further work on the result.
     """
     near = EngineHoldings("local", local, budget)
     far = EngineHoldings("remote", remote, budget)
@@ -167,7 +167,7 @@ def _have_equal_sets(parts: Iterable[_RankFields]) -> bool:
 
 
 def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
-    """Yield the same fields in sets that are equal on all ranks that hold them.
+    """Yield the same fields, split into sets that are equal on all ranks that hold them.
 
     A field whose encodings disagree gets a set of its own, so that the error can name it.
     """
@@ -195,7 +195,7 @@ def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
 
 
 def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> list[list[Piece]]:
-    """Return, per local holding of a tensor, what it reads from which remote holding.
+    """Return, per local holding of a tensor, the pieces that it reads.
 
     Raises:
         PlanError: the holdings do not describe one tensor, or one engine holds what the other
@@ -203,12 +203,12 @@ def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> li
     """
     _check_equal(key, local, remote)
     pieces = _read(key, local, remote)
-    _read(key, remote, local)  # is not carried out: it finds what only the remote engine holds
+    _read(key, remote, local)  # only a check: raises for a part that only the remote engine holds
     return pieces
 
 
 def _read(key: str, reader: EngineHoldings, holder: EngineHoldings) -> list[list[Piece]]:
-    """Return, per holding of one engine, what it would read from the other."""
+    """Return, per holding of the reader, the pieces that it reads from the holder."""
     turns: dict[int, list[tuple[int, Holding]]] = {}
     for index, holding in enumerate(holder.holdings[key]):
         turns.setdefault(holder.context(holding).rank, []).append((index, holding))
@@ -246,10 +246,10 @@ def _pieces(
     holder: EngineHoldings,
     turns: Mapping[int, list[tuple[int, Holding]]],
 ) -> Iterator[Piece]:
-    """Yield what one holding reads: its range, once per share of its tokens on the other engine.
+    """Yield the pieces of one holding: its range, once per context-parallel share that it meets.
 
     Args:
-        key: of the tensor.
+        key: key of the tensor.
         position: index of the holding that reads.
         reader: the engine that reads.
         holder: the engine that is read.
@@ -277,7 +277,7 @@ def _covered(
     share: ContextParallel,
     holders: list[tuple[int, Holding]],
 ) -> Iterator[Piece]:
-    """Yield the range of a holding piece by piece, each from the first holder of its next index."""
+    """Yield the pieces that cover a holding's range, each from the first holder of its start."""
     names = reader.name, holder.name
     cursor, stop = wanted.shard
     while cursor < stop:

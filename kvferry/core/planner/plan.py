@@ -1,9 +1,9 @@
 """The plan of one rank: which bytes it reads from which remote ranks.
 
 A plan is a pure function of both engines' layouts. It names no model and no kind of parallelism:
-ranks hold parts of tensors, and a rank reads what it holds from remote ranks that hold the same.
-Every rank computes the same assignment for all local ranks, so each knows without asking how many
-ranks read from a remote rank.
+ranks hold parts of tensors, and a rank reads the parts that it holds from remote ranks that hold
+them too. Every rank computes the assignment for all ranks of its engine, so it knows without asking
+how many of them read from a remote rank.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from kvferry.core.planner.token_blocks import Pairing
 from kvferry.core.work_budget import WorkBudget
 
 MAX_WINDOWS = 256
-"""How many windows into pages keep their strips: a large page can be cut at thousands of places."""
+"""How many results ``Plan.unread_strips`` keeps: a large page has thousands of windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
-    """All fields of one local and one remote group that overlap.
+    """The overlaps of the fields of one local group with those of one remote group.
 
     Attributes:
         local_group: index of the local group.
         remote_group: index of the remote group.
-        pairing: how the tokens of the two groups go together.
-        local_pages: local page ids are below this.
-        remote_pages: remote page ids are below this.
-        parts: the overlapping fields, those of one kind together.
-        batches: their strips, for the pairing's largest sub-blocks.
+        pairing: maps the tokens of the two groups to each other.
+        local_pages: the number that local page ids must stay below.
+        remote_pages: the number that remote page ids must stay below.
+        parts: the overlapping fields, grouped by kind.
+        batches: the strips of the overlapping fields, for the pairing's largest sub-blocks.
     """
 
     local_group: int
@@ -60,7 +60,7 @@ class Source:
         remote: index of the remote rank.
         local_layout: the layout of the rank that reads.
         remote_layout: the layout of the rank that is read.
-        matches: what is read, by pairs of groups.
+        matches: what is read, one match per pair of a local and a remote group.
     """
 
     remote: int
@@ -71,13 +71,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalGroup:
-    """What one local rank has of a local group.
+    """The part of a local group that one local rank holds.
 
     Attributes:
-        fields: the fields, by whether they are read. Those of draft layers that only this engine
-            has are not.
-        pages: page ids are below this; 0 where the rank has no field of the group.
-        entry: a number of tokens that is whole entries in every field that is read.
+        fields: ``True`` to the fields that are read from the remote engine, ``False`` to those that
+            are not: the fields of draft layers that only this engine has.
+        pages: the number that page ids must stay below; 0 if the rank has no field of the group.
+        entry: the least number of tokens that makes whole entries in every field that is read.
     """
 
     fields: dict[bool, tuple[FieldSet, ...]] = field(repr=False)
@@ -89,17 +89,17 @@ class LocalGroup:
 class Plan:
     """What one local rank reads, and which remote ranks it notifies.
 
-    Its memory grows with the number of layers, not with the number of blocks.
+    The memory that a plan takes grows with the number of layers, not with the number of blocks.
 
     Attributes:
-        rank: index into the local layouts.
+        rank: index of the local rank.
         sources: one per remote rank that this rank reads from, ascending.
-        readers: per remote rank, how many local ranks notify it when they are done: those that read
-            from it, or 1 where no rank reads from it.
-        notified_ranks: the remote ranks that no local rank reads and that this rank notifies,
+        readers: per remote rank, how many local ranks notify it when they are done: all that read
+            from it, or 1 if none does.
+        notified_ranks: remote ranks that no local rank reads from, and that this rank notifies,
             ascending.
-        local_groups: what this rank has of each local group.
-        steps: how much work it was, in steps of ``work_budget``.
+        local_groups: per local group, the part that this rank holds.
+        steps: how much work planning was, in steps of ``work_budget``.
     """
 
     rank: int
@@ -113,13 +113,14 @@ class Plan:
     def unread_strips(
         self, layout: Layout, group: int, window: tuple[int, int] | None, *, read: bool | None
     ) -> tuple[StripBatch, ...]:
-        """Return strips of this rank's own pages, to zero what no read fills.
+        """Return the strips of a window into this rank's own pages, for zeroing.
 
         Args:
             layout: the layout of this rank.
             group: index of the local group.
             window: the tokens ``[start, stop)`` of each page, in whole entries; ``None`` for all.
-            read: True for the fields that are read, False for those that are not, ``None`` for all.
+            read: ``True`` for the fields that are read, ``False`` for those that are not, ``None``
+                for both.
 
         Raises:
             PlanError: there are too many strips.
@@ -145,7 +146,7 @@ class Plan:
 def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
     """Plan what local rank ``rank`` reads from the ranks of the other engine.
 
-    Where several remote ranks hold the same bytes, each local rank reads from the one at its own
+    If several remote ranks hold the same bytes, each local rank begins with the one at its own
     relative position, so that replicas share the load. Draft layers that only one engine has are
     left out.
 
@@ -155,7 +156,7 @@ def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> P
         rank: the local rank that the plan is for.
 
     Raises:
-        PlanError: the layouts do not match; names the field, the range and the ranks. Or planning
+        PlanError: the layouts do not match (the message names field, range and ranks), or planning
             would take too long.
     """
     if not 0 <= rank < len(local):
@@ -243,7 +244,7 @@ def _check_keys(local: EngineHoldings, remote: EngineHoldings) -> None:
 def _assigned(
     local: EngineHoldings, remote: EngineHoldings, rank: int
 ) -> tuple[set[tuple[int, int]], dict[int, list[Overlaps]]]:
-    """Return every (reader, read) pair of ranks, and what ``rank`` reads by remote rank."""
+    """Return all (local rank, remote rank) pairs that read, and ``rank``'s reads by remote rank."""
     reads: set[tuple[int, int]] = set()
     overlaps: dict[int, list[Overlaps]] = {}
     for key, holdings in local.holdings.items():

@@ -20,9 +20,9 @@ from kvferry.core.work_budget import MAX_STEPS
 MAX_PLANS = 64
 """How many plans are kept: those used last."""
 MAX_PLAN_STEPS = MAX_STEPS // 10
-"""Plans that were more work, and so are larger, are not kept."""
+"""Plans that took more work than this, and so are larger, are not kept."""
 MAX_ALL_PLAN_STEPS = 2 * MAX_PLAN_STEPS
-"""How much work all kept plans were together; such plans and their layouts take some 20 MB."""
+"""The most work that all kept plans took together; with their layouts they take some 20 MB."""
 
 
 class PlanCache:
@@ -69,10 +69,10 @@ def _differs_in_addresses_only(one: Layout, other: Layout) -> bool:
 
 
 def with_remote_layouts(plan: Plan, remote: Sequence[Layout]) -> Plan:
-    """Return a plan for engines whose layouts differ from its own only in addresses.
+    """Return a plan moved to remote layouts that differ from its own only in addresses.
 
     Args:
-        plan: is not changed.
+        plan: the plan, which is not changed.
         remote: the layouts of the other engine, by rank.
     """
     return replace(plan, sources=tuple(_source(each, remote[each.remote]) for each in plan.sources))

@@ -1,4 +1,4 @@
-"""Arithmetic of axes: windows into one, and the dims that two of them have in common.
+"""Arithmetic of axes: windows into an axis, and the dims that two axes have in common.
 
 An axis is a mixed-radix number whose digits are dims of (extent, stride), coarse to fine. Two axes
 that hold the same entries can be walked together where the dims of one refine those of the other;
@@ -25,7 +25,7 @@ class StrideWalk:
 
     Attributes:
         local: (n,) int64, bytes from the first local entry of the axis to each start.
-        remote: (n,) int64, the same on the remote side.
+        remote: (n,) int64, bytes from the first remote entry of the axis to each start.
         dims: the dims that every start is repeated along.
     """
 
@@ -62,7 +62,7 @@ def entry_offsets(dims: Dims, index: I64Array) -> I64Array:
     """Return where entries of an axis lie.
 
     Args:
-        dims: of the axis, merged.
+        dims: the dims of the axis, merged.
         index: (n,) int64, index of each entry.
 
     Returns:
@@ -81,7 +81,7 @@ def coarsen(dims: Dims, entries: int) -> Dims:
     """Return the dims of the axis whose entries are runs of ``entries`` entries.
 
     Args:
-        dims: of the axis, merged.
+        dims: the dims of the axis, merged.
         entries: a number that ``uniform_run`` returned for the axis.
     """
     kept: list[tuple[int, int]] = []

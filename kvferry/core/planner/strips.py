@@ -1,8 +1,8 @@
 """Find strips: the longest runs of bytes that two overlapping fields move as one.
 
-What two fields share of one sub-block is walked along three axes at once: its tokens, the shard
-axis and the bytes of an entry. Fields that differ only in where they start have one shape, so this
-is done once for a model of many layers.
+The part of a sub-block that two fields share is walked along three axes at once: its tokens, the
+shard axis and the bytes of an entry. Fields that differ only in where they start have the same
+shape, so this is done once for a model of many layers.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ class Overlaps:
 
     @property
     def first(self) -> Overlap:
-        """The first overlap, which stands for all in everything but where it starts."""
+        """The first overlap; the others differ from it only in where their fields start."""
         return Overlap(local=self.local.first, remote=self.remote.first, shard=self.shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strides:
-    """Distances on one side.
+    """Distances in bytes from sub-block to sub-block, on one side.
 
     Attributes:
         page: bytes from one page to the next.
-        within: dims from one sub-block of a page to the next.
+        within: dims that lead from sub-block to sub-block within a page.
     """
 
     page: int
@@ -109,7 +109,7 @@ class Strides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStrides:
-    """How strips go from sub-block to sub-block of a request.
+    """Distances in bytes from sub-block to sub-block, on both sides.
 
     Attributes:
         granularity: tokens of a sub-block.
@@ -124,14 +124,15 @@ class BlockStrides:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StripBatch:
-    """Strips of one length and with the same strides, ordered by region pair and local address.
+    """n strips of one length and with the same strides, by region pair and local address.
 
     Attributes:
-        strides: how they go through the sub-blocks.
-        nbytes: length of each in one sub-block.
-        local: (n,) int64, local address in page 0, sub-block 0.
-        remote: (n,) int64, remote address there.
-        cuts: (stop, local region, remote region) of every stretch of strips in one region pair.
+        strides: the distances from a strip to the same strip of other sub-blocks.
+        nbytes: length of each strip in one sub-block.
+        local: (n,) int64, local address of each strip in sub-block 0 of page 0.
+        remote: (n,) int64, remote address of each strip in sub-block 0 of page 0.
+        cuts: (stop, local region, remote region) for each stretch of strips in one pair of regions;
+            ``stop`` is the index after the stretch's last strip.
     """
 
     strides: BlockStrides
@@ -146,11 +147,11 @@ class _Shape:
     """Everything about an overlap but where its fields start; equal in every layer of a model.
 
     Attributes:
-        strides: how it goes through the sub-blocks.
+        strides: the distances from sub-block to sub-block.
         local: (n,) int64, bytes from the start of the local field to each box.
-        remote: (n,) int64, likewise.
+        remote: (n,) int64, bytes from the start of the remote field to each box.
         nbytes: length of the run that every box repeats.
-        dims: the dims that it is repeated along.
+        dims: the dims that the run is repeated along.
     """
 
     strides: BlockStrides
@@ -178,10 +179,10 @@ def find_strips(
         granularity: tokens of a sub-block.
         window: the tokens ``[start, stop)`` of every sub-block to which the strips are limited, in
             whole entries; ``None`` for all.
-        budget: is charged for the work; ``None`` for a budget of its own.
+        budget: counts the work; ``None`` for a new budget.
 
     Raises:
-        PlanError: there are too many strips, or it is too much work; names a field.
+        PlanError: there are too many strips, or finding them is too much work; names a field.
     """
     first = parts[0].first
     budget = budget or WorkBudget(PlanError, "finding strips")
@@ -255,7 +256,7 @@ def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Sha
 
 
 def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
-    """Return the largest sub-block, in entries, of which all look alike on both sides."""
+    """Return the largest sub-block, in entries, whose strides are equal all along both sides."""
     while (fewer := uniform_run(far, uniform_run(near, entries))) != entries:
         entries = fewer
     return entries

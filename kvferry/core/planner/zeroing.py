@@ -21,7 +21,7 @@ def zero_cpu(spans: Spans) -> None:
     """Zero spans of CPU memory.
 
     Args:
-        spans: of memory that is alive and that nothing else uses; it stays its owner's.
+        spans: the spans. Their memory is alive, belongs to the caller, and nothing else uses it.
 
     Raises:
         LayoutError: a span lies in memory that the CPU cannot write.

@@ -14,8 +14,8 @@ class Access:
     """What an engine demands of its peers, in both directions.
 
     Attributes:
-        own: this engine's keys. Without them its side channel is open, and it connects to open
-            ones only.
+        own: this engine's keys. Without keys its side channel is open, and it connects only to
+            open side channels.
         peers: public keys of the engines that are admitted.
         networks: networks of admitted peers; ``None`` for any.
         is_command: whether a command asks: errors then name its flags instead of settings.
@@ -53,7 +53,7 @@ class Access:
             key: the public key that the side channel should have; empty for none.
 
         Raises:
-            AdmissionError: only one of the two has keys, or its key is not listed here.
+            AdmissionError: only one of the two engines has keys, or ``key`` is not in ``peers``.
         """
         if self.own is None and key:
             raise AdmissionError(

@@ -44,7 +44,7 @@ class Proof:
         signature: by the key, over the hash, 64 bytes.
 
     Raises:
-        TicketError: one of them has another length.
+        TicketError: one of the three has another length.
     """
 
     key: bytes
@@ -119,12 +119,13 @@ def check(proof: Proof | None, published: bytes) -> None:
     """Refuse a ticket that the engine with the published key did not make.
 
     Args:
-        proof: of the ticket; ``None`` if it has none.
+        proof: the ticket's proof; ``None`` if it has none.
         published: the public key of the handshake; empty if the engine is of a build that proves no
             tickets.
 
     Raises:
-        TicketError: the ticket has no proof and needs one, names another key, or was altered.
+        TicketError: the ticket has no proof and needs one, has one although no key is published,
+            names another key, or was altered.
     """
     if proof is None and not published:
         return

@@ -5,10 +5,10 @@ request. Users do not call it: ``kvferry.core.endpoint.Endpoint`` does. A driver
 from ``kvferry.core.transport.base.BaseTransport``, which implements most of it.
 
 **Threads.** Calls come from different threads, but one at a time. ``connect``, ``read``, ``write``
-and ``disconnect`` may block; they release the interpreter's lock while they do. If
-``Capabilities.concurrent_connect`` is set, ``connect`` and ``disconnect`` may be called while any
-other call but ``close`` runs, each other included, and hold none of them up. While one of the two
-runs, no other call names its peer or a transfer of that peer.
+and ``disconnect`` may block, and then release the interpreter's lock (GIL). If
+``Capabilities.concurrent_connect`` is set, calls of ``connect`` and ``disconnect`` may also overlap
+with each other and with any other call but ``close``, and must not delay those. While one of the
+two runs, no other call names its peer or a transfer of that peer.
 
 **Memory** belongs to the caller, who keeps it alive from ``register`` until ``deregister`` has
 returned. The arrays of ``Copies`` are the caller's too, who reuses them as soon as ``read`` or
@@ -32,9 +32,9 @@ device work that is enqueued afterwards.
 **Death.** The death of a peer's process is known within a second: its transfers are FAILING or
 FAILED by then, also if a fork of that process lives on and holds its sockets.
 
-**Order.** Transfers have none. Free notifications (``notify``) of one sender to one peer keep their
-order. Notifications bound to transfers keep theirs if each transfer began when the one before was
-DONE. Between the two sorts there is no order.
+**Order.** Transfers are not ordered. Notifications sent with ``notify`` from one sender to one peer
+arrive in the order of the calls. Notifications bound to transfers arrive in order if each transfer
+began when the one before was DONE. There is no order between the two sorts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class State(enum.Enum):
     PENDING = "pending"
     """Under way."""
     FAILING = "failing"
-    """Will fail, but bytes may still land: the memory stays in use until it is final."""
+    """Will fail, but bytes may still land: keep the memory until the transfer is final."""
     DONE = "done"
     """Final: all bytes have arrived."""
     FAILED = "failed"
@@ -96,15 +96,15 @@ class Quiescence(enum.Enum):
     ALWAYS = "always"
     """By itself, and soon."""
     AFTER_DISCONNECT = "after_disconnect"
-    """After ``disconnect`` of its peer has returned; nothing less proves that it is quiet."""
+    """When ``disconnect`` of its peer has returned; nothing less proves that no byte lands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a transport can do here, on this machine, with its options.
+    """What a transport can do on this machine, with its options.
 
     Attributes:
-        ops: those of ``read`` and ``write`` that the transport has.
+        ops: the operations that the transport has, of ``read`` and ``write``.
         memory: the memory kinds that can be registered.
         max_notification: the longest payload of a notification, in bytes; 0 if it carries none.
         cancel: whether ``cancel`` can end a transfer early.
@@ -114,7 +114,7 @@ class Capabilities:
         quiescence: when a failed transfer becomes FAILED.
         max_outstanding: how many transfers may be unfinished at once; ``None``: no limit.
         concurrent_connect: whether ``connect`` and ``disconnect`` may be called while other calls
-            run. If not, a peer that they wait for makes all other peers of the endpoint wait.
+            run. If not, a slow ``connect`` or ``disconnect`` delays all peers of the endpoint.
     """
 
     ops: frozenset[str]
@@ -133,7 +133,7 @@ class Notification:
 
     Attributes:
         sender: the ``Transport.name`` of the sender.
-        payload: what it sent.
+        payload: the bytes that the peer sent.
     """
 
     sender: str
@@ -143,14 +143,14 @@ class Notification:
 class Transport(ABC):
     """A driver's transport.
 
-    The entry point (group ``kvferry.drivers``) names a subclass. Its constructor takes the user's
-    ``driver_options`` as keyword arguments, and raises ``DriverError`` for an option that it does
-    not have, naming those that it has.
+    A driver's entry point (group ``kvferry.drivers``) names a subclass. The subclass's constructor
+    takes the user's ``driver_options`` as keyword arguments. For an unknown option it raises
+    ``DriverError``, which lists the options that exist.
     """
 
     interface_version: ClassVar[tuple[int, int]] = INTERFACE_VERSION
-    """The version that the driver was written for. Core refuses another major version. A driver
-    repeats the number as a literal; inheriting this one would claim what was never tested."""
+    """The interface version that the driver was written for; another major version is refused. A
+    driver states it as a literal: inherited, it would change without the driver being tested."""
 
     # What every driver has.
 
@@ -168,59 +168,62 @@ class Transport(ABC):
     def register(self, region: Region) -> None:
         """Make a region reachable for local and remote use.
 
-        An equal region that is registered already has no effect. Regions may overlap. Peers that
-        connected before see the region when they ``connect`` with new bytes from ``address``.
+        Does nothing if an equal region is registered already. Regions may overlap. Peers that are
+        connected see the region once they ``connect`` again, with new bytes from ``address``.
 
         Raises:
             TransportUnsupportedError: the memory kind is not among the capabilities.
-            TransportError: the library or the kernel refused; says what to do.
+            TransportError: the library or the kernel refused; the message says what to do.
         """
 
     @abstractmethod
     def deregister(self, region: Region) -> None:
         """Make a region unreachable: this side's transfers that name it are refused from now on.
 
-        A peer that connected before may still know the region. Transfers that it has begun or
-        begins may be refused, fail, or be carried out: over shared memory this side takes no part
-        in them. So the owner of the memory first makes sure that its peers have ended.
+        A connected peer may still know the region. Its transfers may then be refused, fail, or be
+        carried out: over shared memory this side takes no part in them. So before calling this, the
+        owner of the memory makes sure that no peer accesses the region any more.
 
         Raises:
-            TransportUsageError: it is not registered, or a transfer of this side still uses it.
+            TransportUsageError: the region is not registered, or an unfinished transfer of this
+                side uses it.
         """
 
     @abstractmethod
     def address(self) -> bytes:
-        """Return what a peer needs to connect and to know this side's registered regions.
+        """Return the bytes with which a peer connects; they name this side's registered regions.
 
-        Only the same driver can read the bytes.
+        Only the same driver can read them.
         """
 
     @abstractmethod
     def connect(self, address: bytes) -> PeerId:
-        """Connect to the transport that gave these bytes (this very one is allowed too).
+        """Connect to the transport whose ``address`` these bytes are (it may be this transport).
 
-        A peer stays connected until ``disconnect``. Until then, connecting again refreshes what is
-        known of it (its regions, say) and returns the same id; transfers under way go on. A peer
-        that has died meanwhile may be refused, or keep its id, whose transfers then fail.
+        A peer stays connected until ``disconnect``. Until then, connecting again updates what is
+        known of the peer (its regions, for example) and returns the same id; transfers under way go
+        on. If the peer has died meanwhile, the call either raises or returns the same id, and
+        transfers then fail.
 
         Args:
             address: bytes from the peer's ``address``; untrusted.
 
         Raises:
             ConnectError: the bytes are no address of this driver, or the peer cannot be reached;
-                says why.
+                the message says why.
         """
 
     @abstractmethod
     def disconnect(self, peer: PeerId) -> None:
         """End a connection.
 
-        Unfinished transfers of the peer become FAILED with ``PeerLostError``. Returns when they
-        are, within a deadline of seconds.
+        The peer's unfinished transfers become FAILED with ``PeerLostError``. Waits until all are,
+        for some seconds at most.
 
         Raises:
             TransportUsageError: no such peer.
-            TransportError: the deadline passed; its transfers stay FAILING.
+            TransportError: some transfers have not ended in time. They stay FAILING, and the peer
+                stays connected: ``disconnect`` may be called again.
         """
 
     @abstractmethod
@@ -246,12 +249,13 @@ class Transport(ABC):
     def notify(self, peer: PeerId, payload: bytes) -> None:
         """Send a message of 1 to ``capabilities.max_notification`` bytes, bound to nothing.
 
-        Best effort: that the peer is gone is not an error. Does not wait for the peer: what is not
-        taken at once is queued, and ``disconnect`` and ``close`` may drop what still is.
+        Best effort: if the peer is gone, the message is dropped without an error. Does not wait for
+        the peer: a message that the peer does not take at once is queued, and ``disconnect`` and
+        ``close`` may drop the queue.
 
         Raises:
             TransportUsageError: no such peer, or the length is out of bounds.
-            TransportError: the peer lives and takes nothing, and the queue for it is full.
+            TransportError: the peer lives but takes no messages, and its queue is full.
         """
 
     @abstractmethod
@@ -264,7 +268,7 @@ class Transport(ABC):
 
         Raises:
             TransportError: everything has been released, but some transfers did not end in time:
-                their bytes may still land. Without this error all is quiet.
+                their bytes may still land. Without this error, none will.
         """
 
     # What a driver may add.
@@ -277,8 +281,8 @@ class Transport(ABC):
     def path(self, peer: PeerId) -> str:
         """Return what carries a connected peer's bytes, ``rc_mlx5`` for example.
 
-        A few words that do not change, for metrics and people; empty if the driver cannot tell or
-        there is no such peer.
+        A short text that does not change, for metrics and people; empty if the driver cannot tell
+        or there is no such peer.
         """
         del peer
         return ""
@@ -290,8 +294,8 @@ class Transport(ABC):
 
         Args:
             peer: a connected peer.
-            copies: what to read; it may have no bytes at all. Also a segment without copies has to
-                name registered regions.
+            copies: what to read; zero copies or zero bytes are allowed. A segment must name
+                registered regions even if it has no copies.
             notify: a payload for the peer, of 1 to ``max_notification`` bytes. The peer sees it
                 after all bytes of the transfer have arrived, also if the driver had to split the
                 transfer, and never if the transfer fails.
@@ -307,15 +311,15 @@ class Transport(ABC):
         raise unsupported_op(self, "read")
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Push local bytes into remote memory; otherwise as ``read``."""
+        """Push local bytes into remote memory; arguments and errors are those of ``read``."""
         del peer, copies, notify
         raise unsupported_op(self, "write")
 
     def cancel(self, transfer: TransferId) -> None:
         """Ask a transfer to end early; best effort. Poll on until it is final.
 
-        A transfer that ends this way is FAILED with ``TransferCancelledError``. Without the
-        capability ``cancel``, only the id is checked.
+        A transfer that ends early is FAILED with ``TransferCancelledError``. Without the capability
+        ``cancel``, the call only checks the id.
 
         Raises:
             TransportUsageError: the id is unknown.

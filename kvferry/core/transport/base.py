@@ -1,26 +1,28 @@
-"""The base class of drivers: it keeps a transport's books and refuses every mistake of a caller.
+"""The base class of drivers: it keeps a transport's records and refuses callers' mistakes.
 
-``Transport`` says what a transport has to do. Much of that is the same for every library: which
-regions are registered, who is connected, which transfers there are, and what a caller must not do.
-``BaseTransport`` does all of that, once. A driver derives from it and fills in hooks, whose names
-begin with an underscore: register memory, connect, start a transfer, say how it stands.
+``Transport`` defines what a transport does. Much of it is the same for every library: to record
+regions, connections and transfers, and to refuse what a caller must not do. ``BaseTransport``
+implements that once. A driver derives from it and fills in hooks, whose names begin with an
+underscore: register memory, connect, start a transfer, update its status.
 
-The hooks work on objects of the driver's own, of four types, which it names where it derives::
+The hooks work on objects of the driver's own, of four types, which the subclass names::
 
     class MyTransport(BaseTransport[MyMemory, MyAddress, MyConnection, MyTransfer]): ...
 
-- the registration: what the library gave for a registered region (``None`` will do);
+- the registration: what the library gave for a registered region (may be ``None``);
 - the address: a peer's address, parsed and checked;
-- the connection: a peer that is connected, see ``DriverConnection``;
+- the connection: a connected peer, see ``DriverConnection``;
 - the transfer: see ``DriverTransfer``.
 
-The base keeps these objects and hands them back; it reads no more of them than the two protocols
-say. Hooks are called with arguments that have been checked, and never after ``close`` or in a fork.
+The base keeps these objects and passes them to the hooks; it reads only the attributes that the two
+protocols name. Hooks get arguments that have been checked, and are never called after ``close`` or
+in a forked child.
 
-**Threads.** Hooks are called by the thread that called the transport, so what the interface says of
-threads holds for them: one at a time, but for ``_decode_address``, ``_identity``, ``_connect``,
-``_refresh`` and ``_disconnect`` where the capabilities have ``concurrent_connect``. Even then
-``connect`` calls for one and the same peer come one after the other.
+**Threads.** Hooks run on the thread that called the transport, one at a time. Only where the
+capabilities have ``concurrent_connect`` may hooks that run within ``connect`` (``_decode_address``,
+``_identity``, ``_connect``, ``_refresh``) or within ``disconnect`` (``_end_transfers`` and what it
+calls, ``_disconnect``) overlap with others. Even then, ``connect`` calls for the same peer come one
+after the other.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ from kvferry.core.transport.refusals import (
 )
 
 _POLL_SECONDS = 0.0005
-"""The pause between two looks at transfers that ``_end_transfers`` waits for."""
+"""The pause between two polls of the transfers that ``_end_transfers`` waits for."""
 
 _SCRATCH_COPIES = 4096
 
@@ -86,8 +88,7 @@ class DriverConnection(Protocol):
     def regions(self) -> Collection[Region]:
         """The regions that the peer has registered, as far as this side knows.
 
-        A set, or a dict from regions to what the driver keeps of each, is looked up fastest.
-        ``_refresh`` replaces it.
+        Use a set, or a dict keyed by region: those are looked up fastest. ``_refresh`` replaces it.
         """
 
 
@@ -109,13 +110,13 @@ class TransferRequest(NamedTuple, Generic[ConnectionT]):
     """A transfer to start. Everything in it has been checked.
 
     Attributes:
-        connection: the peer.
-        copies: n copies, n may be 0, each within its segment's regions. The arrays are the
-            caller's, who reuses them as soon as the call returns: copy what is needed longer.
+        connection: the connection to the peer.
+        copies: n >= 0 copies, each within its segment's regions. The arrays belong to the caller,
+            who reuses them as soon as the call returns: copy what is needed longer.
         local: the distinct local regions of the segments; all are registered.
-        remote: the distinct remote regions; all are among ``connection.regions``.
+        remote: the distinct remote regions of the segments; all are among ``connection.regions``.
         notify: the payload to send to the peer when all bytes have arrived, or ``None``.
-        write: whether the local side is the source.
+        write: whether to write to the peer (``True``) or to read from it (``False``).
     """
 
     connection: ConnectionT
@@ -127,7 +128,7 @@ class TransferRequest(NamedTuple, Generic[ConnectionT]):
 
 
 class _Record(NamedTuple, Generic[TransferT]):
-    """A transfer in the books: the peer's id and the local regions beside the driver's object."""
+    """The record of a transfer: its peer, its local regions, and the driver's object."""
 
     peer: PeerId
     local: frozenset[Region]
@@ -139,9 +140,9 @@ class _Record(NamedTuple, Generic[TransferT]):
 
 
 class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, TransferT]):
-    """Implements ``Transport`` over the hooks that a driver fills in.
+    """Implements ``Transport`` with hooks that a driver fills in.
 
-    A driver says ``interface_version`` itself, overrides ``library`` if it has one, and calls
+    A driver sets ``interface_version`` itself, overrides ``library`` if it uses one, and calls
     ``super().__init__`` as soon as it knows its capabilities.
 
     Args:
@@ -167,13 +168,13 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _register(self, region: Region) -> RegistrationT:
-        """Make a region reachable and return what the driver needs to undo that.
+        """Make a region reachable, and return what ``_deregister`` needs to undo that.
 
-        The region is of a kind among the capabilities and is not registered yet; it may overlap
-        others that are.
+        The region's memory kind is among the capabilities, and no equal region is registered; but
+        it may overlap registered regions.
 
         Raises:
-            TransportError: the library or the kernel refused; says what to do.
+            TransportError: the library or the kernel refused; the message says what to do.
         """
 
     @abstractmethod
@@ -189,23 +190,22 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _address(self) -> bytes:
-        """Return what a peer needs to connect, with the regions in ``self._registered``."""
+        """Return the bytes with which a peer connects; they name ``self._registered``'s regions."""
 
     @abstractmethod
     def _decode_address(self, address: bytes) -> AddressT:
         """Parse the untrusted bytes of an address.
 
         Raises:
-            ConnectError: they are no address of this driver.
+            ConnectError: the bytes are no address of this driver.
         """
 
     @abstractmethod
     def _identity(self, address: AddressT) -> Hashable:
-        """Return what tells the peer at an address from every other.
+        """Return the identity of the peer at an address: equal values mean the same peer.
 
-        Two addresses of equal identity are taken for the same peer. Whoever changes an address on
-        its way must not be taken for a peer that is connected, so all that leads to the peer
-        belongs to the identity, or ``_refresh`` compares it.
+        An address that was tampered with must not count as that of a connected peer. So the
+        identity includes everything that leads to the peer, or ``_refresh`` compares the rest.
         """
 
     @abstractmethod
@@ -213,12 +213,13 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """Connect to a peer that is not connected. May block for some seconds.
 
         Raises:
-            ConnectError: the peer cannot be reached; says why. Nothing of the attempt is left.
+            ConnectError: the peer cannot be reached; the message says why. The hook has released
+                everything that it had opened.
         """
 
     @abstractmethod
     def _refresh(self, connection: ConnectionT, address: AddressT) -> None:
-        """Take over a newer address of a connected peer, its regions above all.
+        """Update a connection from a newer address of its peer, above all the peer's regions.
 
         Transfers under way go on.
 
@@ -229,13 +230,13 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _disconnect(self, connection: ConnectionT, transfers: Sequence[TransferT]) -> None:
-        """Release a connection, of which ``_end_transfers`` has ended the transfers.
+        """Release a connection, after ``_end_transfers`` has returned ``True``.
 
         Args:
-            connection: the peer; the base forgets it when this returns.
-            transfers: those that ``_end_transfers`` had to end. Where only taking the connection
-                down proves them quiet, they become FAILED here; if one does not, the connection
-                stays and ``disconnect`` can be called again.
+            connection: the connection; the base forgets it when all ``transfers`` are final.
+            transfers: those that were unfinished and were passed to ``_end_transfers``. In a driver
+                where only closing the connection proves that no byte lands, they become FAILED
+                here. If one does not, the connection stays, and ``disconnect`` may be called again.
         """
 
     def _path(self, connection: ConnectionT) -> str:
@@ -247,41 +248,42 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     @abstractmethod
     def _start(self, request: TransferRequest[ConnectionT]) -> TransferT:
-        """Start a transfer and return it. May block, may move all of it, may even have failed.
+        """Start a transfer and return it. May block; the transfer may be final when it returns.
 
-        That the peer is gone is no exception: the transfer that is returned is FAILED then.
+        If the peer is gone, do not raise: return a transfer that is FAILED.
         """
 
     def _progress(self, transfers: Sequence[TransferT]) -> None:
-        """Do what there is to do within ``poll``, and bring statuses up to date. Never block.
+        """Make progress within ``poll``, and update the transfers' statuses. Never block.
+
+        A driver without threads drives all of its transfers here, not only ``transfers``.
 
         Args:
-            transfers: those that the caller asks about; one may be among them twice, and there may
-                be none. A driver that has no threads drives all of its transfers here.
+            transfers: the transfers that the caller polls; may be empty, or name one twice.
         """
         del transfers
 
     @abstractmethod
     def _fail(self, transfer: TransferT, error: TransportError) -> None:
-        """Let a transfer end early, as FAILED with ``error``, and do not wait for it.
+        """Begin to end a transfer as FAILED with ``error``; do not wait for it.
 
-        It is FAILING until it is quiet. The first error stays; a transfer that is final, or that
-        can no longer be stopped, is left alone.
+        It is FAILING until its bytes can no longer land. A transfer that is FAILING keeps its first
+        error; one that is final, or that can no longer be stopped, is left alone.
         """
 
     def _end_transfers(self, transfers: Sequence[TransferT], error: TransportError) -> bool:
-        """Let transfers fail, and wait until they are final; ``grace_seconds`` at most.
+        """Fail transfers, and wait until they are final, ``grace_seconds`` at most.
 
-        That is for transfers that become final by themselves after ``_fail``. A driver overrides it
-        if it can wait without polling, or if its transfers become final with ``_disconnect`` only:
-        then it waits for as much as must have ended before the connection may be released.
+        This default suits transfers that become final by themselves after ``_fail``. A driver
+        overrides it if it can wait without polling, or if its transfers become final only with
+        ``_disconnect``: then it waits for what must have ended before the connection is released.
 
         Args:
-            transfers: any of this transport's.
-            error: what they fail with.
+            transfers: transfers of this transport.
+            error: the error that they fail with.
 
         Returns:
-            Whether all have ended as far as they do.
+            Whether the connection may be released; in this default, whether all are final.
         """
         unfinished = list(transfers)
         deadline = time.monotonic() + self.grace_seconds
@@ -300,8 +302,8 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """Send or queue a notification; do not wait for the peer.
 
         Raises:
-            PeerLostError: the peer is gone. The base drops it: to the caller that is no error.
-            TransportError: the peer lives, and the queue for it is full.
+            PeerLostError: the peer is gone. The base drops this error.
+            TransportError: the peer lives, and its queue is full.
         """
         raise NotImplementedError(f"{type(self).__name__} has max_notification, and no _notify")
 
@@ -315,13 +317,12 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def _close(self, transfers: Sequence[TransferT]) -> None:
         """Release everything: connections, registered memory, threads.
 
-        Called once, when ``_end_transfers`` has done what it could. ``_disconnect`` is not called
-        for the peers that are still connected. The books are as they were; they are cleared
-        afterwards.
+        Called once, after ``_end_transfers``. ``_disconnect`` is not called for the peers that are
+        still connected. The base clears its records of peers and regions afterwards.
 
         Args:
-            transfers: those that ``_end_transfers`` had to end. One that is not final in spite of
-                that never will be; ``close`` then raises.
+            transfers: those that were unfinished and were passed to ``_end_transfers``. If one is
+                not final when this returns, ``close`` raises.
         """
 
     # What the base gives to hooks.
@@ -339,7 +340,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         """Refuse a call after ``close`` or in a fork.
 
         Raises:
-            TransportUsageError: it is one.
+            TransportUsageError: the transport is closed, or this process is a fork.
         """
         self._owner.check()
 
@@ -484,7 +485,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def _start_checked(
         self, op: str, peer: PeerId, copies: Copies, notify: bytes | None
     ) -> TransferId:
-        """Check all that a caller can get wrong, start the transfer, and enter it in the books."""
+        """Check the arguments, start the transfer, and record it."""
         capabilities = self._capabilities
         if op not in capabilities.ops:
             raise unsupported_op(self, op)
@@ -524,7 +525,7 @@ def _all_final(transfers: Sequence[DriverTransfer]) -> bool:
 
 
 class _IdentityLocks:
-    """A lock for each peer that somebody is connecting to, so that one peer is connected once."""
+    """One lock per identity, so that concurrent ``connect`` calls connect a peer only once."""
 
     def __init__(self) -> None:
         self._held: set[Hashable] = set()
@@ -532,7 +533,7 @@ class _IdentityLocks:
 
     @contextlib.contextmanager
     def locked(self, identity: Hashable) -> Iterator[None]:
-        """Hold the lock of one peer; others are not held up."""
+        """Hold the lock of one identity; calls for other identities do not wait."""
         with self._changed:
             self._changed.wait_for(lambda: identity not in self._held)
             self._held.add(identity)

@@ -16,14 +16,14 @@ _U64 = np.dtype(np.uint64)
 
 
 def check_copies(copies: Copies, ends: U64Array) -> None:
-    """Refuse a batch that is malformed, or of which a copy leaves its segment's regions.
+    """Refuse a batch that is malformed, or that has a copy outside its segment's regions.
 
     Args:
         copies: (n,) copies.
-        ends: uint64 scratch of at least n elements; what it holds afterwards means nothing.
+        ends: uint64 scratch memory of at least n elements, which is overwritten.
 
     Raises:
-        TransportUsageError: as ``checked_length`` and ``check_bounds``.
+        TransportUsageError: as for ``checked_length`` and ``check_bounds``.
     """
     n = checked_length(copies)
     if n:
@@ -36,8 +36,9 @@ def checked_length(copies: Copies) -> int:
     """Check the form of a batch and return the number of its copies, n.
 
     Raises:
-        TransportUsageError: an array is not uint64 of shape (n,), or the segments do not cover the
-            copies in order and without gaps.
+        TransportUsageError: an array is not uint64 of shape (n,), the segments do not cover the
+            copies in order and without gaps, or the copies may have ``ADDRESS_LIMIT`` bytes or
+            more together.
     """
     n = len(copies.nbytes)
     if not _well_formed(copies, n):
@@ -92,7 +93,7 @@ def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
     """Refuse a copy that leaves its segment's region on one side.
 
     Args:
-        copies: at least one copy, of a form that ``checked_length`` has accepted.
+        copies: at least one copy; ``checked_length`` has accepted the batch.
         side: ``local`` or ``remote``.
         ends: (n,) uint64, scratch.
 
@@ -115,7 +116,7 @@ def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
 
 
 def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
-    """Return whether even the longest copy would be within the region wherever one begins."""
+    """Return whether the longest copy would fit at the highest address, and none lies too low."""
     if _smallest(address) < region.address:
         return False
     return _largest(address) + _largest(nbytes) <= region.end

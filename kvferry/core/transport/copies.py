@@ -29,16 +29,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """A batch of copies, cut into segments that cover it in order and without gaps.
+    """A batch of n copies, cut into segments that cover it in order and without gaps.
 
     Attributes:
         local: (n,) uint64, first local byte of each copy.
         remote: (n,) uint64, first remote byte of each copy.
         nbytes: (n,) uint64, length of each copy; 0 is allowed.
-        segments: which regions the copies lie in.
+        segments: the regions that the copies lie in.
 
-    The arrays may be views of a workspace that its owner fills again: copy them if they are needed
-    after the call that they were passed to.
+    The arrays may be views of a workspace that its owner fills again: a callee that needs them
+    after it has returned makes its own copy.
     """
 
     local: U64Array
@@ -58,12 +58,12 @@ class Copies:
 def copies_between(
     pairs: Sequence[tuple[int, int, int]], *, local: Region, remote: Region
 ) -> Copies:
-    """Make a small batch in one segment.
+    """Return a small batch of copies between two regions, as one segment.
 
     Args:
-        pairs: (local address, remote address, nbytes) of each copy.
-        local: the local region.
-        remote: the remote region.
+        pairs: (local address, remote address, nbytes) for each copy.
+        local: the local region, which all copies lie in.
+        remote: the remote region, which all copies lie in.
     """
     table = np.array(pairs, dtype=np.uint64).reshape(-1, 3)
     return Copies(

@@ -1,7 +1,7 @@
 """Checks of what a caller passes to a transport, for ``BaseTransport`` and for other drivers.
 
-Each function refuses one mistake for which ``kvferry.core.transport.api`` says that a method
-raises. The check that copies stay within their regions is in ``kvferry.core.transport.bounds``.
+Each function checks for one mistake that a method of ``Transport`` must refuse. The check that
+copies stay within their regions is in ``kvferry.core.transport.bounds``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class TransportOwner:
-    """The process that made a transport, and whether the transport is closed."""
+    """Remembers which process made a transport, and whether the transport is closed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,9 +51,9 @@ class TransportOwner:
         """Mark the transport as closed.
 
         Returns:
-            Whether ``close`` has anything to do: true once, and never in a fork. A fork has none of
-            the transport's threads, and sockets and handles are its parent's, so it must not even
-            release them.
+            Whether ``close`` has anything to do: ``True`` for the first call, and never in a fork.
+            A fork has none of the transport's threads, and its sockets and handles belong to the
+            parent, so it must not even release them.
         """
         if self.closed or os.getpid() != self.pid:
             return False
@@ -70,7 +70,7 @@ def parse_options(driver: str, kind: type[T], options: Mapping[str, object]) -> 
         options: the options as the user wrote them.
 
     Raises:
-        DriverError: an option is unknown, of a wrong type or out of range; names all that exist.
+        DriverError: an option is unknown, of a wrong type or out of range; lists the options.
     """
     try:
         return msgspec.convert(options, kind)
@@ -82,7 +82,7 @@ def parse_options(driver: str, kind: type[T], options: Mapping[str, object]) -> 
 
 
 def find_peer(peers: Mapping[PeerId, V], peer: PeerId) -> V:
-    """Return the entry of a connected peer.
+    """Return what ``peers`` has for a connected peer.
 
     Raises:
         TransportUsageError: the peer is not connected.
@@ -93,7 +93,7 @@ def find_peer(peers: Mapping[PeerId, V], peer: PeerId) -> V:
 
 
 def find_transfer(transfers: Mapping[TransferId, V], transfer: TransferId) -> V:
-    """Return the entry of a transfer.
+    """Return what ``transfers`` has for a transfer.
 
     Raises:
         TransportUsageError: there is no transfer of that id.
@@ -139,7 +139,7 @@ def check_unused(region: Region, used: Collection[Region]) -> None:
 
 
 def check_payload(payload: object, limit: int) -> None:
-    """Refuse a payload that cannot be a notification.
+    """Refuse a payload that is no valid notification.
 
     Args:
         payload: what the caller passed.
@@ -179,7 +179,7 @@ def remote_regions(copies: Copies, known: Collection[Region], name: str) -> froz
         name: the peer's name, for the error.
 
     Raises:
-        TransportUsageError: a region is not among them.
+        TransportUsageError: a remote region is not in ``known``.
     """
     regions = frozenset([segment.remote for segment in copies.segments])
     for region in _missing(regions, known):
@@ -191,8 +191,8 @@ def remote_regions(copies: Copies, known: Collection[Region], name: str) -> froz
 
 
 def _missing(regions: frozenset[Region], known: Collection[Region]) -> Iterable[Region]:
-    # Hashing a region takes longer than looking it up. Between sets and dicts, the hashes that the
-    # first set has stored are used again.
+    # Hashing a region takes longer than looking it up. ``frozenset.difference`` with a set or dict
+    # reuses the hashes that the frozenset has stored.
     if isinstance(known, (dict, set, frozenset)):
         return regions.difference(known)
     return [region for region in regions if region not in known]

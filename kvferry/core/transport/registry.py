@@ -1,7 +1,8 @@
 """Drivers by name: found through the entry-point group ``kvferry.drivers``, loaded one by one.
 
-What is installed is read with ``importlib.metadata``, which imports no driver, so that a broken
-one is listed as broken instead of vanishing. stevedore loads the one that is named.
+Installed drivers are listed with ``importlib.metadata``, which imports none of them, so that a
+broken driver is listed as broken instead of being left out. stevedore then loads the one that is
+asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class DriverInfo:
 
     Attributes:
         name: what a configuration calls it.
-        distribution: the distribution that brings it, and ``version``: which of it.
+        distribution: the Python distribution that contains it.
+        version: version of the distribution.
         entry_point: ``module:class``.
     """
 
@@ -37,13 +39,13 @@ class DriverInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverReport:
-    """What came of loading a driver: its capabilities here, or why it does not work here.
+    """The result of loading a driver: its capabilities here, or why it does not work here.
 
     Attributes:
         info: which driver.
-        capabilities: None if it does not work here.
-        library: what it found to stand on; see ``Transport.library``.
-        reason: why it does not work here.
+        capabilities: its capabilities; ``None`` if it does not work here.
+        library: the library that it uses; see ``Transport.library``.
+        reason: why it does not work here; ``None`` if it works.
     """
 
     info: DriverInfo
@@ -53,20 +55,21 @@ class DriverReport:
 
 
 def installed() -> list[DriverInfo]:
-    """All drivers that are installed, by name. Imports none of them."""
+    """Return all installed drivers, sorted by name, without importing any."""
     return sorted(_info(entry) for entry in _entries())
 
 
 def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
-    """Make a transport of the driver with this name.
+    """Return a new transport of the driver with this name; the caller closes it.
 
     Args:
-        name: the name of its entry point.
-        options: its ``driver_options``.
+        name: the name of the driver's entry point.
+        options: the driver's ``driver_options``.
 
     Raises:
-        DriverError: there is no such driver, or two; it cannot be loaded; it is no transport of
-            this interface; it refuses the options, or to start. Says which, and what to do.
+        DriverError: there is no such driver, or more than one; it cannot be loaded; it is no
+            transport of this interface version; it refuses the options; or it does not start. The
+            message says what to do.
     """
     driver = load(name)
     options = dict(options or {})
@@ -88,7 +91,8 @@ def load(name: str) -> type[Transport]:
     """Import the driver with this name and check that core can use it.
 
     Raises:
-        DriverError: as ``create``, options and start excepted.
+        DriverError: there is no such driver, or more than one; it cannot be loaded; or it is no
+            transport of this interface version.
     """
     entry = _entry(name)
     driver = _checked_class(entry, _import(entry))
@@ -127,7 +131,7 @@ def _info(entry: EntryPoint) -> DriverInfo:
 
 
 def _entry(name: str) -> EntryPoint:
-    """The one entry point of this name; found without importing anything."""
+    """Return the only entry point of this name, without importing anything."""
     found = [entry for entry in _entries() if entry.name == name]
     if not found:
         known = ", ".join(sorted({entry.name for entry in _entries()})) or "none"
