@@ -178,5 +178,5 @@ _registries: dict[bytes, RegionRegistry] = {}
 
 
 def registry_in_this_process(instance: bytes) -> RegionRegistry | None:
-    """Return the registry with this instance, or ``None`` if no transport of this process has it."""
+    """Return the registry with this instance, or ``None`` if it is not in this process."""
     return _registries.get(instance)

@@ -1,5 +1,4 @@
-"""Turn a batch of copies into the arrays that NIXL takes, separately for each pair of memory kinds.
-"""
+"""Turn a batch of copies into the arrays that NIXL takes, per pair of memory kinds."""
 
 from __future__ import annotations
 
