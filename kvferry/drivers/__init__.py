@@ -1,5 +1,5 @@
 """The transports that come with kvferry.
 
-They import ``kvferry.core`` and nothing else of it, but for ``ucx_format``, which checks for two of
-them what UCX packed.
+Of kvferry they import only ``kvferry.core`` and ``ucx_format``, which checks, for ``ucx`` and
+``nixl``, what UCX has packed.
 """

@@ -1,12 +1,12 @@
-"""Check what UCX packs for its peers, before UCX reads it: addresses of workers, keys to memory.
+"""Check worker addresses and memory keys that come from peers, before UCX reads them.
 
-UCX takes both without a length. It reads on behind the end of what was cut, and it ends the process
-by an assertion over a version that it does not know. So what can be said of them without UCX is
-checked here: the header, the version, every length and every count.
+UCX takes both as pointers without a length. It reads beyond the end of bytes that were cut off, and
+aborts the process if it does not know their version. So this module checks what can be checked
+without UCX: the header, the version, every length and every count.
 
 The formats are those of openucx/ucx, ``src/ucp/wireup/address.c`` (the layouts at its top and
 ``ucp_address_unpack``) and ``src/ucp/core/ucp_rkey.c`` (``ucp_ep_rkey_unpack_internal``), which are
-the same from v1.18 to v1.22. ``UCX_UNIFIED_MODE`` makes addresses of another format: see
+the same from v1.18 to v1.22. With ``UCX_UNIFIED_MODE`` UCX writes addresses in another format: see
 ``is_known``.
 """
 
@@ -17,13 +17,14 @@ import struct
 from dataclasses import dataclass
 
 MAX_ENTRIES = 128
-"""UCP_MAX_RESOURCES: transports of all devices, and devices."""
+"""UCP_MAX_RESOURCES: the most devices in an address, and the most transports of all devices."""
 MAX_DOMAINS = 64
-"""UCP_MAX_MDS."""
+"""UCP_MAX_MDS: the most memory domains."""
 MAX_MEMORY_KINDS = 16
 """More than ``ucs_memory_type_t`` has values."""
 MAX_KEY_TAIL = 1 + 3 * 64 + 1
-"""What may follow a key's parts: the system device, the distances of 64 others, and an end."""
+"""How many bytes may follow the parts of a key, one part per memory domain: the system device, the
+distances of 64 other devices at 3 bytes each, and an end mark."""
 
 _V1, _V2 = 0, 1
 _DEBUG_INFO, _UUID, _CLIENT_ID = 1, 2, 4
@@ -32,17 +33,17 @@ _MORE_PATHS, _SYSTEM_DEVICE = 0x40, 0x20
 _DOMAIN, _DEVICE_LENGTH, _TRANSPORT_LENGTH = 0x7F, 0x1F, 0x3F
 _HAS_ENDPOINTS = 0x40
 _LEGACY_RELEASE = 18
-"""Up to this minor version, two bits of version 1's domains meant something else."""
+"""Up to this minor version of UCX, two bits of a domain in a version 1 address had another use."""
 _RELEASES = 16
 
 _LENGTHS = {0x7563: 8, 0x19CF: 2}
-"""Of the addresses of interfaces of two transports, ``self`` and ``tcp``, by the CRC-16 of their
-names: a number, and a port."""
+"""How long the interface address of two transports is, in bytes, by the CRC-16 of the transport's
+name: ``self`` (a number) and ``tcp`` (a port)."""
 
 _ATTRIBUTES_V1 = struct.Struct("<fffI")
 _ATTRIBUTES_V2 = struct.Struct("<BBBBHH")
 _TINY_NAN = 0xF
-"""The exponent of a NaN among UCX's floats of eight bits."""
+"""The exponent of a NaN in UCX's 8-bit floats."""
 _MAX_SECONDS = 1.0
 _BANDWIDTHS = (1.0, 1e18)
 
@@ -52,10 +53,11 @@ class FormatError(ValueError):
 
 
 def check_worker_address(data: bytes) -> None:
-    """Refuse what is not the address of a worker.
+    """Refuse bytes that are not the address of a UCX worker.
 
     Raises:
-        FormatError: it is cut, or longer than it says, or has a value that UCX does not pack.
+        FormatError: the address is cut off, is longer than its own lengths say, or has a value that
+            UCX does not pack.
     """
     reader = _Reader(data)
     version, flags = _header(reader)
@@ -69,14 +71,15 @@ def check_worker_address(data: bytes) -> None:
 
 
 def check_key(data: bytes, kinds: frozenset[int] = frozenset(range(MAX_MEMORY_KINDS))) -> None:
-    """Refuse what is not a packed key to memory.
+    """Refuse bytes that are not a memory key as UCX packs it.
 
     Args:
-        data: the key.
-        kinds: the values of ``ucs_memory_type_t`` that the memory may be of.
+        data: the packed key.
+        kinds: the memory kinds to accept, as values of ``ucs_memory_type_t``.
 
     Raises:
-        FormatError: it is cut, or longer than a key can be, or of another kind of memory.
+        FormatError: the key is cut off, is longer than a key can be, or is to another kind of
+            memory.
     """
     reader = _Reader(data)
     domains = int.from_bytes(reader.take(8), "little")
@@ -90,11 +93,11 @@ def check_key(data: bytes, kinds: frozenset[int] = frozenset(range(MAX_MEMORY_KI
 
 
 def is_known(own: bytes) -> bool:
-    """Return whether addresses here have the format that is checked.
+    """Return whether this process's UCX uses the address format that this module checks.
 
     Args:
-        own: the address of a worker of this process, which UCX made by the same settings that it
-            reads others' with.
+        own: the address of a worker of this process. UCX wrote it with the same settings with which
+            it reads the addresses of peers.
     """
     try:
         check_worker_address(own)
@@ -125,7 +128,15 @@ class _Reader:
         return self.take(1)[0]
 
     def extended(self, mask: int, version: int) -> tuple[int, int]:
-        """Return a value, which version 2 may continue in another byte, and the flags beside it."""
+        """Read a byte that holds a value and flags; in version 2 the value may need another byte.
+
+        Args:
+            mask: the bits of the value; the other bits are the flags.
+            version: the version of the address.
+
+        Returns:
+            The value and the flags.
+        """
         first = self.byte()
         value = first & mask
         if version == _V2 and value == mask:
@@ -138,7 +149,7 @@ class _Reader:
 
 
 def _header(reader: _Reader) -> tuple[int, int]:
-    """Return the version and the flags."""
+    """Read the header of a worker address, and return its version and flags."""
     first = reader.byte()
     version = first & 0xF
     if version not in (_V1, _V2):
@@ -196,7 +207,7 @@ def _transports(reader: _Reader, version: int) -> int:
 
 
 def _attributes(reader: _Reader, version: int) -> None:
-    """Refuse figures by which UCX cannot choose among transports."""
+    """Refuse overhead, bandwidth or latency by which UCX cannot choose among transports."""
     if version == _V2:
         tiny = _ATTRIBUTES_V2.unpack(reader.take(_ATTRIBUTES_V2.size))[:3]
         exponents = [value & 0xF for value in tiny]

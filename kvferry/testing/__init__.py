@@ -10,9 +10,10 @@ Install ``kvferry[testing]``, and put this into a test module of your distributi
 
 Then run ``pytest``. Each rule of ``kvferry.core.transport`` is a test whose name states the rule.
 The tests use transports of this process and of processes that the suite starts, kills and stops.
-What your ``capabilities`` deny is not skipped: it must be refused. The suite fills and inspects
-memory itself, without your transport; ``memory = "cuda"`` tests device memory, and
-``memory = "package.module:function"`` any that you can allocate (``kvferry.testing.memory``).
+If your ``capabilities`` lack an operation, its tests check that the transport refuses it. The suite
+fills and inspects memory itself, without your transport; ``memory = "cuda"`` tests device memory,
+and ``memory = "package.module:function"`` any memory that you can allocate
+(``kvferry.testing.memory``).
 
 ``ContractSettings`` has the other settings, above all ``lasting_bytes``: how much a transfer has to
 move to take some seconds. While you write a driver, inherit single topics instead

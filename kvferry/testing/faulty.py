@@ -45,17 +45,17 @@ class Fault(enum.Enum):
     """What goes wrong with one transfer, or one notification."""
 
     DELAY = "delay"
-    """The transfer stays PENDING for some polls after it has ended."""
+    """The transfer stays PENDING for ``Schedule.polls`` polls after it has ended."""
     FAIL = "fail"
     """No byte moves, and the transfer is FAILED."""
     TRUNCATE = "truncate"
     """The first half of the copies moves, no notification is sent, and the transfer is FAILED."""
     DOOM = "doom"
-    """All bytes move while the transfer is FAILING. It is FAILED after some polls, or after
-    ``disconnect`` if ``quiescence`` is AFTER_DISCONNECT."""
+    """All bytes move while the transfer is FAILING. It is FAILED after ``Schedule.polls`` polls, or
+    after ``disconnect`` if ``quiescence`` is AFTER_DISCONNECT."""
     DROP = "drop"
-    """The notification, bound or free, is never sent, and the transfer is DONE. (A peer may lose
-    notifications.)"""
+    """The notification, of a transfer or of ``notify``, is never sent; the transfer is DONE. (The
+    contract lets notifications get lost.)"""
     LIE = "lie"
     """The first half of the copies moves, the notification is sent, and the transfer is DONE. No
     driver may do that; the fault is for tests of what has to detect it."""
@@ -69,11 +69,11 @@ class Schedule:
     """Which calls get a fault. ``read``, ``write`` and ``notify`` share a counter, from 0.
 
     Attributes:
-        at: The fault of a call, by its number; these calls get no random fault.
-        seed: Seed of the random faults of all other calls.
-        rate: Which fraction of the other calls gets a fault, 0 to 1.
-        faults: What the random faults are drawn from.
-        polls: How many polls DELAY and DOOM hide the end, once the wrapped transfer has ended.
+        at: The faults of certain calls, by their numbers; these calls get no random fault.
+        seed: The seed of the random faults of all other calls.
+        rate: The fraction of the other calls that get a random fault, 0 to 1.
+        faults: The faults to choose from at random.
+        polls: For how many polls DELAY and DOOM hide that the wrapped transfer has ended.
     """
 
     at: Mapping[int, Fault] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Schedule:
         """Return the fault of a call, always the same for the same call.
 
         Args:
-            call: The number of the call.
+            call: The number of the call, from 0.
         """
         if call in self.at:
             return self.at[call]
@@ -103,11 +103,11 @@ class _Transfer:
 
     Attributes:
         inner: The wrapped driver's transfer; 0 if it was started after the transport died.
-        peer: Its peer.
-        regions: The local memory that it uses.
-        fault: What goes wrong with it, if anything.
+        peer: The transfer's peer.
+        regions: The local regions that the transfer uses.
+        fault: The transfer's fault, or ``None``.
         polls: How many more polls the fault lasts.
-        status: Its status as shown to the caller.
+        status: The status that ``poll`` returns.
     """
 
     inner: TransferId
@@ -119,13 +119,13 @@ class _Transfer:
 
 
 class FaultyTransport(Transport):
-    """Pass every call on to a driver, and inject faults into some.
+    """Pass every call on to a driver's transport, and inject faults into some.
 
     Args:
-        inner: The driver's transport. This transport owns and closes it.
+        inner: The wrapped transport. This transport owns and closes it.
         schedule: Which calls get a fault; none by default.
-        quiescence: What ``capabilities`` declare; by default what the driver declares. With
-            AFTER_DISCONNECT a FAILING transfer stays so until ``disconnect``.
+        quiescence: The quiescence in ``capabilities``; by default that of ``inner``. With
+            AFTER_DISCONNECT, a transfer with DOOM stays FAILING until ``disconnect``.
     """
 
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
@@ -151,20 +151,20 @@ class FaultyTransport(Transport):
 
     @property
     def name(self) -> str:
-        """The wrapped driver's name."""
+        """The wrapped transport's name."""
         return self._name
 
     @property
     def capabilities(self) -> Capabilities:
-        """The wrapped driver's capabilities, with the declared quiescence."""
+        """The wrapped transport's capabilities, with the quiescence given to the constructor."""
         return self._capabilities
 
     def path(self, peer: PeerId) -> str:
-        """Return the wrapped driver's path to a peer."""
+        """Return the wrapped transport's path to a peer."""
         return self._inner.path(peer)
 
     def die(self) -> None:
-        """Die now, as with ``Fault.DIE``."""
+        """Close the wrapped transport and fail its transfers now, as ``Fault.DIE`` does."""
         if self._dead:
             return
         self._last_address = self._inner.address()
@@ -193,7 +193,7 @@ class FaultyTransport(Transport):
             self._inner.deregister(region)
 
     def address(self) -> bytes:
-        """Return the wrapped driver's address; after death the last one."""
+        """Return the wrapped transport's address; after its death, the last one."""
         if self._alive() or self._last_address is None:
             return self._inner.address()
         return self._last_address
@@ -205,7 +205,7 @@ class FaultyTransport(Transport):
         return self._inner.connect(address)
 
     def disconnect(self, peer: PeerId) -> None:
-        """Disconnect from a peer, and end what was failing until then."""
+        """Disconnect from a peer, and end the faults of its transfers."""
         if not self._alive():
             return
         self._inner.disconnect(peer)
@@ -215,7 +215,7 @@ class FaultyTransport(Transport):
                 self._update(transfer, count=False, disconnected=True)
 
     def notifications(self) -> list[Notification]:
-        """Return what has arrived; nothing after death."""
+        """Return the notifications that have arrived; none after death."""
         return self._inner.notifications() if self._alive() else []
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
@@ -231,7 +231,7 @@ class FaultyTransport(Transport):
             self._inner.cancel(record.inner)
 
     def close(self) -> None:
-        """Close the wrapped driver's transport."""
+        """Close the wrapped transport."""
         self._closed = True
         self._inner.close()
 
@@ -246,7 +246,7 @@ class FaultyTransport(Transport):
         return self._start("write", peer, copies, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        """Return the statuses of transfers, with their faults."""
+        """Return the statuses of transfers, changed by their faults."""
         records = [self._record(transfer) for transfer in transfers]
         if self._alive():
             self._inner.poll([])
@@ -292,8 +292,8 @@ class FaultyTransport(Transport):
 
         Args:
             transfer: The transfer.
-            count: Whether this counts as a poll.
-            disconnected: Whether its peer has just been disconnected.
+            count: Whether this counts as one of ``Schedule.polls``.
+            disconnected: Whether the transfer's peer has just been disconnected.
         """
         if transfer.status.state.final:
             return
@@ -314,14 +314,14 @@ class FaultyTransport(Transport):
                 transfer.status = status
 
     def _next_fault(self) -> Fault | None:
-        """Return the fault of the next call, and die if it is DIE."""
+        """Return the fault of the next call; if it is DIE, let the transport die."""
         fault = self._schedule.fault(next(self._calls))
         if fault is Fault.DIE and not self._closed:
             self.die()
         return fault
 
     def _alive(self) -> bool:
-        """Return whether calls are passed on; after ``close`` the driver refuses them."""
+        """Return whether to pass calls on; after ``close``, ``inner`` itself refuses them."""
         return not self._dead or self._closed
 
     def _record(self, transfer: TransferId) -> _Transfer:

@@ -1,7 +1,7 @@
 """Memory that tests fill and inspect without a transport.
 
-``allocate`` knows the kinds ``cpu`` and ``cuda`` (by torch, ``cuda:1`` being the second device).
-For any other, name a function that takes a number of bytes and returns a ``Buffer``, as
+``allocate`` knows the kinds ``cpu`` and ``cuda`` (by torch; ``cuda:1`` is the second device). For
+memory of any other kind, name a function that takes a number of bytes and returns a ``Buffer``, as
 ``package.module:function``.
 """
 
@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Buffer(ABC):
-    """A piece of memory. It is freed when nothing refers to the buffer any more."""
+    """A piece of memory, which the buffer owns and frees when nothing refers to it any more."""
 
     @property
     @abstractmethod
@@ -33,28 +33,28 @@ class Buffer(ABC):
 
     @abstractmethod
     def get(self, offset: int = 0, nbytes: int | None = None) -> Bytes:
-        """Return a copy of some bytes in CPU memory, after all device work that is enqueued.
+        """Return a copy of some bytes in CPU memory, once enqueued work of the device is done.
 
         Args:
-            offset: Index of the first byte.
-            nbytes: How many; by default all that follow.
+            offset: The index of the first byte.
+            nbytes: The number of bytes; by default all from ``offset`` on.
         """
 
     @abstractmethod
     def put(self, data: Bytes, offset: int = 0) -> None:
-        """Overwrite bytes, and return when that is done.
+        """Overwrite bytes, and return when they are in place.
 
         Args:
-            data: The bytes.
-            offset: Index of the first byte to overwrite.
+            data: The new bytes.
+            offset: The index of the first byte to overwrite.
         """
 
     def part(self, offset: int, nbytes: int) -> Region:
-        """Return the region of some bytes.
+        """Return a part of the buffer as a region.
 
         Args:
-            offset: Index of the first byte.
-            nbytes: How many.
+            offset: The index of the first byte.
+            nbytes: The number of bytes.
         """
         whole = self.region
         return Region(
@@ -66,7 +66,7 @@ class CpuBuffer(Buffer):
     """Anonymous memory of this process, aligned to a page.
 
     Args:
-        nbytes: Its size.
+        nbytes: The size in bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -93,11 +93,11 @@ class CpuBuffer(Buffer):
 class SharedBuffer(CpuBuffer):
     """The memory of a file, which several processes can map.
 
-    It can be inspected while the process that registered it is stopped.
+    So a test can inspect it while the process that registered it is stopped.
 
     Args:
-        path: The file.
-        nbytes: Its size.
+        path: The file, which must have at least ``nbytes`` bytes.
+        nbytes: The size in bytes.
     """
 
     def __init__(self, path: str, nbytes: int) -> None:
@@ -122,8 +122,8 @@ class CudaBuffer(Buffer):
     """Memory of a CUDA device, allocated by torch.
 
     Args:
-        nbytes: Its size.
-        device: Index of the device.
+        nbytes: The size in bytes.
+        device: The index of the device.
 
     Raises:
         RuntimeError: Torch is missing or does not see the device.
@@ -163,9 +163,9 @@ def allocate(memory: str, nbytes: int) -> Buffer:
     """Return a new buffer of zeros.
 
     Args:
-        memory: ``cpu``, ``shared:PATH`` (of ``SharedBuffer``), ``cuda``, ``cuda:INDEX``, or
-            ``package.module:function``.
-        nbytes: Its size.
+        memory: ``cpu``, ``shared:PATH`` (a ``SharedBuffer`` of that file), ``cuda``,
+            ``cuda:INDEX``, or ``package.module:function``.
+        nbytes: The size in bytes.
 
     Raises:
         ImportError: The function does not exist.
@@ -208,7 +208,7 @@ def imported(name: str) -> Any:  # noqa: ANN401 - the caller knows its type
     """Return the object that ``package.module:attribute`` names.
 
     Args:
-        name: The name.
+        name: A module and an attribute of it, joined by a colon.
 
     Raises:
         ImportError: The module does not exist, or does not have the attribute.
@@ -224,7 +224,7 @@ def pattern(nbytes: int, seed: int) -> Bytes:
     """Return random bytes without zeros, so that a byte at a wrong place is noticed.
 
     Args:
-        nbytes: How many.
-        seed: Of the random numbers.
+        nbytes: The number of bytes.
+        seed: The seed of the random numbers.
     """
     return np.random.default_rng(seed).integers(1, 256, nbytes, np.uint8)

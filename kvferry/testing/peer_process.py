@@ -1,7 +1,7 @@
 """The child process of ``peers.Process``: one transport and one buffer, controlled by the parent.
 
-Between commands it does not call the transport if the driver serves peers without calls
-(``background_progress``), and polls it if the driver does not.
+Between commands it polls the transport, unless the driver serves peers without calls
+(``background_progress``).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from kvferry.core.transport.copies import Copies
 from kvferry.testing.memory import Bytes, allocate, imported, pattern
 
 _TURN_SECONDS = 0.002
-"""How often a transport without progress of its own is polled."""
+"""How often a transport without ``background_progress`` is polled."""
 _STAY_SECONDS = 300
-"""After how long a forked child that nobody kills ends."""
+"""After how many seconds a forked child ends that the test has not killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSetup:
-    """How to set up the process; the first message to it.
+    """How to set up the process; the parent's first message to it.
 
     Attributes:
         server: The class that executes commands, as ``package.module:name``.
-        factory: What makes the transport, likewise.
-        options: Keyword arguments of the factory.
-        memory: The kind of memory of the buffer (``memory.allocate``).
-        nbytes: Its size.
-        seed: Of its content (``memory.pattern``).
+        factory: The class or function that makes the transport, as ``package.module:name``.
+        options: The keyword arguments of the factory.
+        memory: The kind of memory of the buffer, as for ``memory.allocate``.
+        nbytes: The size of the buffer in bytes.
+        seed: The seed of the buffer's content, for ``memory.pattern``.
     """
 
     server: str
@@ -57,8 +57,8 @@ class Seen:
     """A notification that arrived.
 
     Attributes:
-        sender: Name of the transport that sent it.
-        payload: Its payload.
+        sender: The name of the transport that sent it.
+        payload: The notification's payload.
         first: The first byte of the receiver's buffer when the notification was returned.
     """
 
@@ -68,10 +68,10 @@ class Seen:
 
 
 class PeerServer:
-    """Execute commands of the parent; each public method is one.
+    """Execute commands of the parent. Each public method is a command.
 
     Args:
-        setup: How to set up transport and buffer.
+        setup: How to set up the transport and the buffer.
     """
 
     def __init__(self, setup: PeerSetup) -> None:
@@ -87,7 +87,7 @@ class PeerServer:
         return self.transport.address()
 
     def reset(self) -> None:
-        """Restore the first content, and drop the notifications that have arrived."""
+        """Restore the buffer's first content, and drop the notifications that have arrived."""
         self.buffer.put(self._content)
         self.turn()
         while self.transport.notifications():
@@ -199,7 +199,7 @@ class PeerServer:
         self.transport.close()
 
     def turn(self) -> None:
-        """Poll a transport that makes no progress of its own."""
+        """Poll the transport if it needs calls to make progress."""
         if not self.transport.capabilities.background_progress:
             self.transport.poll([])
 
@@ -207,16 +207,16 @@ class PeerServer:
 def calls(
     transport: Transport, region: Region, peer: PeerId, copies: Copies
 ) -> dict[str, Callable[[], object]]:
-    """Return a call of every method that must be refused after ``close`` and in a forked child.
+    """Return one call for each method that must refuse after ``close`` and in a forked child.
 
     Args:
         transport: The transport.
-        region: Memory to register.
+        region: The memory to register and deregister.
         peer: A peer of the transport.
-        copies: What to read or write.
+        copies: The copies to read or write.
 
     Returns:
-        The calls, by the method's name.
+        The calls, by the methods' names.
     """
     can = transport.capabilities
     sends = {"notify": lambda: transport.notify(peer, b"x")} if can.max_notification else {}
@@ -237,10 +237,10 @@ def calls(
 
 
 def serve(connection: Connection) -> None:
-    """Execute the parent's commands until it closes the connection; errors are sent as answers.
+    """Execute the parent's commands until it closes the connection; answer with results or errors.
 
     Args:
-        connection: To the parent.
+        connection: The connection to the parent.
     """
     setup: PeerSetup = connection.recv()
     server: PeerServer = imported(setup.server)(setup)

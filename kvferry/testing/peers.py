@@ -32,47 +32,48 @@ class TransportPeer(Protocol):
 
     @property
     def name(self) -> str:
-        """Its transport's name."""
+        """The name of the peer's transport."""
 
     @property
     def region(self) -> Region:
-        """Its buffer's region."""
+        """The whole buffer of the peer, as a region."""
 
     def address(self) -> bytes:
-        """Return its transport's address."""
+        """Return the address of the peer's transport."""
 
     def get(self) -> Bytes:
-        """Return its buffer's bytes, as its own process sees them."""
+        """Return the bytes of the peer's buffer, as the peer's own process sees them."""
 
     def put(self, data: Bytes) -> None:
-        """Overwrite its buffer from the start."""
+        """Overwrite the peer's buffer from its start."""
 
     def register(self, region: Region) -> None:
-        """Register a part of its buffer."""
+        """Register memory with the peer's transport."""
 
     def deregister(self, region: Region) -> None:
-        """Deregister a part of its buffer."""
+        """Deregister memory from the peer's transport."""
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
         """Return ``count`` notifications, or fewer if the time is up before they arrive."""
 
 
 class Process:
-    """A peer in a process of its own. Except for signals, each method is a command to it.
+    """A peer in a process of its own. Most methods send a command to it and wait for its answer.
 
     Args:
-        factory: What makes its transport, as ``package.module:name``.
-        options: Keyword arguments of the factory.
-        memory: The kind of memory of its buffer (``kvferry.testing.memory.allocate``).
-        nbytes: The buffer's size.
-        seed: Of its content, ``kvferry.testing.memory.pattern``.
-        server: The class that executes the commands, for additional ones (``ask``).
-        wait: Whether to wait until it has started; if not, call ``started``.
+        factory: The class or function that makes the peer's transport, as ``package.module:name``.
+        options: The keyword arguments of the factory.
+        memory: The kind of memory of the peer's buffer, as for ``kvferry.testing.memory.allocate``.
+        nbytes: The size of the buffer in bytes.
+        seed: The seed of the buffer's content, for ``kvferry.testing.memory.pattern``.
+        server: The class that executes the commands; a subclass of ``PeerServer`` can add commands
+            for ``ask``.
+        wait: Whether to wait until the process has started; if not, call ``started``.
 
     Attributes:
-        meanwhile: Called repeatedly while a command runs, if set: for transports of this process
+        meanwhile: If set, called repeatedly while a command runs: for transports of this process
             that move nothing unless they are polled.
-        patience: For how many seconds it waits for notifications by default.
+        patience: How many seconds to wait for notifications by default.
 
     Raises:
         RuntimeError: The process ended at once; its stderr says why.
@@ -140,7 +141,7 @@ class Process:
         self.end()
 
     def end(self) -> None:
-        """Kill the process in any state, wait for its end, and close the connection."""
+        """Kill the process, even a stopped one, wait for its end, and close the connection."""
         self.process.kill()
         self.process.wait()
         self._connection.close()
@@ -190,7 +191,7 @@ class Process:
         return self.expected()
 
     def expect(self, count: int, seconds: float | None = None) -> None:
-        """Let the peer wait for notifications; ``expected`` returns them."""
+        """Let the peer start to wait for ``count`` notifications; ``expected`` returns them."""
         limit = self.patience if seconds is None else seconds
         self._connection.send(("notifications", (count, limit)))
 
@@ -213,11 +214,11 @@ class Process:
         self._connection.send(("start", (op, peer, copies, seconds)))
 
     def answered(self) -> bool:
-        """Return whether the command that was begun has ended."""
+        """Return whether the command that ``begin``, ``expect`` or ``tell`` sent has ended."""
         return self._connection.poll(0)
 
     def ended(self) -> Status:
-        """Return the outcome of the transfer that ``begin`` started."""
+        """Wait for the transfer that ``begin`` started, and return its status."""
         status: Status = self._answer("start", 60.0)
         return status
 
@@ -272,10 +273,10 @@ class Process:
 
 
 class Spares:
-    """Processes for one test each; from the second on, the next one starts in advance.
+    """A supply of processes, each for one test. From the second on, the next one starts in advance.
 
     Args:
-        make: Starts a process without waiting for it.
+        make: Starts a process without waiting until it has started.
     """
 
     def __init__(self, make: Callable[[], Process]) -> None:
@@ -284,7 +285,7 @@ class Spares:
         self._taken = 0
 
     def take(self) -> Process:
-        """Return a process that has started; the caller ends it."""
+        """Return a process that has started; the caller owns it and calls ``end``."""
         taken = self._next or self._make()
         self._taken += 1
         self._next = self._make() if self._taken > 1 else None

@@ -1,4 +1,4 @@
-"""The address of a loopback transport: where it is, and what it has registered."""
+"""The address of a loopback transport: its process, and the regions that it has registered."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ class LoopbackAddress(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         magic: the format of the address.
         name: the transport's name.
-        boot: the id of the running kernel.
-        pid_namespace: the namespace that ``pid`` belongs to.
-        pid: the process.
-        start_time: when the process started, in ticks: tells it from others of the same pid.
-        instance: 16 random bytes. The registry begins with them, so that a reader knows whose it
-            is; the first message to ``socket`` has to contain them, so that only a process that
-            has this address can send notifications.
-        socket: the name of the notification socket in the abstract namespace.
-        board: the address of the registry in the process's memory.
+        boot: the host's boot id (``procfs.boot_id``).
+        pid_namespace: the inode of the pid namespace in which ``pid`` is valid.
+        pid: the transport's process.
+        start_time: when the process started, in clock ticks since boot; it tells the process from
+            a later one with the same pid.
+        instance: 16 random bytes that identify the transport. The registry begins with them, so a
+            reader knows whose registry it is; the first message to ``socket`` must contain them,
+            so only a process that has this address can send notifications.
+        socket: the name of the notification socket in Linux's abstract socket namespace.
+        board: the memory address of the registry in the process.
         regions: the regions that were registered when the address was made.
     """
 
@@ -66,12 +67,12 @@ _decoder = msgspec.msgpack.Decoder(LoopbackAddress)
 
 
 def encode(address: LoopbackAddress) -> bytes:
-    """Return the bytes that peers get."""
+    """Return an address as the bytes that peers get."""
     return msgspec.msgpack.encode(address)
 
 
 def decode(data: bytes) -> LoopbackAddress:
-    """Parse untrusted bytes.
+    """Parse an address from untrusted bytes.
 
     Raises:
         ConnectError: the bytes are no address of this driver.
@@ -93,7 +94,7 @@ def entries(address: LoopbackAddress) -> dict[Region, Entry]:
     """Return the regions of a peer with their entries in its registry.
 
     Raises:
-        ConnectError: one of them is no valid region.
+        ConnectError: the address names a region that cannot exist.
     """
     try:
         return {

@@ -17,12 +17,12 @@ from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback.procfs import MAX_IOVECS
 
 _RELEASE_FROM = 1 << 20
-"""Mean bytes per run from which an in-process copy releases the interpreter's lock for each run.
-For shorter runs, getting the lock back (5 ms, while another thread is busy) may take longer than
-the run."""
+"""From this many bytes per run on average, a copy within this process releases the interpreter's
+lock during each run. With shorter runs, waiting for the lock (5 ms, while another thread is busy)
+may take longer than the run."""
 
 _SORTED_FROM = 64
-"""How many copies make sorting them worth its time."""
+"""The fewest copies that are worth sorting."""
 
 _POOLED = 4
 _SMALLEST_CAPACITY = 4096
@@ -30,12 +30,12 @@ _SMALLEST_CAPACITY = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
-    """What one system call moves.
+    """The part of a transfer that one system call moves.
 
     Attributes:
-        local: (k, 2) uint64 iovecs (address, bytes) of this side, k at most 1024.
-        remote: the iovecs of the peer, of the same shape and lengths.
-        nbytes: the bytes of all iovecs together.
+        local: (k, 2) uint64, k at most 1024: address and length in bytes of each local range.
+        remote: (k, 2) uint64, the peer's ranges, with the same lengths.
+        nbytes: the sum of the lengths.
     """
 
     local: U64Array
@@ -44,15 +44,17 @@ class Chunk:
 
 
 class CopyRuns:
-    """A merged batch: runs, each contiguous on both sides, in the order of the source addresses.
+    """A batch of copies, merged into *runs*: ranges that are contiguous on both sides.
+
+    The runs are sorted by source address if the batch has 64 copies or more. A position in the
+    batch is a number of bytes from its start, so a batch can be cut within a run.
 
     Owns arrays that are reused for batch after batch: touching fresh memory costs more than what is
-    computed in it. A position in a batch is a number of bytes from its start, so that it can be cut
-    anywhere.
+    computed in it.
 
     Attributes:
-        capacity: how many copies there is room for.
-        count: how many runs there are.
+        capacity: the most copies that a batch can have.
+        count: how many runs the batch has.
         total: the bytes of all runs together.
     """
 
@@ -60,22 +62,22 @@ class CopyRuns:
         self.capacity = capacity
         self.count = 0
         self.total = 0
-        # The copies in order, the ends of each, and the runs that they make.
+        # The sorted copies; where each copy ends on either side; the runs.
         self._sorted = np.empty((3, capacity), np.uint64)
         self._local_end = np.empty(capacity, np.uint64)
         self._remote_end = np.empty(capacity, np.uint64)
         self._local = np.empty(capacity, np.uint64)
         self._remote = np.empty(capacity, np.uint64)
         self._sums = np.empty(capacity + 1, np.uint64)
-        # Where each run starts, and where the last one ends. int64: searchsorted would convert.
+        # The position at which each run starts, then the batch's end. int64, the type of the
+        # positions that searchsorted gets: it would convert any other array.
         self._starts = np.empty(capacity + 1, np.int64)
 
     def fill(self, copies: Copies, *, write: bool) -> None:
-        """Take over a batch, merged.
+        """Replace the batch by another one, and merge it.
 
         Args:
-            copies: (n,) copies that have been checked, n at most ``capacity``; their arrays are
-                not needed afterwards.
+            copies: n copies that have been checked, n at most ``capacity``. They are copied.
             write: whether the local side is the source.
         """
         n = len(copies.nbytes)
@@ -83,7 +85,7 @@ class CopyRuns:
         if n == 0:
             return
         source = copies.local if write else copies.remote
-        # From random to ascending source addresses, 4 KiB copies take 0.7 times as long.
+        # Copies of 4 KiB take 0.7 times as long in the order of their sources as in random order.
         if n >= _SORTED_FROM and (source[1:] < source[:-1]).any():
             copies = self._sort(copies, source.argsort())
         self._merge(copies, n)
@@ -93,19 +95,20 @@ class CopyRuns:
         return self.total == 0 or (self.total <= limit and self.count <= MAX_IOVECS)
 
     def next_stop(self, start: int, limit: int) -> int:
-        """Return where a chunk ends that starts at byte ``start``.
+        """Return the position at which a chunk that starts at ``start`` ends.
 
-        That is ``limit`` bytes or 1024 runs further, whichever comes first, or the batch's end.
+        It is at most ``limit`` bytes and 1024 runs after ``start``.
         """
         first = self._run_at(start)
         return min(start + limit, int(self._starts[min(first + MAX_IOVECS, self.count)]))
 
     def chunk(self, start: int, stop: int) -> Chunk:
-        """Return the chunk of bytes ``[start, stop)``.
+        """Return the chunk of bytes ``[start, stop)``, in arrays of its own.
 
         Args:
-            start: the first byte.
-            stop: the byte after the last; at most what ``next_stop`` returns for ``start``.
+            start: the position of the first byte.
+            stop: the position after the last byte; at most what ``next_stop`` returns for
+                ``start``.
         """
         first, last = self._run_at(start), self._run_at(stop - 1) + 1
         edges = self._starts[first : last + 1].copy()
@@ -123,7 +126,7 @@ class CopyRuns:
 
     def _sort(self, copies: Copies, order: I64Array) -> Copies:
         local, remote, nbytes = self._sorted[:, : len(order)]
-        # mode: with the default, take would go through fresh memory.
+        # With the default ``mode``, ``take`` would copy through fresh memory.
         copies.local.take(order, out=local, mode="clip")
         copies.remote.take(order, out=remote, mode="clip")
         copies.nbytes.take(order, out=nbytes, mode="clip")
@@ -148,14 +151,14 @@ class CopyRuns:
 
 
 class CopyRunsPool:
-    """A pool of ``CopyRuns``. Safe to use from several threads."""
+    """A pool of ``CopyRuns``. Several threads may use it at once."""
 
     def __init__(self) -> None:
         self._idle: list[CopyRuns] = []
         self._lock = threading.Lock()
 
     def take(self, n: int) -> CopyRuns:
-        """Return runs with room for n copies; the caller gives them back."""
+        """Return a ``CopyRuns`` with room for n copies; the caller returns it with ``give``."""
         with self._lock:
             for index, runs in enumerate(self._idle):
                 if runs.capacity >= n:
@@ -163,7 +166,7 @@ class CopyRunsPool:
         return CopyRuns(max(_SMALLEST_CAPACITY, 1 << (n - 1).bit_length()))
 
     def give(self, runs: CopyRuns) -> None:
-        """Take runs back. The pool keeps a few, the largest."""
+        """Put a ``CopyRuns`` back into the pool, which keeps the largest four."""
         with self._lock:
             self._idle.append(runs)
             self._idle.sort(key=lambda idle: idle.capacity)
@@ -183,7 +186,12 @@ _memmove_releasing_lock = _memmove(ctypes.CDLL(None))
 
 
 def copy_in_process(chunk: Chunk, *, write: bool) -> None:
-    """Move a chunk of which both sides are in this process, without system calls."""
+    """Copy a chunk whose two sides are both in this process, without system calls.
+
+    Args:
+        chunk: the ranges of both sides.
+        write: whether the local side is the source.
+    """
     source, target = (chunk.local, chunk.remote) if write else (chunk.remote, chunk.local)
     long = chunk.nbytes >= _RELEASE_FROM * len(source)
     move = _memmove_releasing_lock if long else _memmove_holding_lock

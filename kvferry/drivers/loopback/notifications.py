@@ -1,9 +1,10 @@
 """Notifications, over Unix sockets.
 
-Each transport listens at a random name of the abstract namespace, of which nothing is left when the
-process dies, however it dies. A peer connects and sends a first message with the instance of the
-receiver, which only holders of its address know, and its own name. Then it sends one message for
-each notification. SOCK_SEQPACKET keeps messages apart and in order.
+Each transport listens on a socket with a random name in Linux's abstract socket namespace, where
+nothing is left when the process dies, however it dies. A peer connects and sends a hello: the
+receiver's instance, which only holders of the receiver's address know, and the peer's own name.
+Then it sends one message for each notification. SOCK_SEQPACKET keeps messages separate and in
+order.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ _MAX_INBOX = 64 << 20
 _MAX_QUEUED = 16 << 20
 _MAX_SENDERS = 4096
 _MAX_UNIDENTIFIED = 64
-"""How many connections without a hello are kept; anybody on the host can make some."""
+"""How many connections that have sent no hello are kept: any process of this user or of root can
+connect."""
 _PER_MESSAGE = 256
-"""Bytes that a message counts for besides its own, so that the number of tiny ones is bounded."""
+"""How many bytes to add to each message's size in the limits above, so that they also bound the
+number of tiny messages."""
 _BACK_OFF_SECONDS = 0.05
 _DRAIN_SECONDS = 0.5
 _MESSAGES_AT_ONCE = 256
-"""How many messages are received from one sender before the next sender."""
+"""How many messages to receive from one sender before turning to the next."""
 
 
 _CREDENTIALS = struct.Struct("iII")
@@ -46,12 +49,12 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class ChannelHello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message on a connection.
+    """The first message on a connection, as msgpack.
 
     Attributes:
         magic: the format of the message.
-        to: the instance of the receiver.
-        sender: the name of the sender.
+        to: the instance of the receiving transport.
+        sender: the name of the sending transport.
     """
 
     magic: Literal["kvferry-loopback-hello-1"] = "kvferry-loopback-hello-1"
@@ -64,13 +67,13 @@ _hello = msgspec.msgpack.Decoder(ChannelHello)
 
 @dataclass(slots=True, eq=False)
 class NotificationChannel:
-    """The sending end of one connection. What the socket does not take yet is queued, in order.
+    """The sending end of one connection. Queues, in order, what the socket does not take at once.
 
     Attributes:
-        peer: the name of the receiver.
-        socket: the connection, non-blocking.
-        epoll: the mailbox's; it tells when the socket takes more.
-        lost: whether the receiver's end is gone.
+        peer: the name of the receiving transport.
+        socket: the connected, non-blocking socket; owned by this channel.
+        epoll: the mailbox's epoll object, which reports when the socket takes more.
+        lost: whether the receiver's end is gone, or this channel is closed.
     """
 
     peer: str
@@ -86,7 +89,7 @@ class NotificationChannel:
 
         Raises:
             PeerLostError: the receiver's end is gone.
-            TransportError: the queue is full: the receiver takes no notifications.
+            TransportError: the queue is full, because the receiver takes no notifications.
         """
         with self._lock:
             if self._queued_bytes > _MAX_QUEUED:
@@ -102,7 +105,7 @@ class NotificationChannel:
                 raise PeerLostError(f"{self.peer} is gone: it takes no notifications any more")
 
     def flush(self) -> None:
-        """Send what is queued, as far as the socket takes it."""
+        """Send queued notifications until the socket takes no more. Never block."""
         with self._lock:
             while self._queue and self._sent(self._queue[0]):
                 self._queued_bytes -= len(self._queue.popleft()) + _PER_MESSAGE
@@ -111,11 +114,11 @@ class NotificationChannel:
 
     @property
     def waiting(self) -> bool:
-        """Whether the receiver is there and something is queued for it."""
+        """Whether notifications are queued for a receiver that is still there."""
         return bool(self._queue) and not self.lost
 
     def close(self) -> None:
-        """Close the socket; what is queued is dropped."""
+        """Close the socket, and drop queued notifications."""
         with self._lock:
             self.lost = True
             self._queue.clear()
@@ -143,11 +146,13 @@ class _Incoming:
 
 
 class Mailbox:
-    """The receiving end of all connections, with a thread that also serves the channels' queues.
+    """Receive notifications from all peers, and open channels to them.
+
+    One thread does both: it receives, and sends what the channels have queued.
 
     Args:
-        instance: 16 bytes that every sender has to know.
-        name: the transport's name, which is what peers see as sender.
+        instance: 16 bytes that a sender must put into its hello.
+        name: the transport's name, which receivers see as the sender.
     """
 
     def __init__(self, instance: bytes, name: str) -> None:
@@ -176,12 +181,15 @@ class Mailbox:
         """Connect to a peer's mailbox and send the hello.
 
         Args:
-            peer: the name of the peer.
-            instance: the instance of the peer.
-            socket_name: the name of its socket in the abstract namespace.
+            peer: the name of the peer's transport.
+            instance: the instance of the peer's transport.
+            socket_name: the name of the peer's socket in the abstract namespace.
+
+        Returns:
+            A channel that the mailbox owns until ``close_channel`` or ``close``.
 
         Raises:
-            ConnectError: nobody listens there, or nobody answers.
+            ConnectError: no socket of that name listens, or it has too many connections waiting.
         """
         hello = msgspec.msgpack.encode(ChannelHello(to=instance, sender=self._name))
         try:
@@ -199,7 +207,7 @@ class Mailbox:
         return channel
 
     def close_channel(self, channel: NotificationChannel) -> None:
-        """Close a channel from ``open_channel``, after a moment for what is still queued."""
+        """Close a channel from ``open_channel``; wait up to 0.5 s for its queue to be sent."""
         _let_drain([channel])
         with self._lock:
             if self._channels.pop(channel.socket.fileno(), None) is not None:
@@ -209,14 +217,18 @@ class Mailbox:
     def take(self) -> list[Notification]:
         """Return the notifications that arrived since the last call. Never block."""
         with self._lock:
-            # Do not depend on the thread, which a busy interpreter may starve.
+            # Receive here too: a busy interpreter may starve the thread.
             self._handle(self._epoll.poll(0))
             taken, self._inbox, self._inbox_bytes = self._inbox, [], 0
             self._room.set()
         return taken
 
     def close(self, deadline_seconds: float) -> None:
-        """End the thread and close every socket, after a moment for what is still queued."""
+        """End the thread and close every socket; wait up to 0.5 s for the queues to be sent.
+
+        Args:
+            deadline_seconds: how long to wait for the end of the thread.
+        """
         _let_drain(list(self._channels.values()))
         self._closing = True
         self._room.set()
@@ -239,14 +251,14 @@ class Mailbox:
             with self._lock:
                 settled = self._handle(events)
             if not settled:
-                # No room in the inbox, until ``take`` makes some, or no file descriptor left.
+                # The inbox is full until ``take`` empties it, or no file descriptor is left.
                 self._room.wait(_BACK_OFF_SECONDS)
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
         """Handle events of the epoll object.
 
         Returns:
-            Whether everything could be done: there was room in the inbox, and a file descriptor.
+            False if the inbox is full, or no file descriptor is left for a new connection.
         """
         settled = True
         for fd, _ in events:
@@ -295,10 +307,10 @@ class Mailbox:
         return True
 
     def _accepted(self, incoming: _Incoming, message: bytes) -> bool:
-        """Handle one message.
+        """Handle one message of a sender.
 
         Returns:
-            Whether to keep the connection: it has not ended and keeps to the format.
+            Whether to keep the connection; false if it has ended or its message is not valid.
         """
         if not 0 < len(message) <= MAX_NOTIFICATION:
             return False
@@ -319,9 +331,9 @@ class Mailbox:
 
 
 def _may_send(sock: socket.socket) -> bool:
-    """Return whether a process may send notifications: one of this user or of root.
+    """Return whether the process at the other end may send notifications: this user's and root's.
 
-    No other could reach this process's memory either.
+    Processes of other users could not reach this process's memory either.
     """
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
@@ -341,7 +353,7 @@ def _connected(name: str, hello: bytes) -> socket.socket:
 
 
 def _let_drain(channels: list[NotificationChannel]) -> None:
-    """Wait a moment until peers have taken what is queued; the mailbox's thread sends it."""
+    """Wait, for 0.5 s at most, until the mailbox's thread has sent what is queued."""
     deadline = time.monotonic() + _DRAIN_SECONDS
     while any(channel.waiting for channel in channels) and time.monotonic() < deadline:
         time.sleep(0.001)

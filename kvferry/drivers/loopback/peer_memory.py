@@ -1,4 +1,4 @@
-"""Access to a peer's memory: inside this process, or across processes."""
+"""Access to a peer's memory, where the peer may be in this process or in another."""
 
 from __future__ import annotations
 
@@ -29,20 +29,23 @@ from kvferry.drivers.loopback.registry import (
     registry_in_this_process,
 )
 
-# A copy within these limits takes microseconds, and keeps the interpreter's lock; see vm_copy.
+# A copy within these limits takes microseconds, so it keeps the interpreter's lock; see vm_copy.
 _BRIEF_BYTES = 32 << 10
 _BRIEF_RUNS = 16
 
 
 class PeerMemory(ABC):
-    """Access to one peer's memory. Safe to use from several threads."""
+    """Access to one peer's memory. Several threads may use it at once."""
 
     path: ClassVar[str]
-    """What ``Transport.path`` answers for such a peer."""
+    """What ``Transport.path`` returns for a peer that is reached this way."""
 
     @abstractmethod
     def check(self, claims: Claims) -> None:
         """Check that the peer lives and still has the claimed regions registered.
+
+        Args:
+            claims: what the peer's registry must contain.
 
         Raises:
             PeerLostError: the peer has died, restarted or closed.
@@ -54,22 +57,23 @@ class PeerMemory(ABC):
         """Check the claims, then move a chunk.
 
         Args:
-            chunk: what to move.
-            claims: as for ``check``.
+            chunk: the ranges of both sides.
+            claims: what the peer's registry must contain.
             write: whether the local side is the source.
 
         Raises:
-            PeerLostError: as ``check``.
-            TransportError: as ``check``, or memory of either side is not mapped.
+            PeerLostError: the peer has died, restarted or closed.
+            TransportError: the peer has deregistered a region, the kernel refuses, or memory of
+                either side is not mapped.
         """
 
 
 def open_memory(address: LoopbackAddress) -> PeerMemory:
-    """Find the process that an address names, and prove that its memory can be read.
+    """Find the process that an address names, and check that its memory can be read.
 
     Raises:
         ConnectError: the process is on another host, in another pid namespace, gone, not the one
-            that made the address, or may not be read; says what to change.
+            that made the address, or not readable for this one; the text says what to change.
     """
     if address.boot != boot_id():
         raise ConnectError(
@@ -111,7 +115,12 @@ def _other_process(address: LoopbackAddress) -> PeerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SameProcess(PeerMemory):
-    """The memory of a transport of this process, this side's own among them."""
+    """The memory of a peer in this process, which may be the transport itself.
+
+    Attributes:
+        owner: the name of the peer's transport.
+        target: the registry of the peer's transport.
+    """
 
     path: ClassVar[str] = "memcpy"
 
@@ -131,13 +140,13 @@ class SameProcess(PeerMemory):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OtherProcess(PeerMemory):
-    """The memory of a transport of another process of this host.
+    """The memory of a peer in another process of this host.
 
     Attributes:
-        owner: the name of the transport.
-        pid: its process.
-        registry: the address of its registry in that process.
-        instance: what the registry begins with.
+        owner: the name of the peer's transport.
+        pid: the peer's process.
+        registry: the address of the peer's registry in that process.
+        instance: the 16 bytes that the registry begins with.
     """
 
     path: ClassVar[str] = "process_vm"
@@ -149,8 +158,8 @@ class OtherProcess(PeerMemory):
 
     def check(self, claims: Claims) -> None:
         """As ``PeerMemory.check``."""
-        # Seeing the instance after a copy proves that the pid was still the peer's during it:
-        # no other process has ever had these bytes at this address.
+        # If the instance is still there after a copy, the pid was the peer's throughout the copy:
+        # no other process ever has these bytes at this address.
         words = np.empty(claims.words, np.uint64)
         try:
             vm_peek(self.pid, self.registry, words)

@@ -1,6 +1,6 @@
-"""Linux's view of processes: whether one lives, and reading and writing another one's memory.
+"""What Linux offers for processes: whether one is alive, and access to another one's memory.
 
-This is the only module of the driver that calls the kernel through ctypes.
+No other module of the driver makes system calls through ctypes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvferry.core.errors import DriverError
 from kvferry.core.memory import U64Array
 
 MAX_IOVECS = 1024
-"""UIO_MAXIOV: how many entries of an iovec array the kernel takes in one call."""
+"""UIO_MAXIOV: the most entries of an iovec array that the kernel takes in one call."""
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -50,14 +50,16 @@ def vm_copy(
 
     Args:
         pid: the other process.
-        local: (n, 2) uint64, C-contiguous, n <= ``MAX_IOVECS``: address and length, as ``iovec``.
-        remote: (m, 2) uint64, likewise, in the other process.
-        write: whether to copy from local to remote; otherwise from remote to local.
-        brief: whether to keep the interpreter's lock. While another thread is busy it takes 5 ms to
-            get the lock back, which is too much for a copy of microseconds.
+        local: (n, 2) uint64, C-contiguous, n at most ``MAX_IOVECS``: address and length in bytes
+            of each range in this process, laid out as ``struct iovec``.
+        remote: (m, 2) uint64, the ranges in the other process, laid out like ``local``; m at most
+            ``MAX_IOVECS``.
+        write: whether to copy from ``local`` to ``remote``; otherwise from ``remote`` to ``local``.
+        brief: whether to keep the interpreter's lock during the copy. A thread that releases the
+            lock may wait 5 ms to get it back, which is too much for a copy of microseconds.
 
     Returns:
-        How many bytes were copied; fewer than asked for if a page of one side is not mapped.
+        How many bytes were copied; fewer than requested if a page of one side is not mapped.
 
     Raises:
         OSError: nothing was copied; ``ESRCH``, ``EPERM``, ``EFAULT``, ``ENOSYS`` among others.
@@ -74,6 +76,11 @@ def vm_copy(
 def vm_peek(pid: int, address: int, out: U64Array) -> None:
     """Fill a contiguous array from another process's memory.
 
+    Args:
+        pid: the other process.
+        address: where to read in that process.
+        out: the array to fill.
+
     Raises:
         OSError: as ``vm_copy``; ``EFAULT`` also if only a part could be read.
     """
@@ -83,9 +90,9 @@ def vm_peek(pid: int, address: int, out: U64Array) -> None:
 
 
 def allow_readers() -> None:
-    """Let processes of the same user read this one, where Yama would only let ancestors.
+    """Let processes of the same user read this one's memory, not only ancestors as Yama would.
 
-    A kernel without Yama refuses the request and needs none.
+    A kernel without Yama refuses the request, but does not restrict readers either.
     """
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
@@ -114,17 +121,22 @@ def start_time(pid: int) -> int | None:
 
 @functools.cache
 def boot_id() -> str:
-    """Return the id of the running kernel, which no other has had."""
+    """Return the random id that the kernel was given at boot: it differs per host and boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def pid_namespace() -> int:
-    """Return the inode of this process's pid namespace: within one, pids mean the same."""
+    """Return the inode of this process's pid namespace; a pid has a meaning only within one."""
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def why_forbidden(code: int, pid: int) -> str:
-    """Return why the kernel refuses to copy to and from a process, and what to change."""
+    """Return text for errors: why the kernel refuses copies to and from a process, and a remedy.
+
+    Args:
+        code: the errno of the refused copy.
+        pid: the other process.
+    """
     if code == errno.ENOSYS:
         return (
             "this kernel has no process_vm_readv, or a sandbox filters it: allow process_vm_readv "

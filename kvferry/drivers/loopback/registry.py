@@ -1,12 +1,13 @@
 """The registry of a transport's regions, in memory that its peers read themselves.
 
-A registry is a small piece of the owner's memory: the instance, then one row (key, address, length)
-for each registered region. A peer reads it by the same call as the data, before and after, so that
+A registry is a table in the owner's memory: 16 random bytes, the *instance*, then one row (key,
+address, length) for each registered region. A peer reads it with the same system call as the data,
+before each chunk and after the last one. So
 
-- another process is never taken for the owner: one that got the same pid, a restarted one and a
-  forked child (whose copy of the registry the kernel wipes) do not have the instance there;
-- a region that was deregistered is refused at once, as an RDMA device refuses an old key, although
-  the peer has not been told. Keys are never used twice.
+- no other process is taken for the owner: one that got the same pid, a restarted one and a forked
+  child (whose copy of the registry the kernel wipes) do not have the instance at that address;
+- a deregistered region is refused at once, as an RDMA device refuses an old key, even if the peer
+  has not learned of it. Keys are never used twice.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Entry:
     """The place of a region in its owner's registry.
 
     Attributes:
-        slot: the index of its row.
-        key: the key in that row.
+        slot: the index of the region's row.
+        key: the key in that row; 0 in the row of no region.
     """
 
     slot: int
@@ -44,13 +45,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Claims:
-    """What a transfer expects in its peer's registry.
+    """What a transfer expects to find in its peer's registry.
 
     Attributes:
-        regions: the n remote regions.
+        regions: the n remote regions that the transfer uses.
         slots: (n,) int64, the slots of the regions.
-        rows: the expected rows: (n, 3) uint64, as bytes.
-        words: how many words of the registry have to be read: up to the last slot.
+        rows: the bytes of an (n, 3) uint64 array: the expected rows (key, address, length).
+        words: how many 8-byte words of the registry a check reads: up to the last of the slots.
     """
 
     regions: tuple[Region, ...]
@@ -60,7 +61,11 @@ class Claims:
 
 
 def claims_of(entries: Iterable[tuple[Region, Entry]]) -> Claims:
-    """Return the claims for some regions of a peer, each with its entry."""
+    """Return the claims of a transfer that uses these regions of a peer.
+
+    Args:
+        entries: each region with its entry in the peer's registry.
+    """
     table = list(entries)
     slots = [entry.slot for _, entry in table]
     rows = [(entry.key, region.address, region.nbytes) for region, entry in table]
@@ -76,13 +81,13 @@ def check_claims(words: U64Array, instance: bytes, claims: Claims, owner: str) -
     """Compare a registry with what a transfer expects in it.
 
     Args:
-        words: the first words of the registry, at least ``claims.words`` of them.
-        instance: what the registry has to begin with.
+        words: (n,) uint64, the first n words of the registry, n at least ``claims.words``.
+        instance: the 16 bytes that the owner's registry begins with.
         claims: what the transfer expects.
-        owner: the name of the registry's owner, for errors.
+        owner: the name of the owner's transport, for errors.
 
     Raises:
-        PeerLostError: it is not the owner's registry, or the owner has closed.
+        PeerLostError: the registry is another one, or its owner has closed.
         TransportError: the owner has deregistered a region.
     """
     if words[:INSTANCE_WORDS].tobytes() != instance:
@@ -102,9 +107,9 @@ class RegionRegistry:
     """The registry of one transport of this process.
 
     Attributes:
-        instance: 16 random bytes.
-        lock: held while a copy inside this process uses the owner's memory, so that a region is
-            quiet once ``remove`` has returned. For other processes the kernel sees to that.
+        instance: 16 random bytes that identify the transport.
+        lock: held while a copy within this process uses the owner's memory, so that no such copy
+            touches a region once ``remove`` has returned.
     """
 
     instance: bytes = field(default_factory=lambda: secrets.token_bytes(16))
@@ -126,12 +131,12 @@ class RegionRegistry:
 
     @property
     def address(self) -> int:
-        """The address of the registry in memory."""
+        """The address of the registry in this process's memory."""
         return int(self._words.ctypes.data)
 
     @property
     def words(self) -> U64Array:
-        """The whole registry, as words."""
+        """The whole registry: (n,) uint64, a view."""
         return self._words
 
     def add(self, region: Region) -> Entry:
@@ -153,13 +158,13 @@ class RegionRegistry:
         return Entry(slot=slot, key=self._last_key)
 
     def remove(self, entry: Entry) -> None:
-        """Remove a region; return when no copy inside this process uses it."""
+        """Remove a region's row, and return once no copy within this process uses the region."""
         with self.lock:
             self._row(entry.slot)[:] = 0
         self._erased.append(entry.slot)
 
     def close(self) -> None:
-        """Remove the instance, and so every region, for good."""
+        """Erase the instance, so that every check of a peer fails from now on."""
         _registries.pop(self.instance, None)
         with self.lock:
             self._words[:INSTANCE_WORDS] = 0
@@ -173,5 +178,5 @@ _registries: dict[bytes, RegionRegistry] = {}
 
 
 def registry_in_this_process(instance: bytes) -> RegionRegistry | None:
-    """Return the registry of a transport of this process, or ``None``."""
+    """Return the registry with this instance, or ``None`` if it is not in this process."""
     return _registries.get(instance)

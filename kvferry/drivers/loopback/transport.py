@@ -1,4 +1,4 @@
-"""The loopback transport: the hooks of ``BaseTransport``, over the modules beside it."""
+"""The loopback transport: implements the hooks of ``BaseTransport`` with this package's modules."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """``driver_options`` of loopback.
 
     Attributes:
-        inline_bytes: a transfer of at most so many bytes runs within ``read`` or ``write``.
-        chunk_bytes: the most that one system call moves; ``cancel`` and ``disconnect`` wait for
-            one chunk.
-        threads: how many move the larger transfers.
+        inline_bytes: a transfer of at most this many bytes and 1024 runs (see ``CopyRuns``) is
+            moved within ``read`` or ``write``; a larger one by threads.
+        chunk_bytes: the most bytes that one system call moves. Chunks are not interrupted: a
+            transfer that is cancelled or disconnected ends with its running chunks.
+        threads: how many threads move the larger transfers.
     """
 
     inline_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 1 << 20
@@ -44,14 +45,14 @@ class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoopbackConnection:
-    """A peer that is connected.
+    """The connection to one peer.
 
     Attributes:
-        name: the peer's name.
-        identity: see ``LoopbackTransport._identity``.
+        name: the name of the peer's transport.
+        identity: what ``LoopbackTransport._identity`` returned for the peer's address.
         memory: access to the peer's memory.
-        regions: the regions that the peer has registered, and where its registry has them.
-        channel: where notifications to the peer go.
+        regions: the regions that the peer's last address names, with their registry entries.
+        channel: the channel for notifications to the peer.
     """
 
     name: str
@@ -70,10 +71,9 @@ class LoopbackTransport(
     process's without system calls. Making a transport lets every process of the same user read this
     process (``prctl(PR_SET_PTRACER)``), where a kernel with Yama would refuse it to siblings.
 
-    Small transfers run within ``read`` and ``write``, larger ones on threads. Each chunk of a
-    transfer is preceded by a check that the peer still lives and has the regions registered, and
-    the last one is followed by another: a transfer is DONE only if the peer still had everything
-    registered when the last byte had been moved.
+    Small transfers run within ``read`` and ``write``, larger ones on threads. Before each chunk,
+    and once more after the last, the transport checks that the peer lives and still has the regions
+    registered: a transfer is DONE only if the peer had them registered after the last byte moved.
 
     Not usable in a forked child.
 
@@ -144,7 +144,7 @@ class LoopbackTransport(
         return wire.decode(address)
 
     def _identity(self, address: LoopbackAddress) -> Hashable:
-        # An address that leads elsewhere is another peer's, whatever its instance.
+        # An address that leads to another place is another peer, even with the same instance.
         return (
             address.instance, address.pid, address.start_time, address.board, address.socket
         )  # fmt: skip
@@ -207,7 +207,7 @@ class LoopbackTransport(
             write=request.write,
             runs=runs,
             claims=claims_of((region, peer.regions[region]) for region in request.remote),
-            # The channel of now: connecting again may give the peer another.
+            # Bound now, since ``_refresh`` may replace the peer's channel.
             send=None if notify is None else partial(peer.channel.send, notify),
             release=self._pool.give,
             limit=self._options.chunk_bytes,
@@ -222,7 +222,7 @@ class LoopbackTransport(
         return self._mailbox.take()
 
     def _close(self, transfers: Sequence[LoopbackTransfer]) -> None:
-        # A thread that the kernel still holds has had its time in ``_end_transfers``.
+        # ``_end_transfers`` has already waited for a thread that is still in a system call.
         held = any(not transfer.final for transfer in transfers)
         self._workers.close(time.monotonic() + (0.0 if held else self.grace_seconds))
         self._registry.close()

@@ -1,4 +1,4 @@
-"""Transfers, and the threads that move the large ones chunk by chunk."""
+"""Transfers, and the threads that move large transfers chunk by chunk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from kvferry.drivers.loopback.peer_memory import PeerMemory
 from kvferry.drivers.loopback.registry import Claims
 
 _SMALLEST_CHUNK = 4 << 20
-"""Where a chunk would be smaller, an equal share for each thread is not worth the hand-overs."""
+"""A transfer is not cut into chunks below this many bytes to keep all threads busy: handing more
+chunks to threads would cost more than it gains."""
 
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
@@ -26,23 +27,25 @@ _DONE = Status(state=State.DONE)
 class LoopbackTransfer:
     """One transfer.
 
-    It ends in one of two ways. If all bytes were moved, it is *concluding*: it can no longer be
-    cancelled, the peer is checked a last time, the notification is sent, and it is DONE. If
-    ``stop`` is set, by an error, ``cancel``, ``disconnect`` or ``close``, no further chunk starts,
-    and when none is running it is FAILED.
+    It ends in one of two ways. Once all bytes have been moved, it is *concluding*: it can no longer
+    be cancelled, the peer is checked a last time, the notification is sent, and it is DONE (FAILED
+    if the check or the notification fails). Once ``stop`` is set, by an error, ``cancel``,
+    ``disconnect`` or ``close``, no further chunk starts, and it is FAILED as soon as none is
+    running.
 
     Attributes:
         memory: access to the peer's memory.
         write: whether the local side is the source.
-        runs: what to move; lent by the transport's pool until the transfer is final.
-        claims: what must be in the peer's registry.
-        send: sends the bound notification; ``None``: there is none.
-        release: gives the runs back to the pool.
-        status: the status that ``poll`` answers with.
+        runs: what to move; owned by the transport's pool, which lends it until the transfer is
+            final.
+        claims: what the peer's registry must contain.
+        send: sends the bound notification; ``None`` if there is none.
+        release: gives ``runs`` back to the pool.
+        status: the status that ``poll`` returns.
         position: bytes ``[0, position)`` have been handed out as chunks.
         running: how many chunks threads are moving now.
-        concluding: whether all bytes were moved and the rest is under way.
-        stop: the error that the transfer fails with; ``None``: it has not been stopped.
+        concluding: whether all bytes were moved, and the last check or the notification is left.
+        stop: the error that the transfer fails with; ``None`` if it was not stopped.
         limit: the most bytes of a chunk.
     """
 
@@ -61,7 +64,7 @@ class LoopbackTransfer:
 
     @property
     def final(self) -> bool:
-        """Whether the buffers are quiet."""
+        """Whether the transfer is DONE or FAILED: it touches no memory any more."""
         return self.status.state.final
 
     @property
@@ -70,14 +73,14 @@ class LoopbackTransfer:
         return self.stop is not None or self.position == self.runs.total
 
     def next_span(self) -> tuple[int, int]:
-        """Hand out the next chunk, as a range of bytes."""
+        """Hand out the next chunk: its start and stop as positions in ``runs``."""
         start = self.position
         self.position = self.runs.next_stop(start, self.limit)
         self.running += 1
         return start, self.position
 
     def move(self, span: tuple[int, int]) -> None:
-        """Move a chunk that was handed out.
+        """Move a chunk that ``next_span`` handed out.
 
         Raises:
             TransportError: as ``PeerMemory.move``.
@@ -85,27 +88,27 @@ class LoopbackTransfer:
         self.memory.move(self.runs.chunk(*span), self.claims, write=self.write)
 
     def conclude(self) -> None:
-        """Check the peer a last time and send the notification, after the last byte was moved.
+        """Check the peer a last time and send the notification, once all bytes have been moved.
 
         Raises:
-            TransportError: either went wrong.
+            TransportError: the check or the notification failed.
         """
         self.memory.check(self.claims)
         if self.send is not None:
             self.send()
 
     def end(self, status: Status) -> None:
-        """Become final, with a status that is."""
+        """Set a final status, and give the runs back."""
         self.status = status
         self.release(self.runs)
 
 
 class WorkerPool:
-    """The threads that move large transfers. They start with the first one.
+    """The threads that move large transfers. They start when the first transfer is submitted.
 
     Args:
         name: the name of the threads.
-        threads: how many there are.
+        threads: how many threads to start.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -114,7 +117,8 @@ class WorkerPool:
         self._threads: list[threading.Thread] = []
         self._queue: deque[LoopbackTransfer] = deque()
         self._closing = False
-        # Guards every transfer's fields, the queue and the flag; notified when any of them changes.
+        # Guards the fields of submitted transfers, the queue and the flag; notified when any of
+        # them changes.
         self._changed = threading.Condition()
 
     def run_here(self, transfer: LoopbackTransfer) -> None:
@@ -129,7 +133,7 @@ class WorkerPool:
             transfer.end(_DONE)
 
     def submit(self, transfer: LoopbackTransfer) -> None:
-        """Run a transfer on the threads, after those that were submitted before."""
+        """Run a transfer on the threads, after the transfers that were submitted before it."""
         even_share = transfer.runs.total // (2 * self._wanted)
         transfer.limit = min(transfer.limit, max(_SMALLEST_CHUNK, even_share))
         while len(self._threads) < self._wanted:
@@ -141,7 +145,10 @@ class WorkerPool:
             self._changed.notify_all()
 
     def stop(self, transfer: LoopbackTransfer, error: TransportError) -> None:
-        """Let a transfer fail: at once if no chunk is running, otherwise when all have ended."""
+        """Make a transfer fail, at once or when its running chunks have ended.
+
+        A transfer that is final, concluding or stopped before is left as it is.
+        """
         with self._changed:
             if transfer.final or transfer.concluding or transfer.stop is not None:
                 return
@@ -165,7 +172,11 @@ class WorkerPool:
             )
 
     def close(self, deadline: float) -> None:
-        """End the threads. One that is still in a system call at the deadline is left behind."""
+        """End the threads; abandon one that is still in a system call at the deadline.
+
+        Args:
+            deadline: when to give up, by ``time.monotonic``.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -194,10 +205,10 @@ class WorkerPool:
             return transfer, span
 
     def _chunk_ended(self, transfer: LoopbackTransfer, error: TransportError | None) -> bool:
-        """Note that a chunk has ended.
+        """Note that a chunk has ended, and stop its transfer if it failed.
 
         Returns:
-            Whether it was the last one of a transfer, which the caller has to conclude.
+            Whether all bytes of the transfer have been moved: the caller then concludes it.
         """
         with self._changed:
             transfer.running -= 1
@@ -224,7 +235,7 @@ def _error_of(step: Callable[[], None]) -> TransportError | None:
         step()
     except TransportError as exc:
         return exc
-    # A thread that ended by it would leave its transfers PENDING for ever, and their pages pinned.
+    # If it ended the thread, the transfers would stay PENDING for ever, and their pages pinned.
     except Exception as exc:  # noqa: BLE001
         return TransportError(f"the loopback driver failed, which is a bug of it: {exc!r}")
     return None

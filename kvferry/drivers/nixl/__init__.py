@@ -1,6 +1,6 @@
-"""The driver for NIXL: any of its backends, by its Python API.
+"""The nixl driver: moves bytes with any backend of NIXL, through NIXL's Python API.
 
-The library is imported when a transport is made.
+NIXL itself is imported when the first transport is made.
 """
 
 from kvferry.drivers.nixl.transport import NixlTransport

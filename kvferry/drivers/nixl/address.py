@@ -1,4 +1,4 @@
-"""The address of a NIXL transport: NIXL's metadata, and what is registered."""
+"""The address of a NIXL transport: its agent's metadata, and the registered memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
-    """A region, or a span with its key. The key of a region is 0."""
+    """A region (``key`` is 0), or a span that is registered with NIXL, with the span's key."""
 
     address: _Word
     nbytes: _Word
@@ -39,12 +39,12 @@ class NixlAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         magic: the format of the address.
-        name: the name of the transport and of its agent.
-        backend: its NIXL backend; both sides must have the same.
+        name: the name of the transport, which is also its agent's.
+        backend: the agent's NIXL backend; both sides must have the same.
         metadata: the agent's metadata, as NIXL writes it.
-        digest: the digest of the metadata. When NIXL cannot read metadata, it drops the peer if it
-            knew it, so bytes that were cut or changed on the way must not reach it.
-        spans: the spans that are registered with NIXL.
+        digest: ``digest_of(metadata)``. If NIXL is given metadata of a known peer that it cannot
+            read, it drops that peer; so metadata that was damaged on its way must not reach NIXL.
+        spans: the spans that are registered with NIXL (see ``registrations``).
         regions: the regions that the transport's user has registered.
     """
 
@@ -68,14 +68,14 @@ def encode(
     spans: Iterable[RegisteredSpan],
     regions: Iterable[Region],
 ) -> bytes:
-    """Return the bytes that peers get.
+    """Return an address as the bytes that peers get.
 
     Args:
         name: the name of the transport.
-        backend: its NIXL backend.
-        metadata: its agent's metadata.
-        spans: what is registered with NIXL.
-        regions: what the transport's user has registered.
+        backend: the agent's NIXL backend.
+        metadata: the agent's metadata.
+        spans: the spans that are registered with NIXL.
+        regions: the regions that the transport's user has registered.
     """
     return msgspec.msgpack.encode(
         NixlAddress(
@@ -90,10 +90,10 @@ def encode(
 
 
 def decode(data: bytes) -> NixlAddress:
-    """Parse untrusted bytes.
+    """Parse an address from untrusted bytes. The metadata in it is not parsed.
 
     Raises:
-        ConnectError: the bytes are no address of this driver.
+        ConnectError: the bytes are no address of this driver, or its metadata was damaged.
     """
     if len(data) > MAX_ADDRESS_BYTES:
         raise ConnectError(
@@ -117,7 +117,7 @@ def regions_of(address: NixlAddress) -> frozenset[Region]:
     """Return the regions of a peer.
 
     Raises:
-        ConnectError: one of them is no valid region.
+        ConnectError: the address names a region that cannot exist.
     """
     try:
         return frozenset(
@@ -133,5 +133,5 @@ def _range(region: Region, key: int = 0) -> Range:
 
 
 def digest_of(metadata: bytes) -> bytes:
-    """Return a digest, by which bytes that were changed are found before NIXL reads them."""
+    """Return a digest of metadata, to detect damaged bytes before NIXL reads them."""
     return hashlib.blake2b(metadata, digest_size=_DIGEST_BYTES).digest()

@@ -1,7 +1,7 @@
-"""NIXL's agent, typed: a method for each call that the driver makes.
+"""A typed wrapper of NIXL's agent: a method for each call that the driver makes.
 
-Here and nowhere else, what NIXL raises becomes a ``TransportError``, and its strings for states
-become values.
+It turns the exceptions that NIXL raises into ``TransportError``, and NIXL's strings for the states
+of a transfer into booleans.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from kvferry.drivers.nixl.options import NixlOptions, has_cuda, parameters, thre
 
 CUDA = "cuda"
 SEGMENTS = {CPU: "DRAM", CUDA: "VRAM"}
-"""NIXL's names for memory kinds."""
+"""NIXL's names of memory kinds, by kvferry's names."""
 
 CHUNK_ROWS = 4096
-"""How many copies a chunk has at most. Posting a chunk may take as long as moving it."""
+"""The most copies of a chunk: posting a chunk may take as long as moving it."""
 
 Registration = NewType("Registration", object)
 """NIXL's handle of registered memory."""
 
 Rows = npt.NDArray[np.uint64]
-"""(n, 3) uint64: address, bytes and device of each copy, on one side."""
+"""(n, 3) uint64, one side of n copies: address, length in bytes and device index of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TransferChunk:
-    """What one transfer of NIXL's is to move: descriptors that any agent can use.
+    """The copies that one NIXL transfer moves, as descriptors that any agent of this side can use.
 
     Attributes:
         write: whether the local side is the source.
-        local: NIXL's descriptors of the local side, which own copies of the rows.
-        remote: those of the remote side.
+        local: NIXL's descriptors of the local side; they own their data.
+        remote: NIXL's descriptors of the remote side; they own their data.
     """
 
     write: bool
@@ -56,10 +56,10 @@ class TransferChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Handle:
-    """A transfer of NIXL's, until ``Agent.release``.
+    """A NIXL transfer, valid until ``Agent.release``.
 
     Attributes:
-        agent: the agent that made it.
+        agent: the agent that made the transfer.
         native: NIXL's own handle.
         name: the name of the remote agent.
     """
@@ -71,13 +71,13 @@ class Handle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """What NIXL measured of a transfer that is DONE.
+    """What NIXL measured of one of its transfers, which has ended well.
 
     Attributes:
         nbytes: how many bytes it moved.
-        descriptors: in how many pieces, after NIXL had merged neighbours.
-        post_seconds: the seconds until it had been posted.
-        seconds: the seconds until it had ended.
+        descriptors: how many pieces it moved, after NIXL had merged adjacent ones.
+        post_seconds: how many seconds posting took.
+        seconds: how many seconds the whole transfer took, posting included.
     """
 
     nbytes: int
@@ -89,8 +89,8 @@ class Telemetry:
 class Agent:
     """One agent with one backend. NIXL serialises calls, so any thread may make them.
 
-    NIXL's object is destroyed by ``close`` and nowhere else, least of all by the garbage collector.
-    If a transfer of it has failed, it is never destroyed (docs/adr/0012).
+    NIXL's native agent is destroyed by ``close`` only, never by the garbage collector. Once one of
+    its transfers has failed, it is never destroyed (docs/adr/0012).
 
     Args:
         library: NIXL.
@@ -98,7 +98,8 @@ class Agent:
         options: the backend and its parameters.
 
     Raises:
-        DriverError: the backend does not start, or reaches no other process.
+        DriverError: the backend or a parameter is unknown, or the backend does not load, does not
+            start, or reaches no other process.
     """
 
     def __init__(self, library: NixlLibrary, name: str, options: NixlOptions) -> None:
@@ -126,47 +127,59 @@ class Agent:
         _pin(self._agent.agent)
 
     def close(self, *, quiet: bool) -> None:
-        """Destroy NIXL's agent, with its threads. All handles have been released.
+        """Destroy NIXL's agent with its threads, after all handles have been released.
+
+        If ``quiet`` is false, or a transfer of the agent has ever failed, NIXL's agent lives on.
 
         Args:
-            quiet: whether all of its transfers have ended. If not, NIXL's agent lives on.
+            quiet: whether all transfers of the agent have ended.
         """
         agent, self._agent = self._agent, None
         if quiet and not self._failed:
             _unpin(agent.agent)
-        # A reference to NIXL's Python object, in a traceback say, keeps nothing native alive.
+        # So that a reference to NIXL's Python object, in a traceback say, does not keep the native
+        # agent alive.
         agent.agent = None
 
     @property
     def must_not_post(self) -> bool:
-        """Whether the agent must not post any more; everything else it may do.
+        """Whether the agent must not post any further transfer; its other calls stay allowed.
 
-        The threads that its backend has besides its progress thread may keep part of a transfer
-        that has failed, and would run it when they next move anything (docs/adr/0018).
+        After a transfer has failed, the threads that the backend has besides its progress thread
+        may still hold a part of it, which they would run together with the next one
+        (docs/adr/0018).
         """
         return self._failed and self._threads > 0
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until none of its threads is in a copy that it is in now.
+        """Wait until the copies that NIXL's threads are making now have ended.
 
         Args:
             deadline: when to give up, by ``time.monotonic``.
 
         Returns:
-            Whether that was in time.
+            Whether they ended before the deadline.
         """
         return self._own.wait_idle(deadline)
 
     # Memory.
 
     def register(self, region: Region) -> Registration:
-        """Register memory with NIXL."""
+        """Register memory with NIXL.
+
+        Raises:
+            TransportError: NIXL refuses.
+        """
         entry = (region.address, region.nbytes, region.device, "")
         with self._mapped(f"cannot register {region}"):
             return Registration(self._agent.register_memory([entry], SEGMENTS[region.kind]))
 
     def deregister(self, registration: Registration) -> None:
-        """Deregister memory."""
+        """Deregister memory from NIXL.
+
+        Raises:
+            TransportError: NIXL refuses.
+        """
         with self._mapped("cannot deregister memory"):
             self._agent.deregister_memory(registration)
 
@@ -179,10 +192,13 @@ class Agent:
             return metadata
 
     def add(self, metadata: bytes) -> str:
-        """Load the metadata of another agent, or newer metadata of a known one.
+        """Load the metadata of another agent, which NIXL may know already by older metadata.
 
         Returns:
-            The name of that agent.
+            The name of the other agent.
+
+        Raises:
+            TransportError: NIXL refuses the metadata.
         """
         with self._mapped("cannot take the address"):
             name: bytes | str = self._agent.add_remote_agent(metadata)
@@ -192,7 +208,10 @@ class Agent:
         """Close the connection to another agent.
 
         Returns:
-            Whether it was open: NIXL closes a broken one by itself.
+            Whether the connection was still open: NIXL closes a broken one by itself.
+
+        Raises:
+            TransportError: NIXL refuses.
         """
         try:
             with self._mapped(f"cannot disconnect {name}", known=True):
@@ -206,13 +225,16 @@ class Agent:
     def make_chunk(
         self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows
     ) -> TransferChunk:
-        """Copy rows into a chunk for ``prepare``.
+        """Return a chunk for ``prepare``; the rows are copied.
 
         Args:
             write: whether the local side is the source.
             kinds: the memory kinds of the local and of the remote side.
-            local: (n, 3) rows, C-contiguous; n is at least 1.
-            remote: likewise.
+            local: (n, 3) rows of the local side, C-contiguous; n is at least 1.
+            remote: (n, 3) rows of the remote side, C-contiguous.
+
+        Raises:
+            TransportError: NIXL refuses.
         """
         try:
             return TransferChunk(
@@ -224,7 +246,16 @@ class Agent:
             raise self._error(exc, "cannot describe a transfer") from exc
 
     def prepare(self, part: TransferChunk, name: str) -> Handle:
-        """Make a transfer of a chunk with another agent. Nothing moves yet."""
+        """Make a NIXL transfer of a chunk, which ``post`` starts.
+
+        Args:
+            part: the copies to move.
+            name: the name of the remote agent.
+
+        Raises:
+            PeerLostError: NIXL has dropped the remote agent.
+            TransportError: NIXL refuses.
+        """
         op = "WRITE" if part.write else "READ"
         try:
             native = self._agent.initialize_xfer(op, part.local, part.remote, name)
@@ -237,6 +268,9 @@ class Agent:
 
         Returns:
             Whether the transfer has ended already.
+
+        Raises:
+            TransportError: the transfer failed; ``PeerLostError`` if NIXL has lost the peer.
         """
         try:
             state = self._agent.transfer(handle.native)
@@ -245,7 +279,11 @@ class Agent:
         return state == "DONE" or self._running(state, handle.name)
 
     def check(self, handle: Handle) -> bool:
-        """Drive a transfer and return whether it has ended."""
+        """Drive a transfer, and return whether it has ended well.
+
+        Raises:
+            TransportError: the transfer failed; ``PeerLostError`` if NIXL has lost the peer.
+        """
         try:
             state = self._agent.check_xfer_state(handle.native)
         except self._library.errors as exc:
@@ -253,14 +291,22 @@ class Agent:
         return state == "DONE" or self._running(state, handle.name)
 
     def release(self, handle: Handle) -> None:
-        """Release a handle. NIXL tries to cancel what still runs, and does not wait for it."""
+        """Release a handle. NIXL tries to cancel a running transfer, but does not wait for its end.
+
+        Raises:
+            TransportError: NIXL refuses.
+        """
         try:
             self._agent.release_xfer_handle(handle.native)
         except self._library.errors as exc:
             raise self._error(exc, "cannot release a transfer") from exc
 
     def telemetry(self, handle: Handle) -> Telemetry:
-        """Return what NIXL measured of a transfer, which has ended well: before, that is noise."""
+        """Return what NIXL measured of a transfer; before its end the numbers mean nothing.
+
+        Raises:
+            TransportError: NIXL has no telemetry of the transfer.
+        """
         with self._mapped("has no telemetry"):
             native = self._agent.get_xfer_telemetry(handle.native)
         return Telemetry(
@@ -273,12 +319,21 @@ class Agent:
     # Notifications.
 
     def notify(self, name: str, payload: bytes) -> None:
-        """Send a notification, which must not be empty: NIXL drops empty ones."""
+        """Send a notification, which must not be empty: NIXL drops empty ones.
+
+        Args:
+            name: the name of the remote agent.
+            payload: the bytes.
+
+        Raises:
+            PeerLostError: the connection is broken, or NIXL has dropped the remote agent.
+            TransportError: NIXL refuses.
+        """
         with self._mapped(f"cannot notify {name}", known=True):
             self._agent.send_notif(name, payload)
 
     def notifications(self) -> dict[str, list[bytes]]:
-        """Return the notifications that arrived since the last call, by sender."""
+        """Return the payloads that arrived since the last call, by the sending agent's name."""
         with self._mapped("cannot look for notifications"):
             arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
             return arrived
@@ -287,8 +342,8 @@ class Agent:
     def _mapped(self, trouble: str, *, known: bool = False) -> Iterator[None]:
         """Turn NIXL's errors into a ``TransportError``.
 
-        Methods that are called for each transfer do without it: a context manager costs as much as
-        a call of NIXL's.
+        Methods that are called for each transfer do not use it: a context manager costs as much as
+        a call of NIXL.
         """
         try:
             yield
@@ -296,13 +351,13 @@ class Agent:
             raise self._error(exc, trouble, known=known) from exc
 
     def _error(self, error: Exception, trouble: str, *, known: bool = False) -> TransportError:
-        """Return what to raise for an error of NIXL's, and take the error's frames from it.
+        """Return the exception to raise for an error of NIXL, and strip the error's traceback.
 
         Args:
             error: what NIXL raised.
-            trouble: what failed.
-            known: whether NIXL knew the peer and its memory. If it then says that it knows no such
-                thing, it has dropped the peer, as it does by itself when a connection breaks.
+            trouble: what failed, for the text.
+            known: whether NIXL had known the peer and its memory. Then its "not found" error means
+                that it has dropped the peer, as it does when a connection breaks.
         """
         bare(error)
         if isinstance(error, self._library.lost):
@@ -314,12 +369,20 @@ class Agent:
         )
 
     def _failing(self, error: Exception, name: str) -> TransportError:
-        """Return what to raise for a transfer that failed, and remember that one has."""
+        """Return the exception to raise for a failed transfer, and remember that one has failed."""
         self._failed = True
         return self._error(error, f"a transfer with {name} failed", known=True)
 
     def _running(self, state: str, name: str) -> bool:
-        """Return false for a transfer that is under way, and raise for one that has failed."""
+        """Return false if a transfer is under way.
+
+        Args:
+            state: NIXL's word for the state, which is not "DONE".
+            name: the name of the remote agent.
+
+        Raises:
+            TransportError: the transfer has failed.
+        """
         if state == "PROC":
             return False
         self._failed = True
@@ -342,7 +405,7 @@ class Agent:
             name.removesuffix("_SEG") for name in self._agent.get_backend_mem_types(self._backend)
         }
         kinds = {kind for kind, segment in SEGMENTS.items() if segment in known}
-        # NIXL's backends claim it regardless.
+        # NIXL's backends claim CUDA memory even where there is no CUDA driver.
         return frozenset(kinds if has_cuda() else kinds - {CUDA})
 
     def _probe_notifications(self) -> bool:
@@ -359,13 +422,14 @@ E = TypeVar("E", bound=Exception)
 def bare(error: E) -> E:
     """Return an error without its traceback.
 
-    The frames hold the agent and its handles, and a kept error would keep them.
+    The traceback's frames refer to the agent and its handles, which a stored error would keep
+    alive.
     """
     return error.with_traceback(None)
 
 
 def _pin(native: Any) -> None:  # noqa: ANN401
-    """Keep an object alive, even when the interpreter ends."""
+    """Keep an object alive until ``_unpin``, even while the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
 
 

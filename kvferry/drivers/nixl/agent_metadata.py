@@ -1,9 +1,10 @@
-"""Check an agent's metadata before NIXL reads it, and find out which agent it is of.
+"""Check an agent's metadata before NIXL reads it, and read the agent's name from it.
 
 The format is that of ai-dynamo/nixl, ``src/utils/serdes/serdes.cpp``, ``getLocalMD`` of
 ``src/core/nixl_agent.cpp``, ``serializeSections`` of ``src/infra/nixl_memory_section.cpp`` and
-``nixlDescList`` of ``src/infra/nixl_descriptors.cpp``, the same from 1.0 to 1.5: a tag, the length
-of the value, the value, and a bar, again and again. What its UCX backend puts in, UCX packed.
+``nixlDescList`` of ``src/infra/nixl_descriptors.cpp``, the same from 1.0 to 1.5: a sequence of
+fields, each a tag, the length of the value, the value, and a bar. The values of NIXL's UCX backend
+are addresses and keys that UCX packed; ``ucx_format`` checks those.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _START = b"nixlSerDes|"
 _BAR = b"|"
 _SIZE = struct.Struct("<Q")
 _DESCRIPTOR_BYTES = 24
-"""Address, length and device; the backend's key follows."""
+"""The bytes of a descriptor's address, length and device; the backend's key follows them."""
 _SEGMENTS = range(7)
 """More than ``nixl_mem_t`` has values."""
 
@@ -35,7 +36,8 @@ class AgentMetadata:
 
     Attributes:
         agent: the name of the agent.
-        connections: how each of its backends is reached, by their names. It never changes.
+        connections: each backend's data for connecting to it, by the backend's name. An agent's
+            never change.
     """
 
     agent: str
@@ -43,14 +45,14 @@ class AgentMetadata:
 
 
 def parsed(data: bytes, *, ucx: bool = True) -> AgentMetadata:
-    """Parse metadata.
+    """Parse an agent's metadata, which is untrusted.
 
     Args:
-        data: the metadata of any agent; untrusted.
-        ucx: whether to check what UCX packed, too.
+        data: the metadata.
+        ucx: whether to check UCX's addresses and keys in it, too.
 
     Raises:
-        FormatError: NIXL did not write this.
+        FormatError: NIXL does not write such bytes.
     """
     reader = _Reader(data)
     reader.expect(_START)
@@ -78,7 +80,7 @@ def _section(reader: _Reader, check: Callable[[bytes], None] | None) -> None:
     segment = reader.value(b"t")
     if len(segment) != 4 or int.from_bytes(segment, "little") not in _SEGMENTS:
         raise FormatError("a section is of no kind of memory")
-    # Each of them has a length at least.
+    # Each descriptor takes at least its length field and its fixed part.
     for _ in range(reader.count(b"n", 1, reader.left // (_SIZE.size + _DESCRIPTOR_BYTES))):
         descriptor = reader.value(b"")
         if len(descriptor) < _DESCRIPTOR_BYTES:

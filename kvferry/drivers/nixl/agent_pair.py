@@ -1,8 +1,8 @@
 """A transport's agents: the one that peers know, and one that posts in its place after a failure.
 
 Once a transfer has failed, an agent whose backend has threads of its own must not post any more
-(docs/adr/0018). So a second agent, without such threads, posts what is started later. It is made
-when it is first needed, registers the same memory and loads the same peers; no peer knows it.
+(docs/adr/0018). From then on a second agent, without such threads, posts all transfers. It is made
+when it is first needed, registers the same memory and loads the same peers; no peer knows of it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvferry.drivers.nixl.peer import NixlPeer
 _FAILED_BEFORE = "a transfer has failed before"
 
 _FILES = 64
-"""Three times the file descriptors that an agent without threads takes."""
+"""How many file descriptors must be free to make the second agent: three times what it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shared:
-    """A region, registered with each agent.
+    """A range of memory that is registered with each agent.
 
     Attributes:
-        region: the region.
-        held: the registration of each agent.
+        region: the range.
+        held: the registration with each agent.
     """
 
     region: Region
@@ -43,11 +43,11 @@ class AgentPair:
     """The agents of one transport, at most two.
 
     Attributes:
-        first: the agent with the transport's name. Peers reach its memory, and it carries all
-            notifications; it also posts, until one of its transfers has failed.
+        first: the agent with the transport's name. Peers reach memory through it, it carries all
+            notifications, and it posts transfers until ``Agent.must_not_post``.
 
     Raises:
-        DriverError: as ``Agent`` does.
+        DriverError: as ``Agent``.
     """
 
     def __init__(self, library: NixlLibrary, name: str, options: NixlOptions) -> None:
@@ -56,15 +56,19 @@ class AgentPair:
         self._library = library
         self._options = without_threads(options)
         self._memory: dict[Registration, _Shared] = {}
-        # connect and disconnect may be called while other calls run.
+        # Held because ``connect`` and ``disconnect`` may run at the same time as other calls.
         self._lock = threading.Lock()
 
     def prepare(self, peer: NixlPeer, part: TransferChunk) -> Handle:
-        """Make a transfer with a peer, by the agent that posts now.
+        """Make a NIXL transfer of a chunk, with the agent that posts now.
+
+        Args:
+            peer: the remote side.
+            part: the copies to move.
 
         Raises:
-            PeerLostError: the peer is gone.
-            TransportError: NIXL refuses.
+            PeerLostError: NIXL has dropped the peer, or does not load its metadata.
+            TransportError: NIXL refuses, or the second agent cannot be made.
         """
         if peer.lost:
             raise PeerLostError(f"the connection to {peer.name} is broken: connect again")
@@ -76,7 +80,11 @@ class AgentPair:
         return agent.prepare(part, agent.name if peer.itself else peer.name)
 
     def register(self, region: Region) -> Registration:
-        """Register memory with every agent."""
+        """Register memory with every agent.
+
+        Raises:
+            TransportError: an agent refuses; then no agent has it registered.
+        """
         with self._lock:
             shared = _Shared(region=region)
             made = Registration(shared)
@@ -90,23 +98,27 @@ class AgentPair:
             return made
 
     def deregister(self, registration: Registration) -> None:
-        """Deregister memory from every agent."""
+        """Deregister memory from every agent.
+
+        Raises:
+            TransportError: an agent refuses; the others have deregistered it.
+        """
         with self._lock:
             self._deregister(registration)
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until none of NIXL's threads is in a copy that it is in now.
+        """Wait until the copies that NIXL's threads are making now have ended.
 
         Args:
             deadline: when to give up, by ``time.monotonic``.
 
         Returns:
-            Whether that was in time.
+            Whether they ended before the deadline.
         """
         return all(agent.wait_idle(deadline) for agent in self._all)
 
     def close(self, *, quiet: bool) -> None:
-        """Destroy the agents. Memory has been deregistered, and handles have been released.
+        """Destroy the agents, after memory was deregistered and handles were released.
 
         Args:
             quiet: whether all transfers have ended.
@@ -161,12 +173,12 @@ class AgentPair:
 
 
 def _check_files() -> None:
-    """Refuse to make an agent where file descriptors are scarce.
+    """Refuse to make an agent if too few file descriptors are free.
 
-    UCX aborts the process if it gets some of the file descriptors that it needs, and not all.
+    UCX aborts the process if it runs out of file descriptors while an agent is made.
 
     Raises:
-        TransportError: too few are free.
+        TransportError: fewer than ``_FILES`` are free.
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = most - len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Turning a batch of copies into the arrays that NIXL takes, for each pair of memory kinds."""
+"""Turn a batch of copies into the arrays that NIXL takes, per pair of memory kinds."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SMALLEST = 4096
 
 
 class DescriptorLists:
-    """Arrays that are reused for batch after batch.
+    """The arrays that describe a batch to NIXL.
 
-    NIXL copies them, and fresh memory is slow to touch.
+    They are reused for batch after batch, since NIXL copies them and fresh memory is slow to touch.
     """
 
     def __init__(self) -> None:
@@ -30,16 +30,15 @@ class DescriptorLists:
     def chunks(self, copies: Copies, most: int | None = None) -> Iterator[tuple[Kinds, Rows, Rows]]:
         """Cut a batch into chunks, each of one pair of memory kinds.
 
-        Copies of no bytes are left out, so there may be no chunk at all.
+        Copies of 0 bytes are left out, so there may be no chunk at all.
 
         Args:
-            copies: (n,) copies that have been checked.
-            most: how many rows a chunk has at most; ``None``: any number.
+            copies: n copies that have been checked.
+            most: the most rows of a chunk; ``None`` for any number.
 
         Returns:
-            The memory kinds, the local and the remote rows of each chunk. The rows are valid until
+            For each chunk its memory kinds, local rows and remote rows. The rows are valid until
             the next call.
-
         """
         n = len(copies)
         if n == 0:
@@ -63,9 +62,10 @@ class DescriptorLists:
         return local, remote
 
     def _fill_devices(self, copies: Copies, devices: set[_Devices]) -> None:
-        """Fill the column of devices.
+        """Fill the device column of both arrays.
 
-        If all copies have the same devices, the column is right for later batches too.
+        If all copies have the same pair of devices, the whole column is filled, also for later
+        batches with that pair.
         """
         if len(devices) == 1:
             (self._devices,) = devices

@@ -1,4 +1,4 @@
-"""Peers that were disconnected in good order, and that NIXL goes on knowing (ADR 21)."""
+"""Peers that were disconnected without a failure, and that NIXL keeps loaded (ADR 21)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MAX_IDLE = 64
 
 
 class IdlePeers:
-    """The ``MAX_IDLE`` peers that were disconnected last. Safe to use from several threads."""
+    """The last ``MAX_IDLE`` peers that were disconnected. Several threads may use it at once."""
 
     def __init__(self) -> None:
         self._peers: OrderedDict[str, NixlPeer] = OrderedDict()
         self._lock = threading.Lock()
 
     def add(self, peer: NixlPeer) -> None:
-        """Keep a peer whose transfers all ended well.
+        """Keep a peer whose transfers all ended well; forget the oldest if there are too many.
 
-        NIXL would close neither end's sockets while both processes live, whatever it is told: each
-        time that it forgets a peer and loads it again, both processes have some more of them.
+        Forgetting a peer at once would leak: NIXL closes its sockets on neither side while both
+        processes live, so each time it forgets a peer and loads it again, both have some more.
         """
         with self._lock:
             self._peers[peer.name] = peer
@@ -31,17 +31,17 @@ class IdlePeers:
                 self._peers.popitem(last=False)[1].remove_remote()
 
     def connect(self, peer: NixlPeer, agent: Agent) -> None:
-        """Let an agent load a peer, which may be an idle one and is none any more.
+        """Have an agent load a peer's metadata. If the peer was idle, it no longer is.
 
         Raises:
-            ConnectError: NIXL does not take it; nothing of it is left.
+            ConnectError: NIXL refuses the metadata; all agents have forgotten the peer.
         """
         with self._lock:
             known = self._peers.pop(peer.name, None)
             if known is not None:
                 if not known.keys <= peer.keys:
                     known.remove_remote()
-                # The agents know it and load it again: NIXL may have dropped it meanwhile.
+                # The agents know the peer, but load it again: NIXL may have dropped it meanwhile.
                 peer.loaded.update(dict.fromkeys(known.loaded, frozenset()))
             try:
                 peer.load_metadata(agent)
@@ -50,7 +50,7 @@ class IdlePeers:
                 raise
 
     def clear(self) -> None:
-        """Let NIXL forget all of them."""
+        """Have NIXL forget all idle peers."""
         with self._lock:
             while self._peers:
                 self._peers.popitem()[1].remove_remote()

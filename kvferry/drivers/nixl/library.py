@@ -1,4 +1,4 @@
-"""NIXL's Python package: finding it, importing it without its log output, and its errors."""
+"""Find NIXL's Python package, import it without its log output, and collect its exceptions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from typing import Any
 from kvferry.core.errors import DriverError
 
 PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
-"""In this order: ``nixl`` imports the one of the others that fits the installed CUDA."""
+"""The packages to try, in order; ``nixl`` imports the other one that fits the installed CUDA."""
 
 _LOG_LEVEL = "NIXL_LOG_LEVEL"
 
 _SYSTEMS_OWN = "libnl-route-3.so.200"
-"""UCX loads the system's RDMA libraries, where there are any, beside the copies in NIXL's wheel.
-The system's copy of this one, loaded second, would bind to functions of the wheel's, which is of
-another version, and crash when the process ends. Loaded first, it binds to its own."""
+"""The system's copy of a library of which NIXL's wheel has a copy, too. UCX loads the system's RDMA
+libraries, if there are any, and this one with them. Loaded after the wheel's copy, which is of
+another version, it would bind to the wheel's functions and crash when the process ends. So it is
+loaded first."""
 
 _patience = threading.Lock()
 
@@ -33,12 +34,12 @@ class NixlLibrary:
     """An imported NIXL.
 
     Attributes:
-        package: the package that was imported.
-        version: its version.
-        api: its module with the class of agents.
-        errors: the exceptions that its calls can raise.
-        lost: the one of them that means that the peer is gone.
-        unknown: the one that means that NIXL knows no such agent or memory, or not any more.
+        package: the name of the imported package.
+        version: the version of its distribution.
+        api: its module ``_api``, which has the agent class.
+        errors: the exceptions that NIXL's calls can raise.
+        lost: the exception that means that the peer is gone.
+        unknown: the exception that means that NIXL does not know an agent or memory (any more).
     """
 
     package: str
@@ -53,10 +54,13 @@ class NixlLibrary:
 
     @contextlib.contextmanager
     def patient(self, milliseconds: int) -> Iterator[None]:
-        """Give agents that are made within the context a progress thread that sleeps.
+        """Within the context, give each new agent a progress thread that sleeps.
 
-        The thread wakes when something arrives, and after ``milliseconds``. NIXL's Python API
-        passes 0, with which the thread never sleeps and takes a core, and has no argument for it.
+        NIXL's Python API has no argument for the sleep and passes 0, with which the thread never
+        sleeps and takes a core.
+
+        Args:
+            milliseconds: how long the thread sleeps at most when nothing arrives.
         """
         with _patience:
             native = self.api.nixlBind
@@ -68,7 +72,7 @@ class NixlLibrary:
 
 
 class _Patient:
-    """NIXL's bindings, with another function that makes an agent."""
+    """NIXL's bindings, except that new agents get a progress thread that sleeps."""
 
     def __init__(self, native: Any, milliseconds: int) -> None:  # noqa: ANN401
         self._native = native
@@ -87,7 +91,7 @@ def load() -> NixlLibrary:
     """Import NIXL.
 
     Raises:
-        DriverError: it is not installed, or does not load; says what to do.
+        DriverError: NIXL is not installed, or does not load; the text says what to do.
     """
     reasons = []
     for package in PACKAGES:
@@ -110,7 +114,7 @@ def load() -> NixlLibrary:
 def _loaded(package: str) -> NixlLibrary:
     with contextlib.suppress(OSError):
         ctypes.CDLL(_SYSTEMS_OWN, os.RTLD_NOW | os.RTLD_LOCAL)
-    # Its logging configuration turns off, for all of Python, the errors of logging handlers.
+    # NIXL sets logging.raiseExceptions to False for the whole process.
     raising = logging.raiseExceptions
     try:
         api = importlib.import_module(f"{package}._api")
@@ -128,7 +132,7 @@ def _loaded(package: str) -> NixlLibrary:
         package=package,
         version=_version(package),
         api=api,
-        # The others are what its bindings turn the exceptions of C++ into.
+        # Besides its own exceptions: those into which its bindings turn C++ exceptions.
         errors=(*own, RuntimeError, ValueError, IndexError, MemoryError),
         lost=native.nixlRemoteDisconnectError,
         unknown=native.nixlNotFoundError,

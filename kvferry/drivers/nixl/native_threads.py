@@ -1,7 +1,7 @@
-"""NIXL's own threads, as the kernel sees them.
+"""Watch NIXL's native threads through /proc.
 
-NIXL closes a broken connection by itself and does not say when that has ended: one of its threads
-may still be in the middle of a copy. To know that none is, this module watches the threads.
+NIXL closes a broken connection by itself and does not report when its threads have stopped using
+it: one may still be in the middle of a copy. So this module watches the threads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _COPY_SECONDS = 0.03
-"""Processor time: many times what a copy takes, which UCX makes of 512 KiB at most."""
+"""More processor time than any single copy takes: UCX copies at most 512 KiB at once."""
 
 _TURN_SECONDS = 0.0005
 _TASKS = Path("/proc/self/task")
@@ -28,22 +28,22 @@ class NativeThreads:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Count the threads that start within the context among them."""
+        """Add the threads that start within the context."""
         before = set(os.listdir(_TASKS))
         yield
         self._ids |= set(os.listdir(_TASKS)) - before
 
     def wait_idle(self, deadline: float) -> bool:
-        """Wait until no thread is in a copy that it is in now.
+        """Wait until the copies that the threads are making now have ended.
 
-        A thread has left that copy when it sleeps, has ended, or has had a processor for longer
-        than a copy takes; time in which it waits for a processor does not count.
+        A thread's copy has ended when the thread sleeps, has ended, or has run for longer than a
+        copy takes; time in which it waits for a processor does not count.
 
         Args:
             deadline: when to give up, by ``time.monotonic``.
 
         Returns:
-            Whether that was in time.
+            Whether they ended before the deadline.
         """
         ran = {thread: seconds for thread in self._ids if (seconds := _ran(thread)) is not None}
         while ran:
@@ -58,11 +58,11 @@ class NativeThreads:
 
 
 def _ran(thread: str) -> float | None:
-    """Return for how many seconds a thread has had a processor.
+    """Return how much processor time a thread has used, in seconds.
 
     Returns:
-        ``None`` if the thread sleeps or has ended. A thread that waits for memory, in the middle of
-        a copy, does not sleep in this sense (state ``D``).
+        ``None`` if the thread sleeps or has ended. A thread in state ``D``, which may wait for
+        memory in the middle of a copy, does not count as asleep.
     """
     try:
         stat = (_TASKS / thread / "stat").read_text()

@@ -13,16 +13,17 @@ from kvferry.core.errors import DriverError
 from kvferry.drivers.nixl.library import NixlLibrary
 
 Parameter = str | int | float | bool
-"""A parameter of a backend. NIXL takes all of them as text; ``true`` and ``false`` for a bool."""
+"""The value of a backend parameter. NIXL gets it as text, a bool as ``true`` or ``false``."""
 
 _THREADS = {"num_threads": "4"}
-"""Each thread of UCX takes pages of a NIC's doorbells, which other libraries need, too."""
+"""How many threads the UCX backend gets by default. Not more: each takes doorbell pages of the NIC,
+which other libraries need, too."""
 
 _SHARED = {"split_batch_size": "8"}
-"""From so many rows on, those threads share a transfer; of fewer, the caller's thread posts all.
-NIXL's own default, 1024, is right where a device moves what is posted: posting costs next to
-nothing, and waking threads more. Where the CPU moves the bytes, posting is moving them, and 16
-blocks of 1 MiB are well worth sharing (docs/adr/0018)."""
+"""How many rows a transfer needs before those threads share it; with fewer, the calling thread
+posts all. NIXL's default, 1024, suits devices that move the bytes: posting then costs less than
+waking threads. Where the CPU moves the bytes, it does so while posting, and sharing 16 blocks of
+1 MiB already pays (docs/adr/0018)."""
 
 _RDMA = Path("sys/class/infiniband")
 
@@ -44,9 +45,9 @@ class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """``driver_options`` of nixl.
 
     Attributes:
-        backend: NIXL's name for what moves the bytes.
-        backend_options: parameters of that backend, by NIXL's names; they override ``defaults``.
-        telemetry: whether NIXL times transfers, for ``NixlTransport.telemetry``.
+        backend: NIXL's name of the backend, such as "UCX".
+        backend_options: parameters of the backend, by NIXL's names; they override ``defaults``.
+        telemetry: whether NIXL measures transfers, for ``NixlTransport.telemetry``.
         progress_milliseconds: how long NIXL's progress thread sleeps at most when nothing arrives.
             At 0 it never sleeps, and takes a core.
     """
@@ -61,8 +62,8 @@ def defaults(backend: str, root: Path = Path("/")) -> dict[str, str]:
     """Return the parameters that a backend is started with unless the user says otherwise.
 
     Args:
-        backend: NIXL's name for it.
-        root: where ``/sys`` is, which lists the devices.
+        backend: NIXL's name of the backend.
+        root: the folder that contains ``sys``, in which RDMA devices are looked up.
     """
     if backend != "UCX":
         return {}
@@ -80,26 +81,26 @@ def has_cuda() -> bool:
 
 
 class Plugins(Protocol):
-    """What NIXL's native agent knows of its backends."""
+    """The methods of NIXL's native agent that describe its backends."""
 
     def getAvailPlugins(self) -> list[str]:
-        """Return their names; one that is listed need not load."""
+        """Return the names of the backends. A listed backend may still fail to load."""
 
     def getPluginParams(self, name: str) -> tuple[dict[str, str], list[str]]:
-        """Return the parameters of a backend with their defaults, and its memory kinds."""
+        """Return a backend's parameters with their defaults, and the memory kinds it supports."""
 
 
 def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> dict[str, str]:
-    """Return the parameters to start the backend with.
+    """Return the parameters to start the user's backend with.
 
     Args:
         options: the user's options.
-        library: NIXL, to be named in errors.
-        native: NIXL's agent, which knows the backends.
+        library: NIXL, for errors.
+        native: NIXL's native agent, which lists the backends.
 
     Raises:
-        DriverError: this NIXL has no such backend, it does not load here, or it has no such
-            parameter; says what there is.
+        DriverError: this NIXL has no such backend, the backend does not load here, or it has no
+            such parameter; the text says what there is.
     """
     offered = sorted(native.getAvailPlugins())
     if options.backend not in offered:
@@ -120,10 +121,10 @@ def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> d
 
 
 def threads(started: Mapping[str, str]) -> int:
-    """Return how many threads UCX has besides its progress thread.
+    """Return how many threads the backend has besides its progress thread.
 
     Args:
-        started: the parameters that the backend was started with.
+        started: the parameters that the backend is started with.
 
     Raises:
         DriverError: ``num_threads`` is not a number.

@@ -14,19 +14,20 @@ from kvferry.drivers.nixl.agent import Agent
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class NixlPeer:
-    """A peer that is connected.
+    """A peer: what its last address says, and the state of its connection.
 
     Attributes:
-        name: its transport's, and its agent's.
-        itself: whether it is this very transport, which NIXL knows without being told.
-        regions: the regions that it has registered, as far as this side knows.
-        metadata: the metadata of its agent, which NIXL reads.
-        connections: how its agent is reached, by the names of NIXL's backends; empty if the
-            metadata cannot be read without NIXL.
+        name: the name of the peer's transport, which is also its agent's.
+        itself: whether the peer is this transport; NIXL then needs no metadata.
+        regions: the regions that the peer has registered, according to its last address.
+        metadata: the metadata of the peer's agent, which NIXL reads.
+        connections: the data for connecting to the peer's agent, by NIXL's names of backends; empty
+            if only NIXL can read the metadata.
         keys: the keys of the spans in the metadata.
-        loaded: the keys of the spans that each agent of this side has loaded.
-        lost: whether NIXL has dropped it.
-        failed: whether a transfer with it has failed.
+        loaded: for each agent of this side that has loaded the metadata, the keys of the spans that
+            were in it.
+        lost: whether NIXL has dropped the peer.
+        failed: whether a transfer with the peer has failed.
     """
 
     name: str
@@ -41,15 +42,14 @@ class NixlPeer:
 
     @property
     def identity(self) -> Hashable:
-        """The name: NIXL knows agents by it."""
+        """The peer's name, by which NIXL knows agents."""
         return self.name
 
     def load_metadata(self, agent: Agent) -> None:
-        """Let an agent load the metadata, unless it has.
+        """Have an agent of this side load the peer's metadata, unless it has loaded it already.
 
         Raises:
-            ConnectError: NIXL does not take the metadata, or it is another peer's, whom the agent
-                still knows as before.
+            ConnectError: NIXL refuses the metadata, or it is the metadata of another agent.
         """
         if self.itself or self.loaded.get(agent) == self.keys:
             return
@@ -57,7 +57,7 @@ class NixlPeer:
             name = agent.add(self.metadata)
         except TransportError as exc:
             if agent not in self.loaded:
-                # It may have got half of it, and would take nothing else of this name.
+                # NIXL may have loaded a part, and would then refuse other metadata of this name.
                 with contextlib.suppress(TransportError):
                     agent.remove(self.name)
             raise ConnectError(f"NIXL does not connect to {self.name}: {exc}") from exc
@@ -66,17 +66,17 @@ class NixlPeer:
         self.loaded[agent] = self.keys
 
     def mark_lost(self) -> None:
-        """Remember that NIXL has dropped the peer.
+        """Note that NIXL has dropped the peer.
 
-        It does not drop itself: then only memory is gone.
+        Nothing is noted if the peer is this transport: NIXL never drops its own agent.
         """
         self.lost = not self.itself
 
     def remove_remote(self) -> list[TransportError]:
-        """Let all agents forget the peer, which closes their connections.
+        """Have all agents of this side forget the peer, which closes their connections to it.
 
         Returns:
-            What went wrong.
+            The errors of the agents that failed to.
         """
         failed = []
         for agent in self.loaded:
@@ -91,8 +91,12 @@ class NixlPeer:
 def check_backend(theirs: NixlAddress, backend: str) -> None:
     """Refuse a peer whose agent has another backend than this side's.
 
+    Args:
+        theirs: the peer's address.
+        backend: the backend of this side.
+
     Raises:
-        ConnectError: it has.
+        ConnectError: the backends differ.
     """
     if theirs.backend != backend:
         raise ConnectError(

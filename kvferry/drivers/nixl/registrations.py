@@ -1,8 +1,8 @@
-"""Registrations with NIXL: spans, which never overlap, for regions, which may.
+"""Registrations with NIXL. A user's regions may overlap; the *spans* registered for them never do.
 
-NIXL looks an address up among its registrations by bisection, and finds nothing if one registration
-lies within another. So a region within a registered span becomes one more user of that span, and
-spans that a new region overlaps become one with it.
+NIXL looks up addresses among its registrations by bisection, which fails if one registration lies
+within another. So a region within a registered span becomes a further user of that span, and a
+region that reaches beyond the spans it overlaps is merged with them into one larger span.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvferry.drivers.nixl.agent import Registration
 
 
 class Registrar(Protocol):
-    """What registers memory with NIXL: ``AgentPair``."""
+    """Registers memory with NIXL; implemented by ``AgentPair``."""
 
     def register(self, region: Region) -> Registration:
-        """Register memory, or raise ``TransportError``."""
+        """Register memory; raise ``TransportError`` if NIXL refuses."""
 
     def deregister(self, registration: Registration) -> None:
         """Deregister memory."""
@@ -29,14 +29,14 @@ class Registrar(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RegisteredSpan:
-    """One registration.
+    """A range of memory that is registered with NIXL, for one or more regions.
 
     Attributes:
         whole: the range of memory.
-        key: a number that no other registration gets, so that peers see when memory was registered
-            anew.
-        registration: NIXL's handle.
-        users: the regions that lie in it.
+        key: a number that this transport gives to no other registration, so that peers notice when
+            memory was registered anew.
+        registration: the registrar's handle.
+        users: the registered regions that lie in the span.
     """
 
     whole: Region
@@ -68,11 +68,12 @@ class Registrations:
         """Register a region that is not registered yet.
 
         Args:
-            region: what to register.
-            used: the regions of unfinished transfers of this side.
+            region: the region to register.
+            used: the local regions of this side's unfinished transfers.
 
         Raises:
-            TransportError: NIXL refuses, or a span that is in use would have to grow.
+            TransportError: NIXL refuses, or a span would have to grow while one of its regions is
+                in ``used``.
         """
         touched = [span for span in self if _overlap(span.whole, region)]
         within = next((span for span in touched if span.whole.contains(region)), None)
@@ -82,7 +83,11 @@ class Registrations:
         self._spans[region] = within
 
     def remove(self, region: Region) -> None:
-        """Deregister a region, and its span if nothing else uses it."""
+        """Deregister a region, and its span if no other region lies in it.
+
+        Raises:
+            TransportError: NIXL refuses to deregister the span.
+        """
         span = self._spans.pop(region)
         span.users.discard(region)
         if not span.users:
@@ -92,7 +97,7 @@ class Registrations:
         """Deregister everything.
 
         Returns:
-            What went wrong.
+            The errors of the spans that NIXL did not deregister.
         """
         failed = []
         for span in self:
@@ -138,7 +143,7 @@ def _overlap(one: Region, other: Region) -> bool:
 
 
 def _hull(regions: list[Region]) -> Region:
-    """Return the range from the first to the last byte; overlapping regions leave no hole in it."""
+    """Return the smallest range that contains all of these regions."""
     first = min(region.address for region in regions)
     return Region(
         address=first,

@@ -1,4 +1,4 @@
-"""One transfer: its chunks, each a transfer of NIXL's, and the status of them together."""
+"""One transfer of the driver, made of chunks; each chunk is a transfer of NIXL."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvferry.drivers.nixl.agent import Handle, Telemetry, TransferChunk, bare
 from kvferry.drivers.nixl.peer import NixlPeer
 
 AT_ONCE = 2
-"""How many chunks of a transfer NIXL has at once. When the peer dies, it fails one by one all
-copies that it has: with 400,000 of them that took seconds, in which the death stayed unknown."""
+"""The most chunks of a transfer that are posted at once. When the peer dies, NIXL fails all posted
+copies one by one before it reports anything: with 400,000 copies that took seconds."""
 
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
@@ -22,23 +22,25 @@ _DONE = Status(state=State.DONE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class NixlTransfer:
-    """A transfer, of chunks with one pair of memory kinds each.
+    """A transfer. Each of its chunks has one pair of memory kinds.
 
-    It is FAILING from the first error on, and nothing but ``settle`` makes it FAILED: when a chunk
-    fails, NIXL does not say that the copies which it had begun have ended.
+    It is FAILING from the first error on. When a chunk fails, NIXL does not report when the copies
+    that it had begun have ended, so the transfer becomes FAILED only by ``settle``. It is FAILED at
+    once if nothing of it runs: a chunk could not be prepared, or only the notification failed.
 
     Attributes:
         peer: the peer's connection.
-        prepare: makes NIXL's transfer of a chunk. It is called when the chunk is posted and not
-            before, because another agent may be the one that posts by then.
-        send: sends the bound notification. It is not bound to a transfer of NIXL's: that can have
-            only one, and NIXL sends it even if the peer has been disconnected meanwhile. When NIXL
-            says that a chunk has ended, its bytes have landed, on either side.
-        status: the status that ``poll`` answers with.
-        waiting: the chunks that are not posted yet; none once the transfer is known to fail.
-        running: the handles of the chunks that have not ended.
-        ended: the handles of those that failed; they are held until ``release``.
-        telemetry: what NIXL measured of the chunks that ended well; ``None``: not asked for.
+        prepare: makes the NIXL transfer of a chunk. It is called just before the chunk is posted,
+            because the agent that posts may change until then.
+        send: sends the bound notification, once all chunks have ended; ``None`` if there is none.
+            NIXL's own bound notifications are not used: NIXL sends them even if the peer has been
+            disconnected meanwhile.
+        status: the status that ``poll`` returns.
+        waiting: the chunks that are not posted yet; empty once the transfer has failed.
+        running: the handles of the chunks that are posted and have not ended.
+        ended: the handles of the chunks that failed; held until ``release``.
+        telemetry: what NIXL measured of the chunks that ended well; ``None`` if it does not
+            measure.
     """
 
     peer: NixlPeer
@@ -52,22 +54,22 @@ class NixlTransfer:
 
     @property
     def final(self) -> bool:
-        """Whether the buffers are quiet."""
+        """Whether the transfer is DONE or FAILED: it touches no memory any more."""
         return self.status.state.final
 
     @property
     def drained(self) -> bool:
-        """Whether NIXL has no chunk of it, and no other is to be posted."""
+        """Whether no chunk is posted, and none waits to be posted."""
         return not self.running and not self.waiting
 
     def post(self, chunks: Iterable[TransferChunk]) -> None:
-        """Post the first chunks; ``advance`` posts the others."""
+        """Take over the chunks, and post the first ones; ``advance`` posts the others."""
         self.waiting.extend(chunks)
         self._post_some()
         self._conclude()
 
     def advance(self) -> None:
-        """Look which chunks have ended, and post others."""
+        """Drive the posted chunks, and post others in place of those that have ended."""
         for handle in list(self.running):
             try:
                 ended = handle.agent.check(handle)
@@ -80,13 +82,13 @@ class NixlTransfer:
         self._conclude()
 
     def fail(self, error: TransportError) -> None:
-        """Make it FAILING, if it is PENDING; the first error stays."""
+        """Make a PENDING transfer FAILING. If it is FAILING already, its first error stays."""
         if self.status.state is State.PENDING:
             self.status = Status(state=State.FAILING, error=bare(error))
             self.waiting.clear()
 
     def settle(self) -> None:
-        """Make it FAILED, unless it is final: no byte of it can land any more."""
+        """Make the transfer FAILED, unless it is final: no byte of it can land any more."""
         if not self.final:
             self.status = Status(state=State.FAILED, error=self.status.error)
 
@@ -94,7 +96,7 @@ class NixlTransfer:
         """Release all handles.
 
         Returns:
-            What went wrong.
+            The errors of the handles that NIXL did not release.
         """
         failed = []
         for handle in (*self.running, *self.ended):
@@ -107,7 +109,7 @@ class NixlTransfer:
         return failed
 
     def _post_some(self) -> None:
-        """Post as many chunks as NIXL may have at once, but none after one that failed."""
+        """Post chunks until ``AT_ONCE`` are running, one fails, or none waits."""
         for _ in range(AT_ONCE - len(self.running)):
             if not self.waiting:
                 break
@@ -127,7 +129,7 @@ class NixlTransfer:
 
     def _not_prepared(self, error: TransportError) -> None:
         self.fail(error)
-        # Nothing of this chunk has begun. If no other is running either, the transfer is quiet.
+        # Nothing of this chunk has begun. If no other chunk runs either, no memory is touched.
         if not self.running:
             self.release()
             self.settle()
@@ -153,7 +155,7 @@ class NixlTransfer:
             if self.send is not None:
                 self.send()
         except TransportError as exc:
-            # All bytes have landed: it is as quiet as one that is DONE.
+            # All bytes have landed, so the transfer is final.
             self.status = Status(state=State.FAILED, error=bare(exc))
         else:
             self.status = _DONE

@@ -1,4 +1,4 @@
-"""The NIXL transport: the hooks of ``BaseTransport``, over the modules beside it."""
+"""The NIXL transport: implements the hooks of ``BaseTransport`` with this package's modules."""
 
 from __future__ import annotations
 
@@ -46,18 +46,20 @@ MAX_NOTIFICATION = 1 << 14
 _POLL_SECONDS = 0.0005
 
 _DEVICE_SECONDS = 0.02
-"""Longer by far than one copy that a GPU makes; no thread of the host shows when that ends."""
+"""How long to wait for a GPU's copies, whose end no thread of the host shows: far longer than one
+copy takes."""
 
 
 class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     """Read and write through a NIXL backend: CPU and CUDA memory, of one host or of several.
 
-    Transfers are not prepared: each goes to NIXL as arrays. ``read`` and ``write`` return when
-    NIXL has posted, which it may do by moving everything. NIXL's threads carry on what has been
-    posted and serve peers; the notification of a transfer is sent by the ``poll`` that finds that
-    its bytes have landed. A transfer that failed stays FAILING until ``disconnect``: NIXL has no
-    call that says that the rest of it has ended. Nor can it be cancelled: NIXL does not wait for
-    what it cancels, so ``disconnect`` lets what runs run out.
+    Each transfer goes to NIXL as arrays; NIXL's prepared descriptor lists are not used. ``read``
+    and ``write`` return when NIXL has posted the first chunks, which may mean that it has moved
+    them. NIXL's threads go on with posted chunks and serve peers; ``poll`` posts the others, and
+    the ``poll`` that finds that all bytes have landed sends the notification. A transfer of which a
+    chunk failed stays FAILING until ``disconnect``, because NIXL does not report when the rest of
+    it has ended. Transfers cannot be cancelled, because NIXL does not wait for what it cancels;
+    ``disconnect`` waits until posted chunks have ended.
 
     Not usable in a forked child.
 
@@ -91,7 +93,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
     @property
     def library(self) -> str:
-        """The package of NIXL with its version, and the backend."""
+        """NIXL's package, its version, and the backend, as text."""
         return f"{self._agent.library}, {self._options.backend}"
 
     def telemetry(self, transfer: TransferId) -> list[Telemetry]:
@@ -114,9 +116,10 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         """As ``BaseTransport._register``.
 
         Raises:
-            TransportError: also if the region overlaps one that an unfinished transfer of this
-                side uses, without lying within it. A peer's reads of a region that such a one
-                overlaps fail until it connects again: register the largest region first.
+            TransportError: also if the region's span (see ``registrations``) would have to grow
+                while an unfinished transfer of this side uses one of the span's regions. If a span
+                grows, peers cannot reach its regions until they connect again: register the
+                largest region first.
         """
         if len(self._registered) >= wire.MAX_REGIONS:
             raise TransportError(
@@ -158,7 +161,8 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         )
 
     def _identity(self, address: NixlPeer) -> Hashable:
-        # NIXL knows agents by their names. ``_refresh`` refuses a name that leads elsewhere.
+        # NIXL knows agents by their names. ``_refresh`` refuses an address with the name of a
+        # connected peer that leads to another place.
         return address.name
 
     def _connect(self, address: NixlPeer) -> NixlPeer:
@@ -182,7 +186,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             self._idle.add(connection)
 
     def _path(self, connection: NixlPeer) -> str:
-        # NIXL does not say which way its backend goes.
+        # NIXL does not report how its backend reaches a peer.
         return self._options.backend
 
     # Transfers.
@@ -214,7 +218,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         transfer.fail(error)
 
     def _end_transfers(self, transfers: Sequence[NixlTransfer], error: TransportError) -> bool:
-        """Let transfers fail, and wait until NIXL says of every chunk that it has ended."""
+        """Make transfers fail, and wait until NIXL reports every posted chunk as ended."""
         for transfer in transfers:
             transfer.fail(error)
         return self._drained(transfers)
@@ -253,10 +257,10 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     # How transfers and connections end.
 
     def _drained(self, transfers: Sequence[NixlTransfer]) -> bool:
-        """Wait until NIXL says of every chunk of some transfers that it has ended.
+        """Wait until NIXL reports every chunk of these transfers as ended.
 
         Returns:
-            Whether that was within ``grace_seconds``.
+            Whether all had ended within ``grace_seconds``.
         """
         deadline = time.monotonic() + self.grace_seconds
         undrained = list(transfers)
@@ -270,19 +274,20 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     def _remove_remote(
         self, connection: NixlPeer, transfers: Sequence[NixlTransfer]
     ) -> list[TransportError]:
-        """Let NIXL close a connection, of which these transfers are unfinished.
+        """Release a connection's unfinished transfers, and have NIXL close the connection.
 
         Returns:
-            What went wrong.
+            The errors of NIXL.
         """
         # In this order: a handle keeps its connection open.
         failed = [error for transfer in transfers for error in transfer.release()]
         return failed + connection.remove_remote()
 
     def _settle(self, transfers: Sequence[NixlTransfer]) -> None:
-        """Make transfers FAILED whose connection was closed, once nothing of them can land.
+        """Wait until no byte of these transfers can land any more, then make them FAILED.
 
-        They stay FAILING if NIXL's threads have not come to rest within ``grace_seconds``.
+        Their connections have been closed. They stay as they are if NIXL's threads are still
+        copying after ``grace_seconds``.
         """
         if not transfers or not self._agents.wait_idle(time.monotonic() + self.grace_seconds):
             return
@@ -294,13 +299,14 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     # What NIXL knows of peers.
 
     def _reload(self, connection: NixlPeer, address: NixlPeer) -> None:
-        """Let NIXL load what a peer has registered since.
+        """Have NIXL load a connected peer's new metadata.
 
-        NIXL can add to what it knows of a peer, and take nothing away: where a span is gone, or the
-        connection is, it has to forget the peer first, and no transfer may be under way.
+        NIXL can add spans to a peer that it knows, but not remove any. So if a span is gone, or the
+        connection is lost, NIXL has to forget the peer first; this waits for the transfers with it.
 
         Raises:
-            ConnectError: one is, and does not end in time; or NIXL does not take the metadata.
+            ConnectError: the transfers do not end in time, or NIXL refuses the metadata.
+            TransportError: NIXL does not forget the peer.
         """
         if connection.lost or not connection.keys <= address.keys:
             own = [one for one in self._unfinished() if one.peer is connection]
@@ -316,20 +322,21 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         try:
             connection.load_metadata(self._agent)
         except ConnectError:
-            # NIXL drops a peer that it knew with metadata that it does not take.
+            # NIXL drops a known peer if it refuses new metadata of it.
             connection.mark_lost()
             raise
         connection.lost = False
 
     def _backend_connections(self, theirs: NixlAddress) -> Mapping[str, bytes]:
-        """Read how a peer's agent is reached from metadata that NIXL has not read yet.
+        """Check a peer's metadata before NIXL reads it, and return how the peer's agent is reached.
 
         Returns:
-            The connection data by the names of NIXL's backends; nothing where this NIXL writes
-            metadata in another format.
+            The data for connecting, by NIXL's names of backends; empty if this side's NIXL writes
+            metadata in a format that ``agent_metadata`` does not know.
 
         Raises:
-            ConnectError: NIXL did not write it, or not for this peer.
+            ConnectError: NIXL does not write such metadata, it is another agent's, or it has this
+                side's name and leads to another place.
         """
         if self._own_metadata is None:
             return {}
@@ -349,7 +356,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
     @functools.cached_property
     def _own_metadata(self) -> AgentMetadata | None:
-        """This side's own metadata; ``None`` if NIXL writes it in another format."""
+        """This side's metadata; ``None`` if its format is not the one of ``agent_metadata``."""
         try:
             return agent_metadata.parsed(self._agent.metadata())
         except FormatError:
@@ -357,7 +364,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
 
 def _note_failure(transfer: NixlTransfer) -> None:
-    """Remember that a transfer of a peer has failed: the peer is not kept as idle then."""
+    """Note in a transfer's peer that the transfer has failed, so that the peer is not kept idle."""
     error = transfer.status.error
     if error is not None:
         transfer.peer.failed = True

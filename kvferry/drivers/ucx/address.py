@@ -1,4 +1,4 @@
-"""The address of a ucx transport: where its worker is reached, and what it has registered."""
+"""The address of a ucx transport: how its worker is reached, and the registered regions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_REGIONS = 1 << 14
 _DIGEST_BYTES = 16
 
 KeyId = NewType("KeyId", int)
-"""Names one registration of one transport, and is never used again."""
+"""The number of a registration; a transport never uses a number twice."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -29,7 +29,7 @@ Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A registered region, with the packed key by which UCX reaches it."""
+    """A registered region: ``key`` is its ``KeyId``, ``packed`` the key by which UCX reaches it."""
 
     address: Word
     nbytes: Word
@@ -40,13 +40,14 @@ class UcxRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """A process, so that others on its host can see whether it lives.
+    """What identifies a process, so that others on its host can see whether it lives.
 
     Attributes:
-        boot: names the running kernel.
-        namespace: the inode of the pid namespace.
-        pid: the process's number there.
-        start_time: in clock ticks since boot: which of all processes that have had that number.
+        boot: the host's boot id, which the kernel makes at random when it starts.
+        namespace: the inode of the process's pid namespace.
+        pid: the process's id in that namespace.
+        start_time: when the process started, in clock ticks since boot; it tells the process from
+            others that have had the same pid.
     """
 
     boot: Annotated[str, msgspec.Meta(max_length=64)]
@@ -59,17 +60,19 @@ class UcxAddress(msgspec.Struct, frozen=True, kw_only=True):
     """An address, as a msgpack map. Fields that a later version adds are ignored.
 
     Attributes:
-        magic: names the format.
-        name: the transport's.
-        instance: random; the transport of this address drops messages for another instance.
+        magic: the format of the address.
+        name: the transport's name.
+        instance: 16 random bytes that identify the transport, which drops a ``Hello`` for another
+            instance.
         process: the transport's process.
-        ucx: the version of its library; the major versions of both sides must be equal.
+        ucx: the version of the transport's UCX; the major versions of both sides must be equal.
         worker: UCX's address of the worker that serves peers.
-        withdrawn: how many registrations had been undone when the address was made.
-        regions: what was registered then.
-        digest: of what only UCX can read, which may crash over bytes that were changed on the way.
-        full_digest: of all fields, so that a changed address is refused at once; empty in addresses
-            of versions before it.
+        withdrawn: how many regions had been deregistered when the address was made.
+        regions: the regions that were registered when the address was made.
+        digest: a digest of ``worker`` and of all packed keys: UCX might crash if it read these
+            after they were damaged.
+        full_digest: a digest of all other fields, so that a damaged address is refused at once;
+            empty in addresses of versions of kvferry that did not have it.
     """
 
     magic: Literal["kvferry-ucx-1"] = "kvferry-ucx-1"
@@ -88,7 +91,7 @@ _decoder = msgspec.msgpack.Decoder(UcxAddress)
 
 
 def encode(address: UcxAddress) -> bytes:
-    """Return the bytes that peers get, with their digests."""
+    """Return an address as the bytes that peers get, with its digests computed."""
     return msgspec.msgpack.encode(
         msgspec.structs.replace(
             address, digest=_digest(address), full_digest=_full_digest(address)
@@ -97,7 +100,7 @@ def encode(address: UcxAddress) -> bytes:
 
 
 def decode(data: bytes) -> UcxAddress:
-    """Return the address in untrusted bytes.
+    """Parse an address from untrusted bytes.
 
     Raises:
         ConnectError: the bytes are too many, no address of this driver, or damaged.
@@ -124,10 +127,10 @@ def decode(data: bytes) -> UcxAddress:
 
 
 def regions_of(address: UcxAddress) -> dict[Region, UcxRegion]:
-    """Return a peer's regions.
+    """Return a peer's registered regions.
 
     Raises:
-        ConnectError: one has impossible values.
+        ConnectError: the address names a region that cannot exist.
     """
     try:
         return {
@@ -139,10 +142,10 @@ def regions_of(address: UcxAddress) -> dict[Region, UcxRegion]:
 
 
 def check_packed(address: UcxAddress) -> None:
-    """Refuse what UCX cannot have packed, before UCX reads it.
+    """Refuse an address whose worker address or keys UCX cannot have packed.
 
     Raises:
-        ConnectError: the address of the worker or a key has another format.
+        ConnectError: the worker address or a key has another format.
     """
     try:
         check_worker_address(address.worker)
@@ -165,8 +168,8 @@ def _digest(address: UcxAddress) -> bytes:
 
 
 def _full_digest(address: UcxAddress) -> bytes:
-    # Of the fields that existed when it was introduced. A later field must stay out of it, or older
-    # versions would refuse the address.
+    # The fields that existed when the digest was introduced. A later field must stay out of it, or
+    # older versions would refuse the address.
     fields = (
         address.name,
         address.instance,

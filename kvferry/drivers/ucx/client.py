@@ -1,4 +1,4 @@
-"""The side of a transport that reads and writes: connections to peers, and transfers on them."""
+"""The client side of a transport, which reads and writes: its connections and transfers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from kvferry.drivers.ucx.ucp import Ucp
 from kvferry.drivers.ucx.worker import Worker, wait_closed
 
 _POLLED_SECONDS = 0.0003
-"""A caller that polls more often than this needs no thread beside it: they would only pass the
-interpreter's lock to and fro, at up to 5 ms each time."""
+"""If the transport is called again within this time, the progress thread leaves the client to these
+calls: both would only hand the interpreter's lock to each other, at up to 5 ms each time."""
 
 _START_SECONDS = 0.005
-"""How long the call that starts a transfer goes on with it."""
+"""How long ``read`` and ``write`` drive the transfer that they start before they return."""
 
 _LIVENESS_SECONDS = 0.2
-"""How often to check whether the peers' processes on this host live. UCX learns it from their
-connections, which a fork of a dead process may hold open."""
+"""How often to check whether the peers' processes on this host live. UCX notices a death by the
+connection, which a forked child of the dead process may hold open."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,11 +47,11 @@ class UcxPeer:
     """A peer that this transport has connected to.
 
     Attributes:
-        id: its id.
-        address: the address that it last gave.
-        regions: its registered regions.
-        connection: the connection to it, which may be broken.
-        second_connection: a further one, for large reads only.
+        id: the peer's id.
+        address: the address with which the user last connected to the peer.
+        regions: the regions in ``address``.
+        connection: the connection to the peer, which may be broken.
+        second_connection: a second connection, used for large reads only.
     """
 
     id: PeerId
@@ -62,29 +62,29 @@ class UcxPeer:
 
     @property
     def connections(self) -> list[UcxConnection]:
-        """The one or two connections."""
+        """The one or two connections to the peer."""
         if self.second_connection is None:
             return [self.connection]
         return [self.connection, self.second_connection]
 
 
 class Client:
-    """The side of a transport that connects to peers, and reads and writes.
+    """The client side of a transport, which connects to peers, reads and writes.
 
-    Whoever calls a method holds ``lock``.
+    The caller of a method must hold ``lock``, except for ``stop``; properties need no lock.
 
     Args:
         ucp: the library.
         make_worker: makes a worker.
-        name: this transport's.
+        name: this transport's name.
         idle_timeout: seconds without progress after which a transfer fails.
-        connect_timeout: seconds after which a server that does not answer is given up.
+        connect_timeout: seconds within which a server must answer.
 
     Attributes:
-        lock: protects the workers and everything here, connections and transfers included.
-        peers: by their ids.
-        last_driven: when a call of the transport, not the progress thread, last made progress
-            here, by ``time.monotonic``.
+        lock: protects this object, its workers, connections and transfers.
+        peers: the connected peers, by their ids.
+        last_driven: when a call of the transport, not the progress thread, last drove the client,
+            by ``time.monotonic``.
     """
 
     def __init__(
@@ -117,20 +117,20 @@ class Client:
 
     @property
     def driven_elsewhere(self) -> bool:
-        """Whether calls of the transport drive this side again and again just now."""
+        """Whether a call of the transport drove the client within the last 0.3 ms."""
         return time.monotonic() - self.last_driven < _POLLED_SECONDS
 
     @property
     def needs_timer(self) -> bool:
-        """Whether something may fall due without an event."""
-        # A copy: this is also read without the lock, while other threads connect.
+        """Whether a timeout may end something without an event of UCX."""
+        # A copy, since this is also read without the lock, while other threads connect.
         connections = list(self._connections.values())
         return bool(self._transfers) or any(
             connection.state is not ConnectionState.READY for connection in connections
         )
 
     def run_once(self) -> bool:
-        """Let UCP work, handle what has arrived, and advance connections and transfers.
+        """Let UCP work, handle messages and errors, and advance connections and transfers.
 
         Returns:
             Whether there may be more to do at once.
@@ -160,10 +160,10 @@ class Client:
         return busy
 
     def _progress_transfers(self) -> list[ClientWorker]:
-        """Let UCP move bytes for a while in the workers that have windows under way.
+        """Let UCP move bytes for ``PROGRESS_SECONDS`` in workers that have posted windows.
 
         Returns:
-            The workers that were driven: at most two.
+            The workers that were driven: two at most.
         """
         moving = [
             window.connection.client_worker
@@ -189,11 +189,11 @@ class Client:
         """Open a connection to a server.
 
         Args:
-            address: the server's.
-            index: which of this client's connections to the server it is.
+            address: the server's address.
+            index: 0 for this client's first connection to the server, 1 for its second.
 
         Returns:
-            The connection, which is broken already if there is no worker to make it with.
+            The connection. It is broken if no worker can be made for it, or UCX refuses.
         """
         now = time.monotonic()
         try:
@@ -209,7 +209,7 @@ class Client:
         """Return a worker that has not connected to this server.
 
         Raises:
-            TransportError: another one cannot be made: a network device may be down.
+            TransportError: all have, and UCX cannot make another: a network device may be down.
         """
         unused = (
             client_worker
@@ -226,10 +226,9 @@ class Client:
         return client_worker
 
     def find_peer(self, address: UcxAddress) -> UcxPeer | None:
-        """Return the peer of an address, if this client has connected to it.
+        """Return the connected peer that an address belongs to, or ``None``.
 
-        An address that leads to another worker is not that of a peer with the same instance,
-        whatever else it says.
+        Both the instance and the worker's address must be the peer's.
         """
         of_address = (
             peer
@@ -245,10 +244,10 @@ class Client:
         return peer.connection
 
     def second_connection_to(self, peer: UcxPeer) -> UcxConnection | None:
-        """Return a second connection to a peer, where this process copies the bytes itself.
+        """Return the second connection to a peer, which may not be ready yet, or ``None``.
 
-        It may not be ready yet. There is none with a single core, or as long as the loops are not
-        compiled: two threads would wait for each other's interpreter lock.
+        There is one only if this process copies the bytes itself, has more than one core, and the
+        loops are compiled: otherwise two threads would wait for each other's interpreter lock.
         """
         compiled = self._client_workers[0].worker.poster.compiled
         transports = peer.connection.transports
@@ -263,7 +262,7 @@ class Client:
         return peer.second_connection
 
     def disconnect(self, peer: UcxPeer) -> None:
-        """Say good-bye to a peer, and break its connections."""
+        """Break the connections to a peer, and tell the peer with ``Bye``."""
         error = PeerLostError(f"{peer.address.name} was disconnected")
         for connection in peer.connections:
             connection.close(error, say_bye=True)
@@ -271,9 +270,9 @@ class Client:
     # Transfers.
 
     def start(self, transfer: UcxTransfer) -> None:
-        """Start a transfer, and go on with it for a moment.
+        """Start a transfer, and drive it for 5 ms at most.
 
-        Where this process moves the bytes itself, that saves passing it on to the thread.
+        A short transfer whose bytes this process moves itself then ends without waking the thread.
         """
         self._transfers.append(transfer)
         now = time.monotonic()
@@ -283,7 +282,7 @@ class Client:
         self.last_driven = time.monotonic()
 
     def transfers_with(self, peers: Iterable[PeerId]) -> list[UcxTransfer]:
-        """Return the unfinished transfers of some peers."""
+        """Return the unfinished transfers with these peers."""
         wanted = set(peers)
         return [transfer for transfer in self._transfers if transfer.peer in wanted]
 
@@ -338,7 +337,7 @@ class Client:
                 connection.refusals[message.number] = message.refusal
             case Withdrawn():
                 connection.on_withdrawn(message.number, KeyId(message.key))
-            case _:  # only a client sends the others
+            case _:  # the other messages are for a server
                 return
 
     def _on_body(self, message: Message, body: int, nbytes: int) -> None:
@@ -348,7 +347,7 @@ class Client:
                 connection.on_fetched(message, body, nbytes)
 
     def _check(self, connection: UcxConnection, now: float, *, check_liveness: bool) -> None:
-        """Break a connection whose peer is gone or does not answer; forget one that is over."""
+        """Break a connection whose server is gone or does not answer; forget a released one."""
         server = connection.server
         broken = connection.state is ConnectionState.BROKEN
         if check_liveness and not broken and has_ended(server.process):
@@ -374,7 +373,7 @@ class Client:
             client_worker.worker.destroy()
 
     def _is_dropped(self, transfer: UcxTransfer) -> bool:
-        """Return whether it is proven that nothing of a failed write arrives any more."""
+        """Return whether it is certain that no byte of a failed write arrives any more."""
         if transfer.windows:
             return False
         connection = transfer.connection

@@ -1,9 +1,9 @@
 """Loops over UCP's functions, compiled by numba: they run without the interpreter and its lock.
 
-The extra ``ucx`` installs numba, and vLLM needs it. Loading it and compiling take one to three
-seconds, so a thread does both, from a process's first ``connect`` on. Until it has finished, and
-where numba is not installed, the loops of ``posting.py`` run instead: the same calls, at up to
-twice the time for blocks of 4 KiB in random order (docs/adr/0031).
+The extra ``ucx`` installs numba, and vLLM depends on it. Importing numba and compiling take one to
+three seconds, so a thread does both, from a process's first ``connect`` on. Until it has finished,
+or if numba is not installed, the Python loops of ``posting.py`` run instead: they make the same
+calls, but take up to twice the time for blocks of 4 KiB in random order (docs/adr/0031).
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Loops:
 
     Attributes:
         get: posts reads, as ``Poster.post``.
-        put: posts writes.
+        put: posts writes, as ``Poster.post``.
         sweep: frees completed requests, as ``Poster.sweep``.
-        progress: lets UCP work for a number of nanoseconds; returns 0 if there is nothing to do.
+        progress: takes a worker's handle and nanoseconds; lets UCP work for so long, or returns 0
+            as soon as there is nothing to do.
         copy: copies ranges of memory, as ``Poster.copy``.
     """
 
@@ -108,7 +109,7 @@ class CompiledPoster:
         copy(targets, sources, nbytes)
 
     def wait(self) -> bool:
-        """Compile, and wait until that is done.
+        """Compile the loops unless that has been done, and wait for the end of it.
 
         Returns:
             Whether the compiled loops are ready.
@@ -119,8 +120,8 @@ class CompiledPoster:
         return self._loops is not None
 
     def start_compiling(self) -> None:
-        """Start to compile in a thread, once; log a warning if numba is not installed."""
-        # Several transports of a process may connect at once.
+        """Start compiling in a thread, or log that numba is missing. Later calls do nothing."""
+        # Several transports of the process may call this at once.
         with self._starting:
             if self._started:
                 return
@@ -128,7 +129,7 @@ class CompiledPoster:
             if self._compile is None:
                 logger.warning(_NO_NUMBA)
                 return
-            # No daemon: the compiler must not be at work when the process ends.
+            # Not a daemon, so that the process does not end while the compiler works.
             self._thread = threading.Thread(target=self._run, name="ucx-compile")
             self._thread.start()
 
@@ -169,8 +170,8 @@ def _compile(ucp: Ucp) -> Loops:
     return loops
 
 
-# Each function below returns a loop for numba, which takes what the loop finds around itself for
-# constants: the addresses of C functions, above all.
+# Each function below returns a loop for numba, which treats the variables of the enclosing function
+# as constants: above all, the addresses of C functions.
 
 
 def _post_loop(call: Any) -> Callable[..., None]:  # noqa: ANN401

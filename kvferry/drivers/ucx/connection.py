@@ -32,27 +32,28 @@ from kvferry.drivers.ucx.worker import MessageBuffer, Worker
 
 
 class ConnectionState(enum.Enum):
-    """The states of a connection, in their order."""
+    """The states of a connection, in the order in which it can pass through them."""
 
     CONNECTING = "connecting"
     """The server has not answered."""
     READY = "ready"
+    """The server has answered: transfers can be posted."""
     BROKEN = "broken"
-    """Nothing more is posted. What was posted ends, with an error."""
+    """Nothing more is posted. UCX completes what was posted before, with an error."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ClientWorker:
-    """A worker of the client side.
+    """A worker of the client side, with its connections.
 
-    The two ends of a connection find each other by counting the connections between two workers.
-    After an error they may have counted differently, so a worker connects to each server only
-    once; the next connection to that server is made by another worker.
+    UCX matches the two ends of a connection by counting the connections between two workers. After
+    an error the two counts may differ, so a worker connects to each server only once; the next
+    connection to that server is made by another worker.
 
     Attributes:
-        worker: itself.
-        servers: the servers that it has connected to, by their instances.
-        connections: by the numbers of their endpoints, until they are released.
+        worker: the worker.
+        servers: the instances of the servers that the worker has connected to.
+        connections: the connections that are not yet released, by their endpoints' numbers.
     """
 
     worker: Worker
@@ -62,11 +63,11 @@ class ClientWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScatterTarget:
-    """The local ranges that fetched bytes fill, one after the other.
+    """The n local ranges that fetched bytes fill, one range after the other.
 
     Attributes:
-        addresses: (n,) where the ranges begin.
-        nbytes: (n,) their lengths.
+        addresses: (n,) uint64, the address of each range.
+        nbytes: (n,) uint64, the length of each range in bytes.
     """
 
     addresses: U64Array
@@ -75,27 +76,28 @@ class ScatterTarget:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UcxConnection:
-    """A connection. It breaks once, and is then replaced by another.
+    """A connection to a server. A broken one is not repaired, but replaced by another.
 
     Attributes:
-        id: random; every message names it.
-        server: the address of the peer that it leads to.
-        client_worker: whose endpoint it is.
+        id: the random id of the connection, which every message names.
+        server: the address of the server.
+        client_worker: the worker that the endpoint belongs to.
         ucp: the library.
-        opened: when it was made, by ``time.monotonic``.
-        endpoint: UCP's endpoint.
+        opened: when the connection was opened, by ``time.monotonic``.
+        endpoint: UCP's endpoint; 0 if there is none.
         endpoint_number: the number under which the worker reports the endpoint's error.
-        state: what it can be used for.
-        error: why it is broken.
-        closed_by_server: whether the server has said that it drops what arrives.
-        withdrawn: registrations of the server that are undone, or about to be.
-        unconfirmed: numbers and keys of withdrawals that have not been confirmed.
-        queued_notifications: to be sent once it is ready.
-        open_windows: how many windows of transfers are under way on it.
-        transports: UCX's names of what carries it; known once it is ready.
-        refusals: the server's answers to stores and fetches, by their numbers: a refusal, or an
-            empty string.
-        fetch_targets: where the bytes of unanswered fetches go, by their numbers.
+        state: the state of the connection.
+        error: why the connection is broken; ``None`` if it is not.
+        closed_by_server: whether the server has said that it drops what still arrives.
+        withdrawn: the keys of the server's registrations that are undone or about to be.
+        unconfirmed: the number and the key of each withdrawal that has not been confirmed.
+        queued_notifications: notifications to send once the connection is ready.
+        open_windows: how many windows of transfers are under way on the connection.
+        transports: UCX's names of the transports that the connection uses, such as ``tcp``; empty
+            until it is ready.
+        refusals: the server's answers to stores and fetches, by their numbers: the reason for a
+            refusal, or an empty string.
+        fetch_targets: where the bytes of unanswered fetches go, by the fetches' numbers.
     """
 
     id: ConnectionId
@@ -128,15 +130,15 @@ class UcxConnection:
         now: float,
         index: int = 0,
     ) -> UcxConnection:
-        """Open a connection, and say hello.
+        """Open a connection, and send ``Hello``.
 
         Args:
-            server: the address of the peer.
+            server: the address of the server.
             client_worker: a worker that has not connected to this server.
             ucp: the library.
             client: the name of this transport.
-            now: by ``time.monotonic``.
-            index: which of the client's connections to the server it is.
+            now: the time, by ``time.monotonic``.
+            index: 0 for the client's first connection to the server, 1 for its second.
 
         Returns:
             The connection, which is broken already if the server cannot be reached at all.
@@ -170,7 +172,15 @@ class UcxConnection:
         now: float,
         error: TransportError,
     ) -> UcxConnection:
-        """Return a broken connection, for one that could not even be tried."""
+        """Return a broken connection, in place of one for which there is no worker.
+
+        Args:
+            server: the address of the server.
+            client_worker: any worker.
+            ucp: the library.
+            now: the time, by ``time.monotonic``.
+            error: why there is no worker.
+        """
         return cls(
             id=secrets.token_bytes(16),
             server=server,
@@ -182,11 +192,11 @@ class UcxConnection:
         )
 
     def on_welcome(self, withdrawn: Iterable[int]) -> None:
-        """Become ready, since the server has answered.
+        """Become ready, and send queued notifications: the server has answered.
 
         Args:
-            withdrawn: keys of the server's registrations that were undone after it made the
-                address.
+            withdrawn: the keys of the registrations that the server has undone since it made
+                ``server``, its address.
         """
         if self.state is not ConnectionState.CONNECTING:
             return
@@ -198,7 +208,7 @@ class UcxConnection:
             self._send(Note(self.id, self.queued_notifications.popleft()))
 
     def notify(self, payload: bytes) -> None:
-        """Send a notification, or keep it until the connection is ready."""
+        """Send a notification, or queue it until the connection is ready. A broken one drops it."""
         if self.state is ConnectionState.READY:
             self._send(Note(self.id, payload))
         elif self.state is ConnectionState.CONNECTING:
@@ -206,7 +216,7 @@ class UcxConnection:
 
     @property
     def backlog(self) -> int:
-        """How many bytes of messages have not left."""
+        """How many bytes of messages are queued or being sent."""
         queued = sum(map(len, self.queued_notifications))
         return self.client_worker.worker.backlog(self.endpoint) + queued
 
@@ -215,11 +225,11 @@ class UcxConnection:
 
         Args:
             rows: the ranges of the server's memory, as ``Fetch.rows``.
-            target: where the bytes go; the memory must stay until the answer is there, or the
-                connection is broken.
+            target: where the bytes go. The memory must stay valid until the answer has arrived or
+                the connection is broken.
 
         Returns:
-            The number of the request, under which ``refusals`` will have the answer.
+            The number of the request; ``refusals`` gets the answer under this number.
         """
         self._last_request += 1
         self.fetch_targets[self._last_request] = target
@@ -230,24 +240,24 @@ class UcxConnection:
         """Have the server write bytes into its memory.
 
         Args:
-            rows: how many rows the body begins with.
-            body: a buffer of the worker's pool, which goes back to the pool when it has been sent.
+            rows: how many rows the body begins with (see ``Store``).
+            body: a buffer of the worker's pool; it goes back to the pool once it has been sent.
             nbytes: how many bytes of the buffer to send.
 
         Returns:
-            The number of the request, under which ``refusals`` will have the answer.
+            The number of the request; ``refusals`` gets the answer under this number.
         """
         self._last_request += 1
         self._send(Store(self.id, self._last_request, rows), body, nbytes)
         return self._last_request
 
     def on_fetched(self, message: Fetched, body: int, nbytes: int) -> None:
-        """Copy fetched bytes to their target, if they are still wanted.
+        """Copy fetched bytes to their target, unless the fetch was given up.
 
         Args:
             message: the server's answer.
-            body: the address of the bytes.
-            nbytes: how many there are.
+            body: the address of the fetched bytes.
+            nbytes: the number of the fetched bytes.
         """
         target = self.fetch_targets.pop(message.number, None)
         self.refusals[message.number] = message.refusal
@@ -261,15 +271,20 @@ class UcxConnection:
             self.refusals[message.number] = f"it has sent {nbytes} bytes of {wanted}"
 
     def on_withdrawn(self, number: int, key: KeyId) -> None:
-        """Note that the server is about to undo a registration, and waits for a confirmation."""
+        """Note that the server is about to undo a registration, and waits for ``Released``.
+
+        Args:
+            number: the number of the withdrawal.
+            key: the registration.
+        """
         self.withdrawn.add(key)
         self.unconfirmed.append((number, key))
 
     def confirm_withdrawals(self, used: frozenset[KeyId]) -> None:
-        """Confirm withdrawals of registrations that are not used any more, in their order.
+        """Confirm the withdrawals, in order, up to the first whose registration is still used.
 
         Args:
-            used: the keys that transfers under way on this connection use.
+            used: the keys of the registrations that transfers under way on this connection use.
         """
         number = 0
         while self.unconfirmed and self.unconfirmed[0][1] not in used:
@@ -280,10 +295,12 @@ class UcxConnection:
             self._send(Released(self.id, number))
 
     def remote_key(self, region: UcxRegion) -> RemoteKey:
-        """Return the key to a region of the server, unpacked when it is first needed.
+        """Return UCP's key to a region of the server, which the connection owns.
+
+        The key is unpacked when it is first needed.
 
         Raises:
-            TransportError: UCX cannot reach that memory over this connection.
+            TransportError: UCX cannot reach the region over this connection.
         """
         key = KeyId(region.key)
         if key not in self._keys:
@@ -291,18 +308,19 @@ class UcxConnection:
         return self._keys[key]
 
     def close(self, error: TransportError, *, say_bye: bool = False) -> None:
-        """Break the connection. What is posted on it ends as the worker makes progress.
+        """Break the connection. UCX completes what is posted on it as the worker makes progress.
 
         Args:
-            error: the reason, which transfers on it report.
-            say_bye: whether to tell the server.
+            error: the reason, which the connection's transfers report.
+            say_bye: whether to tell the server with ``Bye``.
         """
         if say_bye and self.state is ConnectionState.READY:
             self._send(Bye(self.id))
         if self.state is ConnectionState.BROKEN:
             return
         worker = self.client_worker.worker
-        # A hello that lingers might arrive after that of the next connection, and end it.
+        # A hello that is still unsent is dropped: arriving after the hello of the next connection,
+        # it would end that connection.
         ready = self.state is ConnectionState.READY
         close_endpoint = worker.close_endpoint if ready else worker.close_endpoint_at_once
         self.state, self.error = ConnectionState.BROKEN, error
@@ -314,7 +332,7 @@ class UcxConnection:
         """Free the remote keys of a broken connection once nothing is under way on it.
 
         Returns:
-            Whether they are free, so that the connection can be forgotten.
+            Whether they have been freed, so that the connection can be forgotten.
         """
         worker = self.client_worker.worker
         if self.state is not ConnectionState.BROKEN or self.open_windows or worker.closing:
@@ -334,7 +352,7 @@ class UcxConnection:
 
 
 def _unreachable(error: TransportError) -> PeerLostError:
-    """Return the error for a server to which UCX finds no way, with the remedy."""
+    """Return the error for a server that UCX cannot connect to, with the remedy."""
     return PeerLostError(
         f"{error}; both sides need a way in common that notices when a peer dies: tcp or RDMA, "
         "beside which shared memory is used (driver_options: transports)"

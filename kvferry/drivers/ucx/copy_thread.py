@@ -1,7 +1,7 @@
-"""The second thread for large reads that this process itself copies (cma, within one host).
+"""A second thread for large reads whose bytes this process copies itself (cma, within one host).
 
-It lets UCP work in one worker while the thread that has the transport's client side does so in
-another, so that two cores copy.
+While the thread that drives the transport's client side lets UCP work in one worker, this thread
+lets UCP work in another, so that two cores copy.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MIN_BYTES = 1 << 21
 """The smallest read that is worth a second thread."""
 
 PROGRESS_SECONDS = 0.002
-"""How long UCP copies before anything else is looked at: waking a thread takes a tenth of a
-millisecond, and a thread that has the interpreter's lock may keep it for five."""
+"""How long both workers copy before messages and timeouts are handled. Not less: waking a thread
+takes 0.1 ms, and another thread may keep the interpreter's lock for 5 ms."""
 
 
 def available_cores() -> int:
@@ -29,7 +29,7 @@ class CopyThread:
     """A thread that drives one worker while its owner drives another.
 
     Args:
-        name: the thread's.
+        name: the name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,7 +41,12 @@ class CopyThread:
         self._thread.start()
 
     def progress_both(self, first: Worker, second: Worker) -> None:
-        """Let UCP work in two workers at once, one of them in the calling thread."""
+        """Let UCP work in two workers at once, for ``PROGRESS_SECONDS``.
+
+        Args:
+            first: the worker for the calling thread.
+            second: the worker for this object's thread.
+        """
         self._idle.acquire()
         self._work = lambda: second.progress(PROGRESS_SECONDS)
         self._start.release()
@@ -53,7 +58,7 @@ class CopyThread:
 
     def stop(self) -> None:
         """End the thread, and wait for its end."""
-        # Without work to do, a start ends it.
+        # A thread that is started without work ends.
         with self._idle:
             self._start.release()
         self._thread.join()

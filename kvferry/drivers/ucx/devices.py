@@ -13,11 +13,11 @@ Devices = dict[str, list[str]]
 
 
 def devices(library: Any, context: int) -> Devices:  # noqa: ANN401 - a C library
-    """Return what a context can use, which UCX only prints.
+    """Return the transports and devices that a context can use. UCX only prints them.
 
     Args:
         library: a loaded libucp.
-        context: a ``ucp_context_h`` of it.
+        context: a ``ucp_context_h`` of that library.
     """
     found: Devices = {}
     text = _printed(library.ucp_context_print_info, ctypes.c_void_p(context))
@@ -27,7 +27,7 @@ def devices(library: Any, context: int) -> Devices:  # noqa: ANN401 - a C librar
 
 
 def listed(found: Devices) -> str:
-    """Return transports and devices in words. "memory" is left out, since it is no device."""
+    """Return transports and devices as text. "memory" is left out, since it is no device."""
     return ", ".join(
         transport if names == ["memory"] else f"{transport} ({', '.join(names)})"
         for transport, names in found.items()
@@ -35,7 +35,12 @@ def listed(found: Devices) -> str:
 
 
 def _printed(function: Any, context: ctypes.c_void_p) -> str:  # noqa: ANN401 - of a C library
-    """Return what a C function prints to the ``FILE`` that is its second argument."""
+    """Return what a C function prints to the ``FILE *`` that it takes as its second argument.
+
+    Args:
+        function: the function.
+        context: its first argument.
+    """
     libc = ctypes.CDLL(None)
     libc.open_memstream.restype = ctypes.c_void_p
     text, length = ctypes.c_char_p(), ctypes.c_size_t()

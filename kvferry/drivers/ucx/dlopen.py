@@ -1,12 +1,12 @@
-"""Open a libucp together with the libraries beside it; as a script, describe one.
+"""Open a libucp together with the libraries in its folder; as a script, describe one.
 
     python -I -S dlopen.py PATH
 
-prints a line of JSON: ``path``, ``version`` and whether the modules for RDMA load (``rdma``); or
-``problem``. That is a process of its own, since a library cannot be closed again, opening one takes
-up to half a second (UCX measures the clock), and one that does not fit may crash.
+prints one JSON object: ``path``, ``version`` and ``rdma``, whether a module for RDMA loads; or
+``problem``. It runs in a process of its own, since a library cannot be closed again, opening one
+takes up to half a second (UCX measures the clock), and an unsuitable one may crash.
 
-Needs nothing but the standard library.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _NEIGHBOURS = ("libucm.so.0", "libucs.so.0", "libuct.so.0")
 """The libraries that libucp needs, by the names under which it looks for them."""
 
 _UNDISGUISED = re.compile(r"libuc[mpst]\.so[.\d]*")
-"""Matches a UCX's files under their own names. NIXL's wheels give theirs other names, which do no
-harm."""
+"""Matches the file names of UCX's libraries. The copies in NIXL's wheels have other names, so they
+do not interfere."""
 
 
 def opened(path: str) -> ctypes.CDLL:
-    """Open a library, whose symbols other libraries do not see.
+    """Open a libucp so that other libraries do not see its symbols.
 
     Args:
-        path: its file; or a bare name, for the dynamic linker to look up.
+        path: the path of its file, or a bare name for the dynamic linker to look up.
 
     Raises:
-        OSError: it cannot be opened; says what is missing.
+        OSError: it cannot be opened; the text says what is missing.
     """
     _open_neighbours(Path(path))
     return ctypes.CDLL(path, os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 def loaded_elsewhere(folder: Path) -> str | None:
-    """Return a file of a UCX in this process that lies in another folder, or ``None``.
+    """Return a UCX library that this process has loaded from another folder, or ``None``.
 
-    The libraries that libucp needs are found by name: with two of a name in a process, it gets the
-    first.
+    The dynamic linker finds the libraries that libucp needs by name: if the process has loaded one
+    of that name, libucp gets this one, wherever it came from.
     """
     home = folder.resolve()
     others = (path for path in _mapped() if path.parent.resolve() != home)
@@ -52,7 +52,11 @@ def loaded_elsewhere(folder: Path) -> str | None:
 
 
 def modules(path: Path) -> list[Path]:
-    """Return the files of the modules that a UCX may load, one for each module."""
+    """Return the files of the modules that a UCX may load, one for each module.
+
+    Args:
+        path: the UCX's libucp.
+    """
     files = sorted((path.resolve().parent / "ucx").glob("libuct_*.so*"))
     return list({file.name.partition(".so")[0]: file for file in files}.values())
 
@@ -63,7 +67,7 @@ def for_rdma(module: Path) -> bool:
 
 
 def _open_neighbours(path: Path) -> None:
-    """Open the libraries that a libucp needs, where its file does not say where they are.
+    """Open the libraries that a libucp needs if they lie in its folder.
 
     They are opened lazily, which ctypes cannot do, because libucm and libucs need each other.
     """
@@ -89,7 +93,7 @@ def _version(library: ctypes.CDLL) -> tuple[int, ...]:
 
 
 def loads(module: Path) -> bool:
-    """Return whether a module loads with all that it needs. Its UCX must have been loaded."""
+    """Return whether a module and all its dependencies load. Its UCX must be loaded already."""
     try:
         ctypes.CDLL(str(module), os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError:

@@ -21,17 +21,18 @@ Version = tuple[int, int, int]
 Source = Literal["option", "system", "wheel"]
 
 LOWEST: Version = (1, 18, 0)
-"""The oldest UCX that was tested. Another major version may lay out its structures otherwise."""
+"""The oldest UCX that ``find`` takes; ``Ucp`` refuses one older than ``ucp.MINOR``. Another major
+version may lay out its structures in another way."""
 
 SYSTEMS_OWN = "libucp.so.0"
 WHEEL = "libucx"
-"""The package that the distributions libucx-cu12 and libucx-cu13 install."""
+"""The package that the distributions libucx-cu12 and libucx-cu13 install: a UCX in a wheel."""
 
 BUILT_IN = ("self", "posix", "sysv", "tcp")
-"""Transports that need no module."""
+"""The transports that are part of UCX itself, not of a module."""
 
 SECONDS = 60.0
-"""How long a library may take to be opened."""
+"""How long the process that opens and describes a library may take."""
 
 REMEDY = (
     "install UCX (libucx0 of Debian and Ubuntu, ucx of Fedora), or pip install 'kvferry[ucx]', or "
@@ -41,16 +42,19 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxLibrary:
-    """A libucp that was found, of which nothing has been loaded into this process.
+    """A libucp that ``find`` found. It need not be loaded into this process.
 
     Attributes:
-        path: its file.
-        version: major, minor, patch.
-        source: what led to it: the option ``library``, the system's linker, or the wheel.
-        rdma: whether it has a module for RDMA, and all that this needs. Whether there is a NIC is
-            another question.
-        transports: those that are built in, and the modules beside it, which need not load here.
-        advice: which other one can do RDMA where this one cannot; empty where none is there.
+        path: the path of its file.
+        version: major, minor and patch number.
+        source: where it was found: by the option ``library``, by the system's linker, or in the
+            wheel.
+        rdma: whether it has a module for RDMA that loads here; this does not mean that there is a
+            NIC.
+        transports: the built-in transports and the names of its modules, which may fail to load
+            here.
+        advice: how to use another library that can do RDMA where this one cannot; empty if there is
+            no such library.
     """
 
     path: str
@@ -75,14 +79,15 @@ _SOURCES: dict[Source, str] = {
 def find(explicit: str | None = None) -> UcxLibrary:
     """Find the libucp to use. Log a warning if it cannot do RDMA and another one here could.
 
-    Libraries are opened in a process of their own.
+    To describe a library, another process opens it.
 
     Args:
-        explicit: its path, or a name for the dynamic linker; ``None`` to look for one.
+        explicit: the path of a libucp, or a name for the dynamic linker; ``None`` to take the
+            system's, else the wheel's.
 
     Raises:
-        DriverError: there is no usable one, or the named one is not usable; names what was found,
-            what is wrong with it, and the remedy.
+        DriverError: no library, or not the explicit one, can be used; the text names what was
+            found, what is wrong with it, and the remedy.
     """
     named = [] if explicit is None else [_named(explicit)]
     if named and named[0].rdma:
@@ -96,10 +101,10 @@ def find(explicit: str | None = None) -> UcxLibrary:
 
 
 def load(library: UcxLibrary) -> ctypes.CDLL:
-    """Load a library into this process, where it stays, with the UCX libraries beside it.
+    """Load a libucp into this process for good, with the UCX libraries in its folder.
 
     Raises:
-        DriverError: it does not load, or the process has loaded another UCX, parts of which it
+        DriverError: it does not load, or the process has loaded another UCX, whose libraries it
             would get.
     """
     path = Path(library.path)
@@ -132,7 +137,7 @@ def _named(path: str) -> UcxLibrary:
 
 
 def _there() -> tuple[list[UcxLibrary], list[str]]:
-    """Return the system's and the wheel's library, in this order, and why one is missing."""
+    """Return the system's and the wheel's library, in this order, and why any is missing."""
     found, reasons = [], []
     for look in (_systems, _wheels):
         try:
@@ -147,7 +152,11 @@ def _systems() -> UcxLibrary:
 
 
 def _wheels() -> UcxLibrary:
-    """Return the wheel's library, whose version is in a file of the wheel."""
+    """Return the wheel's library.
+
+    If its version can be read from a file of the wheel, and it has no RDMA module to try, no
+    process is needed to describe it.
+    """
     spec = find_spec(WHEEL)
     if spec is None or spec.origin is None:
         raise DriverError("the wheel libucx is not installed")
@@ -164,7 +173,15 @@ def _wheels() -> UcxLibrary:
 
 
 def _asked(name: str, source: Source) -> UcxLibrary:
-    """Describe a library by opening it in a process of its own."""
+    """Return the description of a library, which another process opens.
+
+    Args:
+        name: its path, or a name for the dynamic linker.
+        source: where it was found.
+
+    Raises:
+        DriverError: it cannot be opened.
+    """
     try:
         ran = subprocess.run(
             [sys.executable, "-I", "-S", dlopen.__file__, name],

@@ -16,14 +16,14 @@ from kvferry.drivers.ucx.ucp import Context, Memory, Ucp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What belongs to one registered region.
+    """One registration of a region with UCX.
 
     Attributes:
-        key: names this registration among all that the transport ever made.
-        memory: UCX's handle.
+        key: the number of the registration, which this transport uses only once.
+        memory: UCX's handle of the registered memory.
         packed: UCX's packed key, with which peers reach the region.
-        params: the parameters of requests that move bytes from the region or to it. Requests are
-            given the address of this structure, so it lives as long as the registration.
+        params: UCX's request parameters for reads into the region and writes from it. UCX gets the
+            address of this structure, so the registration keeps it alive.
     """
 
     key: KeyId
@@ -33,7 +33,7 @@ class Registration:
 
 
 class RegisteredMemory:
-    """The registrations of one transport. Not for use by two threads at once.
+    """The registrations of one transport. Two threads must not use it at once.
 
     Args:
         ucp: the library.
@@ -56,7 +56,7 @@ class RegisteredMemory:
         return len(self._registrations)
 
     def register(self, region: Region) -> KeyId:
-        """Register a region that is not registered.
+        """Register a region that is not registered yet.
 
         Returns:
             The key of the registration.
@@ -80,11 +80,11 @@ class RegisteredMemory:
         return registration.key
 
     def remove(self, region: Region) -> Registration:
-        """Remove a region from the registered ones. UCX keeps it until ``unmap`` is called."""
+        """Forget a registered region, and return its registration, which ``unmap`` then undoes."""
         return self._registrations.pop(region)
 
     def unmap(self, registration: Registration) -> None:
-        """Undo a registration at UCX. Nothing may use the region any more."""
+        """Undo a registration with UCX, once no peer and no transfer uses the region any more."""
         self._ucp.unmap(self._context, registration.memory)
 
     def params_address(self, region: Region) -> int:
@@ -92,14 +92,14 @@ class RegisteredMemory:
         return structs.address_of(self._registrations[region].params)
 
     def described(self) -> list[UcxRegion]:
-        """Return the registered regions as an address carries them."""
+        """Return the registered regions in the form in which ``UcxAddress`` lists them."""
         return [
             UcxRegion(region.address, region.nbytes, region.kind, region.device, r.key, r.packed)
             for region, r in self._registrations.items()
         ]
 
     def close(self) -> None:
-        """Undo every registration."""
+        """Undo every registration with UCX."""
         for registration in self._registrations.values():
             with suppress(TransportError):
                 self.unmap(registration)

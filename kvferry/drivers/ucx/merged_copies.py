@@ -1,4 +1,4 @@
-"""Merge the copies of a batch that are neighbours on both sides into runs."""
+"""Merge copies that follow each other on both sides into runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvferry.core.transport.bounds import check_bounds, checked_length
 from kvferry.core.transport.copies import Copies
 
 MAX_RUN_BYTES = 16 << 20
-"""The longest run. A transfer can end early only between two runs."""
+"""The most bytes of a run: a transfer can end early only between two runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MergedCopies:
-    """(n,) runs, each contiguous on both sides and within one segment of the batch.
+    """The n runs of a batch, each contiguous on both sides and within one segment of the batch.
 
     Attributes:
-        local: addresses of their first local bytes.
-        remote: addresses of their first remote bytes.
-        nbytes: their lengths, none of them 0, none above ``MAX_RUN_BYTES``.
-        segment: the index of the segment that each comes from.
-        end_bytes: how many bytes the batch has up to the end of each.
+        local: (n,) the local address of each run.
+        remote: (n,) the remote address of each run.
+        nbytes: (n,) the length of each run in bytes, from 1 to ``MAX_RUN_BYTES``.
+        segment: (n,) the index of the segment that each run lies in.
+        end_bytes: (n,) the sum of the lengths up to and including each run.
     """
 
     local: U64Array
@@ -41,7 +41,7 @@ class MergedCopies:
             return self
         pieces = (self.nbytes.astype(np.int64) + max_bytes - 1) // max_bytes
         index = np.repeat(np.arange(len(self)), pieces)
-        # The number of each piece within its run, times the length of a piece.
+        # Where each piece begins in its run: its number there times the length of a piece.
         within = (np.arange(len(index)) - np.repeat(pieces.cumsum() - pieces, pieces)) * max_bytes
         offset = within.astype(np.uint64)
         return _merged(
@@ -52,15 +52,15 @@ class MergedCopies:
         )
 
     def window_end(self, start: int, max_runs: int, max_bytes: int) -> int:
-        """Return where a window ends that begins at run ``start``.
+        """Return where the window that begins at run ``start`` ends.
 
         Args:
-            start: the first run of the window.
-            max_runs: how many runs the window may have.
-            max_bytes: how many bytes it may have; the first run is in it whatever its length.
+            start: the index of the first run.
+            max_runs: the most runs of the window.
+            max_bytes: the most bytes of the window, unless its first run alone is longer.
 
         Returns:
-            The index behind the last run of the window.
+            The index after the last run of the window.
         """
         before = int(self.end_bytes[start - 1]) if start else 0
         within = int(self.end_bytes.searchsorted(np.uint64(before + max_bytes), side="right"))
@@ -68,10 +68,10 @@ class MergedCopies:
 
 
 def merge_copies(copies: Copies) -> MergedCopies:
-    """Check a batch against its regions, and merge neighbours.
+    """Check that a batch stays within its regions, and merge its copies into runs.
 
     Args:
-        copies: the batch; its arrays are not needed afterwards.
+        copies: the batch. Its arrays may be changed afterwards.
 
     Returns:
         The runs, in the order of the batch.
@@ -93,7 +93,7 @@ def merge_copies(copies: Copies) -> MergedCopies:
     if not nbytes.all():
         full = np.flatnonzero(nbytes)
         local, remote, nbytes, segment = local[full], remote[full], nbytes[full], segment[full]
-    # True between two copies that are not neighbours.
+    # True where a copy does not follow its predecessor on both sides.
     apart = local[1:] - local[:-1] != nbytes[:-1]
     apart |= remote[1:] - remote[:-1] != nbytes[:-1]
     apart |= segment[1:] != segment[:-1]

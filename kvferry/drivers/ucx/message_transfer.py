@@ -1,10 +1,10 @@
-"""Reads and writes by messages, where UCX has no way of its own into the peer's memory.
+"""Reads and writes by messages, for connections over which UCX cannot reach the peer's memory.
 
-UCX would emulate one: the peer's UCX carries out what arrives without checking the address, and
-answers. If the connection has ended by then, as it has when the process that asked was killed, UCX
+UCX would emulate such access: the peer's UCX carries out requests without checking the addresses,
+and answers. If the connection has ended by then, because the requesting process was killed, UCX
 ends the peer's process (1.22: "Fatal: unexpected error", in ``ucp_put_handler`` and in its
-counterpart for reads). So the driver turns emulation off and sends the bytes itself. The server
-checks every address, and knows when it drops what arrives late.
+counterpart for reads). So the driver turns emulation off and sends the bytes as messages of its
+own. The server checks every address, and knows when it drops what arrives late.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ NATIVE_TRANSPORTS = {
     CPU: ("cma", "knem", "xpmem", "rc", "dc", "ugni"),
     "cuda": ("rc", "dc", "cuda_ipc"),
 }
-"""By memory kind: how the names of UCX's transports begin that reach it without the peer's help."""
+"""By memory kind: name prefixes of the UCX transports that reach such memory without the peer's
+help."""
 
 _NONE: U64Array = np.empty(0, np.uint64)
 
 
 def reached_natively(transports: frozenset[str], kinds: frozenset[str]) -> bool:
-    """Return whether UCX can move bytes between some kinds of memory without the peer's help.
+    """Return whether UCX can move bytes over a connection without the peer's help.
 
     Args:
-        transports: UCX's names of the transports of a connection.
+        transports: UCX's names of the connection's transports.
         kinds: the memory kinds of both sides.
     """
     return all(
@@ -45,39 +46,43 @@ def reached_natively(transports: frozenset[str], kinds: frozenset[str]) -> bool:
 
 
 def copied_by_cpu(transports: frozenset[str]) -> bool:
-    """Return whether this process copies bytes of CPU memory itself, rather than a device."""
+    """Return whether this process copies the bytes of CPU memory itself, by cma.
+
+    Args:
+        transports: UCX's names of the connection's transports.
+    """
     return "cma" in transports
 
 
 def consecutive(base: int, nbytes: U64Array) -> U64Array:
-    """Return the (n,) addresses of ranges that lie one behind the other.
+    """Return the (n,) addresses of ranges that follow each other without gaps.
 
     Args:
-        base: the address of the first.
+        base: the address of the first range.
         nbytes: (n,) the lengths of the ranges.
     """
     return np.cumsum(nbytes) - nbytes + np.uint64(base)
 
 
 def build_rows(keys: U64Array, addresses: U64Array, nbytes: U64Array) -> U64Array:
-    """Return the (n, 3) rows with which a message names ranges of the server's memory."""
+    """Return (n, 3) uint64 rows that name n ranges of the server's memory, as in ``Store``."""
     return np.stack([keys, addresses, nbytes], axis=1)
 
 
 def apply_store(
     rows: int, body: int, nbytes: int, regions: RegionsByKey, copy_ranges: CopyRanges
 ) -> str:
-    """Write the bytes of a peer's message into registered memory: all of them, or none.
+    """Write the bytes of a client's ``Store`` into registered memory: all of them, or none.
 
     Args:
-        rows: how many rows the peer says that there are.
+        rows: the number of rows according to the client.
         body: the address of the message's body: the rows, then the bytes.
-        nbytes: the length of the body.
-        regions: the registered regions of this process.
-        copy_ranges: copies.
+        nbytes: the length of the body in bytes.
+        regions: the registered regions of this transport.
+        copy_ranges: the function that copies the bytes.
 
     Returns:
-        Why nothing was written, or an empty string.
+        Why nothing was written; an empty string if all was written.
     """
     head = ROW_BYTES * rows
     if nbytes < head:
@@ -91,20 +96,20 @@ def apply_store(
 
 
 def check_rows(data: bytes, regions: RegionsByKey) -> tuple[str, U64Array, U64Array]:
-    """Check the rows of a peer's message against the registered regions.
+    """Check the rows of a client's message against the registered regions.
 
     Args:
-        data: the rows, each of ``ROW_BYTES``.
-        regions: the registered regions of this process.
+        data: the rows, ``ROW_BYTES`` each.
+        regions: the registered regions of this transport.
 
     Returns:
-        Why they are refused, or an empty string; then the (n,) addresses and (n,) lengths that they
-        name, which are empty if they are refused.
+        A refusal, or an empty string; then the (n,) addresses and (n,) lengths in the rows, both
+        empty if the rows are refused.
     """
     if len(data) % ROW_BYTES or len(data) > ROW_BYTES * MAX_RELAY_ROWS:
         return f"rows of {len(data)} bytes", _NONE, _NONE
     keys, addresses, lengths = np.frombuffer(data, np.uint64).reshape(-1, 3).T.copy()
-    # The longest first: the sum of any lengths may overflow 64 bits, and look small.
+    # Check the longest before the sum, which could otherwise overflow 64 bits and look small.
     if lengths.max(initial=0) > MAX_RELAY_BYTES or lengths.sum() > MAX_RELAY_BYTES:
         return f"too many bytes at once; at most {MAX_RELAY_BYTES}", _NONE, _NONE
     for key in {*keys.tolist()}:
@@ -112,7 +117,7 @@ def check_rows(data: bytes, regions: RegionsByKey) -> tuple[str, U64Array, U64Ar
         if region is None:
             return "a region has been deregistered", _NONE, _NONE
         of_region = keys == key
-        # An address below the region wraps around, and so is far behind its end.
+        # The offset of an address below the region wraps around to a very large number.
         offset = addresses[of_region] - np.uint64(region.address)
         outside = (offset > region.nbytes) | (offset + lengths[of_region] > region.nbytes)
         if region.kind != CPU or outside.any():

@@ -1,9 +1,9 @@
 """The messages between the client and the server of a connection: UCP's active messages.
 
 A connection leads from a transport that reads and writes (the client) to one whose memory is read
-and written (the server). The client opens it with ``Hello``, which names it; every later message
-names it again. Messages are msgpack arrays that begin with a number (``tag``), so neither class nor
-field names are on the wire.
+and written (the server). The client opens it with ``Hello``. Every message names the connection by
+the id that the client chose. Messages are msgpack arrays that begin with a number (``tag``), so
+neither class nor field names are on the wire.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from kvferry.core.messages import DECODE_ERRORS
 from kvferry.drivers.ucx.address import Instance, Name, Word, WorkerAddress
 
 MAX_NOTIFICATION = 4096
-"""The longest payload of a notification. Any message then fits into one piece of each of UCX's
-transports, so that the messages of one connection stay in order."""
+"""The most bytes of a notification's payload. With this limit every transport of UCX sends a
+notification in one piece, so that a connection's notifications stay in order."""
 
 MAX_BACKLOG = 64 << 20
-"""How many bytes may wait, on either side, for a receiver that does not take them."""
+"""The most bytes that wait for a receiver that does not take them: on the client, messages that
+have not been sent; on the server, notifications that its user has not fetched."""
 
 MAX_WITHDRAWN = 1 << 14
-"""How many withdrawals a server remembers, for clients with older addresses."""
+"""The most withdrawn registrations that a server remembers, for clients with older addresses."""
 MAX_RELAY_BYTES = 1 << 18
-"""How many bytes of memory a store or a fetch may name."""
+"""The most bytes of memory that one store or fetch may name."""
 MAX_RELAY_ROWS = 1 << 12
-"""How many ranges it may name."""
+"""The most ranges of memory that one store or fetch may name."""
 ROW_BYTES = 24
 MAX_BODY = MAX_RELAY_BYTES + ROW_BYTES * MAX_RELAY_ROWS
 MAX_MESSAGE = MAX_BODY + (1 << 18)
 
 ConnectionId = Instance
-"""Random, chosen by the client."""
+"""16 random bytes, chosen by the client."""
 
 ConnectionIndex = Annotated[int, msgspec.Meta(ge=0, le=1)]
-"""Which of a client's connections to one server: the first, or the second, for large reads."""
+"""0 for a client's first connection to a server, 1 for its second, which serves large reads only.
+"""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -44,11 +46,13 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     Attributes:
         connection: the id of the connection.
-        server: the instance that is meant, which only its address has; another one drops this.
+        server: the server's instance, which the client has from the server's address; a server with
+            another instance drops this message.
         client: the client's name.
-        worker: the address of the worker that gets the server's answers.
-        known_withdrawals: how many withdrawals the client knows of, from the server's address.
-        index: which of the client's connections; an earlier one of the same index ends with this.
+        worker: UCX's address of the worker that gets the server's answers.
+        known_withdrawals: ``UcxAddress.withdrawn`` of the address that the client connects with.
+        index: which of the client's connections this is; the server closes an earlier connection of
+            the same client and index.
     """
 
     connection: ConnectionId
@@ -60,11 +64,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Server to client: it may read and write, and its earlier connection is closed.
+    """Server to client: the client may read and write; its earlier connection has been closed.
 
     Attributes:
         connection: the id of the connection.
-        withdrawn: the keys of registrations withdrawn since the client's address was made.
+        withdrawn: the keys of the registrations that were withdrawn after the server had made the
+            address with which the client connects.
     """
 
     connection: ConnectionId
@@ -72,7 +77,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Server to client: it may not read and write, and why."""
+    """Server to client: the client may not read and write, for this reason."""
 
     connection: ConnectionId
     reason: Annotated[str, msgspec.Meta(max_length=512)]
@@ -90,8 +95,8 @@ class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
     Attributes:
         connection: the id of the connection.
-        number: counts the server's withdrawals.
-        key: names the registration.
+        number: the number of the withdrawal; a server counts its withdrawals from 1.
+        key: the key of the registration.
     """
 
     connection: ConnectionId
@@ -100,7 +105,10 @@ class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Released(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Client to server: nothing on this connection uses what was withdrawn up to a number."""
+    """Client to server: confirm all withdrawals up to ``number``.
+
+    Nothing on the connection uses the withdrawn registrations any more.
+    """
 
     connection: ConnectionId
     number: Word
@@ -113,24 +121,25 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Server to client, on another endpoint: the server has closed the connection for good.
+    """Server to client, on a new endpoint: the server has closed the connection for good.
 
-    What still arrives on it is dropped.
+    The server drops what still arrives on the closed connection.
     """
 
     connection: ConnectionId
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Client to server: write bytes, where UCX cannot write by itself.
+    """Client to server: write bytes into the server's memory, where UCX cannot.
 
-    Its body is the rows, then the bytes, one row's after the other's. The rows are (n, 3) uint64:
-    the key of a region, an address in it, and a length.
+    The message's body is n rows, then the bytes for the first row, for the second, and so on. The
+    rows are (n, 3) uint64: the key of a registration, an address in its region, and a length.
 
     Attributes:
         connection: the id of the connection.
-        number: counts the connection's stores and fetches.
-        rows: how many rows there are.
+        number: the number of the request; a client counts a connection's stores and fetches
+            together, from 1.
+        rows: n, the number of rows.
     """
 
     connection: ConnectionId
@@ -139,7 +148,7 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Server to client: all bytes of a store are in memory; or none, and ``refusal`` says why."""
+    """Server to client: all bytes of a store are written, or none; then ``refusal`` says why."""
 
     connection: ConnectionId
     number: Word
@@ -151,8 +160,8 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
     Attributes:
         connection: the id of the connection.
-        number: counts the connection's stores and fetches.
-        rows: the ranges, as the rows of a ``Store``.
+        number: the number of the request, as in ``Store``.
+        rows: the ranges of the server's memory, as the rows of a ``Store``.
     """
 
     connection: ConnectionId
@@ -161,7 +170,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Server to client: the fetched bytes as its body; or none, and ``refusal`` says why."""
+    """Server to client: the fetched bytes as the body, or none; then ``refusal`` says why."""
 
     connection: ConnectionId
     number: Word
@@ -192,7 +201,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message | None:
-    """Return the message in untrusted bytes; ``None`` if there is none, to be dropped."""
+    """Parse a message from untrusted bytes; return ``None`` if they are not a message."""
     try:
         return _decoder.decode(data)
     except DECODE_ERRORS:

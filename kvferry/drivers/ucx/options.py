@@ -13,36 +13,39 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 DEFAULT_SETTINGS: Mapping[str, str] = {
-    # On one host: without it UCX reads through the peer, as soon as it is to notice that it died.
+    # Without it UCX does not use cma on connections with error handling, and reads by the peer.
     "CMA_MEMORY_INVALIDATE": "y",
     # Emulated reads and writes can end the peer's process: see message_transfer.py.
     "PROTO_EMULATION_ENABLE": "n",
-    # A peer that dies while nothing moves is noticed by asking.
+    # By asking the peer, UCX notices its death even while nothing moves.
     "KEEPALIVE_INTERVAL": "500ms",
-    # Connecting must not hold everything up.
+    # Connect without blocking the worker.
     "TCP_CONN_NB": "y",
-    # UCX looks after everything that a worker has from the start. Otherwise UCX (1.22) may sleep on
-    # the first message through shared memory, if its sender is interrupted while writing it.
+    # Poll all transports of a worker from the start. Otherwise UCX (1.22) may miss the first
+    # message through shared memory, if its sender is interrupted while writing it.
     "ADAPTIVE_PROGRESS": "n",
     # Few calls of ucp_worker_progress for many bytes, since each call takes the interpreter's lock.
     "CMA_TX_QUOTA": "8",
     "TCP_TX_SEG_SIZE": "64k",
     "WARN_UNUSED_ENV_VARS": "n",
 }
-"""What the driver sets where this UCX knows the setting and the user does not set it."""
+"""The driver's own settings of UCX. The user's override them; a UCX that does not know one ignores
+it."""
 
 
 class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The ``driver_options`` of ucx.
 
     Attributes:
-        transports: UCX's names of the transports that may be used (its UCX_TLS); none: all.
-        devices: network devices that may be used (its UCX_NET_DEVICES); none: all.
-        settings: any other settings of UCX, by UCX's names.
-        library: the libucp to load; ``None``: the system's, else the wheel's.
-        threads: 1: one thread serves peers and drives transfers; 2: one for each.
-        deadline_seconds: a transfer in which nothing moves for this long fails.
-        connect_seconds: how long a peer may take to answer.
+        transports: UCX's names of the transports to use (UCX_TLS); all if the list is empty.
+        devices: the network devices to use (UCX_NET_DEVICES); all if the list is empty.
+        settings: other settings of UCX, by UCX's names, with or without the prefix ``UCX_``.
+        library: the path or name of the libucp to load; ``None`` for the system's, else the
+            wheel's.
+        threads: with 1, one thread both serves peers and drives transfers; with 2, each has its
+            own.
+        deadline_seconds: for how many seconds nothing of a transfer may move before it fails.
+        connect_seconds: how many seconds a peer may take to answer ``connect``.
     """
 
     transports: list[_Name] = []
@@ -64,7 +67,7 @@ def parse(options: Mapping[str, object]) -> UcxOptions:
 
 
 def user_settings(options: UcxOptions) -> dict[str, str]:
-    """Return what the user sets, by UCX's names without their prefix ``UCX_``."""
+    """Return the user's settings of UCX, by UCX's names without the prefix ``UCX_``."""
     given = {name.removeprefix("UCX_"): value for name, value in options.settings.items()}
     if options.transports:
         given["TLS"] = ",".join(options.transports)

@@ -18,14 +18,14 @@ from kvferry.drivers.ucx.ucp_structs import Code
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PostedRuns:
-    """The arguments of the operations that are posted together, (n,) uint64 each.
+    """The arguments of n operations that are posted together. Each array is (n,) uint64.
 
     Attributes:
-        local: local addresses.
-        nbytes: lengths in bytes.
-        remote: remote addresses.
-        keys: handles of the remote keys.
-        params: addresses of request parameters, which name the local memory.
+        local: the local address of each run.
+        nbytes: the length of each run in bytes.
+        remote: the remote address of each run.
+        keys: UCP's handle of the remote key of each run.
+        params: the address of each run's ``RequestParams``, which name the local registration.
     """
 
     local: U64Array
@@ -46,23 +46,25 @@ class Poster(Protocol):
         """Post every run of a batch.
 
         Args:
-            endpoint: the connection to post on.
+            endpoint: the endpoint to post on.
             batch: the runs.
             write: whether to write (``ucp_put_nbx``) or to read (``ucp_get_nbx``).
 
         Returns:
-            (n,) what UCP returned for each run: 0, an error's status, or a request's address.
+            (n,) uint64, what UCP returned for each run: 0 if it has completed, an error status, or
+            the address of a request, which ``sweep`` frees.
         """
 
     def sweep(self, requests: U64Array, start: int) -> tuple[int, int]:
         """Free completed requests, up to the first that has not completed.
 
         Args:
-            requests: (n,) as ``post`` returned them.
-            start: how many were swept before.
+            requests: (n,) uint64, as ``post`` returned them.
+            start: how many of them were swept by earlier calls.
 
         Returns:
-            How many are swept now, and the first error among the new ones, or 0.
+            How many of them are swept now, and the status of the first error among those that this
+            call swept, or 0.
         """
 
     def progress(self, worker: WorkerHandle, seconds: float) -> bool:
@@ -73,11 +75,17 @@ class Poster(Protocol):
         """
 
     def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        """Copy (n,) ranges of this process's memory, which must not overlap."""
+        """Copy n ranges of this process's memory, which must not overlap.
+
+        Args:
+            targets: (n,) the addresses to copy to.
+            sources: (n,) the addresses to copy from.
+            nbytes: (n,) the lengths in bytes.
+        """
 
 
 class PlainPoster:
-    """The loops in Python.
+    """The loops of ``Poster`` in Python.
 
     Args:
         ucp: the library.

@@ -16,14 +16,14 @@ def this_process() -> ProcessIdentity:
 
 
 def has_ended(process: ProcessIdentity) -> bool:
-    """Return whether a process has ended. Of one on another host or in another namespace: False."""
+    """Return whether a process has ended; False for another host or another pid namespace."""
     if (process.boot, process.namespace) != (_boot(), _namespace()):
         return False
     return _start_time(process.pid) != process.start_time
 
 
 def _start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; ``None`` if it does not live."""
+    """Return when a process started, in clock ticks since boot; ``None`` if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -1,9 +1,9 @@
-"""Who lets UCX work: a thread that sleeps until there is something to do, and calls that wait.
+"""Let UCX work: in a thread that sleeps while there is nothing to do, and within calls.
 
-UCX moves bytes and delivers messages only while somebody calls ``ucp_worker_progress``. The
-transport's client side and its server side each have workers, and a lock for them. A
-``ProgressThread`` serves one or both sides; a ``ProgressDriver`` lets a call of the transport do
-the client's work itself, which saves waking the thread.
+UCX moves bytes and delivers messages only while ``ucp_worker_progress`` is called. The transport's
+client side and its server side each have workers, and a lock for them. A ``ProgressThread`` drives
+one side or both; with a ``ProgressDriver``, calls of the transport drive the client side, which
+saves waking the thread.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ if TYPE_CHECKING:
     from kvferry.drivers.ucx.client import Client
 
 _PAUSE_SECONDS = 0.0005
-"""Between two looks at a condition while nothing happens."""
+"""How long ``wait_until`` sleeps before it checks its condition again, if there is nothing to do.
+"""
 
 _TIMER_MILLISECONDS = 20
-"""How long the thread sleeps at most while something may end without an event: a deadline, say."""
+"""How long the thread sleeps at most while something, such as a deadline, may end without an event.
+"""
 
 _HELD_MILLISECONDS = 2
-"""How long it sleeps at most while another thread has a side: the end of that is no event."""
+"""How long the thread sleeps at most while another thread holds the lock of a side: its release
+raises no event."""
 
 
 class FairLock:
-    """A lock to wait for (``with``), or to ``try_acquire``, which lets those who wait go first.
+    """A lock whose ``try_acquire`` fails while another thread waits for it in a ``with`` statement.
 
-    A thread that works in a loop would have a ``threading.Lock`` again before anybody who waits
-    for it has woken up; and while bytes move there may be no end of such a loop.
+    A thread that releases and acquires a ``threading.Lock`` in a loop has it again before a waiting
+    thread wakes up, and a progress loop may run as long as bytes move.
     """
 
     def __init__(self) -> None:
@@ -68,28 +71,28 @@ class FairLock:
 
 
 class ProgressTarget(Protocol):
-    """One side of a transport, with its workers.
+    """The client or the server side of a transport, with its workers.
 
     Attributes:
-        lock: held by whoever uses the side.
+        lock: held while a thread uses the side.
     """
 
     lock: FairLock
 
     @property
     def workers(self) -> list[Worker]:
-        """The workers whose descriptors become readable when there is something to do."""
+        """The side's workers; a worker's descriptor becomes readable when it has work."""
 
     @property
     def needs_timer(self) -> bool:
-        """Whether something may fall due without an event."""
+        """Whether a timeout may end something without an event of UCX."""
 
     @property
     def driven_elsewhere(self) -> bool:
-        """Whether another thread drives this side again and again just now."""
+        """Whether calls of the transport drive this side often enough without the thread."""
 
     def run_once(self) -> bool:
-        """Do what there is to do, with the lock held.
+        """Do the work that there is. The caller holds the lock.
 
         Returns:
             Whether there may be more to do at once.
@@ -100,8 +103,8 @@ class ProgressThread:
     """A thread that drives one or more sides and sleeps until UCX has something to do.
 
     Args:
-        name: the thread's.
-        targets: the sides.
+        name: the name of the thread.
+        targets: the sides to drive.
     """
 
     def __init__(self, name: str, targets: Sequence[ProgressTarget]) -> None:
@@ -113,8 +116,8 @@ class ProgressThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Have the thread look at its sides again, because one was used."""
-        # A thread that sleeps two milliseconds at most needs no system call to wake it.
+        """Wake the thread, because a side was used and may have work."""
+        # A thread that sleeps for 2 ms at most wakes soon enough without a system call.
         if not self._wakes_soon:
             os.eventfd_write(self._wake, 1)
 
@@ -136,14 +139,19 @@ class ProgressThread:
                     busy |= _run_and_release(target)
                 else:
                     held.append(target)
-            # The workers of a side that is held are not armed, so they raise no event, and whoever
-            # holds it need not say when that is over.
+            # The workers of a side that another thread holds are not armed and raise no event, so
+            # look again soon instead of having that thread report the release.
             if not busy:
                 soon = bool(held) or any(target.needs_timer for target in elsewhere)
                 self._sleep(elsewhere + held, soon=soon)
 
     def _sleep(self, unarmed: list[ProgressTarget], *, soon: bool) -> None:
-        """Sleep until there is an event, or until the time that the sides allow is over."""
+        """Sleep until an event, or for as long as the sides allow.
+
+        Args:
+            unarmed: sides whose descriptors are not armed, and so are not waited for.
+            soon: whether to sleep for ``_HELD_MILLISECONDS`` at most.
+        """
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for target in self._targets:
@@ -161,8 +169,8 @@ class ProgressDriver:
     """Drives the client side within calls of the transport.
 
     Args:
-        client: the side.
-        threads: drive it when no call does, and serve.
+        client: the client side.
+        threads: the threads that drive the sides otherwise.
     """
 
     def __init__(self, client: Client, threads: Sequence[ProgressThread]) -> None:
@@ -171,6 +179,10 @@ class ProgressDriver:
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Drive the client until a condition holds, or the time is up.
+
+        Args:
+            condition: checked repeatedly, without the client's lock.
+            seconds: how long to wait at most.
 
         Returns:
             Whether the condition holds.
@@ -184,10 +196,10 @@ class ProgressDriver:
         return True
 
     def run_once(self) -> bool:
-        """Drive the client once, unless another thread does.
+        """Drive the client once, unless another thread holds its lock or waits for it.
 
         Returns:
-            Whether there may be more to do at once.
+            Whether there may be more to do at once; False if the client was not driven.
         """
         if not self._client.lock.try_acquire():
             return False
@@ -206,7 +218,7 @@ class ProgressDriver:
             thread.wake()
 
     def stop(self) -> None:
-        """End the threads."""
+        """End the threads, the client's copy thread included."""
         for thread in self._threads:
             thread.stop()
         self._client.stop()

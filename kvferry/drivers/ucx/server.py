@@ -1,9 +1,9 @@
-"""The side of a transport that serves: its clients, what they may still use, and their messages.
+"""The server side of a transport: its clients' connections, withdrawals, and messages.
 
-A peer's reads and writes of this side's memory may be carried out by this side's UCX, which checks
-nothing. So before memory is deregistered, every client that may know of it is told, and confirms
-when nothing of its own uses it any more. A client that does not confirm in time is disconnected;
-what still arrives from it is dropped then.
+A client's reads and writes may be carried out by the server's UCX, which checks nothing. So before
+memory is deregistered, the server tells every client that its registration is *withdrawn*, and each
+client confirms this once none of its transfers uses the memory any more. A client that does not
+confirm in time is disconnected; then the server drops what still arrives from it.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from kvferry.drivers.ucx.worker import Worker, wait_closed
 from kvferry.drivers.ucx_format import FormatError, check_worker_address, is_known
 
 _NOTIFICATION_BYTES = 256
-"""What keeping a notification takes besides its payload."""
+"""About how many bytes a kept notification takes besides its payload."""
 
 MAX_CONNECTIONS = 4096
-"""How many connections are served at once; a client that reads much has two. Each takes an endpoint
-of UCX and, over tcp, a file descriptor or more; 256 engines of eight ranks have as many."""
+"""The most connections that are served at once. Each takes an endpoint of UCX and, over tcp, one or
+more file descriptors. A client has one or two, so 256 engines of eight ranks have 4096 at most."""
 MAX_WAITING_HELLOS = 256
-"""How many hellos may wait until an earlier connection of their client is closed."""
+"""The most hellos that wait while connections are being closed."""
 MAX_REFUSED = 64
-"""How many connections are kept on which a refusal was sent, until it has arrived."""
+"""The most refused connections that stay open, so that the refusals can arrive."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ClientConnection:
-    """A client's connection, as this side sees it.
+    """A client's connection, as the server sees it.
 
     Attributes:
         id: the id that the client chose.
         client: the client's name.
-        worker_address: the address of the client's worker.
-        endpoint: to that worker.
-        endpoint_number: the number under which this side's worker reports the endpoint's error.
-        index: which of the client's connections it is.
-        confirmed: the number of the last withdrawal that it has confirmed.
-        welcome: whether it may read and write, or was refused.
+        worker_address: UCX's address of the client's worker.
+        endpoint: the server's endpoint to the client's worker.
+        endpoint_number: the number under which the server's worker reports the endpoint's error.
+        index: 0 for the client's first connection to this server, 1 for its second.
+        confirmed: the number of the last withdrawal that the client has confirmed.
+        welcome: True if the client may read and write, False if it was refused.
     """
 
     id: ConnectionId
@@ -79,18 +79,20 @@ class ClientConnection:
 
 
 class Server:
-    """The server side of a transport. Every method but the constructor needs ``lock``.
+    """The server side of a transport.
+
+    The caller of a method must hold ``lock``, except for ``is_confirmed``; properties need no lock.
 
     Args:
         make_worker: makes a worker.
-        instance: this transport's.
+        instance: the instance of this transport.
 
     Attributes:
-        lock: protects the worker, and everything here.
+        lock: protects this object and its worker.
         worker: the worker whose address peers get.
-        format_known: whether the addresses that UCX makes and reads here can be checked.
+        format_known: whether this process's UCX uses the address format that ``ucx_format`` checks.
         withdrawals: how many registrations have been withdrawn.
-        regions: the registered regions.
+        regions: the registered regions, by the keys of their registrations.
     """
 
     def __init__(self, make_worker: Callable[[], Worker], instance: Instance) -> None:
@@ -99,14 +101,15 @@ class Server:
         self.worker.on_body = self._on_body
         self.format_known = is_known(self.worker.address)
         self._instance = instance
-        # All that have an endpoint, the refused ones too, by its number; and those that are served.
+        # All connections that have an endpoint, refused ones too, by its number; then those that
+        # are served.
         self._by_endpoint: dict[int, ClientConnection] = {}
         self._connections: dict[ConnectionId, ClientConnection] = {}
         self._refused: deque[ClientConnection] = deque()
-        # Until the connections that they replace are closed.
+        # Hellos wait here until the connections that they replace are closed.
         self._waiting_hellos: deque[Hello] = deque()
         self._withdrawn: deque[KeyId] = deque(maxlen=MAX_WITHDRAWN)
-        # Answers to stores, which cannot be sent from within a callback of UCP.
+        # Answers to stores wait here, since they cannot be sent from within a callback of UCP.
         self._stored: deque[Stored] = deque()
         self._notifications: list[Notification] = []
         self._notification_bytes = 0
@@ -125,7 +128,7 @@ class Server:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether something may fall due without an event."""
+        """Whether hellos wait, which may have to be answered without an event of UCX."""
         return bool(self._waiting_hellos)
 
     def run_once(self) -> bool:
@@ -144,7 +147,7 @@ class Server:
                 self._send(self._connections[stored.connection], stored)
         for message in self.worker.messages():
             self._on_message(message)
-            # At once: more hellos may have come together than may wait.
+            # After each message, since more hellos may have arrived than may wait.
             busy |= self._answer_hellos()
         return self._answer_hellos() or busy
 
@@ -156,8 +159,11 @@ class Server:
     def withdraw(self, key: KeyId) -> int:
         """Tell every client that a registration is about to be undone.
 
+        Args:
+            key: the key of the registration.
+
         Returns:
-            The number of the withdrawal, which clients confirm.
+            The number of the withdrawal, for ``is_confirmed``.
         """
         self.withdrawals += 1
         self.regions.pop(key, None)
@@ -167,7 +173,7 @@ class Server:
         return self.withdrawals
 
     def is_confirmed(self, number: int) -> bool:
-        """Return whether every client has confirmed a withdrawal, or is disconnected."""
+        """Return whether each client has confirmed a withdrawal or its connection is closed."""
         return not (self._unconfirmed(number) or self.worker.closing)
 
     def disconnect_unconfirmed(self, number: int) -> None:
@@ -176,7 +182,7 @@ class Server:
             self._close(connection)
 
     def close(self) -> None:
-        """Disconnect every client, tell them when that is done, and destroy the worker."""
+        """Close all connections, tell the clients so with ``Ended``, and destroy the worker."""
         served = list(self._connections.values())
         for connection in list(self._by_endpoint.values()):
             self._close(connection)
@@ -185,7 +191,11 @@ class Server:
         self.worker.destroy()
 
     def _announce_end(self, served: list[ClientConnection]) -> None:
-        """Tell clients, on new endpoints, that nothing of theirs is stored here any more."""
+        """Tell clients, on new endpoints, that the server drops what still arrives from them.
+
+        Args:
+            served: the closed connections of the clients.
+        """
         for connection in served:
             with contextlib.suppress(TransportError):
                 endpoint, number = self.worker.connect(connection.worker_address)
@@ -217,7 +227,7 @@ class Server:
                 self._on_fetch(connection, message)
             case Bye():
                 self._close(connection)
-            case _:  # only a server sends the others
+            case _:  # the other messages are for a client
                 return
 
     def _on_body(self, message: Message, body: int, nbytes: int) -> None:
@@ -235,7 +245,7 @@ class Server:
             self.worker.send(connection.endpoint, answer, buffer, int(lengths.sum()))
 
     def _on_notification(self, connection: ClientConnection, payload: bytes) -> None:
-        """Keep a notification; disconnect a client that sends more than anybody takes."""
+        """Keep a notification, or disconnect the client if too many bytes wait to be fetched."""
         self._notification_bytes += len(payload) + _NOTIFICATION_BYTES
         if self._notification_bytes > MAX_BACKLOG:
             self._close(connection)
@@ -243,10 +253,10 @@ class Server:
             self._notifications.append(Notification(sender=connection.client, payload=payload))
 
     def _on_hello(self, hello: Hello) -> None:
-        """Close the earlier connection of a client, and let the hello wait until that is done.
+        """Close the client's earlier connection of the same index, and queue the hello.
 
-        A hello that is not for this transport is dropped, with nothing of it used: that it has the
-        random instance shows that its client was admitted to a handshake.
+        A hello with another instance is dropped unread: only a client that was admitted to a
+        handshake knows this transport's instance.
         """
         if hello.server != self._instance or not self._may_wait(hello):
             return
@@ -259,7 +269,11 @@ class Server:
         self._waiting_hellos.append(hello)
 
     def _may_wait(self, hello: Hello) -> bool:
-        """Return whether there is room, the id is not another client's, and UCX can read it."""
+        """Return whether a hello may be queued.
+
+        There must be room, its connection id must not be another client's, and its worker address
+        must have a valid format.
+        """
         if len(self._waiting_hellos) >= MAX_WAITING_HELLOS or self._has_anothers_id(hello):
             return False
         try:
@@ -270,7 +284,7 @@ class Server:
         return True
 
     def _has_anothers_id(self, hello: Hello) -> bool:
-        """Return whether the connection of this id is another client's, which then keeps it."""
+        """Return whether another client, or a waiting hello, has the hello's connection id."""
         connection = self._connections.get(hello.connection)
         if connection is not None and (
             (connection.client, connection.index) != (hello.client, hello.index)
@@ -279,7 +293,7 @@ class Server:
         return any(waiting.connection == hello.connection for waiting in self._waiting_hellos)
 
     def _answer_hellos(self) -> bool:
-        """Answer hellos while no connection is being closed.
+        """Answer the waiting hellos, unless a connection is still being closed.
 
         Returns:
             Whether any was answered.

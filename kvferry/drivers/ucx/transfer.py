@@ -1,4 +1,4 @@
-"""One transfer: what of it is under way, and its status."""
+"""One transfer: its status, and the windows of runs that are under way."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from kvferry.drivers.ucx.ucp_structs import Code
 WINDOW_RUNS = 1 << 11
 WINDOW_BYTES = 8 << 20
 MAX_WINDOWS = 2
-"""How much of a transfer is posted on a connection at once: at most so many windows of at most so
-many runs and bytes. Bounds UCX's memory, and what a cancelled transfer waits for."""
+"""How many windows of a transfer are posted on a connection at once; each has ``WINDOW_RUNS`` runs
+and ``WINDOW_BYTES`` bytes at most. These limits bound the memory that UCX takes, and what a
+cancelled transfer waits for."""
 
 MAX_MESSAGE_WINDOWS = 16
-"""How many windows are under way at once where the transfer goes by messages."""
+"""The most windows that are under way at once if a transfer goes by messages."""
 
 _NO_REQUESTS: U64Array = np.empty(0, np.uint64)
 _PENDING = Status(state=State.PENDING)
@@ -36,15 +37,15 @@ _DONE = Status(state=State.DONE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Window:
-    """Runs that were posted together.
+    """Runs that were posted together, or sent in one message.
 
     Attributes:
-        connection: what they were posted on.
-        requests: (n,) what UCP returned for each run.
-        flush: of a write: 0, or the request that completes when all of it has arrived.
-        message_number: of runs that went by message: its number; else 0.
-        swept: how many of the requests have completed.
-        code: the first error among them, or 0.
+        connection: the connection on which they were posted.
+        requests: (n,) uint64, what UCP returned for each run; empty if they went by message.
+        flush: what ``Ucp.flush`` returned after a write was posted; 0 once it has completed.
+        message_number: the number of the store or fetch if the runs went by message, else 0.
+        swept: how many of ``requests`` have completed.
+        code: the status of the first error of the window, or 0.
     """
 
     connection: UcxConnection
@@ -59,30 +60,29 @@ class Window:
 class UcxTransfer:
     """A transfer.
 
-    It ends in one of two ways. When all of it was posted and has completed well, it is DONE. When
-    ``fail`` was called, nothing more is posted and it is FAILING; when nothing that was posted is
-    under way, it is FAILED. A write is an exception if UCX has not confirmed all that was posted:
-    bytes of it may lie in the peer's queues, so it is FAILED only when ``confirm_dropped`` says
-    that they will not arrive.
+    It is DONE when all runs have been posted and have completed without an error. Once ``fail`` was
+    called, nothing more is posted and it is FAILING; it is FAILED when no window is under way any
+    more. But if UCX has completed a part of a write with an error, bytes of it may still lie in
+    queues on the way to the peer: then it is FAILED only after ``confirm_dropped``.
 
     Attributes:
-        id: its id.
+        id: the transfer's id.
         peer: the peer's id.
-        connection: what it is posted on.
-        write: whether it writes.
+        connection: the connection on which it is posted.
+        write: True for a write, False for a read.
         runs: what to move.
         segments: for each segment of the batch, the address of the local registration's request
             parameters, and the remote region.
-        local_regions: the local regions that it uses.
-        remote_keys: the remote registrations that it uses.
-        send_notification: sends its notification; ``None`` if it has none.
-        poster: the loops that post it.
-        last_progress: when something of it last completed, by ``time.monotonic``.
-        second_connection: another connection to post on, too, once that is ready.
-        status: its status.
+        local_regions: the local regions that the transfer uses.
+        remote_keys: the keys of the remote registrations that the transfer uses.
+        send_notification: sends the bound notification; ``None`` if there is none.
+        poster: the loops that post the runs.
+        last_progress: when a run of it last completed, by ``time.monotonic``.
+        second_connection: a second connection on which to post, too, once it is ready.
+        status: the status that ``poll`` returns.
         position: how many runs have been posted.
-        windows: what is under way.
-        unconfirmed: whether it is a write whose bytes may still arrive after its failure.
+        windows: the windows that are under way.
+        unconfirmed: whether bytes of a failed write may still arrive at the peer.
     """
 
     id: TransferId
@@ -104,15 +104,15 @@ class UcxTransfer:
 
     @property
     def final(self) -> bool:
-        """Whether its status is final, so that nothing touches its buffers any more."""
+        """Whether the transfer is DONE or FAILED: it touches no memory any more."""
         return self.status.state.final
 
     def advance(self, now: float, idle_timeout: float) -> None:
-        """Collect what has completed, post what can be posted, and end it if it is over.
+        """Collect completed requests, post further windows, and update the status.
 
         Args:
-            now: by ``time.monotonic``.
-            idle_timeout: seconds without progress after which it fails.
+            now: the time, by ``time.monotonic``.
+            idle_timeout: seconds without progress after which the transfer fails.
         """
         if self.final:
             return
@@ -135,21 +135,21 @@ class UcxTransfer:
             self._conclude()
 
     def fail(self, error: TransportError) -> None:
-        """Have the transfer fail. The first error stays."""
+        """Make a PENDING transfer FAILING. If it is FAILING already, its first error stays."""
         if self.status.state is State.PENDING:
             self.status = Status(state=State.FAILING, error=error)
-        # What a fetch still brings is not copied any more.
+        # Answers to unanswered fetches are not copied any more.
         for window in self.windows:
             window.connection.fetch_targets.pop(window.message_number, None)
 
     def confirm_dropped(self) -> None:
-        """Note that the peer has dropped every byte that had not arrived."""
+        """Note that no byte that has not arrived yet will still be written to the peer's memory."""
         self.unconfirmed = False
         if not self.windows:
             self._conclude()
 
     def uses(self, connection: UcxConnection) -> bool:
-        """Return whether something of the transfer is under way on a connection."""
+        """Return whether a window of the transfer is under way on a connection."""
         return any(window.connection is connection for window in self.windows)
 
     def _may_post(self) -> bool:
@@ -160,7 +160,7 @@ class UcxTransfer:
         )
 
     def _free_connection(self) -> UcxConnection | None:
-        """Return the connection with the fewest windows, unless each has enough."""
+        """Return the connection with the fewest windows, or ``None`` if each has the most."""
         if self._by_messages:
             return self.connection if len(self.windows) < MAX_MESSAGE_WINDOWS else None
         posted = [window.connection for window in self.windows]
@@ -224,7 +224,7 @@ class UcxTransfer:
         )
 
     def _post_message(self) -> None:
-        """Post a window as a message: a fetch, or a store."""
+        """Send a window as a message: a fetch or a store."""
         if self._memory_kinds - {CPU}:
             over = ", ".join(sorted(self.connection.transports))
             self.fail(
@@ -289,7 +289,7 @@ class UcxTransfer:
         return True
 
     def _is_answered(self, window: Window) -> bool:
-        """Return whether a message was answered, or never will be."""
+        """Return whether a window's message was answered, or never will be."""
         refusal = window.connection.refusals.pop(window.message_number, None)
         if refusal is None:
             window.code = Code.CANCELED
@@ -305,7 +305,7 @@ class UcxTransfer:
         self.unconfirmed |= self.write
         connection = window.connection
         error = connection.error
-        # Why the connection broke says more than how its requests ended.
+        # The reason why the connection broke says more than the status of its requests.
         if error is None or connection.state is not ConnectionState.BROKEN:
             error = ucp.error(window.code, f"a transfer with {connection.server.name} failed")
         self.fail(error)

@@ -1,4 +1,4 @@
-"""The ucx transport: the methods of ``Transport``, by means of a client and a server side."""
+"""The ucx transport: implements ``Transport`` with a client side and a server side."""
 
 from __future__ import annotations
 
@@ -63,34 +63,35 @@ _GRACE_SECONDS = 3.0
 """How long transfers may take to end by themselves before their connection is broken."""
 
 _BREAK_SECONDS = 2.0
-"""How long they may take to end then."""
+"""How long transfers may take to end after their connection was broken."""
 
 _ANSWER_SECONDS = 5.0
-"""How long a peer may take after that to confirm that it drops what arrives.
-``connect_seconds`` holds instead if it is shorter."""
+"""How long a peer may then take to confirm that it drops what still arrives; ``connect_seconds`` if
+that is shorter."""
 
 _RELEASE_SECONDS = 2.0
 """How long peers may take to stop using deregistered memory before they are disconnected."""
 
 
 class UcxTransport(Transport):
-    """Reads and writes CPU and CUDA memory, of one host or several, by UCP's one-sided calls.
+    """Read and write CPU and CUDA memory, on one host or several, with UCP's one-sided operations.
 
-    Each transport has a UCX context of its own, configured by its options, and threads that sleep
-    until there is something to do: transfers go on, and peers are served, without calls.
+    Each transport has a UCX context of its own, configured by its options, and one or two threads,
+    which sleep while there is nothing to do: they drive transfers and serve peers without calls of
+    the transport.
 
-    Which memory it reaches depends on the UCX that is loaded and on what connects the two sides.
-    CPU memory is reached everywhere; where UCX has no way of its own into it (over tcp, say), the
+    Which memory it reaches depends on the loaded UCX and on the connection. CPU memory is reached
+    over every connection: where UCX cannot access the peer's memory (over tcp, for example), the
     bytes go by messages. CUDA memory needs a UCX that was built with CUDA, and RDMA or, on one
     host, CUDA IPC: ``capabilities`` lists it only if UCX can register it, and a transfer of it over
     a connection that cannot reach it fails with ``TransportUnsupportedError``.
 
-    **When the buffers of a failed transfer are quiet.** UCX completes every request, with an error
-    if its connection breaks, and not before it has taken down what carries the connection. So a
-    read is FAILED as soon as nothing of it is under way. What a write has sent before its
-    connection broke may lie in queues of a peer that lives. Such a write stays FAILING until the
-    peer's process has ended, or the peer has closed its end of that connection, after which it
-    drops what arrives. It confirms that to a new connection, which ``disconnect`` opens.
+    **When a failed transfer is FAILED.** UCX completes every request. If the connection breaks, it
+    first takes down the network connections below, then completes the requests with an error. So a
+    read is FAILED as soon as its requests have completed. But bytes that a write sent before its
+    connection broke may still lie in queues of a living peer. Such a write stays FAILING until the
+    peer's process has ended, or the peer has closed its end of that connection and so drops what
+    still arrives. The peer confirms this on a new connection, which ``disconnect`` opens.
 
     A transport is not usable in a forked child.
 
@@ -134,7 +135,7 @@ class UcxTransport(Transport):
 
     @property
     def name(self) -> str:
-        """This transport's name, unique among all."""
+        """This transport's name, which no other transport has."""
         return self._owner.name
 
     @property
@@ -152,14 +153,18 @@ class UcxTransport(Transport):
 
     @property
     def library(self) -> str:
-        """The UCX that is loaded: its version, its file, whether it can do RDMA, its devices."""
+        """The loaded UCX as text: its version, its file, whether it can do RDMA, its devices."""
         if self._owner.closed:
             return str(self._library)
         found = devices(library.load(self._library), self._context)
         return f"{self._library}: {listed(found)}"
 
     def path(self, peer: PeerId) -> str:
-        """Return UCX's names of what carries the connection to a peer, or "" before it is ready."""
+        """Return UCX's names of the transports of a connection, such as "cma+tcp".
+
+        Returns:
+            The names, joined by "+"; an empty string if the peer is unknown or not yet ready.
+        """
         connected = self._client.peers.get(peer)
         return "" if connected is None else "+".join(sorted(connected.connection.transports))
 
@@ -182,8 +187,8 @@ class UcxTransport(Transport):
     def deregister(self, region: Region) -> None:
         """Deregister a region, as ``Transport.deregister``.
 
-        Waits until no peer uses the region any more: for two seconds at most, after which the peers
-        that still may use it are disconnected.
+        Waits up to 2 s until no peer uses the region any more, then disconnects the peers that have
+        not confirmed this, and waits up to 2 s for the end of their connections.
         """
         self._owner.check()
         check_registered(region, self._registered)
@@ -219,7 +224,7 @@ class UcxTransport(Transport):
             raise ConnectError(f"{remote.name} has UCX {remote.ucx}, and this side {MAJOR}.x")
         if self._server.format_known:
             wire.check_packed(remote)
-        # A transport that connects is about to move bytes.
+        # Compile now, since a transport that connects is about to move bytes.
         self._poster.start_compiling()
         regions = wire.regions_of(remote)
         with self._client.lock:
@@ -236,7 +241,7 @@ class UcxTransport(Transport):
             peer.address, peer.regions = remote, regions
             connection = self._client.connection_to(peer)
         self._progress.wake()
-        # Twice: the client itself breaks a connection that is not answered in that time.
+        # Twice the time after which the client itself breaks a connection that is not answered.
         limit = 2 * self._options.connect_seconds
         self._progress.wait_until(lambda: connection.state is not ConnectionState.CONNECTING, limit)
         if connection.state is not ConnectionState.READY:
@@ -377,7 +382,7 @@ class UcxTransport(Transport):
         return transfer.id
 
     def _withdraw(self, key: KeyId) -> None:
-        """Wait until no peer uses a registration; disconnect those that do not confirm in time."""
+        """Wait until no peer uses a registration; disconnect peers that do not confirm in time."""
         with self._server.lock:
             number = self._server.withdraw(key)
         confirmed = partial(self._server.is_confirmed, number)
@@ -390,13 +395,13 @@ class UcxTransport(Transport):
         self._progress.wait_until(confirmed, _BREAK_SECONDS)
 
     def _end_transfers(self, peers: list[UcxPeer], error: PeerLostError) -> bool:
-        """Have all transfers with some peers fail, and wait until they are final.
+        """Make all transfers with these peers fail, and wait until they are final.
 
-        Gives them time to end by themselves, then breaks their connections, then opens new ones so
-        that the peers confirm that they drop what is left of writes.
+        First waits for the transfers to end by themselves, then breaks their connections, then
+        opens new ones, on which the peers confirm that they drop what is left of writes.
 
         Returns:
-            Whether all of them are final.
+            Whether all of the transfers are final.
         """
         with self._client.lock:
             transfers = self._client.transfers_with(peer.id for peer in peers)
@@ -423,14 +428,14 @@ class UcxTransport(Transport):
         return self._progress.wait_until(all_final, limit)
 
     def _stop_threads(self) -> None:
-        """End the threads, since the process ends: UCX must not be at work while it does."""
+        """End the threads at the end of the process, during which UCX must not be at work."""
         if self._owner.end():
             self._progress.stop()
 
 
 @functools.cache
 def _loaded(explicit: str | None) -> tuple[UcxLibrary, Ucp]:
-    """Return the UCX to use, loaded once: a library stays in its process.
+    """Load the UCX to use, once per process, since a library cannot be unloaded.
 
     Args:
         explicit: the option ``library``.
@@ -440,8 +445,7 @@ def _loaded(explicit: str | None) -> tuple[UcxLibrary, Ucp]:
 
 
 _open_transports: set[UcxTransport] = set()
-"""The transports that have not been closed. Their threads run, so they live as long as the process.
-"""
+"""The transports that have not been closed; kept alive here, because their threads run."""
 
 
 @atexit.register

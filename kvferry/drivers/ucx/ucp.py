@@ -1,7 +1,7 @@
-"""The binding to libucp: the functions that the driver calls, and what their statuses mean.
+"""The binding to libucp: the functions that the driver calls, and their statuses as exceptions.
 
 Handles are addresses, as integers. UCP calls the driver's callbacks from within ``progress`` and
-``send``, in the thread that called those.
+``send``, in the calling thread.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ Memory = NewType("Memory", int)
 RemoteKey = NewType("RemoteKey", int)
 
 MAJOR = 1
-"""The major version of every UCX that is known. Another one may lay out structures otherwise."""
+"""The major version of every known UCX. Another one may lay out its structures in another way."""
 
 MINOR = 21
-"""The minor version of the interface that is asked for: that of the oldest tested version."""
+"""The minor version of the interface that the driver asks for, which is also the lowest that it
+takes: the oldest UCX that was tested has it."""
 
 ERRORS_FROM = (1 << 64) - 100
-"""A ``ucs_status_ptr_t`` is 0 (done), an error's status from here on, or a request's address."""
+"""From here on a ``ucs_status_ptr_t`` is an error status, as an unsigned number; below, it is 0
+(done) or the address of a request."""
 
 MAX_WORKER_ADDRESS = 1 << 16
 MAX_PACKED_KEY = 1 << 12
 _MARGIN = bytes(256)
-"""Follows what UCX reads without being told its length, of which it may read beyond the end."""
+"""Appended to bytes of which UCX does not know the length, since it may read beyond their end."""
 
 _MESSAGE_ID = 1
 _Functions = dict[str, Any]
@@ -46,7 +48,7 @@ _INT = ctypes.c_int
 _STATUS = structs.STATUS
 _OUT = ctypes.POINTER(Pointer)
 
-# By name: the type of the result, and those of the arguments.
+# By name: the type of the result, and the types of the arguments.
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ucp_lib_query": (_STATUS, [Pointer]),
     "ucp_config_read": (_STATUS, [ctypes.c_char_p, ctypes.c_char_p, _OUT]),
@@ -93,10 +95,11 @@ class Ucp:
     """A loaded libucp, with its functions.
 
     Args:
-        library: as ``kvferry.drivers.ucx.library.load`` gives it, or what stands in for it.
+        library: what ``kvferry.drivers.ucx.library.load`` returned, or a test's substitute.
 
     Raises:
-        DriverError: it is of an unknown version, lacks a function, or was not built for threads.
+        DriverError: the library is older than ``MAJOR``.``MINOR`` or of another major version,
+            lacks a function, or was built without support for threads.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -127,9 +130,10 @@ class Ucp:
         """Create a context with a configuration of its own.
 
         Args:
-            name: for UCX's messages.
-            settings: by UCX's names, without their prefix.
-            defaults: likewise; ``settings`` override them, and unknown ones are ignored.
+            name: the name of the context in UCX's log.
+            settings: the user's settings, by UCX's names without the prefix ``UCX_``.
+            defaults: the driver's settings, by the same names; ``settings`` override them, and
+                unknown ones are ignored.
 
         Raises:
             DriverError: UCX does not take one of the settings, or does not start with them.
@@ -166,7 +170,7 @@ class Ucp:
             ) from exc
 
     def destroy_context(self, context: Context) -> None:
-        """Destroy a context, whose workers are destroyed and whose memory is unmapped."""
+        """Destroy a context, after its workers were destroyed and its memory was unmapped."""
         self._calls["ucp_cleanup"](context)
 
     def memory_kinds(self, context: Context) -> frozenset[str]:
@@ -189,7 +193,7 @@ class Ucp:
         return Memory(self._new("ucp_mem_map", context, params, trouble=trouble))
 
     def unmap(self, context: Context, memory: Memory) -> None:
-        """Undo ``map``."""
+        """Deregister what ``map`` registered."""
         self._try("ucp_mem_unmap", context, memory, trouble="cannot deregister memory")
 
     def pack_key(self, context: Context, memory: Memory) -> bytes:
@@ -210,7 +214,7 @@ class Ucp:
     # Workers.
 
     def create_worker(self, context: Context) -> WorkerHandle:
-        """Create a worker, for one thread at a time."""
+        """Create a worker, which only one thread at a time may use."""
         params = structs.WorkerParams.of(
             thread_mode=structs.SERIALIZED, events=structs.WAKE_FOR, flags=1
         )
@@ -226,7 +230,7 @@ class Ucp:
         """Return the address at which peers reach a worker.
 
         Raises:
-            DriverError: what comes back does not fit the structures that are known.
+            DriverError: UCX's answer does not fit the structures in ``ucp_structs``.
         """
         found = structs.WorkerAttributes()
         found.field_mask = structs.WorkerAttributes.mask("address", "thread_mode")
@@ -253,7 +257,7 @@ class Ucp:
         """Arm a worker's descriptor.
 
         Returns:
-            Whether it is armed; if not, there is something to do already.
+            Whether it is armed; False if the worker has something to do already.
         """
         return bool(self._calls["ucp_worker_arm"](worker) == Code.OK)
 
@@ -267,7 +271,12 @@ class Ucp:
         return done
 
     def set_message_handler(self, worker: WorkerHandle, callback: Any) -> None:  # noqa: ANN401
-        """Have messages delivered to an ``ON_MESSAGE``, which the caller keeps alive."""
+        """Have UCP deliver a worker's messages to a callback.
+
+        Args:
+            worker: the worker.
+            callback: an ``ON_MESSAGE``; the caller keeps it alive as long as the worker.
+        """
         params = structs.HandlerParams.of(id=_MESSAGE_ID, flags=structs.WHOLE_MESSAGES, cb=callback)
         self._try(
             "ucp_worker_set_am_recv_handler", worker, params, trouble="cannot receive messages"
@@ -282,17 +291,18 @@ class Ucp:
         on_error: Any,  # noqa: ANN401
         number: int,
     ) -> Endpoint:
-        """Connect to a worker. That it cannot be reached may turn out only later.
+        """Connect to a worker. That the worker cannot be reached may turn out only later.
 
         Args:
-            worker: of this side.
-            address: of the other.
-            on_error: an ``ON_ERROR``, which the caller keeps alive; called once, with ``number``.
-            number: positive.
+            worker: the worker of this side.
+            address: UCX's address of the worker to connect to.
+            on_error: an ``ON_ERROR``, which the caller keeps alive. It is called at most once, with
+                ``number`` as its argument.
+            number: a positive number that identifies the endpoint.
 
         Raises:
-            PeerLostError: it is known already.
-            TransportError: UCX refuses.
+            PeerLostError: UCX knows already that it cannot reach the worker.
+            TransportError: UCX refuses for another reason.
         """
         params = structs.EndpointParams.of(
             address=address + _MARGIN,
@@ -303,14 +313,15 @@ class Ucp:
         return Endpoint(self._new("ucp_ep_create", worker, params, trouble="cannot connect"))
 
     def close_endpoint(self, endpoint: Endpoint) -> int:
-        """Close an endpoint at once: what runs on it ends, with an error. Returns as ``flush``."""
+        """Close an endpoint at once; its requests complete with an error. Returns as ``flush``."""
         return self._nbx("ucp_ep_close_nbx", endpoint, ctypes.byref(self._force))
 
     def flush(self, endpoint: Endpoint) -> int:
-        """Ask for the arrival of everything that was posted.
+        """Find out when everything that was posted on an endpoint has arrived.
 
         Returns:
-            0, an error's status, or the request that completes then.
+            0 if it has arrived, an error status, or the address of a request that completes when it
+            has arrived.
         """
         return self._nbx("ucp_ep_flush_nbx", endpoint, ctypes.byref(self._plain))
 
@@ -318,10 +329,10 @@ class Ucp:
         """Send a message. Returns as ``flush``.
 
         Args:
-            endpoint: to its peer.
+            endpoint: the endpoint to the receiver.
             head: the header, which may be empty; UCP copies it.
-            body: the data or their address; must stay until the request has completed.
-            nbytes: the length of the data.
+            body: the data or their address; the caller keeps them until the request has completed.
+            nbytes: the length of the data in bytes.
         """
         params = ctypes.byref(self._eager)
         return self._nbx(
@@ -329,7 +340,10 @@ class Ucp:
         )
 
     def transports(self, endpoint: Endpoint) -> list[str]:
-        """Return what moves the bytes of an endpoint, such as ``tcp/eth0``, once for each use."""
+        """Return the transports and devices of an endpoint, such as ``tcp/eth0``.
+
+        A transport that UCX uses for several purposes is returned several times.
+        """
         entries = (structs.TransportEntry * 64)()
         found = structs.EndpointAttributes(
             entries=entries, num_entries=64, entry_size=ctypes.sizeof(structs.TransportEntry)
@@ -341,10 +355,14 @@ class Ucp:
         return [f"{e.transport_name.decode()}/{e.device_name.decode()}" for e in used]
 
     def unpack_key(self, endpoint: Endpoint, packed: bytes) -> RemoteKey:
-        """Return the key to a peer's memory, for one endpoint.
+        """Return a key to a peer's memory, valid on one endpoint until ``destroy_key``.
+
+        Args:
+            endpoint: the endpoint to the peer.
+            packed: the packed key.
 
         Raises:
-            TransportError: ``packed`` is no key, or the endpoint cannot use it.
+            TransportError: UCX cannot reach the memory over this endpoint.
         """
         trouble = "cannot reach the peer's memory over this connection"
         return RemoteKey(
@@ -352,15 +370,15 @@ class Ucp:
         )
 
     def destroy_key(self, key: RemoteKey) -> None:
-        """Undo ``unpack_key``."""
+        """Destroy a key that ``unpack_key`` returned."""
         self._calls["ucp_rkey_destroy"](key)
 
     def function(self, name: str) -> Any:  # noqa: ANN401
-        """Return a function of ctypes, for a loop over many copies."""
+        """Return a ctypes function of libucp, by its name."""
         return self._calls[name]
 
     def loopable(self, name: str) -> Any:  # noqa: ANN401
-        """Return a function for a compiled loop: one that never takes the interpreter's lock."""
+        """Return a ctypes function of libucp that does not touch the interpreter's lock."""
         return self._loopable[name]
 
     def _check_threads(self) -> None:
@@ -376,7 +394,7 @@ class Ucp:
     def _quieten(self, library: ctypes.CDLL) -> None:
         """Keep UCX from printing what the driver reports itself, unless the user set a log level.
 
-        The function is libucs's. Where it does not exist, UCX prints.
+        The function that sets the level is in libucs. If it does not exist, UCX prints.
         """
         if "UCX_LOG_LEVEL" not in os.environ:
             with contextlib.suppress(AttributeError):
@@ -405,7 +423,7 @@ def status_of(answer: int) -> int:
 
 
 def describe(code: int) -> str:
-    """Return a status in words."""
+    """Return a status as text, such as "timed out, -20"."""
     try:
         return f"{Code(code).name.lower().replace('_', ' ')}, {code}"
     except ValueError:
@@ -413,7 +431,12 @@ def describe(code: int) -> str:
 
 
 def error(code: int, trouble: str) -> TransportError:
-    """Return the exception for an error's status: whether the peer is lost is decided only here."""
+    """Return the exception for an error status: ``PeerLostError`` if the status is in ``LOST``.
+
+    Args:
+        code: the status.
+        trouble: what failed, for the text.
+    """
     if code in structs.LOST:
         return PeerLostError(f"{trouble}: UCX says {describe(code)}")
     return TransportError(f"{trouble}: UCX says {describe(code)}; UCX_LOG_LEVEL=info says more")

@@ -1,8 +1,8 @@
-"""UCP's structures and constants, as its headers have them.
+"""UCP's structures and constants, as its headers define them.
 
-A structure begins with a mask of the fields that are set, so that a library that knows more fields,
-or fewer, reads only those. The numbers are from ``ucp/api/ucp.h`` and ``ucp/api/ucp_def.h`` of
-UCX 1.22.
+A structure begins with a mask of the fields that are set. A library of another version, whose
+structures have more fields or fewer, reads only these. The numbers are from ``ucp/api/ucp.h`` and
+``ucp/api/ucp_def.h`` of UCX 1.22.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ON_ERROR = ctypes.CFUNCTYPE(None, Pointer, Pointer, STATUS)
 ON_MESSAGE = ctypes.CFUNCTYPE(
     STATUS, Pointer, Pointer, ctypes.c_size_t, Pointer, ctypes.c_size_t, Pointer
 )
-"""``ucp_am_recv_callback_t``: argument, header, its length, data, their length, more."""
+"""``ucp_am_recv_callback_t``: argument, header, header length, data, data length, parameters."""
 
 
 class Feature(enum.IntFlag):
@@ -33,7 +33,7 @@ class Feature(enum.IntFlag):
 
 
 class Code(enum.IntEnum):
-    """``ucs_status_t``: those that the driver tells apart."""
+    """The values of ``ucs_status_t`` that the driver names."""
 
     OK = 0
     IN_PROGRESS = 1
@@ -63,19 +63,19 @@ LOST = frozenset(
         Code.ENDPOINT_TIMEOUT,
     }
 )
-"""Of these, what an endpoint reports when its peer is gone, or the way to it."""
+"""The statuses that mean that the peer, or the network path to it, is gone."""
 
 SERIALIZED = 1
-"""``UCS_THREAD_MODE_SERIALIZED``: any thread, one at a time."""
+"""``UCS_THREAD_MODE_SERIALIZED``: any thread may call, but only one at a time."""
 
 MULTI = 2
-"""``UCS_THREAD_MODE_MULTI``: what a library built for threads says that it can do."""
+"""``UCS_THREAD_MODE_MULTI``: what a library reports that was built with support for threads."""
 
 ERRORS_OF_PEER = 1
-"""``UCP_ERR_HANDLING_MODE_PEER``: without it, who waits for a dead peer waits for ever."""
+"""``UCP_ERR_HANDLING_MODE_PEER``: report dead peers; otherwise requests to them never complete."""
 
 CLOSE_BY_FORCE = 1
-"""``UCP_EP_CLOSE_FLAG_FORCE``: without asking the peer."""
+"""``UCP_EP_CLOSE_FLAG_FORCE``: close without involving the peer."""
 
 SEND_EAGERLY = 1 << 1
 """``UCP_AM_SEND_FLAG_EAGER``."""
@@ -100,14 +100,14 @@ class Masked(ctypes.Structure):
 
     @classmethod
     def of(cls, **fields: Any) -> Any:  # noqa: ANN401 - ctypes' own types
-        """Return a structure with these fields, and their bits in the mask, set."""
+        """Return a structure with these fields set, and with their bits in its mask."""
         made = cls(**fields)
         made.field_mask = cls.mask(*fields)
         return made
 
     @classmethod
     def mask(cls, *names: str) -> int:
-        """Return the mask of some fields. Several fields may share one bit."""
+        """Return the mask that selects these fields. Several fields may share one bit."""
         bits = 0
         for name in names:
             bits |= 1 << cls._bits_[name]
@@ -189,7 +189,7 @@ class WorkerAttributes(Masked):
 
 
 class EndpointParams(Masked):
-    """``ucp_ep_params_t``, with its ``err_handler`` and socket addresses taken apart."""
+    """``ucp_ep_params_t``, with the members of its nested structures as fields of their own."""
 
     _fields_ = [
         ("field_mask", ctypes.c_uint64),
@@ -265,7 +265,7 @@ class TransportEntry(ctypes.Structure):
 
 
 class EndpointAttributes(Masked):
-    """``ucp_ep_attr_t``, with ``transports`` taken apart."""
+    """``ucp_ep_attr_t``, with the members of ``transports`` as fields of their own."""
 
     _fields_ = [
         ("field_mask", ctypes.c_uint64),

@@ -1,4 +1,4 @@
-"""A UCP worker with what arrives at it: messages, errors of endpoints, completed requests."""
+"""A UCP worker, with the messages and errors that arrive at it, and its pending sends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry.drivers.ucx.ucp_structs import Code
 
 _CLOSE_SECONDS = 0.5
 _RUN_SECONDS = 0.0005
-"""How long ``run_once`` lets UCP work by default before it lets others have the worker."""
+"""How long ``run_once`` lets UCP work by default before other threads can have the worker."""
 
 _PAUSE_SECONDS = 0.0005
 
@@ -37,8 +37,8 @@ class MessageBuffer:
     """Memory for the body of a message.
 
     Attributes:
-        array: (MAX_BODY,) its bytes.
-        address: where they lie.
+        array: (MAX_BODY,) the bytes.
+        address: the address of the first byte.
     """
 
     array: npt.NDArray[np.uint8]
@@ -47,25 +47,25 @@ class MessageBuffer:
 
 @dataclass(slots=True, eq=False)
 class MessageBufferPool:
-    """Buffers that are used again, since fresh memory is slow. Not for two threads at once."""
+    """A pool of buffers, since fresh memory is slow. Two threads must not use it at once."""
 
     _free: list[MessageBuffer] = field(default_factory=list)
 
     def take(self) -> MessageBuffer:
-        """Return a buffer, which is the caller's until it is given back."""
+        """Return a buffer, which the caller owns until ``give_back``."""
         if self._free:
             return self._free.pop()
         array = np.empty(MAX_BODY, np.uint8)
         return MessageBuffer(array=array, address=array.ctypes.data)
 
     def give_back(self, buffer: MessageBuffer) -> None:
-        """Take back a buffer that nothing uses any more."""
+        """Put a buffer that nothing uses any more back into the pool."""
         if len(self._free) < _MAX_FREE_BUFFERS:
             self._free.append(buffer)
 
 
 class Worker:
-    """A worker. Not for use by two threads at once: its owner has a lock.
+    """A UCP worker. Two threads must not use it at once: its owner has a lock.
 
     Args:
         ucp: the library.
@@ -74,16 +74,17 @@ class Worker:
 
     Attributes:
         poster: the loops that post operations.
-        buffer_pool: buffers for bodies that are to be sent.
-        on_body: called from ``run_once`` for each message that has a body, which lies there only
-            until the call returns. It must not raise, and must not use UCP. ``messages`` has the
-            messages without a body.
-        handle: UCP's handle.
+        buffer_pool: buffers for the bodies of messages to send.
+        on_body: called while UCP works, for each message that has a body; the body is valid only
+            until the call returns. It must not raise, and must not call UCP. Messages without a
+            body come from ``messages``.
+        handle: UCP's handle of the worker.
         address: UCX's address of the worker, for peers.
-        descriptor: becomes readable when the worker, once armed, has something to do.
+        descriptor: a file descriptor that becomes readable when the armed worker has work.
 
     Raises:
         TransportError: UCX cannot make a worker.
+        DriverError: UCX describes the worker by structures that are not known.
     """
 
     def __init__(self, ucp: Ucp, context: Context, poster: Poster) -> None:
@@ -96,8 +97,8 @@ class Worker:
         self._message_arrived = False
         self._failed: deque[tuple[int, int]] = deque()
         self._numbers = itertools.count(1)
-        # By requests of messages that are being sent: the endpoint, what UCP still needs of the
-        # message, and its length.
+        # The messages that are being sent, by UCP's requests: the endpoint, the bytes that must be
+        # kept until the request completes, and their number.
         self._sending: dict[int, tuple[Endpoint, bytes | MessageBuffer, int]] = {}
         self._closing: list[int] = []
         # Endpoints that are closed as soon as everything on them has left, by their flush requests.
@@ -119,7 +120,7 @@ class Worker:
             The endpoint, and the number under which ``failures`` reports its error.
 
         Raises:
-            TransportError: it is known already that it cannot be reached.
+            TransportError: UCX knows already that it cannot reach the worker, or refuses.
         """
         number = next(self._numbers)
         endpoint = self._ucp.create_endpoint(self.handle, address, self._error_callback, number)
@@ -135,9 +136,10 @@ class Worker:
         """Send a message.
 
         Args:
-            endpoint: to its receiver.
+            endpoint: the endpoint to the receiver.
             message: the message.
-            body: its body, from ``buffer_pool``; goes back there when it has been sent.
+            body: the message's body, from ``buffer_pool``; it goes back there once it has been
+                sent.
             nbytes: how many bytes of the body to send.
 
         Raises:
@@ -171,10 +173,11 @@ class Worker:
             self.buffer_pool.give_back(kept)
 
     def close_endpoint(self, endpoint: Endpoint) -> None:
-        """Close an endpoint without its peer's help. ``closing`` is true until it is closed.
+        """Close an endpoint without its peer's help.
 
-        Over tcp it lingers until all that was sent on it has left, or it has failed: UCX crashes
-        if its peer closes it, too, while a part of a message is still to be sent on it.
+        A tcp endpoint first lingers (``lingering``) until everything sent on it has left, or the
+        endpoint has failed: UCX crashes if the peer closes it, too, while a part of a message is
+        unsent. After that ``closing`` is true until it is closed.
         """
         if any(name.startswith("tcp/") for name in self._ucp.transports(endpoint)):
             answer = self._ucp.flush(endpoint)
@@ -184,34 +187,34 @@ class Worker:
         self.close_endpoint_at_once(endpoint)
 
     def close_endpoint_at_once(self, endpoint: Endpoint) -> None:
-        """Close an endpoint without waiting, which is for one on which next to nothing was sent."""
+        """Close an endpoint without lingering: for one on which next to nothing was sent."""
         answer = self._ucp.close_endpoint(endpoint)
         if status_of(answer) == Code.IN_PROGRESS:
             self._closing.append(answer)
 
     def progress(self, seconds: float) -> None:
-        """Let UCP work for a time. Another thread may use another worker meanwhile."""
+        """Let UCP work for a time, or until it has nothing to do."""
         self.poster.progress(self.handle, seconds)
 
     def run_once(self, seconds: float = _RUN_SECONDS) -> bool:
-        """Let UCP work for a time, and free what has completed.
+        """Let UCP work for a time, and free completed requests of messages and closed endpoints.
 
         Returns:
             Whether there may be more to do at once; if not, ``descriptor`` is armed.
         """
         self.progress(seconds)
         self._sweep()
-        # A message is about to be answered, after which UCP has to work again.
+        # The caller may answer a message, and UCP has to work again to send the answer.
         arrived, self._message_arrived = self._message_arrived, False
         return arrived or bool(self._failed) or not self._ucp.arm(self.handle)
 
     def backlog(self, endpoint: Endpoint) -> int:
-        """Return how many bytes of messages are still to leave on an endpoint."""
+        """Return how many bytes of messages UCP has not yet sent on an endpoint."""
         return sum(nbytes for where, _, nbytes in self._sending.values() if where == endpoint)
 
     @property
     def sending(self) -> bool:
-        """Whether a message is still to leave."""
+        """Whether UCP has not yet sent all messages."""
         return bool(self._sending)
 
     @property
@@ -221,11 +224,11 @@ class Worker:
 
     @property
     def lingering(self) -> bool:
-        """Whether an endpoint is not closed yet because something is still to leave on it."""
+        """Whether an endpoint waits for unsent messages before it is closed."""
         return bool(self._lingering)
 
     def is_lingering(self, endpoint: Endpoint) -> bool:
-        """Return whether this endpoint is not closed yet, as ``lingering``."""
+        """Return whether this endpoint waits for unsent messages before it is closed."""
         return endpoint in self._lingering.values()
 
     def messages(self) -> Iterator[Message]:
@@ -234,12 +237,12 @@ class Worker:
             yield self._arrived.popleft()
 
     def failures(self) -> Iterator[tuple[int, int]]:
-        """Yield the number and the status of each endpoint that has failed, and remove it."""
+        """Yield the number and the error status of each endpoint that has newly failed."""
         while self._failed:
             yield self._failed.popleft()
 
     def destroy(self) -> None:
-        """Destroy the worker, with everything on it."""
+        """Destroy the worker with its endpoints."""
         for endpoint in self._lingering.values():
             self.close_endpoint_at_once(endpoint)
         self._ucp.destroy_worker(self.handle)
@@ -258,7 +261,8 @@ class Worker:
         self._ucp.free(request)
         return True
 
-    # UCP calls these, from within a call of this worker. ctypes would swallow what they raise.
+    # UCP calls these two from within a call of this worker. They must not raise: ctypes would only
+    # print the exception.
 
     def _on_message(
         self,
@@ -289,12 +293,12 @@ class Worker:
 
 
 def _ignore_body(message: Message, body: int, nbytes: int) -> None:
-    """Drop a message with a body, of which the worker's owner expects none."""
+    """Drop a message with a body, when the worker's owner expects no such messages."""
     del message, body, nbytes
 
 
 def wait_closed(worker: Worker) -> None:
-    """Let a worker finish what it is sending and closing, for half a second at most."""
+    """Let a worker finish sending messages and closing endpoints, for 0.5 s at most."""
     deadline = time.monotonic() + _CLOSE_SECONDS
     while worker.closing or worker.lingering or worker.sending:
         if time.monotonic() > deadline:

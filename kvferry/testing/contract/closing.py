@@ -61,7 +61,7 @@ class ClosingTests(ContractSettings):
         transport.close()
 
     def test_after_close_the_properties_go_on_answering(self, lab: Workbench) -> None:
-        """Only ``library``, which is for people, may say less."""
+        """Only ``library``, a text for people, may differ after ``close``."""
         transport = lab.make()
         before = (transport.name, transport.capabilities)
         transport.close()
@@ -69,7 +69,7 @@ class ClosingTests(ContractSettings):
         assert isinstance(transport.library, str)
 
     def test_close_gives_threads_and_descriptors_back(self, lab: Workbench) -> None:
-        """A library may keep some for good, but the number must not grow with every transport."""
+        """A library may keep some for ever, but their number must not grow with each transport."""
         counts: list[int] = []
         for index in range(_FIRST + _MORE):
             transport = lab.make()
@@ -92,7 +92,7 @@ class ClosingTests(ContractSettings):
         lab.works(remote)
 
     def test_a_transport_that_was_closed_is_not_connected_to(self, lab: Workbench) -> None:
-        """The error comes at once or with the first transfer."""
+        """``connect`` raises, or the first transfer fails."""
         neighbour = LocalPeer(lab, lab.make())
         address, region = neighbour.address(), neighbour.region
         neighbour.transport.close()
@@ -107,7 +107,7 @@ class ClosingTests(ContractSettings):
     def test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed(
         self, lab: Workbench, op: str
     ) -> None:
-        """This holds for a peer that has been connected for long, too."""
+        """This holds for a peer that was connected before the close, too."""
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())
         copies = lab.whole(neighbour)

@@ -24,7 +24,7 @@ _KEPT = 4
 """How many ended transfers are kept before they are forgotten."""
 _BYTES = 4096
 _LONG_SECONDS = 1.0
-"""Seconds of a call from which on it is noticed if it holds up others."""
+"""A disconnect that takes less than this is too short to show whether it holds up other calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +87,7 @@ class ConcurrentConnectTests(ContractSettings):
     def test_a_stopped_peer_that_is_disconnected_holds_nobody_up(
         self, lab: Workbench, process: Process, op: str
     ) -> None:
-        """While it lasts, reads from other peers and notifications to them continue."""
+        """While the disconnect lasts, transfers with other peers continue."""
         if not lab.capabilities.concurrent_connect or op not in lab.ops:
             return
         if (lab.capabilities.max_outstanding or 2) < 2:
@@ -113,7 +113,7 @@ class ConcurrentConnectTests(ContractSettings):
         """Measure transfers with other peers while a stopped peer is disconnected.
 
         Returns:
-            The longest transfer and the disconnect, in seconds.
+            How long the longest transfer and the disconnect took, in seconds.
         """
         peer = lab.transport.connect(process.address())
         lab.start(op, peer, lab.lasting(process))

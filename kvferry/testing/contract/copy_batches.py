@@ -23,7 +23,15 @@ def part_of(region: Region, offset: int, nbytes: int) -> Region:
 def batch(
     local: Region, remote: Region, offsets: Offsets, remote_offsets: Offsets, nbytes: Offsets
 ) -> Copies:
-    """Return copies in one segment, from byte offsets into its regions."""
+    """Return a batch of copies between two regions, as one segment.
+
+    Args:
+        local: The local region.
+        remote: The remote region.
+        offsets: Each copy's offset in the local region, in bytes.
+        remote_offsets: Each copy's offset in the remote region, in bytes.
+        nbytes: Each copy's length in bytes.
+    """
     size = np.array(nbytes, np.uint64).reshape(-1)
     return Copies(
         local=np.array(offsets, np.uint64).reshape(-1) + np.uint64(local.address),
@@ -34,7 +42,7 @@ def batch(
 
 
 def joined(batches: Sequence[Copies]) -> Copies:
-    """Return one batch of several; the segments of each stay segments."""
+    """Return several batches as one, with the segments of all of them."""
     segments, start = [], 0
     for copies in batches:
         for cut in copies.segments:
@@ -59,10 +67,10 @@ def moved(target: Bytes, to: Offsets, source: Bytes, start: Offsets, sizes: Offs
     """Return what a target contains after copies that do not overlap.
 
     Args:
-        target: Its bytes before.
-        to: The copies' offsets in it.
+        target: The target's bytes before the copies; not changed.
+        to: The copies' offsets in the target.
         source: The bytes of the source.
-        start: The copies' offsets there.
+        start: The copies' offsets in the source.
         sizes: The copies' lengths in bytes.
     """
     size = np.array(sizes, np.int64).reshape(-1)

@@ -39,7 +39,7 @@ class InFlightTests(ContractSettings):
         lab.transport.cancel(transfer)
         status = lab.settled(transfer, peer)
         assert status.state is State.FAILED
-        # A driver that needs a disconnect for it may say that instead.
+        # A driver that needs a disconnect to end the transfer may report the disconnect instead.
         needed = lab.capabilities.quiescence is Quiescence.AFTER_DISCONNECT
         known = isinstance(status.error, TransferCancelledError)
         assert known or (needed and isinstance(status.error, PeerLostError)), repr(status.error)
@@ -118,7 +118,7 @@ class InFlightTests(ContractSettings):
             if was_running and status.state is State.FAILED:
                 assert isinstance(status.error, PeerLostError), repr(status.error)
         if any(running):
-            # Who cannot end a transfer early may let it run to its end first.
+            # A driver that cannot end a transfer early may let it run to its end first.
             last = lab.poll(transfers)[-1]
             assert last.state is State.FAILED or not lab.capabilities.cancel, last
             done = [one for one in lab.poll(transfers) if one.state is State.DONE]
@@ -133,7 +133,7 @@ class InFlightTests(ContractSettings):
     def test_close_with_work_in_flight(
         self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
-        """Disconnect ends transfers in flight, and their notifications are not sent."""
+        """Close ends transfers in flight, and their notifications are not sent."""
         transport = lab.make()
         mine = lab.buffer(MIB, transport)
         peer = transport.connect(remote.address())
@@ -142,7 +142,7 @@ class InFlightTests(ContractSettings):
         transfer = getattr(transport, op)(peer, lab.lasting(remote, mine.region), lab.bound())
         ended = transport.poll([transfer])[0].state.final
         transport.close()
-        # Who cannot end a transfer early may have let it run to its end.
+        # A driver that cannot end a transfer early may have let it run to its end.
         if lab.notifies and lab.capabilities.cancel and not ended:
             assert remote.notifications(1, 0.05) == []
         transport.close()
@@ -181,7 +181,7 @@ class InFlightTests(ContractSettings):
     def test_calls_may_come_from_different_threads(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        """One transfer after the other."""
+        """Each transfer runs on another thread, one after the other."""
         wrong: list[BaseException] = []
         peers: list[PeerId] = []
 
@@ -294,7 +294,13 @@ class InFlightTests(ContractSettings):
 
 
 def _longest_gap(beats: list[float], began: float, ended: float) -> float:
-    """Return for how many seconds a call blocked other threads; 0 if not for most of it."""
+    """Return for how many seconds a call blocked other threads; 0 if for 75 % of it or less.
+
+    Args:
+        beats: When another thread ran.
+        began: When the call began.
+        ended: When the call ended.
+    """
     inside = [began, *(one for one in beats if began < one < ended), ended]
     longest = float(np.diff(inside).max())
     return longest if longest > 0.75 * (ended - began) else 0.0

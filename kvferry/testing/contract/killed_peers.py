@@ -48,6 +48,6 @@ def known_in_time(lab: Workbench, transfer: TransferId, since: float) -> Status:
 
 
 def fails_in_time(lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
-    """Assert that a transfer of a peer that has just died fails in time."""
+    """Assert that a transfer with a peer that has just died fails in time."""
     known_in_time(lab, transfer, time.monotonic())
     assert lab.settled_or_gone(transfer, peer).state is State.FAILED

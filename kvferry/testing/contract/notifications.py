@@ -133,7 +133,7 @@ class NotificationTests(ContractSettings):
         assert seen.first == 7, "the notification was there before the bytes"
 
     def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Workbench, op: str) -> None:
-        """It is sent neither when the transfer begins nor when a part of it has ended."""
+        """A bound notification is not sent before the whole transfer has ended."""
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())
         short = batch(lab.mine.region, neighbour.region, [0], [0], [8])
@@ -238,7 +238,7 @@ class NotificationTests(ContractSettings):
 
 
 def _refuses(lab: Workbench, peer: PeerId, remote: TransportPeer) -> bool:
-    """Return whether the driver lacks notifications, and assert that it then refuses both sorts."""
+    """Return whether the driver lacks notifications; if so, assert that it refuses both kinds."""
     if lab.notifies:
         return False
     copies = batch(lab.mine.region, remote.region, [0], [0], [8])

@@ -66,7 +66,7 @@ class PeerTests(ContractSettings):
         assert minor >= 0
 
     def test_it_says_itself_for_which_version_it_was_written(self, lab: Workbench) -> None:
-        """It must be a literal, since the inherited number will change some day."""
+        """The number must not be inherited from ``Transport``, where it will change some day."""
         kinds = type(lab.transport).__mro__
         own = [kind for kind in kinds if "interface_version" in vars(kind)]
         assert own[0] is not Transport, "interface_version is inherited"
@@ -121,7 +121,7 @@ class PeerTests(ContractSettings):
     def test_an_address_that_was_changed_on_its_way_harms_nobody(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """It connects or is refused; transfers with other peers continue."""
+        """``connect`` succeeds or refuses; transfers with other peers continue."""
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(shared_process.address())
         lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
@@ -172,7 +172,7 @@ class PeerTests(ContractSettings):
             lab.transport.disconnect(peer)
 
     def test_the_path_to_a_peer_is_said_or_not(self, lab: Workbench, remote: TransportPeer) -> None:
-        """It labels metrics, so it must not change while the peer is connected."""
+        """``path`` labels metrics, so it must not change while the peer is connected."""
         peer = lab.transport.connect(remote.address())
         lab.works(remote)
         path = lab.transport.path(peer)
@@ -226,7 +226,7 @@ class PeerTests(ContractSettings):
     def test_several_transports_have_one_peer(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
-        """Each transfer moves a quarter of its own."""
+        """Each transfer moves another quarter of the buffer."""
         size, theirs = MIB // 4, shared_process.get()
         started = []
         for index in range(4):

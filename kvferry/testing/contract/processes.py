@@ -1,4 +1,4 @@
-"""Peers whose process dies, stops or comes back: reported in time, without exceptions."""
+"""Peers whose process dies, stops or restarts: ``poll`` reports it in time and does not raise."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MANY = 5000
 
 
 class ProcessTests(ContractSettings):
-    """SIGKILL before, during and after; SIGSTOP; gone and back."""
+    """A peer's process is killed before, during or after a call, is stopped, or restarts."""
 
     def test_killed_before_connecting(self, lab: Workbench, process: Process) -> None:
-        """``connect`` fails, or the first transfer does."""
+        """``connect`` raises, or the first transfer fails."""
         address = process.address()
         process.kill()
         try:
@@ -36,7 +36,7 @@ class ProcessTests(ContractSettings):
         fails_in_time(lab, peer, lab.start(lab.an_op, peer, lab.whole(process)))
 
     def test_killed_before_a_transfer(self, lab: Workbench, process: Process, op: str) -> None:
-        """Small, large and with a notification. An empty one ends, too."""
+        """This holds for small, large and empty transfers, and for those with a notification."""
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
         if lab.refuses(op, peer, copies):
@@ -232,7 +232,7 @@ class ProcessTests(ContractSettings):
     def test_a_stopped_peer_does_not_keep_notify_waiting(
         self, lab: Workbench, process: Process
     ) -> None:
-        """What is accepted arrives when the peer continues; a full queue may be an error."""
+        """Accepted notifications arrive when the peer continues; a full queue may raise."""
         if not lab.notifies:
             return
         peer = lab.transport.connect(process.address())

@@ -1,4 +1,4 @@
-"""Memory after a final state: the driver neither reads nor writes it any more."""
+"""The memory of a final transfer: the driver neither reads nor writes it any more."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class QuiescenceTests(ContractSettings):
     def test_quiet_after_a_cancel(
         self, lab: Workbench, everywhere: list[TransportPeer], op: str
     ) -> None:
-        """Cancel at once, and again when some of the bytes have arrived."""
+        """Cancel one transfer at once, and another when some of its bytes have arrived."""
         for under_way in (False, True)[: 1 + lab.capabilities.cancel]:
             watch = MemoryWatch(lab)
             for remote in everywhere:

@@ -57,7 +57,7 @@ class ContractSettings:
 
     @pytest.fixture
     def shared_process(self, lab: Workbench, lasting_process: Process) -> Iterator[Process]:
-        """The shared process, for tests that only move its bytes."""
+        """The process that the tests of a class share, for tests that neither kill nor stop it."""
         lasting_process.meanwhile = lab.turn
         lasting_process.patience = lab.settings.patience
         lasting_process.reset()
@@ -95,7 +95,7 @@ class ContractSettings:
 
     @pytest.fixture
     def everywhere(self, lab: Workbench, shared_process: Process) -> list[TransportPeer]:
-        """A peer of each of these three kinds."""
+        """A peer of each kind that ``remote`` has: the transport itself, another one, a process."""
         return [LocalPeer(lab, lab.transport), LocalPeer(lab, lab.make()), shared_process]
 
     @pytest.fixture(params=["read", "write"])

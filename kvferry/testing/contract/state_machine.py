@@ -34,7 +34,7 @@ _STEPS = 40
 FREE, BOUND = 0, 1
 
 Slot = tuple[int, int]
-"""A region's index, and a slot's in it."""
+"""The index of a region, and the index of a slot in that region."""
 
 slots = st.tuples(st.integers(0, REGIONS - 1), st.integers(0, SLOTS - 1))
 pairs = st.lists(
@@ -252,7 +252,7 @@ class DriverMachine(RuleBasedStateMachine):
         return not (here <= self.here.registered and there <= self.known)
 
     def _copies(self, pairs: list[tuple[Slot, Slot]], shift: int, nbytes: int) -> Copies:
-        """Return copies in which each pair of regions is a segment."""
+        """Return copies with one segment for each pair of regions."""
         cuts = [
             batch(
                 self.here.buffers[one].region,
@@ -308,7 +308,7 @@ class DriverMachine(RuleBasedStateMachine):
         self.here.transport.notify(self.peer, self.free[-1])
 
     def _payload(self, sort: int) -> bytes:
-        """Return a new payload; its last bit tells free from bound notifications."""
+        """Return a new payload, whose last bit distinguishes free from bound notifications."""
         return self.lab.payload(2 * next(self.seeds) + sort)
 
     @rule()

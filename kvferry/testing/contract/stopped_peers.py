@@ -1,4 +1,4 @@
-"""A peer that is stopped: what has reached its sockets lands when it goes on, not before.
+"""A stopped peer: bytes that have reached its sockets land when it continues, not before.
 
 Its buffer is memory that the test maps too, and overwrites while the peer is stopped.
 """

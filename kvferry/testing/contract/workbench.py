@@ -102,7 +102,7 @@ class Workbench:
     Attributes:
         settings: The settings of the tests.
         transport: The transport under test.
-        mine: Its buffer: 1 MiB of zeros, registered.
+        mine: A buffer of 1 MiB of zeros, registered with ``transport``.
     """
 
     settings: ContractParameters
@@ -143,9 +143,9 @@ class Workbench:
         """Return a buffer of zeros, registered with a transport if one is given.
 
         Args:
-            nbytes: Its size.
-            transport: Registers it.
-            memory: Its kind; by default the kind under test.
+            nbytes: The size in bytes.
+            transport: The transport with which to register the buffer, or ``None``.
+            memory: The kind of memory; by default the kind under test.
         """
         made = allocate(memory or self.settings.memory, nbytes)
         # Memory has to stay until every transport is closed, whatever the test drops.
@@ -162,7 +162,7 @@ class Workbench:
     # Waiting.
 
     def turn(self) -> None:
-        """Sleep a moment, and poll the transports that make no progress of their own."""
+        """Poll the transports that need calls to make progress, then sleep a moment."""
         for transport in self._made:
             if not transport.capabilities.background_progress:
                 with contextlib.suppress(TransportUsageError):  # the test has closed it
@@ -192,8 +192,8 @@ class Workbench:
         """Poll transfers, and assert the rules that hold for every poll.
 
         Args:
-            transfers: Their ids.
-            transport: By default the transport under test.
+            transfers: The ids of the transfers.
+            transport: Their transport; by default the transport under test.
         """
         transport = transport or self.transport
         statuses = transport.poll(transfers)
@@ -234,7 +234,7 @@ class Workbench:
     def settled(self, transfer: TransferId, peer: PeerId) -> Status:
         """Wait until a transfer is final, and return its status.
 
-        A failed one is disconnected first if ``quiescence`` is AFTER_DISCONNECT.
+        If it is FAILING and ``quiescence`` is AFTER_DISCONNECT, its peer is disconnected.
         """
         status = self.known(transfer)
         if status.state is State.FAILING:
@@ -287,7 +287,7 @@ class Workbench:
 
     @property
     def an_op(self) -> str:
-        """One of these operations, for tests that are not about moving bytes."""
+        """One operation that the driver has, for tests that are not about moving bytes."""
         return self.ops[0]
 
     @property
