@@ -38,7 +38,7 @@ from kvferry.core.transport import PeerId, Transport
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.registry import create, describe, installed
 from kvferry.drivers.loopback.chunked_copy import Chunk, CopyRuns
-from kvferry.drivers.loopback.procfs import vm_copy
+from kvferry.drivers.loopback.process_memory import vm_copy
 from kvferry.testing.memory import Buffer, Bytes
 
 KIB = 1 << 10

@@ -13,7 +13,7 @@ import numpy as np
 from kvferry.cli.doctor.finding import Finding, bad, ok, warn
 from kvferry.cli.formatting import size
 from kvferry.core.errors import DriverError
-from kvferry.drivers.loopback.procfs import allow_readers, vm_peek, why_forbidden
+from kvferry.drivers.loopback.process_memory import allow_readers, vm_peek, why_forbidden
 
 READING = "reading processes"
 SECONDS = 30.0

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvferry.core.memory import I64Array, U64Array
 from kvferry.core.transport.copies import Copies
-from kvferry.drivers.loopback.procfs import MAX_IOVECS
+from kvferry.drivers.loopback.process_memory import MAX_IOVECS
 
 _RELEASE_FROM = 1 << 20
 """From this many bytes per run on average, a copy within this process releases the interpreter's

@@ -11,12 +11,10 @@ from typing import ClassVar
 import numpy as np
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
+from kvferry.core.transport.procfs import boot_id, pid_namespace, start_time
 from kvferry.drivers.loopback.address import LoopbackAddress
 from kvferry.drivers.loopback.chunked_copy import Chunk, copy_in_process
-from kvferry.drivers.loopback.procfs import (
-    boot_id,
-    pid_namespace,
-    start_time,
+from kvferry.drivers.loopback.process_memory import (
     vm_copy,
     vm_peek,
     why_forbidden,

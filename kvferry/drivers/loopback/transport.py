@@ -14,11 +14,11 @@ import msgspec
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import CPU, Region
-from kvferry.core.transport import BaseTransport, Capabilities, Notification, Quiescence
+from kvferry.core.transport import BaseTransport, Capabilities, Notification, Quiescence, procfs
 from kvferry.core.transport.base import TransferRequest
 from kvferry.core.transport.refusals import parse_options
 from kvferry.drivers.loopback import address as wire
-from kvferry.drivers.loopback import procfs
+from kvferry.drivers.loopback import process_memory
 from kvferry.drivers.loopback.address import LoopbackAddress, LoopbackRegion
 from kvferry.drivers.loopback.chunked_copy import CopyRunsPool
 from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, Mailbox, NotificationChannel
@@ -98,7 +98,7 @@ class LoopbackTransport(
                 concurrent_connect=True,
             ),
         )
-        procfs.allow_readers()
+        process_memory.allow_readers()
         self._start_time = procfs.start_time(os.getpid()) or 0
         self._registry = RegionRegistry()
         self._mailbox = Mailbox(self._registry.instance, self.name)
@@ -108,7 +108,7 @@ class LoopbackTransport(
     # Memory.
 
     def _register(self, region: Region) -> Entry:
-        if not procfs.is_mapped(region.address, region.nbytes):
+        if not process_memory.is_mapped(region.address, region.nbytes):
             raise TransportError(
                 f"{region} is not, or not all, mapped in this process: register memory that "
                 "exists, and keep it until it is deregistered"

@@ -9,7 +9,7 @@ from kvferry.core.errors import TransportUsageError
 from kvferry.core.memory import Region, U64Array, region_of
 from kvferry.core.transport.bounds import check_copies
 from kvferry.core.transport.copies import Copies, Segment
-from tests.drivers.loopback.helpers import batch
+from kvferry.testing.contract.copy_batches import batch
 
 SIZE = 4096
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.core.memory import Region
 from kvferry.core.transport import State, Status, TransferId
-from kvferry.core.transport.copies import Copies, Segment
+from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.testing.contract.copy_batches import batch
 
 
 def wait(transport: LoopbackTransport, transfer: TransferId, seconds: float = 20.0) -> Status:
@@ -23,23 +23,6 @@ def wait(transport: LoopbackTransport, transfer: TransferId, seconds: float = 20
         if time.monotonic() > deadline:
             raise TimeoutError(f"transfer {transfer} is still {status}")
         time.sleep(0.0005)  # or this loop starves the threads
-
-
-def batch(
-    local: Region,
-    remote: Region,
-    offsets: npt.ArrayLike,
-    remote_offsets: npt.ArrayLike,
-    nbytes: npt.ArrayLike,
-) -> Copies:
-    """Copies in one segment, by offsets into its regions."""
-    size = np.array(nbytes, np.uint64).reshape(-1)
-    return Copies(
-        local=np.array(offsets, np.uint64).reshape(-1) + np.uint64(local.address),
-        remote=np.array(remote_offsets, np.uint64).reshape(-1) + np.uint64(remote.address),
-        nbytes=size,
-        segments=(Segment(start=0, stop=len(size), local=local, remote=remote),),
-    )
 
 
 def endless(local: Region, remote: Region) -> Copies:

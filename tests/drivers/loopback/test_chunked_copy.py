@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvferry.core.memory import region_of
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.loopback.chunked_copy import CopyRuns, copy_in_process
-from tests.drivers.loopback.helpers import batch
+from kvferry.testing.contract.copy_batches import batch
 from tests.drivers.loopback.peer import pattern
 
 SIZE = 4096

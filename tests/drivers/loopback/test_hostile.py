@@ -10,9 +10,10 @@ import pytest
 
 from kvferry.core.memory import Region
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.testing.contract.copy_batches import batch
 from tests.drivers.hostile import counted
 from tests.drivers.loopback.conftest import MakeTransport, Neighbour
-from tests.drivers.loopback.helpers import batch, done
+from tests.drivers.loopback.helpers import done
 from tests.drivers.loopback.peer import MIB, Bytes
 
 COUNT = int(os.environ.get("KVFERRY_HOSTILE", "500"))

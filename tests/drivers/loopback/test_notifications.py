@@ -15,8 +15,9 @@ from kvferry.core.memory import Region
 from kvferry.core.transport import Notification
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, ChannelHello, _may_send
+from kvferry.testing.contract.copy_batches import batch
 from tests.drivers.loopback.conftest import MakeTransport, Neighbour
-from tests.drivers.loopback.helpers import batch, done, run
+from tests.drivers.loopback.helpers import done, run
 from tests.drivers.loopback.peer import Peer
 
 MIB = 1 << 20

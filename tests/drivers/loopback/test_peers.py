@@ -22,11 +22,11 @@ from kvferry.core.errors import (
     TransportError,
 )
 from kvferry.core.memory import Region
-from kvferry.core.transport import State
+from kvferry.core.transport import State, procfs
 from kvferry.drivers.loopback import LoopbackTransport
-from kvferry.drivers.loopback import procfs as process
+from kvferry.testing.contract.copy_batches import batch
 from tests.drivers.loopback.conftest import MakeTransport, Neighbour
-from tests.drivers.loopback.helpers import batch, done, endless, run, wait
+from tests.drivers.loopback.helpers import done, endless, run, wait
 from tests.drivers.loopback.peer import Bytes, Peer
 
 MIB = 1 << 20
@@ -104,7 +104,7 @@ def forge(shared_peer: Peer) -> Callable[..., bytes]:
 def test_a_pid_that_was_reused_is_refused(
     transport: LoopbackTransport, shared_peer: Peer, forge: Callable[..., bytes]
 ) -> None:
-    started = process.start_time(shared_peer.process.pid)
+    started = procfs.start_time(shared_peer.process.pid)
     assert started is not None
     with pytest.raises(ConnectError, match="has ended or restarted"):
         transport.connect(forge(start_time=started - 1))
@@ -136,7 +136,7 @@ def test_a_peer_that_became_another_program_is_lost(
     command = Path(f"/proc/{peer.process.pid}/cmdline")
     while not command.read_bytes().startswith(b"/bin/sleep"):
         time.sleep(0.001)
-    assert process.start_time(peer.process.pid) is not None
+    assert procfs.start_time(peer.process.pid) is not None
     assert lost(transport, batch(local, peer.region, [0], [0], [8]), known)
 
 
@@ -174,8 +174,8 @@ def test_a_kernel_that_forbids_it_is_named_with_the_setting(
     def refuse(*_: object, **__: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("kvferry.drivers.loopback.procfs.vm_copy", refuse)
-    monkeypatch.setattr("kvferry.drivers.loopback.procfs._ptrace_scope", lambda: scope)
+    monkeypatch.setattr("kvferry.drivers.loopback.process_memory.vm_copy", refuse)
+    monkeypatch.setattr("kvferry.drivers.loopback.process_memory._ptrace_scope", lambda: scope)
     with pytest.raises(ConnectError, match=said):
         transport.connect(shared_peer.address())
 
@@ -186,8 +186,8 @@ def test_another_user_is_named(
     def refuse(*_: object, **__: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("kvferry.drivers.loopback.procfs.vm_copy", refuse)
-    monkeypatch.setattr("kvferry.drivers.loopback.procfs._uid", lambda _: 12345)
+    monkeypatch.setattr("kvferry.drivers.loopback.process_memory.vm_copy", refuse)
+    monkeypatch.setattr("kvferry.drivers.loopback.process_memory._uid", lambda _: 12345)
     with pytest.raises(ConnectError, match="it runs as uid 12345 and this process as uid"):
         transport.connect(shared_peer.address())
 

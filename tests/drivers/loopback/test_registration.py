@@ -16,8 +16,9 @@ from kvferry.core.errors import (
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import INTERFACE_VERSION, Quiescence, State
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.testing.contract.copy_batches import batch
 from tests.drivers.loopback.conftest import MakeTransport, Neighbour
-from tests.drivers.loopback.helpers import batch, done, endless, run
+from tests.drivers.loopback.helpers import done, endless, run
 from tests.drivers.loopback.peer import Bytes, Peer
 
 MIB = 1 << 20

@@ -15,8 +15,9 @@ from kvferry.core.errors import (
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.testing.contract.copy_batches import batch
 from tests.drivers.loopback.conftest import MakeTransport, Neighbour
-from tests.drivers.loopback.helpers import batch, done, endless, run, wait
+from tests.drivers.loopback.helpers import done, endless, run, wait
 from tests.drivers.loopback.peer import Bytes, Peer, pattern
 
 MIB = 1 << 20

@@ -33,7 +33,7 @@ from kvferry.core.transport import (
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.peer_memory import OtherProcess
-from kvferry.drivers.loopback.procfs import vm_copy
+from kvferry.drivers.loopback.process_memory import vm_copy
 from tests.testing.planted.base import Watched, caught_by, connection_of, cut, transfer_of
 
 _LATE_SECONDS = 0.1
