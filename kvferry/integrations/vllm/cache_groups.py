@@ -1,8 +1,9 @@
 """vLLM's cache groups: which blocks of a request each group hands over.
 
-vLLM lists a request's blocks by their position in the request. In a group with a sliding window the
-blocks before the window are holes (``HOLE``). In a group of recurrent states only one block counts,
-and those after it are scratch slots of speculative decoding.
+A cache group is a set of layers whose pages have the same block ids. In each group, vLLM lists a
+request's blocks in the order of the request's tokens. With a sliding window, the blocks before the
+window are holes (``HOLE``). In a group of recurrent states, only the block with the state after the
+last token is handed over; the blocks after it are scratch slots of speculative decoding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 TokenRange = tuple[int, int]
-"""The first token, and the token after the last one."""
+"""A range of a request's tokens, by index: the first token, and the token after the last one."""
 
 Slot = TypeVar("Slot")
 
@@ -36,12 +37,14 @@ class CacheGroup:
     """One cache group that is transferred.
 
     Attributes:
-        index: The group's index among all of vLLM's groups.
+        index: The group's index among all of vLLM's groups, including those that are not
+            transferred.
         tokens: How many tokens of a request one page covers, on all context-parallel ranks
-            together; for a state, after how many tokens the state continues in the next page.
-        is_state: Whether a page holds the recurrent state after some tokens, not tokens.
-        window: To how many tokens a token attends, itself included, plus any that vLLM keeps in
-            addition; 0 for all.
+            together; for a state, the number of tokens after which vLLM stores the state in the
+            request's next page.
+        is_state: Whether a page holds a recurrent state instead of tokens.
+        window: Sliding window: how many tokens a token attends to, including itself, plus the
+            tokens that vLLM keeps in addition; 0 for no window.
         chunk: Size in tokens of the chunks to which attention is limited; 0 for no chunks.
     """
 
@@ -53,9 +56,9 @@ class CacheGroup:
 
     @property
     def needs_exact_length(self) -> bool:
-        """Whether the group's pages serve exactly one prompt length.
+        """Whether the group's pages can be used only for the prompt length they were computed for.
 
-        The pages of full attention also serve every shorter prompt.
+        The pages of full attention can be used for every prefix of the prompt, too.
         """
         return self.is_state or bool(self.window or self.chunk)
 
@@ -66,7 +69,7 @@ class CacheGroup:
         ``single_type_kv_cache_manager.py``, by which vLLM frees a request's first blocks.
 
         Args:
-            tokens: How many tokens the request has.
+            tokens: How many tokens the request has, without that next token.
         """
         if self.window:
             return max(0, tokens - self.window + 1)
@@ -76,11 +79,12 @@ class CacheGroup:
         """Return the pages that a producer's ticket lists for a request.
 
         Args:
-            ids: vLLM's ids of the request's blocks, by position.
+            ids: vLLM's ids of the request's blocks in this group, in the order of its tokens.
             tokens: How many of the request's tokens were computed.
 
         Returns:
-            The position of the first page among the request's blocks, and the pages' ids.
+            The index of the first listed page among the request's blocks, and the ids of the pages
+            from there on; holes before it are left out. For a state, 0 and the id of one page.
         """
         if self.is_state:
             return 0, list(self._state_slot(ids, tokens))
@@ -94,13 +98,15 @@ class CacheGroup:
         """Return the tokens that a consumer loads for a request, and the pages it loads them into.
 
         Args:
-            blocks: vLLM's blocks of the request, by position. Blocks at the start that are cached
-                already, or holes, are left alone; the load fills all others.
-            tokens: How many of the request's tokens the producer hands over.
+            blocks: vLLM's blocks of the request in this group, in the order of its tokens. Blocks
+                at the start that are cached already, or holes, are left alone; the load fills all
+                others.
+            tokens: Length in tokens of the prefix of the request that is here once the load is
+                over.
 
         Returns:
-            The tokens to load, and the pages that the load fills. For a state, all tokens; ``None``
-            and no pages if all tokens are cached.
+            The range of tokens to load, and the pages that the load fills. For a state, the range
+            is always ``(0, tokens)``. ``None`` and ``NO_PAGES`` if all tokens are cached.
         """
         if self.is_state:
             page = [block.block_id for block in self._state_slot(blocks, tokens)]
@@ -108,16 +114,24 @@ class CacheGroup:
         cached = sum(1 for _ in takewhile(lambda b: b.is_null or b.block_hash is not None, blocks))
         if cached * self.tokens >= tokens:
             return None, NO_PAGES
-        # A window may start with the next token: then nothing is loaded, and its page is zeroed.
+        # The window may begin after the last token: then the range is empty, and the load only
+        # zeroes the pages.
         first = min(max(cached * self.tokens, self.num_skipped_tokens(tokens)), tokens)
         ids = [block.block_id for block in blocks[cached:]]
         return (first, tokens), Pages(ids=np.array(ids, dtype=np.int64), first_index=cached)
 
     def _state_slot(self, slots: Sequence[Slot], tokens: int) -> Sequence[Slot]:
-        """Return the slot that holds the state after ``tokens`` tokens, as a sequence of one.
+        """Return the slot that holds the state after ``tokens`` tokens.
 
         vLLM's kernels find the slot in the same way (``mamba_get_block_table_tensor`` in
         ``v1/attention/backends/utils.py``).
+
+        Args:
+            slots: The request's blocks in this group, or their ids, in the order of its tokens.
+            tokens: How many tokens the state covers.
+
+        Returns:
+            A sequence of that one slot; empty if the request has too few slots.
         """
         index = (tokens - 1) // self.tokens
         return slots[index : index + 1]
@@ -139,6 +153,13 @@ def cache_groups(config: KVCacheConfig, context_size: int) -> tuple[CacheGroup, 
 
 
 def _cache_group(index: int, spec: KVCacheSpec, context_size: int) -> CacheGroup:
+    """Return one of vLLM's groups as a ``CacheGroup``.
+
+    Args:
+        index: The group's index among all of vLLM's groups.
+        spec: The group's spec.
+        context_size: Number of decode context-parallel ranks.
+    """
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         SlidingWindowSpec,

@@ -1,4 +1,6 @@
-"""What two engines must agree on before they exchange pages: ``FACTS`` and ``JUDGEMENTS``.
+"""The values that two engines must agree on before they exchange pages.
+
+They are in two tables, ``FACTS`` and ``JUDGEMENTS``.
 
 A fact decides what the bytes of a page mean: engines that differ in a fact never exchange pages. A
 judgement is a name, such as the model's: two names may mean the same model, so an operator can
@@ -24,13 +26,16 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 MAX_CHARACTERS = 1000
-"""Most characters of a value; longer values are cut, and end with a digest of the whole value."""
+"""How many characters of a value are published at most.
+
+Longer values are cut, and end with a digest of the whole value.
+"""
 
 
 def rank_identity(
     vllm_config: VllmConfig, incarnation: Incarnation, position: RankPosition
 ) -> Identity:
-    """Return how a rank presents itself in the handshake.
+    """Return the identity that a rank publishes in the handshake.
 
     Args:
         vllm_config: The engine's configuration.
@@ -47,7 +52,7 @@ def rank_identity(
 
 
 def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return this engine's facts and judgements, name to value, without those that do not apply.
+    """Return this engine's facts and judgements by name, without those that do not apply.
 
     Args:
         vllm_config: The engine's configuration.
@@ -57,7 +62,7 @@ def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def judgements(config: Config) -> Judgements:
-    """Return which differences an operator may allow, and whether they are allowed.
+    """Return the names of the judgements, and whether the settings allow engines to differ in them.
 
     Args:
         config: The connector's settings.
@@ -66,7 +71,7 @@ def judgements(config: Config) -> Judgements:
 
 
 def _cache_dtype(config: VllmConfig) -> str:
-    """Return the cache's element type; a layer with another one says so in its fields."""
+    """Return the cache's element type; the fields of a layer with another type name that type."""
     cache_dtype = config.cache_config.cache_dtype
     if cache_dtype == "auto":
         return _dtype_name(config.model_config.dtype)
@@ -74,9 +79,9 @@ def _cache_dtype(config: VllmConfig) -> str:
 
 
 def _quantization(config: VllmConfig) -> str:
-    """Return the quantization that the checkpoint declares.
+    """Return the quantization that the checkpoint declares, or else vLLM's name for the method.
 
-    vLLM's own name for it depends on the kernels that the machine has.
+    vLLM's name depends on the kernels that the machine has.
     """
     model = config.model_config
     declared = getattr(model.hf_config, "quantization_config", None)
@@ -100,14 +105,22 @@ def _rotary(config: VllmConfig) -> str:
 
 
 def _original_length(model: ModelConfig, parameters: Mapping[str, Any]) -> int | None:
-    """Return the model's context length in tokens without LongRoPE, or ``None`` if not stated."""
+    """Return the model's context length in tokens without LongRoPE, or ``None`` if not stated.
+
+    Args:
+        model: vLLM's configuration of the model.
+        parameters: The parameters of the rotary embedding.
+    """
     name = "original_max_position_embeddings"
     length: int | None = parameters.get(name) or getattr(model.hf_text_config, name, None)
     return length
 
 
 def _overrides(config: VllmConfig) -> str | None:
-    """Return the user's changes to the model's configuration; ``None`` if a function makes them."""
+    """Return the user's changes to the model's configuration as JSON.
+
+    ``None`` if a function makes the changes, since functions cannot be compared.
+    """
     overrides = config.model_config.hf_overrides
     return None if callable(overrides) else json.dumps(overrides, sort_keys=True, default=str)
 
@@ -121,7 +134,13 @@ def _draft_method(config: VllmConfig) -> str | None:
 
 
 def _draft(name: str) -> Callable[[VllmConfig], str | None]:
-    """Return a function that returns an attribute of the draft model's configuration, as text."""
+    """Return a function that returns an attribute of the draft model's configuration, as text.
+
+    The function returns ``None`` if there is no draft model with a KV cache.
+
+    Args:
+        name: The attribute.
+    """
 
     def value_of(config: VllmConfig) -> str | None:
         if _draft_method(config) is None:
@@ -137,7 +156,7 @@ def _dtype_name(dtype: object) -> str:
 
 
 def _truncated(value: str) -> str:
-    """Return a value; of a longer one the first ``MAX_CHARACTERS``, and a digest of all of it."""
+    """Return a value, cut to ``MAX_CHARACTERS`` and with a digest of the whole if it is longer."""
     if len(value) <= MAX_CHARACTERS:
         return value
     digest = hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
@@ -151,7 +170,10 @@ FACTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "rotary embedding": _rotary,
     "draft method": _draft_method,
 }
-"""Differences in these would corrupt the cache: they are always refused."""
+"""Maps each fact's name to the function that returns its value, or ``None`` if it has none.
+
+Engines that differ in a fact would corrupt the cache, so they are always refused.
+"""
 
 JUDGEMENTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "model": lambda config: str(config.model_config.model),
@@ -160,4 +182,7 @@ JUDGEMENTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "draft model": _draft("model"),
     "draft revision": _draft("revision"),
 }
-"""Differences in these may be harmless: refused unless ``enforce_handshake_compat`` is false."""
+"""Maps each judgement's name to the function that returns its value, or ``None`` if it has none.
+
+A difference may be harmless, but is refused unless ``enforce_handshake_compat`` is false.
+"""

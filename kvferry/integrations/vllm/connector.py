@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 PREFERRED_LAYOUT = "LBHNC"
-"""The memory order that the connector asks of vLLM: heads outside tokens (HND).
+"""The memory order that the connector requests from vLLM: heads outside tokens (HND).
 
 In this order, copies stay large between engines that split heads differently. A layout that the
 user sets takes precedence, and works as well.
@@ -47,7 +47,7 @@ user sets takes precedence, and works as well.
 
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """Load the KV cache of prefilled requests from another vLLM engine.
+    """Load the KV cache of requests from the vLLM engine that prefilled them.
 
     vLLM builds one per engine with the scheduler's role, and one per rank with the worker's role;
     the two share no memory. Select it with ``"kv_connector": "KVFerryConnector"``.
@@ -94,7 +94,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
-        """Return the metrics that another process sent as ``data``."""
+        """Return metrics from the plain ``data`` that another process sent."""
         return FerryStats(data=data or {})
 
     @classmethod
@@ -105,7 +105,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FerryPromMetrics:
-        """Return the Prometheus metrics, in the process that serves them."""
+        """Return the Prometheus metrics; vLLM calls this in the process that serves them."""
         return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
@@ -119,17 +119,22 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether cache groups may have different local hits: yes, a load has a range per group."""
+        """True: cache groups may have different local hits, since a load has a range per group."""
         return True
 
     def on_new_request(self, request: Request) -> None:
-        """Check the ticket of a request to decode, or truncate the prompt of one to prefill."""
+        """Check the ticket of a request to decode, or truncate the prompt of a prefill request."""
         self._scheduler_half().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many uncached tokens will be loaded, and whether asynchronously."""
+        """Return how many tokens after the cached ones will be loaded, and whether asynchronously.
+
+        Args:
+            request: vLLM's request.
+            num_computed_tokens: How many of the request's tokens are cached here already.
+        """
         return self._scheduler_half().num_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -140,7 +145,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Order the load of a request that got blocks to decode, or reserve a hold to prefill."""
+        """Order the load of a decode request that got blocks, or reserve a prefill request's hold.
+
+        Args:
+            request: vLLM's request.
+            blocks: The request's blocks.
+            num_external_tokens: How many of the request's tokens are to be loaded into the blocks.
+        """
         self._scheduler_half().blocks_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -148,7 +159,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_half().build_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the workers' reports of a step."""
+        """Apply the workers' reports of a step, such as the sends and loads that ended."""
         self._scheduler_half().worker_output(connector_output)
 
     def request_finished(
@@ -166,18 +177,23 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Return whether held blocks will be free soon.
 
-        vLLM asks when a running request lacks a block; if so, it waits instead of preempting one.
+        vLLM asks when a running request lacks a block. If blocks will be free soon, vLLM waits
+        instead of preempting a request.
         """
         return self._scheduler_half().has_pending_block_frees()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether the engine must step although it has nothing to run."""
+        """Return whether the engine must step even if it has nothing to run."""
         return self._scheduler is not None and self._scheduler.pending
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Open the side channel with what the ranks published; vLLM calls this once, at start."""
+        """Open the side channel, and serve what the ranks publish; vLLM calls this once, at start.
+
+        Args:
+            metadata: What each rank publishes, by (pipeline rank, tensor rank).
+        """
         self._scheduler_half().serve(metadata)
 
     def reset_cache(self) -> bool:
@@ -192,14 +208,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = start_worker(self._vllm_config, self._kv_cache_config, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what this rank publishes in the handshake."""
+        """Return what this rank publishes in the handshake; ``None`` if it publishes nothing."""
         return self._worker.handshake if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Apply the scheduler's messages of this step.
 
-        vLLM calls this before it runs the model, and ``start_load_kv`` only inside the run, where
-        the loads of this step would start later for no reason.
+        vLLM calls this before it runs the model, and ``start_load_kv`` only inside the run. Loads
+        start here, since they would start later there for no reason.
         """
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
@@ -220,7 +236,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: the consumer reads the pages."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose sends or loads ended since the last call."""
+        """Return the requests whose sends or loads ended since the last call.
+
+        A failed load is among ``finished_recving`` and among ``failed_recving``.
+
+        Args:
+            finished_req_ids: The requests that vLLM finished in this step; ignored.
+        """
         return self._worker.results() if self._worker is not None else KVConnectorTransferResults()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -228,12 +250,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_report() if self._worker is not None else None
 
     def get_kv_connector_stats(self) -> FerryStats | None:
-        """Return the metrics since the last call; vLLM asks both roles and adds them up."""
+        """Return the metrics since the last call, or ``None`` if there are none.
+
+        vLLM asks the connectors of both roles, and adds their metrics up.
+        """
         half = self._worker or self._scheduler
         return half.take_stats() if half is not None else None
 
     def _scheduler_half(self) -> FerryScheduler:
-        """Return the scheduler half, which only the scheduler's connector has."""
+        """Return the scheduler half.
+
+        Raises:
+            KVFerryError: This is a worker's connector, which has none.
+        """
         if self._scheduler is None:
             raise KVFerryError("a scheduler's hook was called on a worker's connector")
         return self._scheduler

@@ -40,7 +40,10 @@ Samples reach the scheduler as separate requests, and nothing else marks them as
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadMessages:
-    """The consumer's messages to the workers in one step; see ``metadata.StepMetadata``."""
+    """The consumer's messages to the workers in one step.
+
+    ``metadata.StepMetadata`` explains the attributes.
+    """
 
     prepare: tuple[Ticket, ...] = ()
     loads: tuple[Load, ...] = ()
@@ -58,7 +61,8 @@ class Consumer:
         may_load: Whether the engine's ``kv_role`` lets it load; only then does vLLM free blocks in
             an order that is safe for loads.
         verify_prompt: Whether tickets that were made for another prompt are refused.
-        backoff: How many tokens at a prompt's end a producer leaves to this engine.
+        backoff: How many tokens at a prompt's end a producer leaves to this engine; see
+            ``prefill_backoff``.
         security: The secrets, keys and networks by which tickets are accepted.
     """
 
@@ -94,6 +98,9 @@ class Consumer:
     def on_new_request(self, request: Request) -> None:
         """Check the ticket of a request that was prefilled by another engine.
 
+        If the ticket is accepted, the workers connect to that engine early. If it is refused, the
+        request's load will be reported as failed.
+
         Args:
             request: vLLM's request; ignored unless it asks for ``do_remote_prefill``.
         """
@@ -118,11 +125,15 @@ class Consumer:
     def num_matched_tokens(self, request: Request, computed: int) -> int:
         """Return how many tokens of a request, beyond the cached ones, are to be loaded.
 
-        vLLM may ask several times, so this changes nothing.
+        Tokens of a refused ticket count, too: their load is then reported as failed. vLLM may ask
+        several times, so the call changes nothing.
 
         Args:
             request: vLLM's request.
-            computed: How many of its tokens are cached here already.
+            computed: How many of the request's tokens are cached here already.
+
+        Returns:
+            The number of tokens; 0 if the request has no ticket.
         """
         entry = self._waiting.get(request.request_id)
         return max(0, self._tokens_to_have(request, entry) - computed) if entry is not None else 0
@@ -131,8 +142,8 @@ class Consumer:
         """Order the load of a request that got blocks; release its hold if it loads nothing.
 
         Args:
-            request: vLLM's request.
-            blocks: Its blocks.
+            request: vLLM's request; ignored if it has no ticket.
+            blocks: The request's blocks.
             external: How many of the request's tokens are to be loaded into the blocks.
         """
         entry = self._waiting.pop(request.request_id, None)
@@ -150,7 +161,7 @@ class Consumer:
             self._refused.append((request.request_id, str(entry)))
 
     def request_finished(self, request: Request) -> None:
-        """Abort the load of a request that ended, or release the hold that it did not use.
+        """Abort the load of a request that ended, or release its hold if no load was ordered.
 
         Args:
             request: vLLM's request.
@@ -203,7 +214,7 @@ class Consumer:
         return bool(messages) or self._users.pending
 
     def _admit(self, request: Request) -> Ticket:
-        """Return the ticket of a request.
+        """Check a request's ticket, and return it.
 
         Raises:
             TicketError: The ticket is malformed, not for this engine, or not for this prompt.
@@ -247,6 +258,10 @@ class Consumer:
     def _check_tokens(self, request: Request, tokens: int) -> None:
         """Refuse a ticket whose states and windows end at another token than this engine needs.
 
+        Args:
+            request: vLLM's request.
+            tokens: How many of the prompt's tokens the ticket covers.
+
         Raises:
             TicketError: The ticket covers more or fewer tokens than are handed over to this engine.
         """
@@ -263,7 +278,12 @@ class Consumer:
             )
 
     def _tokens_to_have(self, request: Request, entry: Ticket | TicketError) -> int:
-        """Return how many of a prompt's first tokens are cached or loaded, not computed here."""
+        """Return how many of a prompt's first tokens are cached or loaded, not computed here.
+
+        Args:
+            request: vLLM's request.
+            entry: The request's ticket, or why it was refused.
+        """
         total = handed_over_tokens(request, self._backoff)
         if isinstance(entry, Ticket):
             total = min(total, entry.tokens)
@@ -272,7 +292,13 @@ class Consumer:
         return 0 if self._needs_exact_length and total >= request.num_prompt_tokens else total
 
     def _load(self, request: Request, ticket: Ticket, blocks: KVCacheBlocks) -> Load:
-        """Return the load of a request that got blocks."""
+        """Return the order to load a request into its blocks.
+
+        Args:
+            request: vLLM's request.
+            ticket: The request's ticket.
+            blocks: The request's blocks.
+        """
         last = self._tokens_to_have(request, ticket)
         wanted = [group.consumer_pages(blocks.blocks[group.index], last) for group in self._groups]
         return Load(
@@ -284,10 +310,11 @@ class Consumer:
         )
 
     def _shares(self, request_id: str) -> bool:
-        """Record that a load is ordered.
+        """Record that the load of a request is ordered.
 
         Returns:
-            Whether this load must not tell the producer "done", because a later one does.
+            Whether other requests may still load from the same hold. Then this load must not tell
+            the producer "done"; a later load does.
         """
         siblings = SAMPLE.match(request_id) is not None
         return self._users.order(RequestId(request_id), siblings=siblings)
@@ -299,7 +326,14 @@ class Consumer:
         self._users.over(RequestId(request_id), loaded=False)
 
     def _release_only(self, request_id: str, ticket: Ticket, *, shared: bool) -> Load:
-        """Return a load of nothing; unless ``shared``, it makes the producer release the hold."""
+        """Return a load that reads nothing, and makes the producer release the ticket's hold.
+
+        Args:
+            request_id: vLLM's id of the request.
+            ticket: The request's ticket.
+            shared: Whether other requests may still load from the hold. Then the producer keeps the
+                hold.
+        """
         groups = len(self._groups)
         return Load(
             request=RequestId(request_id),

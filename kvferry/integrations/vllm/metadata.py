@@ -30,13 +30,14 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport(KVConnectorWorkerMetadata):
-    """What ranks report to the scheduler half in a step, apart from finished requests.
+    """What ranks report to the scheduler half in a step, apart from sends and loads that ended.
 
     Attributes:
         problems: The current problems of each rank whose problems have changed, by rank; an empty
             tuple if they have ended.
-        silent: The holds with a ticket whose consumer seems to be gone, by rank; those silent for
-            longest first. Only of ranks that were asked in this step.
+        silent: The holds with a ticket whose consumer seems to be gone, by rank; those whose
+            consumer has been silent for longest come first. Only for ranks that were asked in this
+            step.
     """
 
     problems: Mapping[int, tuple[str, ...]] = field(default_factory=dict)

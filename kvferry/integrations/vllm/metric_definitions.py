@@ -19,7 +19,7 @@ class NoTicket(enum.StrEnum):
     TOO_LARGE = "too_large"
     """The request alone has more blocks than may be held."""
     ROLE = "role"
-    """The engine's ``kv_role`` is ``kv_consumer``: no engine would read the pages."""
+    """The engine's ``kv_role`` is ``kv_consumer``, so no other engine would read the pages."""
     WENT_ON = "went_on"
     """The request generated tokens here: its states and windows are past its prompt."""
     SCORED = "scored"

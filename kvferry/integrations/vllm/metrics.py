@@ -171,6 +171,14 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         value: Any,  # noqa: ANN401
         engine: int,
     ) -> None:
+        """Add a value to a metric; a gauge takes the value instead.
+
+        Args:
+            metric: The metric.
+            labels: The values of the metric's own labels, in the order of ``Metric.labels``.
+            value: A number, or for a histogram the list of observed values.
+            engine: The engine's index.
+        """
         child = self._child(metric, labels, engine)
         if metric.kind is MetricKind.HISTOGRAM:
             for observed in value:
@@ -181,6 +189,14 @@ class FerryPromMetrics(KVConnectorPromMetrics):
             child.set(value)
 
     def _child(self, metric: Metric, labels: tuple[str, ...], engine: int) -> Any:  # noqa: ANN401
+        """Return Prometheus's object for a metric with some values of its labels.
+
+        Args:
+            metric: The metric.
+            labels: The values of the metric's own labels, in the order of ``Metric.labels``. Names
+                of peers beyond a bound share one value.
+            engine: The engine's index, for the values of vLLM's labels.
+        """
         bounded = [
             self._peers(value) if label == "peer" else value
             for label, value in zip(metric.labels, labels, strict=True)
@@ -188,6 +204,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         return self._metrics[metric].labels(*self.per_engine_labelvalues[engine], *bounded)
 
     def _start_at_zero(self, driver: str) -> None:
+        """Export as 0 the metrics whose label values are known in advance; see ``LABEL_VALUES``."""
         driver_only = {(metric, (driver,)) for metric in METRICS if metric.labels == ("driver",)}
         enumerated = {
             (metric, (driver, str(value)))
@@ -199,6 +216,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
                 self._child(metric, labels, engine)
 
     def _make(self, metric: Metric) -> Any:  # noqa: ANN401
+        """Return Prometheus's counter, gauge or histogram for a metric."""
         types: dict[MetricKind, tuple[Any, dict[str, Any]]] = {
             MetricKind.COUNTER: (self._counter_cls, {}),
             MetricKind.GAUGE: (self._gauge_cls, {"multiprocess_mode": "mostrecent"}),

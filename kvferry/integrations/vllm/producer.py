@@ -1,8 +1,9 @@
 """The scheduler half of an engine that prefills for other engines (PS in docs/protocol.md).
 
-A request that asks for ``do_remote_decode`` is prefilled here. When it finishes, its blocks are
-held and its ``kv_transfer_params`` become a ticket, with which another engine reads them. The hold
-ends when that engine has read, when the lease runs out, or when the blocks are needed here.
+A request that asks for ``do_remote_decode`` is prefilled here. When the request finishes, its
+blocks are held and its ``kv_transfer_params`` become a ticket, with which another engine reads the
+blocks. The hold ends when that engine has read, when the lease runs out, or when this engine needs
+the blocks. A hold is silent if its consumer has given no sign of life for some time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPLETE = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-"""Names of vLLM's ``RequestStatus`` with which a request ends whose whole prompt was computed."""
+"""Names of vLLM's ``RequestStatus`` for requests that ended with their whole prompt computed."""
 
 MAX_ENGINES_LOGGED = 4
 """How many engines one log line names."""
@@ -58,7 +59,8 @@ class Producer:
         metrics: Counts tickets that were not made and holds that were given up.
         slots: How many requests can be held at once; the engine's number of blocks.
         lease: Seconds for which a ticket's pages are held unless the consumer renews the lease.
-        backoff: How many tokens at a prompt's end are left to the consumer.
+        backoff: How many tokens at a prompt's end are left to the consumer; see
+            ``prefill_backoff``.
         computed: Whether nothing writes to a request's pages after its last token was sampled.
         sizes: The engine's parallelism, for the ticket.
         max_held: How many blocks may be held at once; ``None`` for no limit.
@@ -105,7 +107,11 @@ class Producer:
         self._ticket_key = ticket_key
 
     def on_new_request(self, request: Request) -> None:
-        """Truncate the prompt of a request that is prefilled for another engine, once.
+        """Remove the last ``backoff`` tokens of a prompt that is prefilled for another engine.
+
+        A prompt stays as it is if it was truncated before, is not longer than ``backoff``, or its
+        logprobs are asked for. A request that this engine's ``kv_role`` does not let it hand over
+        is counted and logged.
 
         Args:
             request: vLLM's request, changed in place.
@@ -142,7 +148,7 @@ class Producer:
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]], serving: EngineSideChannel
     ) -> dict[str, Any] | None:
-        """Return the ticket of a request that ended.
+        """Make the ticket of a request that ended, or drop its hold.
 
         Args:
             request: vLLM's request.
@@ -181,7 +187,15 @@ class Producer:
         ).params(self._secrets, self._ticket_key)
 
     def _ticket_hold(self, request: Request, block_ids: Sequence[Sequence[int]]) -> Hold | None:
-        """Return the hold under which a request's blocks stay, or ``None`` if it gets none."""
+        """Keep the blocks of a request that ended under its hold, and return the hold.
+
+        Args:
+            request: vLLM's request.
+            block_ids: The ids of the request's blocks, one list per cache group of vLLM.
+
+        Returns:
+            The hold, or ``None`` if the request gets no ticket.
+        """
         blocks = frozenset().union(*block_ids) - {HOLE}
         if not self._holds.fits(len(blocks)):
             self._no_ticket(
@@ -193,7 +207,13 @@ class Producer:
         return self._holds.ticket(RequestId(request.request_id), self._lease, blocks)
 
     def _no_ticket(self, request: Request, reason: NoTicket, why: str) -> None:
-        """Count and log that a request gets no ticket."""
+        """Count and log that a request gets no ticket.
+
+        Args:
+            request: vLLM's request.
+            reason: The reason, for metrics.
+            why: The cause and the remedy, for the log.
+        """
         self._metrics.add(NO_TICKETS, reason=reason.value)
         if reason is NoTicket.ROLE and self._logged_role_refusal:
             return  # The router's setting is wrong: every request would log the same.
@@ -206,6 +226,7 @@ class Producer:
         )
 
     def _refuse_role(self, request: Request) -> None:
+        """Count and log that a request gets no ticket because of this engine's ``kv_role``."""
         self._no_ticket(
             request,
             NoTicket.ROLE,
@@ -300,9 +321,10 @@ class Producer:
         self._pressure.ranks = ranks
 
     def allocation_attempted(self, request: Request, computed: int) -> None:
-        """Note that vLLM tries to allocate blocks for a request.
+        """Record that vLLM tries to allocate blocks for a request, and how many it needs.
 
-        The attempt failed unless ``blocks_allocated`` follows in the same scheduling pass.
+        The request waits for blocks unless ``blocks_allocated`` follows in the same scheduling
+        pass.
 
         Args:
             request: vLLM's request.
@@ -314,7 +336,7 @@ class Producer:
         )
 
     def blocks_allocated(self, request: Request) -> None:
-        """Note that vLLM allocated blocks for a request.
+        """Record that vLLM allocated blocks for a request, which therefore waits for none.
 
         Args:
             request: vLLM's request.
@@ -322,7 +344,7 @@ class Producer:
         self._blocks_needed.pop(request.request_id, None)
 
     def has_pending_block_frees(self) -> bool:
-        """Note that a running request lacks a block.
+        """Record that a running request waits for a block, for ``relieve_block_pressure``.
 
         Returns:
             Whether held blocks will be free soon, so that vLLM need not preempt a request.
@@ -333,7 +355,7 @@ class Producer:
     def relieve_block_pressure(self) -> bool:
         """Give up holds whose consumer is gone, if requests wait for blocks.
 
-        Call it once, at the end of each scheduling pass.
+        Must be called once, at the end of each scheduling pass.
 
         Returns:
             Whether the ranks are to report, in the coming step, the holds whose consumers give no
@@ -346,20 +368,21 @@ class Producer:
         silent = self._pressure.take_silent()
         if not request_waits:
             return False
-        self._give_up(self._holds.give_up(silent, self._pressure.enough(needed)))
+        self._report_given_up(self._holds.give_up(silent, self._pressure.enough(needed)))
         return self._pressure.ask(self._clock(), held=self._holds.ticketed)
 
     def silence_reported(self, reports: Mapping[int, Sequence[Silence]]) -> None:
         """Store the ranks' reports of silent holds, for ``relieve_block_pressure``.
 
         Args:
-            reports: The holds whose consumers give no sign of life, by rank.
+            reports: The holds whose consumers give no sign of life, by rank; empty if the ranks
+                were not asked.
         """
         if reports:
             self._pressure.answered(reports)
 
-    def _give_up(self, holds: Sequence[Silence]) -> None:
-        """Count and log holds that were given up for want of blocks."""
+    def _report_given_up(self, holds: Sequence[Silence]) -> None:
+        """Count and log the silent holds that were given up because requests waited for blocks."""
         if not holds:
             return
         self._metrics.add(ORPHANED, len(holds))
@@ -377,7 +400,14 @@ class Producer:
 
 
 def _describe_claims(holds: Sequence[Silence], engines: Sequence[str]) -> str:
-    """Return which engines had claimed the holds, for the log."""
+    """Return as text which engines had claimed the holds, for the log.
+
+    An engine claims a hold when it renews the lease.
+
+    Args:
+        holds: The holds, each with the engines that claimed it.
+        engines: All these engines, each once.
+    """
     unclaimed = sum(not each.engines for each in holds)
     names = ", ".join(on_one_line(engine, 64) for engine in engines[:MAX_ENGINES_LOGGED])
     more = (

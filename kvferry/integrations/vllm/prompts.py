@@ -42,18 +42,26 @@ def prompt_digest(request: Request, tokens: int) -> bytes:
 
 
 def _token_id_mask(request: Request, tokens: int) -> tuple[bytes, ...]:
-    """Return which of a prompt's first positions are token ids and which are embeddings.
+    """Return which of a prompt's first ``tokens`` positions are token ids, and which embeddings.
 
-    One byte per position: 1 for a token id, 0 for an embedding. Empty where vLLM gives no such
-    mask, so that prompts without one keep their digest. A mask that is all true or all false counts
-    too: without a mask, vLLM reads the same ids and embeddings differently.
+    A mask that is all true or all false is returned, too: without a mask, vLLM reads the same ids
+    and embeddings differently.
+
+    Returns:
+        The mask, with one byte per position: 1 for a token id, 0 for an embedding. An empty tuple
+        if vLLM gives no mask, so that the digests of such prompts stay as they were.
     """
     mask = request.prompt_is_token_ids
     return () if mask is None else (bytes(map(bool, mask[:tokens])),)
 
 
 def _embeddings(request: Request, tokens: int) -> bytes | None:
-    """Return a digest of a prompt's first embeddings, or ``None`` if it has token ids only."""
+    """Return a digest of a prompt's embeddings, or ``None`` if the prompt has token ids only.
+
+    Args:
+        request: vLLM's request.
+        tokens: How many positions of the prompt to include, from the first on.
+    """
     if request.prompt_embeds is None:
         return None
     import torch
@@ -68,14 +76,17 @@ def prefill_backoff(vllm_config: VllmConfig, groups: Sequence[CacheGroup]) -> in
     """Return how many tokens at a prompt's end the producer leaves to the consumer.
 
     The consumer always computes the last token itself. A recurrent state cannot be rewound, so the
-    state that is handed over must end before that token; so must an attention window, since the
-    pages that it has moved past are gone. A multi-token predictor's whole lookahead must stay with
-    the engine that verifies its drafts (as in ``_prefill_backoff`` of vLLM's
-    ``nixl/base_scheduler.py``).
+    state that is handed over must end before the last token. A sliding window must end there, too:
+    pages that have fallen out of the window are freed and cannot be handed over. A multi-token
+    predictor's whole lookahead must stay with the engine that verifies its drafts (as in
+    ``_prefill_backoff`` of vLLM's ``nixl/base_scheduler.py``).
 
     Args:
         vllm_config: The engine's configuration.
         groups: The engine's cache groups that are transferred.
+
+    Returns:
+        The number of tokens; 0 for full attention without a multi-token predictor.
     """
     lookahead: int = vllm_config.num_prefill_lookahead_tokens
     return max(int(any(group.needs_exact_length for group in groups)), lookahead - 1)
@@ -101,7 +112,7 @@ def handed_over_tokens(request: Request, tail: int) -> int:
 
     Args:
         request: vLLM's request, its prompt not truncated.
-        tail: The producer's ``prefill_backoff``. A prompt of no more tokens than that is handed
+        tail: The producer's ``prefill_backoff``, in tokens. A prompt that is not longer is handed
             over whole.
     """
     tokens: int = request.num_prompt_tokens

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
-    """The position of one worker.
+    """The position of one worker among the parallel ranks of its engine.
 
     Attributes:
         shard: Which part of its layers' caches the worker stores.
         coordinates: The worker's rank in each kind of parallelism, as published in the handshake.
         rank: The worker's index among the ranks that publish a layout. It ascends in the order in
             which vLLM lists handshakes: by pipeline rank, then by tensor rank.
-        replica: Whether another rank publishes everything that this one stores, because several
+        replica: Whether another rank publishes everything that this worker stores, because several
             prefill context-parallel ranks each store all tokens.
     """
 

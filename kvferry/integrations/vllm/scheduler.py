@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROBLEM_STEPS_SECONDS = 60.0
-"""Seconds that an engine with problems keeps stepping without requests after they last changed.
+"""For how many seconds after its problems last changed an engine steps even without requests.
 
 Workers report only in steps, so without steps a problem that has ended would stay reported. Some
 problems never end, and vLLM neither shuts down nor sleeps while the connector makes it step.
@@ -134,7 +134,7 @@ class FerryScheduler:
         )
 
     def on_new_request(self, request: Request) -> None:
-        """Check the ticket of a request to decode, or truncate the prompt of one to prefill.
+        """Check the ticket of a request to decode, or truncate the prompt of a prefill request.
 
         Args:
             request: vLLM's request.
@@ -143,7 +143,7 @@ class FerryScheduler:
         self._consumer.on_new_request(request)
 
     def num_matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Return how many tokens of a request will be loaded, and whether asynchronously.
+        """Return how many tokens after the cached ones will be loaded, and whether asynchronously.
 
         Args:
             request: vLLM's request.
@@ -154,7 +154,7 @@ class FerryScheduler:
         return tokens, tokens > 0
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Reserve a hold for a request that got blocks to prefill, or order the load of others.
+        """Reserve the hold of a prefill request that got blocks, or order a decode request's load.
 
         Args:
             request: vLLM's request.
@@ -225,7 +225,10 @@ class FerryScheduler:
         return FerryStats(data=data) if data else None
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether held blocks will be free soon, for a running request that lacks one."""
+        """Return whether held blocks will be free soon.
+
+        vLLM asks when a running request lacks a block.
+        """
         return self._producer.has_pending_block_frees()
 
     @property

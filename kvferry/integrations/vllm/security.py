@@ -1,4 +1,4 @@
-"""Access control: read the configured keys and secrets, and warn at start of what is open."""
+"""Access control: read the configured keys and secrets, and warn at start if access is open."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _networks(config: Config) -> Networks | None:
 
 
 def _is_loopback_host(host: str) -> bool:
-    """Return whether a host resolves to loopback addresses only."""
+    """Return whether a host resolves to loopback addresses only; ``False`` if it has no address."""
     try:
         return all(map(is_loopback, numeric_hosts(host, 0)))
     except HandshakeError:
@@ -107,7 +107,14 @@ def _is_loopback_host(host: str) -> bool:
 
 
 def _warnings(security: SecuritySettings, host: str) -> Iterator[str]:
-    """Yield a warning for everything that is open, each with the setting that closes it."""
+    """Yield a warning for each way in which others can read or do something.
+
+    Each warning names the setting that prevents it.
+
+    Args:
+        security: This engine's settings.
+        host: Host on which the side channel listens.
+    """
     if security.access.own is None:
         yield (
             f"the side channel at {host} is open: whoever reaches it learns where this engine's "
@@ -133,7 +140,15 @@ def _warnings(security: SecuritySettings, host: str) -> Iterator[str]:
 
 
 def _excludes_its_own_network(access: Access, host: str) -> bool:
-    """Return whether the default networks exclude engines with addresses like this host's."""
+    """Return whether the default networks exclude engines of other hosts in this host's network.
+
+    That is so if the side channel's host has a public address. ``False`` if ``allowed_peers`` is
+    set, so that the default networks do not apply.
+
+    Args:
+        access: This engine's access settings.
+        host: Host on which the side channel listens.
+    """
     networks = access.networks
     if networks is None or not networks.this_host:
         return False

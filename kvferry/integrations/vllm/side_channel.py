@@ -22,7 +22,7 @@ class EngineSideChannel:
         incarnation: The random number of this start of the engine.
         host: Host on which the side channel listens.
         port: TCP port of the side channel; 0 before it is open.
-        key: The public key of the side channel; empty if it is not encrypted.
+        key: The public key of the side channel; empty if the side channel is not encrypted.
     """
 
     engine: str
@@ -78,7 +78,7 @@ def serve(
 
 
 def _summary(info: EngineInfo, server: HandshakeServer) -> str:
-    """Return driver, memory, layout and address, for the log."""
+    """Return the engine's driver, memory, layout and side-channel address as text, for the log."""
     first = info.ranks[0]
     layout = first.layout
     kinds = sorted({region.kind for region in layout.regions})

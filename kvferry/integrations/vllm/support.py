@@ -89,7 +89,12 @@ def check_buffer_device(configured: str, actual: str) -> None:
 
 
 def _refuse(reason: str, problems: Iterable[str]) -> None:
-    """Raise one ``ConfigError`` for all problems, if there are any."""
+    """Raise one ``ConfigError`` for all problems, if there are any.
+
+    Args:
+        reason: The beginning of the message.
+        problems: A text for each problem, with its remedy.
+    """
     text = "; ".join(problems)
     if text:
         raise ConfigError(f"{reason} {text}")
@@ -136,7 +141,12 @@ def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _unsupported_siblings(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
-    """Yield why this connector cannot run with the others under a MultiConnector."""
+    """Yield why this connector cannot run with the other connectors under a MultiConnector.
+
+    Args:
+        own: The configuration of this connector.
+        engine: The configuration with which the engine was started.
+    """
     children = engine.kv_connector_extra_config.get("connectors", [])
     names = [child.get("kv_connector") for child in children]
     ticket_connectors = [name for name in names if name in TICKET_CONNECTORS]

@@ -30,7 +30,11 @@ Integer = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class _FerryParams(Struct, frozen=True, kw_only=True):
-    """The value of the key ``kvferry``."""
+    """The value of the key ``kvferry``; ``Ticket`` and ``Proof`` explain most attributes.
+
+    ``host`` and ``port`` are the side channel's address as the producer itself states it; routers
+    do not change them. Tickets of older builds lack them.
+    """
 
     version: Integer
     incarnation: Hex
@@ -49,7 +53,7 @@ class _FerryParams(Struct, frozen=True, kw_only=True):
 
 
 class _NixlParams(Struct, frozen=True, kw_only=True):
-    """The keys of NixlConnector's that kvferry reads; it ignores all others."""
+    """The keys of NixlConnector that kvferry reads; kvferry ignores all others."""
 
     remote_engine_id: str
     remote_request_id: str
@@ -162,8 +166,9 @@ def read_ticket(
     """Return the ticket in a decode request's ``kv_transfer_params``.
 
     Args:
-        params: The params, from a client.
-        secrets: The ticket must be signed with one of these; ``None`` if it must not be signed.
+        params: The params, which came from a client and are not trusted.
+        secrets: The ticket must be signed with one of these secrets; ``None`` if the ticket must
+            not be signed.
         prompt: How many tokens the request's prompt has. A page covers at least one token, so this
             bounds how many pages a client can make this engine check.
 
@@ -220,7 +225,7 @@ def read_ticket(
 def _addresses(
     ferry: _FerryParams, nixl: _NixlParams, *, signed: bool
 ) -> tuple[str, int, tuple[str, int] | None]:
-    """Return the address to ask first, and the one to ask if nobody answers there.
+    """Return the side channel's address to ask first, and the address to ask if nobody answers.
 
     Args:
         ferry: Has the producer's own address, unless an older version made the ticket.
@@ -240,6 +245,10 @@ def _addresses(
 def _proof(ferry: _FerryParams, params: Mapping[str, Any]) -> Proof | None:
     """Return the proof that a ticket carries, or ``None`` if it has none.
 
+    Args:
+        ferry: The value of the key ``kvferry``.
+        params: All params, of which the proof covers a part.
+
     Raises:
         TicketError: Only a part of the proof is there.
     """
@@ -255,6 +264,10 @@ def _proof(ferry: _FerryParams, params: Mapping[str, Any]) -> Proof | None:
 def _check_lengths(lists: object, prompt: int) -> None:
     """Refuse page lists longer than the prompt, before anything looks at every page.
 
+    Args:
+        lists: The value of ``remote_block_ids``, of any type.
+        prompt: How many tokens the request's prompt has.
+
     Raises:
         TicketError: One of the lists has more pages than the prompt has tokens.
     """
@@ -269,6 +282,17 @@ def _check_lengths(lists: object, prompt: int) -> None:
 def _check_signature(
     params: Mapping[str, Any], signature: bytes, secrets: TicketSecrets | None
 ) -> None:
+    """Refuse a ticket whose signature is missing, wrong or not expected.
+
+    Args:
+        params: All params.
+        signature: The ticket's signature; empty if it has none.
+        secrets: The ticket must be signed with one of these secrets; ``None`` if the ticket must
+            not be signed.
+
+    Raises:
+        TicketError: The ticket is refused.
+    """
     if secrets is not None:
         secrets.check(_signed_content(params), signature)
     elif signature:
@@ -306,6 +330,16 @@ def _proven_content(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert(value: object, struct: type[S], where: str) -> S:
+    """Return a value as a ``Struct``, validated.
+
+    Args:
+        value: The value, from a client.
+        struct: The type to convert to.
+        where: Where the value is in the params, for errors.
+
+    Raises:
+        TicketError: The value is not valid.
+    """
     try:
         return msgspec.convert(value, struct)
     except DECODE_ERRORS as exc:
@@ -313,4 +347,5 @@ def _convert(value: object, struct: type[S], where: str) -> S:
 
 
 def _number(text: str) -> int:
+    """Return the number that a hexadecimal text stands for; 0 for an empty text."""
     return int(text, 16) if text else 0

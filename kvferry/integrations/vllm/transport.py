@@ -1,4 +1,4 @@
-"""Create the configured driver's transport, if it can reach the caches' memory."""
+"""Create the configured driver's transport, and refuse it if it cannot reach the caches' memory."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ request that arrives during the wait is delayed by no more than this.
 class FerryWorker:
     """Apply the scheduler's messages to one rank's endpoint, and report sends and loads that ended.
 
-    ``start_worker`` makes it. It owns the endpoint: ``close`` closes it.
+    ``start_worker`` makes the worker. The worker owns the endpoint: ``close`` closes it.
 
     Args:
         endpoint: The endpoint of this rank.
@@ -85,7 +85,18 @@ class FerryWorker:
         position: RankPosition,
         incarnation: Incarnation,
     ) -> FerryWorker:
-        """Describe a rank's caches and start its endpoint; see ``start_worker``."""
+        """Describe a rank's caches and start its endpoint.
+
+        Args:
+            vllm_config: The engine's configuration.
+            kv_cache_config: The engine's cache groups.
+            caches: vLLM's cache tensors by layer.
+            position: The rank's position.
+            incarnation: The random number of this start of the engine.
+
+        Raises:
+            KVFerryError: See ``start_worker``.
+        """
         config = configuration.engine_config(vllm_config)
         support.check_groups(kv_cache_config)
         configured = vllm_config.kv_transfer_config.kv_buffer_device
@@ -143,7 +154,8 @@ class FerryWorker:
     def results(self) -> KVConnectorTransferResults:
         """Return the requests whose sends or loads ended since the last call, each once.
 
-        In a step that runs no token it may wait, for up to ``IDLE_SECONDS``.
+        A failed load is among ``finished_recving`` and among ``failed_recving``. In a step that
+        runs no token, the call may wait for up to ``IDLE_SECONDS``.
         """
         if self._idle and (self._endpoint.pending or self._problems):
             self._endpoint.wait(IDLE_SECONDS)
@@ -183,9 +195,9 @@ class UnreadRankWorker:
     """The worker half of a rank whose whole cache another rank of its engine publishes.
 
     No engine reads from this rank. vLLM frees pages when every rank has reported their request as
-    sent, so this rank reports a request as soon as it has a ticket; the rank that is read reports
-    it when the read is over. A request whose ticket was refused must fail on every rank, so this
-    rank reports it as failed.
+    sent, so this rank reports a request as sent as soon as the request has a ticket; the rank that
+    is read reports it when the read is over. A request whose ticket was refused must fail on every
+    rank, so this rank reports it as failed.
     """
 
     handshake = None
@@ -197,7 +209,7 @@ class UnreadRankWorker:
         self._refused: set[str] = set()
 
     def apply(self, step: StepMetadata) -> None:
-        """Note the requests of this step that are readable or refused.
+        """Record the requests of this step that become readable or are refused, for ``results``.
 
         Args:
             step: The scheduler's messages.
@@ -206,7 +218,11 @@ class UnreadRankWorker:
         self._refused.update(request for request, _ in step.refused)
 
     def _apply_orders(self, orders: HoldOrders) -> None:
-        """Report the requests that become readable as sent."""
+        """Record the requests of ready holds as sent, and forget holds that ended without a ticket.
+
+        Args:
+            orders: The scheduler's orders of this step.
+        """
         for hold in orders.drops:
             self._held.pop(hold, None)
         self._held.update((hold, request) for request, hold in orders.take_ons)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
 
 INDEX_ROWS = 1 << 20
-"""How many rows one kernel launch zeroes; bounds the memory of its index."""
+"""How many rows one kernel launch zeroes at most, which bounds the memory of the rows' indices."""
 
 
 def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[Spans], None]:
-    """Return a function that zeroes spans of the caches' memory.
+    """Return a function that zeroes spans (ranges of addresses) of the caches' memory.
 
     Args:
         caches: vLLM's cache tensors. The returned function keeps their memory alive.
@@ -63,8 +63,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
     """Zero spans of a storage.
 
-    The storage is viewed as rows of the largest size that divides all offsets and lengths, which
-    keeps the index short.
+    The storage is viewed as rows of the largest size that divides all offsets and lengths, so that
+    few row indices are needed.
 
     Args:
         memory: The storage's bytes.
@@ -84,7 +84,11 @@ def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
 
 
 def _wait_for(memory: dict[Region, torch.Tensor]) -> None:
-    """Wait for the current stream of each device: drivers do not know torch's streams."""
+    """Wait until the zeroing is done on each device, since drivers do not know torch's streams.
+
+    Args:
+        memory: The bytes of each region that was zeroed.
+    """
     import torch
 
     for device in {tensor.device for tensor in memory.values() if tensor.device.type != CPU}:

@@ -2,8 +2,9 @@
 
 Each packing has a function that returns the fields of a page. The functions were written from the
 source of vLLM 0.32, whose files their docstrings name. A function returns ``None`` for a page that
-this source does not fill, so nothing uncertain is described. Backends that store the same values
-have fields with the same keys, in whatever order they store the values.
+this source does not fill, so nothing uncertain is described: such a page is opaque, which means
+that it moves whole, between engines with equal pages only. Backends that store the same values have
+fields with the same keys, in whatever order they store the values.
 """
 
 from __future__ import annotations
@@ -16,26 +17,34 @@ from kvferry.core.layout import Field, GroupKind
 from kvferry.integrations.vllm.caches.pages import Page, Pairs
 
 Fields = tuple[Field, ...] | None
-"""The fields of a page, or ``None`` if its content is not known."""
+"""The fields of a page, or ``None`` if the content of the page is not known."""
 
 VECTOR_BYTES = 16
-"""Bytes of the vectors in which ROCm's kernels read keys (``PagedAttention.split_kv_cache``)."""
+"""Size in bytes of the vectors in which ROCm's kernels read keys.
+
+See ``PagedAttention.split_kv_cache``.
+"""
 
 TILE = 16
-"""Columns of the matrices that AMX multiplies."""
+"""Number of columns of the matrices that AMX multiplies."""
 
 INDEXER_ROW_BYTES = {132: (128, 4), 68: (64, 4)}
-"""Size of an indexer's row: sizes of its 128 values (fp8, or packed fp4) and of their scales.
+"""Maps the size of an indexer's row to the sizes of its 128 values and of their scales, in bytes.
 
-In bytes, as in ``SPARSE_ROW_BYTES``.
+Values are fp8 or packed fp4.
 """
 
 SPARSE_ROW_BYTES = {584: (576, 8), 528: (512, 16)}
-"""The same for rows in ``fp8_ds_mla`` of DeepSeek V4 and V4.1."""
+"""Maps the size of a row to the sizes of its values and of its scales, in bytes.
+
+For rows in ``fp8_ds_mla`` of DeepSeek V4 and V4.1.
+"""
 
 SPLIT_TOKENS = 256
-"""Tokens of a block that kernels do not split further than the tensor shows
-(``get_supported_kernel_block_sizes`` in ``deepseek_v4/sparse_mla.py`` and ``mla/indexer.py``)."""
+"""Size in tokens of the blocks of compressed entries that kernels never split.
+
+From ``get_supported_kernel_block_sizes`` in ``deepseek_v4/sparse_mla.py`` and ``mla/indexer.py``.
+"""
 
 
 def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
@@ -65,8 +74,9 @@ def _described(page: Page) -> Fields:
 def opaque(page: Page) -> Field:
     """Return one field for a whole page whose content is not known.
 
-    Only engines with the same packing can exchange the field. Where kernels put a value may depend
-    on anything, so the packing names the backend, the type, shape and strides, and the processor.
+    Only engines with an equal ``Field.packing`` can exchange the field. Where kernels put a value
+    may depend on anything, so that text names the backend, the element type, shape and strides, and
+    the processor.
 
     Args:
         page: The layer's pages.
@@ -86,7 +96,7 @@ def opaque(page: Page) -> Field:
 
 
 def processor() -> str:
-    """Return the name of the processor that the kernels run on, with any compute capability."""
+    """Return the name of the processor that kernels run on, and any compute capability it has."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -112,7 +122,7 @@ def unknown(page: Page) -> Fields:
 def halves(page: Page) -> Fields:
     """Return the fields of pages whose cells, one per head and token, hold K and then V.
 
-    The strides say where the cells are.
+    The strides say where the cells are. ``None`` if a page is not filled in this way.
 
     See ``kv_cache.transpose(1, 2).split(head_size, dim=-1)`` in ``flash_attn.py``,
     ``flash_attn_diffkv.py``, ``flashinfer.py``, ``flex_attention.py``, ``hpc_attn.py``,
@@ -132,9 +142,10 @@ def halves(page: Page) -> Fields:
 
 
 def planes(page: Page) -> Fields:
-    """Return the fields of pages that hold all of K, then all of V, in each a row per token.
+    """Return the fields of a page that holds first all of K, then all of V.
 
-    The heads of a token follow each other in its row.
+    K and V have a row for each token, with the token's heads one after another. ``None`` if the
+    page is not filled in this way.
 
     See ``kv_cache.unbind(1)`` and ``unflatten(-1, (num_kv_heads, head_size))`` in ``b12x.py`` and
     ``rocm_segmented_attn.py``.
@@ -150,10 +161,13 @@ def planes(page: Page) -> Fields:
 
 
 def vectors(page: Page) -> Fields:
-    """Return the fields of planes of K ``[heads, size/x, tokens, x]``, V ``[heads, size, tokens]``.
+    """Return the fields of a page that holds first all of K in vectors, then all of V in columns.
 
-    x is the number of elements in ``VECTOR_BYTES``. See ``PagedAttention.split_kv_cache`` in
-    ``ops/paged_attn.py``, for ``rocm_attn.py``.
+    K is ``[heads, size/x, tokens, x]`` and V is ``[heads, size, tokens]``: size is the number of
+    elements of a head, x that of a vector of ``VECTOR_BYTES``. ``None`` if the page is not filled
+    in this way.
+
+    See ``PagedAttention.split_kv_cache`` in ``ops/paged_attn.py``, for ``rocm_attn.py``.
     """
     if not _plain(page) or not _is_planes(page) or not _in_vectors(page):
         return None
@@ -170,12 +184,12 @@ def vectors(page: Page) -> Fields:
 
 
 def flash_or_shuffled(page: Page) -> Fields:
-    """Return the fields of ``halves`` or, where AITER shuffles, of planes of vectors.
+    """Return the fields of a page as ``halves`` describes it, or as AITER shuffles it.
 
-    K is then as in ``vectors``, and V is ``[heads, tokens/x, size, x]``
+    In a shuffled page, K is as in ``vectors``, and V is ``[heads, tokens/x, size, x]``
     (``reshape_and_cache_shuffle_kernel`` in ``rocm_aiter_fa.py``, whose backend has
     FlashAttention's name). Shuffled fp8 pages ignore the layer's scales, so their bytes mean
-    something else than in other backends, and the pages are not described.
+    something else than in other backends: for these pages, the result is ``None``.
     """
     if page.spec.num_head_slots is None:
         return halves(page)
@@ -198,10 +212,14 @@ def flash_or_shuffled(page: Page) -> Fields:
 
 
 def columns(page: Page) -> Fields:
-    """Return the fields of pages with, per head, K in columns of a token, then V in rows of one.
+    """Return the fields of a page that holds, for each head, K in columns, then V in rows.
 
-    Element d of token t is at ``d * tokens + t`` in K, at ``t * size + d`` in V. This is how
-    ``cpu_attn.py`` splits a page and how its ``vec`` kernels (csrc/cpu/cpu_attn_vec.hpp) fill it.
+    A token is a column of K and a row of V: its element d is at ``d * tokens + t`` in K and at
+    ``t * size + d`` in V, where t is the token's index and size the number of elements of a head.
+    ``None`` if the page is not filled in this way.
+
+    See ``cpu_attn.py``, which splits the page, and its ``vec`` kernels, which fill it
+    (csrc/cpu/cpu_attn_vec.hpp).
     """
     sizes = _halves(page)
     if sizes is None or sizes[0] != sizes[1] or not page.dense:
@@ -223,10 +241,14 @@ def columns(page: Page) -> Fields:
 
 
 def tiles(page: Page) -> Fields:
-    """Return the fields of pages with, per head, K and then V as the B matrices of AMX's tiles.
+    """Return the fields of a page that holds, for each head, K and then V in tiles for AMX.
 
-    A tile's row is 16 pairs: of neighbouring elements of 16 tokens in K, of neighbouring tokens at
-    16 elements in V (``reshape_and_cache`` in csrc/cpu/cpu_attn_amx.hpp).
+    The tiles are laid out as AMX takes its second operand, B. The row of a tile has 16 pairs. In K,
+    a pair is two neighbouring elements of one token, and there is a pair for each of 16 tokens. In
+    V, a pair is one element of two neighbouring tokens, and there is a pair for each of 16
+    elements. ``None`` if the page is not filled in this way.
+
+    See ``reshape_and_cache`` in csrc/cpu/cpu_attn_amx.hpp.
     """
     sizes = _halves(page)
     if sizes is None or sizes[0] != sizes[1] or not page.dense:
@@ -256,7 +278,10 @@ def tiles(page: Page) -> Fields:
 
 
 def rows(page: Page) -> Fields:
-    """Return the field of pages with one row per entry, scales included, equal on every rank.
+    """Return the field of a page that holds one row per entry: a token, or several compressed ones.
+
+    A row includes any scales, and every rank stores the same rows. ``None`` if the page is not
+    filled in this way.
 
     See ``concat_and_cache_mla``; for ``fp8_ds_mla`` the head of ``mla/flashmla_sparse.py``; for
     per-token-head scales ``MLACommonBackend``; for side caches
@@ -276,20 +301,25 @@ def rows(page: Page) -> Fields:
 
 
 def indexer(page: Page) -> Fields:
-    """Return the fields of pages with the values of all rows, then the scales of all rows.
+    """Return the fields of an indexer's page: the values of all rows, then the scales of all rows.
+
+    ``None`` if the page is not filled in this way. Pages are described on CUDA only, since ROCm's
+    kernels tile the values on some paths.
 
     See ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
-    ``deepseek_v4/common/ops/fused_compress_quant_cache.py``. Pages are described on CUDA only,
-    since ROCm's kernels tile the values on some paths.
+    ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
     """
     return _rows_then_scales(page, INDEXER_ROW_BYTES)
 
 
 def sparse_rows(page: Page) -> Fields:
-    """Return the field of ``rows`` or, in ``fp8_ds_mla``, values and scales as in ``indexer``.
+    """Return the fields of a page of sparse attention: values and scales apart, or as in ``rows``.
 
-    Pages are described on CUDA only. See the head of ``mla/flashmla_sparse.py``, and
-    ``_fused_compress`` in ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
+    In ``fp8_ds_mla``, the page holds the values of all rows, then the scales of all rows. ``None``
+    if the page is not filled in either way, or not on CUDA.
+
+    See the head of ``mla/flashmla_sparse.py``, and ``_fused_compress`` in
+    ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
     """
     from vllm.platforms import current_platform
 
@@ -306,7 +336,7 @@ def _plain(page: Page) -> bool:
 
 
 def _halves(page: Page) -> tuple[int, int] | None:
-    """Return the bytes of K and of V in the cell of one head and one token; ``None`` if unknown."""
+    """Return how many bytes K and V have in the cell of one head and token; ``None`` if unknown."""
     spec, content = page.spec, page.shape[2] * page.itemsize
     if spec.num_head_slots is not None or page.strides[2] != page.itemsize:
         return None
@@ -318,20 +348,20 @@ def _halves(page: Page) -> tuple[int, int] | None:
 
 
 def _is_planes(page: Page) -> bool:
-    """Return whether the two head slots are K and V, each with all heads of a token in a row."""
+    """Return whether the page has two head slots, K and V, with all heads of a token in a row."""
     spec = page.spec
     sizes = spec.num_kv_heads * spec.head_size, page.itemsize
     return (spec.num_head_slots, page.shape[2], page.strides[2]) == (2, *sizes)
 
 
 def _in_vectors(page: Page) -> bool:
-    """Return whether each plane is contiguous and a head is a whole number of vectors."""
+    """Return whether K and V are each contiguous and a head is a whole number of vectors."""
     head = page.spec.head_size * page.itemsize
     return page.strides[1] == page.shape[2] * page.itemsize and head % VECTOR_BYTES == 0
 
 
 def _per_head(page: Page) -> Pairs:
-    """Return the shard axis of a plane that holds one head after the other."""
+    """Return the axis over heads where all of K, or of V, is stored one head after the other."""
     return ((page.spec.num_kv_heads, page.spec.head_size * page.itemsize * page.shape[1]),)
 
 
@@ -348,10 +378,15 @@ def _vector_keys(page: Page) -> Field:
 
 
 def _rows_then_scales(page: Page, row_bytes: dict[int, tuple[int, int]]) -> Fields:
-    """Return the fields of all rows' values, then all rows' scales.
+    """Return the fields of a page that holds all rows' values, then all rows' scales.
 
-    ``None`` if not on CUDA, if kernels may split the tensor's blocks, or if ``row_bytes`` does not
-    have the size of a row.
+    Args:
+        page: The layer's pages.
+        row_bytes: Maps the size of a row to the sizes of its values and of its scales, in bytes.
+
+    Returns:
+        The fields; ``None`` if not on CUDA, if kernels may split the tensor's blocks, or if the
+        size of a row is not in ``row_bytes``.
     """
     from vllm.platforms import current_platform
 
@@ -374,7 +409,7 @@ class Packing:
     Attributes:
         inside: What a page holds, or why that is not known, for people (docs/coverage.md).
         fields: Returns the fields of a page, or ``None`` if the page is not as described.
-        unless: When ``fields`` returns ``None``, for people.
+        unless: For which pages ``fields`` returns ``None``, for people.
     """
 
     inside: str
@@ -481,4 +516,4 @@ PACKINGS: Mapping[str, Packing] = {
     "ROCM_FLASHMLA_SPARSE_DSV4": Packing(inside=ELSEWHERE),
     "XPU_V4_MLA_SPARSE": Packing(inside=ELSEWHERE),
 }
-"""Packings by the backend's ``get_name()``, on CPUs with the kernel. Others' pages are opaque."""
+"""Packings by ``LayerFacts.backend``. The pages of other backends are opaque."""

@@ -63,7 +63,15 @@ def describe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """Describe the groups of one rank one after the other; ``regions`` collects their memory."""
+    """Describe the groups of one rank, one after the other.
+
+    Attributes:
+        caches: vLLM's cache tensors by layer.
+        blocks: Number of the scheduler's block ids.
+        facts: What else is known about each layer, by layer.
+        position: The rank's position.
+        regions: The memory of all groups that were described; each method adds to it.
+    """
 
     caches: Mapping[str, torch.Tensor]
     blocks: int
@@ -72,7 +80,15 @@ class _Rank:
     regions: list[Region]
 
     def group(self, index: int, group: KVCacheGroupSpec) -> tuple[Group, tuple[Field, ...]]:
-        """Return the layout's group and the fields of one cache group."""
+        """Describe one of vLLM's cache groups.
+
+        Args:
+            index: The group's index in the layout.
+            group: The group's layers, and their spec.
+
+        Returns:
+            The group and its fields, for the layout.
+        """
         pages = [
             self._page(layer, tensor, spec_of(layer, group), index)
             for layer, tensor in _distinct(self.caches, group)
@@ -94,7 +110,17 @@ class _Rank:
         )
 
     def _page(self, layer: str, tensor: torch.Tensor, spec: KVCacheSpec, group: int) -> Page:
-        """Return one layer's pages, and add their memory to the regions."""
+        """Return one layer's pages, and add their memory to ``regions``.
+
+        Args:
+            layer: vLLM's name of the layer.
+            tensor: The layer's cache.
+            spec: The layer's spec.
+            group: The index of the layer's group in the layout.
+
+        Raises:
+            LayoutError: The tensor's shape is not that of its spec.
+        """
         region = region_of(tensor)
         kernels = _kernels(layer, tensor, spec, self.blocks)
         item = tensor.element_size()
@@ -134,7 +160,11 @@ def is_state(spec: KVCacheSpec) -> bool:
 def _distinct(
     caches: Mapping[str, torch.Tensor], group: KVCacheGroupSpec
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a group's layers and their tensors; of layers with a common tensor only the first.
+    """Yield a group's layers and their tensors; of layers that share a tensor, only the first.
+
+    Args:
+        caches: vLLM's cache tensors by layer.
+        group: The group.
 
     Raises:
         LayoutError: A layer has no tensor.
@@ -150,6 +180,12 @@ def _distinct(
 
 def _kernels(layer: str, tensor: torch.Tensor, spec: KVCacheSpec, blocks: int) -> int:
     """Return into how many kernel blocks the kernels split one of the scheduler's blocks.
+
+    Args:
+        layer: vLLM's name of the layer, for errors.
+        tensor: The layer's cache, of shape (kernel blocks, head slots, entries, elements).
+        spec: The layer's spec.
+        blocks: Number of the scheduler's block ids.
 
     Raises:
         LayoutError: The tensor's shape is not that of its spec.

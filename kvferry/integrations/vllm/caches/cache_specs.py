@@ -90,7 +90,7 @@ def refusals(config: KVCacheConfig) -> Iterator[str]:
 
 
 def _refusal(group: KVCacheGroupSpec) -> str:
-    """Return why a group is refused; empty if it is not."""
+    """Return why a group is refused; an empty text if it is not."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     if group.host_resident:
@@ -100,7 +100,7 @@ def _refusal(group: KVCacheGroupSpec) -> str:
 
 
 def _spec_refusal(spec: KVCacheSpec) -> str:
-    """Return why a spec is refused; empty if it is not."""
+    """Return why a spec is refused; an empty text if it is not."""
     name = type(spec).__name__
     support = SPECS.get(name)
     if support is None:
@@ -118,6 +118,6 @@ def _spec_refusal(spec: KVCacheSpec) -> str:
 
 
 def _names_of(names: list[str]) -> str:
-    """Return the first two names, and the number of further ones, as text."""
+    """Return as text the first two names, and how many more there are."""
     rest = f" and {len(names) - 2} more layers" if len(names) > 2 else ""
     return ", ".join(names[:2]) + rest

@@ -67,20 +67,24 @@ def is_draft(layer: str, vllm_config: VllmConfig) -> bool:
 
 
 def _model_of(vllm_config: VllmConfig, draft: bool) -> ModelConfig:
-    """Return the configuration of the model, or of the draft model."""
+    """Return the configuration of the draft model if ``draft``, otherwise of the model."""
     if draft:
         return vllm_config.speculative_config.draft_model_config
     return vllm_config.model_config
 
 
 def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPosition) -> int:
-    """Return how many KV heads a layer has on all ranks together.
+    """Return how many KV heads a layer has on all ranks together; its spec counts this rank's only.
 
-    Its spec has only the number of this rank.
+    Args:
+        layer: vLLM's name of the layer, for errors.
+        spec: The layer's spec.
+        model: The configuration of the layer's model.
+        position: This rank's position.
 
     Raises:
-        LayoutError: This rank's number follows neither from the model's number of heads nor from an
-            even split among ranks.
+        LayoutError: The number of heads on this rank follows neither from that of the model nor
+            from an even split among ranks.
     """
     here = getattr(spec, "num_kv_heads", 1)
     if getattr(spec, "max_tp_shards", None) == 1 or not hasattr(spec, "num_kv_heads"):
@@ -96,14 +100,23 @@ def _heads(layer: str, spec: KVCacheSpec, model: ModelConfig, position: ShardPos
 
 
 def _backend_name(layer: object) -> str:
-    """Return the name of a layer's attention backend, on CPUs with the kernels' instruction set."""
+    """Return the name of the attention backend of a layer's module.
+
+    On CPUs, the name includes the kernels' instruction set, as in ``CPU_ATTN/vec``.
+    """
     name: str = layer.get_attn_backend().get_name()  # type: ignore[attr-defined]
     kernel = getattr(layer, "isa", None)
     return f"{name}/{kernel}" if kernel else name
 
 
 def _state_facts(layer: object, draft: bool, position: ShardPosition) -> LayerFacts:
-    """Return the facts of a recurrent layer, from its module."""
+    """Return the facts of a recurrent layer.
+
+    Args:
+        layer: vLLM's module of the layer.
+        draft: Whether the layer belongs to a draft model.
+        position: This rank's position.
+    """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
     from vllm.platforms import current_platform
 
@@ -119,9 +132,15 @@ def _state_facts(layer: object, draft: bool, position: ShardPosition) -> LayerFa
 
 
 def _groups(layer: object, position: ShardPosition) -> int:
-    """Return how many groups B and C have in the model, or 0 if unknown.
+    """Return into how many groups the model divides B and C of a Mamba 2 layer, or 0 if unknown.
 
-    The mixer's ``n_groups`` includes the copies for other ranks; its norm's ``n_groups`` does not.
+    The mixer's ``n_groups`` also counts the replicas that vLLM makes if the groups do not divide
+    among ranks; the ``n_groups`` of its norm does not. If the norm has none and the mixer's equals
+    the number of ranks, there may be one group and its replicas, so the number is unknown.
+
+    Args:
+        layer: vLLM's module of the layer, the mixer.
+        position: This rank's position.
     """
     groups = getattr(getattr(layer, "norm", None), "n_groups", None)
     if groups is None:

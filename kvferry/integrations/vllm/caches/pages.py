@@ -1,6 +1,6 @@
 """One layer's pages as vLLM allocated them: shape, strides and what is known about the layer.
 
-``attention_pages`` and ``state_pages`` derive from this what the bytes of a page mean.
+``attention_pages`` and ``state_pages`` derive from a ``Page`` what the bytes of a page mean.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class ShardPosition:
     """Which part of its layers' caches a rank stores.
 
     Attributes:
-        tp: Tensor-parallel rank.
+        tp: The rank's tensor-parallel index.
         tp_size: Number of tensor-parallel ranks.
-        dcp: Decode context-parallel rank.
+        dcp: The rank's decode context-parallel index.
         dcp_size: Number of decode context-parallel ranks.
         interleave: How many consecutive tokens one context-parallel rank stores.
     """
@@ -53,8 +53,8 @@ class LayerFacts:
         draft: Whether the layer belongs to a draft model.
         encoding: Format and static scales of a quantised cache, equal on all ranks; empty where the
             element type says all.
-        groups: Only for a state: number of groups of B and C on all ranks together, without the
-            copies that vLLM makes if the groups do not divide among ranks; 0 if unknown.
+        groups: Only for a Mamba 2 state: number of groups of B and C in the model, without the
+            replicas that vLLM makes if the groups do not divide among ranks; 0 if unknown.
         kernel: Only for a state: width of the convolution's kernel; 0 if unknown.
         channels_first: Only for a state: whether the convolution's tensor is (channels, columns);
             otherwise it is (columns, channels).
@@ -148,13 +148,13 @@ class Page:
 
         Args:
             name: Name of the field within its layer, such as ``k``.
-            unit: Contiguous bytes at each position of the axes.
+            unit: Number of contiguous bytes at each position of the axes.
             offset: Bytes from a kernel block's start to the field.
             tokens: The token axis within a kernel block; the axis over kernel blocks is added.
-            heads: The shard axis.
+            heads: The axis over heads or channels (``Field.shard``).
             inner: Further axes, each of one dimension.
-            shard: The range [first, last) of the model's heads or channels that the shard axis
-                covers; by default this rank's KV heads.
+            shard: The range [first, last) of the model's heads or channels that ``heads`` covers;
+                by default this rank's KV heads.
             dtype: Element type; by default the tensor's.
             packing: For an opaque page, a text that must be equal on both engines.
         """

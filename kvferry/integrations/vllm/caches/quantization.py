@@ -14,10 +14,10 @@ from dataclasses import replace
 from kvferry.integrations.vllm.caches.pages import LayerFacts, ShardPosition, share
 
 Scales = tuple[tuple[float, ...], tuple[float, ...]]
-"""The scales of K and of V: one number, or one per KV head of this rank."""
+"""The scales of K, and those of V: for each, one number, or one per KV head of the rank."""
 
 Gather = Callable[[dict[str, Scales]], Sequence[Mapping[str, Scales]]]
-"""Takes this rank's scales by layer; returns such a mapping of each tensor-parallel rank."""
+"""Takes this rank's scales by layer; returns those of every tensor-parallel rank, in rank order."""
 
 
 def with_encodings(
@@ -35,7 +35,8 @@ def with_encodings(
         facts: The facts of each layer, by vLLM's name.
         layers: vLLM's module of each layer, by the same name.
         position: This rank's position.
-        gather: How the ranks exchange scales; by default through vLLM's process group.
+        gather: The function by which ranks exchange scales; by default ``_gather``, through vLLM's
+            process group.
     """
     formats = {
         name: cache_format(getattr(layers[name], "kv_cache_dtype", "auto")) for name in facts
@@ -54,7 +55,7 @@ def cache_format(cache_dtype: str) -> str:
     """Return the format of a quantised cache, or an empty text if elements are plain numbers.
 
     Args:
-        cache_dtype: As in vLLM's ``CacheConfig.cache_dtype``, which has several names for one
+        cache_dtype: A value of vLLM's ``CacheConfig.cache_dtype``, which has several names for one
             format.
     """
     from vllm.platforms import current_platform
@@ -68,7 +69,7 @@ def cache_format(cache_dtype: str) -> str:
 
 
 def _scales(layer: object) -> Scales:
-    """Return the static scales of a layer."""
+    """Return the static scales of a layer's module; 1 where it has none."""
     key, value = (getattr(layer, name, None) for name in ("_k_scale", "_v_scale"))
     return _numbers(key), _numbers(value)
 
@@ -87,7 +88,15 @@ def _encoding(
     position: ShardPosition,
     ranks: Sequence[Mapping[str, Scales]],
 ) -> str:
-    """Return a layer's encoding: its format, and the scales of K and V of all ranks."""
+    """Return a layer's encoding: its format, and the scales of K and V on all ranks.
+
+    Args:
+        cache_dtype: The format that ``cache_format`` returned.
+        layer: vLLM's name of the layer.
+        heads: Number of KV heads of the layer on all ranks together.
+        position: This rank's position.
+        ranks: The scales by layer of each tensor-parallel rank, in rank order.
+    """
     texts = []
     for which, name in enumerate("kv"):
         by_head: dict[int, float] = {}
@@ -101,7 +110,7 @@ def _encoding(
 
 
 def _short(scales: list[float]) -> str:
-    """Return the scale if all heads have the same one, or else a digest of all scales."""
+    """Return as text the scale that all heads have, or a digest of all scales if they differ."""
     if len(set(scales)) == 1:
         return repr(scales[0])
     digest = hashlib.blake2b(repr(scales).encode(), digest_size=8).hexdigest()
@@ -109,7 +118,7 @@ def _short(scales: list[float]) -> str:
 
 
 def _gather(own: dict[str, Scales]) -> list[Mapping[str, Scales]]:
-    """Exchange scales through vLLM's tensor-parallel process group."""
+    """Exchange scales through vLLM's tensor-parallel process group; see ``Gather``."""
     import torch
     from vllm.distributed.parallel_state import get_tp_group
 

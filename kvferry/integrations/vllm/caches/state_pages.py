@@ -22,7 +22,10 @@ from kvferry.core.layout import Field
 from kvferry.integrations.vllm.caches.pages import Page, Pairs, ShardPosition
 
 Part = tuple[str, tuple[int, int]]
-"""A part of the convolution's channels: name, and the range of the model's that this rank has."""
+"""A part of the convolution's channels, such as x, B or C.
+
+Its name, and the range [first, last) of the model's channels of this part that this rank stores.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class _Tensor:
 
 
 def mamba1(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a Mamba 1 state: a convolution's channels, a row of state for each."""
+    """Return the fields of a Mamba 1 state: the convolution's channels, a row of state for each."""
     tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (channels, _)):
@@ -55,7 +58,10 @@ def mamba1(page: Page) -> tuple[Field, ...]:
 
 
 def mamba2(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a Mamba 2 state: x by heads, B and C by groups, a matrix per head."""
+    """Return the fields of a Mamba 2 state: the convolution's x, B and C, and a matrix per head.
+
+    Ranks divide x by heads, and B and C by groups.
+    """
     tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (heads, head, size)):
@@ -72,7 +78,10 @@ def mamba2(page: Page) -> tuple[Field, ...]:
 
 
 def delta(page: Page) -> tuple[Field, ...]:
-    """Return the fields of a delta rule's state: q, k and v channels, a (v, k) matrix per head."""
+    """Return the fields of a delta rule's state: q, k and v channels, a (v, k) matrix per head.
+
+    The channels are those of the convolution's input.
+    """
     return _delta(page, rows_first=True)
 
 
@@ -185,7 +194,12 @@ def opaque_state(page: Page) -> tuple[Field, ...]:
 
 
 def _delta(page: Page, *, rows_first: bool) -> tuple[Field, ...]:
-    """Return the fields of a delta rule's state: matrices (v, k) if ``rows_first``, else (k, v)."""
+    """Return the fields of a delta rule's state.
+
+    Args:
+        page: The layer's pages.
+        rows_first: Whether the heads' matrices are stored as (v, k); otherwise as (k, v).
+    """
     tensors = _tensors(page, 2)
     match page.spec.shapes:
         case ((_, _), (heads, head, _)):
@@ -205,8 +219,9 @@ def _tensors(page: Page, count: int) -> list[_Tensor]:
     """Return the tensors of a state, and refuse a state of more than ``count`` tensors.
 
     Raises:
-        LayoutError: There are more tensors. In vLLM they keep recent inputs from which the state
-            has yet to be computed (ReplaySSM, RecoverSSM), with cursors that no page contains.
+        LayoutError: There are more tensors. In vLLM, the others keep recent inputs from which the
+            state has yet to be computed (ReplaySSM, RecoverSSM), with cursors that no page
+            contains.
     """
     tensors = _every_tensor(page)
     if len(tensors) > count:
@@ -230,7 +245,7 @@ def _every_tensor(page: Page) -> list[_Tensor]:
 
 
 def _sharing(page: Page) -> ShardPosition:
-    """Return the rank's position, or an only rank's if every rank stores the whole state."""
+    """Return the rank's position, or that of a single rank if every rank stores the whole state."""
     return ShardPosition() if page.spec.tp_replicated else page.position
 
 
@@ -280,7 +295,16 @@ def _columns(page: Page, width: int) -> int | None:
 
 
 def _convolution(page: Page, tensor: _Tensor, parts: Sequence[Part]) -> tuple[Field, ...]:
-    """Return the fields of a convolution's parts; empty if channels or columns do not add up."""
+    """Return the fields of a convolution's input, one for each part of its channels.
+
+    Args:
+        page: The layer's pages.
+        tensor: The tensor of the convolution's input.
+        parts: The parts of the channels, in their order in memory.
+
+    Returns:
+        The fields; empty if the numbers of channels or columns do not add up.
+    """
     channels = _channels(page)
     item, width = tensor.itemsize, math.prod(tensor.shape) // channels
     columns = _columns(page, width)
@@ -306,7 +330,13 @@ def _convolution(page: Page, tensor: _Tensor, parts: Sequence[Part]) -> tuple[Fi
 
 
 def _recurrence(page: Page, tensor: _Tensor, *, rows_first: bool = True) -> Field:
-    """Return the field of the heads' matrices, stored by rows, or else by columns."""
+    """Return the field of the recurrent state: a matrix, or a row, for each head or channel.
+
+    Args:
+        page: The layer's pages.
+        tensor: The tensor of the recurrent state, heads or channels first.
+        rows_first: Whether each matrix is stored row by row; otherwise column by column.
+    """
     heads, *inside = tensor.shape
     item = tensor.itemsize
     unit = math.prod(inside) * item
