@@ -1,7 +1,7 @@
 """The ``kvferry`` command.
 
-This module knows the commands' names, options and help, and imports what they do when they run,
-so that ``kvferry --help`` costs no more than typer.
+This module has the names, options and help of the subcommands. It imports the code of a subcommand
+only when that subcommand runs, so that ``kvferry --help`` costs no more than typer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; a ``KVFerryError`` becomes one line and exit status 1."""
+    """Run the command line; a ``KVFerryError`` ends it with a line on stderr and exit status 1."""
     try:
         app()
     except KVFerryError as exc:
@@ -51,6 +51,7 @@ def main() -> None:
 
 
 def _refused(error: KVFerryError) -> int:
+    """Print an error on stderr, and return the exit status."""
     typer.echo(f"kvferry: {error}", err=True)
     return 1
 
@@ -58,8 +59,11 @@ def _refused(error: KVFerryError) -> int:
 def _leave_after(run: Callable[[], int | None]) -> NoReturn:
     """Run a command that loads drivers, and end the process with its exit status.
 
-    Some transport libraries crash in their own exit handlers, long after all work, and the exit
-    status would be theirs.
+    Exit handlers are not run: those of some transport libraries crash, long after all work, and the
+    exit status would be that of the crash.
+
+    Args:
+        run: The command; returns its exit status, or ``None`` for 0.
     """
     try:
         status = run() or 0
@@ -68,12 +72,13 @@ def _leave_after(run: Callable[[], int | None]) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # nobody reads it any more
+    except OSError:  # nobody reads the output any more
         status = status or 1
     os._exit(status)
 
 
 def _print_version(wanted: bool) -> None:
+    """Print the version and exit, if ``--version`` was given."""
     if wanted:
         typer.echo(kvferry.__version__)
         raise typer.Exit
@@ -124,14 +129,14 @@ def demo(
         typer.Option(metavar="ORDER/TOKENS", help="The decode engine, which is one process."),
     ] = "NHD/32",
 ) -> None:
-    """Move a KV cache into another shape; check every byte.
+    """Move a KV cache between engines of different shape, and check every byte.
 
     A prefill engine of two processes computes requests, and a decode engine (this process) pulls
-    them: with real side channel, tickets, holds and fences, but without a model. Prints what went
-    where, and how fast beside a plain memcpy. Exit status 0 only if every byte is right.
+    them: with real side channel, tickets, holds and fences, but without a model. Prints what was
+    moved, and how fast compared with a plain memcpy. Exit status 0 only if every byte is right.
 
-    Any shape goes to any shape: try --prefill 3/HND/16 --decode NHD/48. Between equal shapes
-    (--prefill 1/NHD/32) whole pages cross, in far fewer and larger copies.
+    A cache of any shape can be moved into any other: try --prefill 3/HND/16 --decode NHD/48.
+    Between equal shapes (--prefill 1/NHD/32) whole pages are moved, in far fewer and larger copies.
     """
     from kvferry.cli.demo import run
 
@@ -159,9 +164,10 @@ def doctor(
 
     Tries what can be tried: loads every driver, lets one process read another's memory, binds a
     side channel and reaches it. Looks up the rest: limits, NICs, GPUs, what UCX found. With --host
-    and --port it asks a running engine whether it is there, from here.
+    and --port, checks from here whether a running engine answers.
 
-    Exit status 0 unless something is bad; what is only worth knowing does not change it.
+    Exit status 0 unless something is bad. Findings that are only worth knowing do not change the
+    exit status.
     """
     from kvferry.cli.doctor import run
     from kvferry.cli.keys import keys_of
@@ -178,10 +184,10 @@ def health(
     curve_secret_key: CurveSecretKey = "",
     curve_peer: CurvePeer = "",
 ) -> None:
-    """Ask an engine how it is: exit status 0 if nothing is wrong.
+    """Ask a running engine for its problems: exit status 0 if it has none.
 
-    For a readiness probe. The engine answers if its side channel is up, and says what its ranks
-    find wrong: a transport that failed, or pages that are quarantined.
+    For a readiness probe. The engine answers if its side channel is up, and lists the problems that
+    its ranks find: a transport that failed, or pages that are quarantined.
     """
     from kvferry.cli.health import run
     from kvferry.cli.keys import keys_of
@@ -207,9 +213,9 @@ def keygen(
 ) -> None:
     """Make the keys and the secret that keep strangers out.
 
-    For each engine a pair of keys, with which side channels are encrypted and engines know each
-    other; and one secret for all, with which tickets are signed. Prints what to configure on
-    either side. All files are for their owner only, and none is overwritten.
+    Writes a pair of keys for each engine, with which side channels are encrypted and engines
+    recognise each other, and one secret for all engines, with which tickets are signed. Prints what
+    to configure on each engine. All files are for their owner only, and no file is overwritten.
     """
     from kvferry.cli.keygen import run
 
@@ -248,11 +254,11 @@ def bench(
         typer.Option(metavar="FILE", help="Draw a picture, .svg or .png (needs kvferry[plot])."),
     ] = None,
 ) -> None:
-    """Measure a driver between two processes, beside memcpy.
+    """Measure a driver between two processes, and compare it with memcpy.
 
-    Every size in blocks of every size, scattered and in a row: GB/s, microseconds per copy, and
-    the speed as a part of a memcpy's of the same run. Every byte is compared before a case is
-    timed. Needs about six times as much memory as the largest size.
+    Moves every size in blocks of every size, scattered and in a row. Prints GB/s, microseconds per
+    copy, and the speed as a fraction of the speed of a memcpy in the same run. Every byte is
+    compared before a case is timed. Needs about six times as much memory as the largest size.
 
     \b
     Examples:
@@ -318,21 +324,21 @@ def plan(
         typer.Option(metavar="FOLDER", help="Write prefill.json and decode.json there."),
     ] = None,
 ) -> None:
-    """Say who reads what from whom, in how many copies of which size.
+    """Show which decode rank reads what from which prefill rank, in how many copies of which size.
 
     \b
     SETTINGS are key=value pairs with commas between:
       tp, pp         ranks that share the heads, ranks that share the layers (1)
-      dcp            ranks of the former that share a request's tokens (1),
-      interleave     so many tokens in a row on each (1)
+      dcp            how many of the tp ranks share a request's tokens (1),
+      interleave     how many consecutive tokens each of these ranks stores (1)
       block_size     tokens of a page (16)
       layout         how memory is nested: LBHNC (or HND), LBNHC (or NHD), LHBNC, BLHNC, BLNHC,
                      BHLNC; Layers, Blocks, Heads, tokeNs, Content, outermost first (LBNHC)
-      kernel_block   tokens of the blocks that kernels cut a page into (they do not)
+      kernel_block   tokens of the blocks that kernels split a page into (no split)
 
     \b
     FILE holds {"ranks": [LAYOUT, ...]}, a kvferry.core.layout.Layout as JSON for each rank, and
-    may hold "windows": [TOKENS, ...], how far each group looks back (0: all the way);
+    may hold "windows": [TOKENS, ...], the sliding window of each cache group (0: none);
     --write-layouts writes such files.
 
     \b
@@ -340,9 +346,10 @@ def plan(
       kvferry plan path/to/model --prefill tp=2,layout=HND --decode tp=1,block_size=32
       kvferry plan --prefill prefill.json --decode decode.json --svg plan.svg
 
-    No engine has to run. A request's pages are taken to lie apart, as in an engine that has run
-    for a while, so that no two make one copy. Where copies are small, other layouts and block
-    sizes are tried, and what would help is named. Exit status 1 if the two cannot exchange pages.
+    No engine has to run. The pages of a request are assumed to lie apart, as in an engine that has
+    run for a while, so that no two pages are moved by one copy. Where copies are small, other
+    layouts and block sizes are tried, and those that would help are printed. Exit status 1 if the
+    two engines cannot exchange pages.
     """
     from kvferry.cli.plan import run
 

@@ -25,7 +25,7 @@ def run(*, as_json: bool) -> None:
 
 
 def _record(report: DriverReport) -> dict[str, object]:
-    """Return a driver for ``--json``."""
+    """Return the report on a driver for ``--json``."""
     can, info = report.capabilities, report.info
     return {
         "name": info.name,
@@ -87,7 +87,7 @@ def _print_table(reports: list[DriverReport]) -> None:
 
 
 def _more(can: Capabilities) -> str:
-    """Return the capabilities that have no column of their own."""
+    """Return as text the capabilities that have no column of their own in the table."""
     notes = [
         f"notifications up to {can.max_notification} bytes",
         "can cancel" if can.cancel else "cannot cancel",
@@ -102,5 +102,5 @@ def _more(can: Capabilities) -> str:
 
 
 def _plain(reason: str | None) -> str:
-    """Return a reason in which rich sees no markup."""
+    """Return a reason, or an empty text for ``None``, with brackets escaped for rich."""
     return (reason or "").replace("[", r"\[")

@@ -24,9 +24,10 @@ def run(folder: Path, engines: Sequence[str]) -> None:
     """Write the keys of engines, and print the settings of each.
 
     Args:
-        folder: Where to write; created if it does not exist. Engines whose public keys are there
-            already become peers of the new ones; a ticket secret that is there is kept.
-        engines: Names of the engines' files.
+        folder: Where to write; created if it does not exist. Engines whose public keys are in the
+            folder already become peers of the new engines. A ticket secret that is in the folder
+            already is kept.
+        engines: Names of the engines, which are the names of their files without suffix.
 
     Raises:
         SecretError: A name is refused, or a file exists already or cannot be written. No file was
@@ -54,7 +55,11 @@ def run(folder: Path, engines: Sequence[str]) -> None:
 
 
 def _check_names(engines: Sequence[str]) -> None:
-    """Refuse names that cannot be file names, or that are repeated."""
+    """Refuse names that cannot be file names, or that are repeated.
+
+    Raises:
+        SecretError: A name is refused.
+    """
     for engine in engines:
         if not NAME.fullmatch(engine) or engine == TICKETS:
             raise SecretError(
@@ -67,6 +72,10 @@ def _check_names(engines: Sequence[str]) -> None:
 
 def _contents(folder: Path, engines: Sequence[str]) -> dict[Path, str]:
     """Return the content of each file to write, by path.
+
+    Args:
+        folder: Where the files will be.
+        engines: Names of the engines.
 
     Raises:
         SecretError: One of the files exists already.
@@ -89,7 +98,14 @@ def _contents(folder: Path, engines: Sequence[str]) -> dict[Path, str]:
 
 
 def _write_all(contents: Mapping[Path, str]) -> None:
-    """Write all files, or none."""
+    """Write all files; if one cannot be written, remove those that were.
+
+    Args:
+        contents: The text of each file, by path.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
     written: list[Path] = []
     try:
         for path, text in contents.items():
@@ -105,7 +121,12 @@ def _write_all(contents: Mapping[Path, str]) -> None:
 
 
 def _instructions(folder: Path, engine: str) -> str:
-    """Return the settings of an engine, for people."""
+    """Return as text the settings to configure an engine with, for people.
+
+    Args:
+        folder: Absolute path of the folder with the keys.
+        engine: Name of the engine.
+    """
     peers = sorted(path for path in folder.glob(f"*{PUBLIC}") if path.stem != engine)
     settings = {
         "curve_secret_key": f"file:{folder / engine}{SECRET}",

@@ -31,11 +31,11 @@ def keys_of(secret_key: str, peer: str, environment: Mapping[str, str] = os.envi
 
     Args:
         secret_key: Where the command's own secret key is, ``file:PATH`` or ``env:NAME``.
-        peer: The engine's public key, or where that is.
+        peer: The engine's public key, or where that key is.
         environment: The environment variables.
 
     Raises:
-        SecretError: Only one of the two keys is given, or one of them is no key.
+        SecretError: Only one of the two keys is given, or one of the two is no key.
     """
     if not secret_key and not peer:
         return NONE

@@ -1,8 +1,8 @@
 """``kvferry bench``: measure how fast a driver is here, compared with memcpy.
 
-There are two processes with a buffer each: this one reads or writes the other's, in blocks of
-several sizes, in a row and scattered. Before a case is timed, it runs once and every byte that it
-moved is compared.
+There are two processes with a buffer each: this process reads or writes the buffer of the other
+one, in blocks of several sizes, in a row and scattered. Before a case is timed, it runs once and
+every byte that it moved is compared.
 """
 
 from __future__ import annotations
@@ -73,6 +73,18 @@ def run(
 def _measured(
     driver: str, options: dict[str, object], grid: Sequence[Case], memory: str, seconds: float
 ) -> tuple[report.Setup, list[Result]]:
+    """Start a second process, and measure all cases.
+
+    Args:
+        driver: Name of an installed driver.
+        options: The driver's ``driver_options``.
+        grid: The cases.
+        memory: Kind of both buffers.
+        seconds: For about how long to measure in total.
+
+    Returns:
+        The conditions of the measurement, and a result for each case.
+    """
     nbytes = max(case.size for case in grid)
     with ExitStack() as stack:
         transport = create(driver, options)  # before all else: most mistakes end here
@@ -89,6 +101,7 @@ def _measured(
 
 
 def _one(bench: Bench, case: Case, seconds: float, show: report.Show) -> Result:
+    """Show that a case begins, and measure it for about ``seconds``."""
     show(str(case))
     return bench.measure(case, seconds)
 
@@ -96,6 +109,17 @@ def _one(bench: Bench, case: Case, seconds: float, show: report.Show) -> Result:
 def _check_capabilities(
     driver: str, transport: Transport, grid: Sequence[Case], memory: str
 ) -> None:
+    """Refuse to measure operations or a kind of memory that the driver does not support here.
+
+    Args:
+        driver: Name of the driver, for errors.
+        transport: A transport of the driver.
+        grid: The cases to measure.
+        memory: Kind of both buffers.
+
+    Raises:
+        BenchError: The driver lacks an operation or the kind of memory.
+    """
     can, kind = transport.capabilities, memory.partition(":")[0]
     lacking = sorted({case.op for case in grid} - can.ops)
     # If a function of the user's makes the memory, its kind is known only once there is a region.

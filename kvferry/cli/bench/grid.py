@@ -18,8 +18,9 @@ SIZES, BLOCKS = "1M,16M,64M", "4K,64K,1M"
 """The defaults of ``--size`` and ``--block``."""
 
 LARGEST = 1 << 36
+"""Largest size of a transfer or block, in bytes."""
 COPIES_LIMIT = 1 << 24
-"""Most copies of a case; preparing more would take too long."""
+"""Largest number of copies of a case; preparing more would take too long."""
 
 _SIZE = re.compile(r"(\d{1,12})\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -59,9 +60,12 @@ class Case:
         return "scattered" if self.scattered else "in a row"
 
     def block_indices(self) -> tuple[I64Array, I64Array]:
-        """Return the local and the remote block index of each copy, (copies,) each.
+        """Return the block index of each copy on the local and on the remote side.
 
         A case always returns the same indices.
+
+        Returns:
+            Two int64 arrays of shape (copies,): the local indices, and the remote ones.
         """
         rows = np.arange(self.copies)
         if not self.scattered:
@@ -93,8 +97,8 @@ class Case:
 def cases(sizes: Sequence[int], blocks: Sequence[int], ops: Sequence[str]) -> list[Case]:
     """Return the cases of all combinations of op, size, block and order.
 
-    Left out are blocks larger than the size; a single block counts once, as in a row. Sizes are
-    rounded down to whole blocks.
+    Sizes are rounded down to whole blocks. Combinations whose block is larger than the size are
+    left out. A size of a single block has one case, in a row, since nothing can be scattered.
 
     Args:
         sizes: Bytes of the transfers.
@@ -140,6 +144,15 @@ def sizes_of(text: str, option: str) -> list[int]:
 
 
 def _size_of(text: str, option: str) -> int:
+    """Return the size in bytes that a text such as ``64K`` names.
+
+    Args:
+        text: The text.
+        option: The name of the command's option, for errors.
+
+    Raises:
+        BenchError: The text is no size, or too large.
+    """
     match = _SIZE.fullmatch(text)
     nbytes = int(match[1]) * _UNITS[match[2].upper()] if match else 0
     if not 0 < nbytes <= LARGEST:
@@ -154,10 +167,10 @@ def options_of(text: Sequence[str]) -> dict[str, object]:
     """Return ``driver_options`` from ``KEY=VALUE`` pairs.
 
     Args:
-        text: The pairs; values are JSON, or else text.
+        text: The pairs. A value that is not valid JSON is taken as text.
 
     Raises:
-        BenchError: One of them is no pair.
+        BenchError: An element of ``text`` is no pair.
     """
     result: dict[str, object] = {}
     for pair in text:
@@ -169,6 +182,7 @@ def options_of(text: Sequence[str]) -> dict[str, object]:
 
 
 def _value(text: str) -> object:
+    """Return the value of an option: decoded JSON, or the text itself if it is not JSON."""
     try:
         value: object = msgspec.json.decode(text)
     except msgspec.DecodeError:

@@ -31,7 +31,7 @@ FAR, NEAR = 1, 2
 """Seeds of the content of the two buffers."""
 
 Memcpy = Callable[[int], None]
-"""Copies a number of bytes within this process."""
+"""A function that copies a number of bytes from one buffer of this process to another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Result:
 
     Attributes:
         case: The case that was measured.
-        rounds: How many times it was timed. Each round times the transfer, then a memcpy.
+        rounds: How many times the case was timed. Each round times the transfer, then a memcpy.
         seconds: Median time of the transfer, from the call until ``poll`` says done.
         memcpy_seconds: Median time of one memcpy of as many bytes.
     """
@@ -80,7 +80,7 @@ class Bench:
         transport: This process's transport; the caller closes it.
         far: The second process, with a buffer of the same size.
         near: This process's buffer.
-        memcpy: Copies bytes within this process, to compare with.
+        memcpy: The function to compare the transfer with; it copies bytes within this process.
     """
 
     def __init__(self, transport: Transport, far: Process, near: Buffer, memcpy: Memcpy) -> None:
@@ -91,7 +91,7 @@ class Bench:
             self._peer = transport.connect(far.address())
 
     def measure(self, case: Case, seconds: float) -> Result:
-        """Run a case once and compare every byte, and then measure its time.
+        """Run a case once and compare every byte, and then measure the time of the case.
 
         Args:
             case: The case.
@@ -115,6 +115,15 @@ class Bench:
         )
 
     def _check(self, case: Case, copies: Copies) -> None:
+        """Run a case once, and compare every byte of the target with what it must be.
+
+        Args:
+            case: The case.
+            copies: The case's copies, between the two buffers.
+
+        Raises:
+            BenchError: The transfer failed, or a byte is wrong.
+        """
         local, remote = case.block_indices()
         if case.op == "read":
             self._near.put(np.zeros(case.size, np.uint8))
@@ -136,6 +145,15 @@ class Bench:
             )
 
     def _move(self, case: Case, copies: Copies) -> None:
+        """Start the transfer of a case, and wait until it has ended.
+
+        Args:
+            case: The case.
+            copies: The case's copies, between the two buffers.
+
+        Raises:
+            BenchError: The transfer failed, or takes too long.
+        """
         transport = self._transport
         start = transport.read if case.op == "read" else transport.write
         transfer = start(self._peer, copies)
@@ -151,7 +169,13 @@ class Bench:
 
 
 def _refuse(case: Case, status: Status, elapsed: float) -> None:
-    """Raise ``BenchError`` if a transfer that has not ended has failed, or takes too long."""
+    """Raise ``BenchError`` if a transfer that has not ended is failing, or takes too long.
+
+    Args:
+        case: The case, for the error.
+        status: The transfer's status.
+        elapsed: Seconds since the transfer began.
+    """
     if status.state is State.FAILING:
         raise BenchError(f"a {case} failed: {status.error}")
     if elapsed > DEADLINE_SECONDS:
@@ -159,18 +183,22 @@ def _refuse(case: Case, status: Status, elapsed: float) -> None:
 
 
 def _pause(elapsed: float) -> None:
-    """Sleep, so that the driver can move the bytes; at most 2 % of the time that passed already."""
+    """Sleep briefly between two polls of a transfer, so that the driver can move the bytes.
+
+    Args:
+        elapsed: Seconds since the transfer began. The sleep is 2 % of that time, or none at first.
+    """
     time.sleep(0 if elapsed < BUSY_SECONDS else elapsed / 50)
 
 
 def _moved(source: Bytes, case: Case, taken: Any, put: Any) -> Bytes:  # noqa: ANN401 - indices
-    """Return what the target must contain after a case, given the block indices of its copies.
+    """Return the bytes that the target must contain after a case.
 
     Args:
         source: The source's bytes.
         case: The case.
-        taken: Index of the source block of each copy.
-        put: Index of the target block of each copy.
+        taken: (copies,) int64, the index of the source block of each copy.
+        put: (copies,) int64, the index of the target block of each copy.
     """
     target = np.empty((case.copies, case.block), np.uint8)
     target[put] = source[: case.size].reshape(target.shape)[taken]
@@ -179,6 +207,7 @@ def _moved(source: Bytes, case: Case, taken: Any, put: Any) -> Bytes:  # noqa: A
 
 
 def _seconds(call: Callable[[], None]) -> float:
+    """Return how many seconds a call takes."""
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
@@ -190,12 +219,13 @@ def far_process(
 ) -> Iterator[Process]:
     """Start a second process with a transport and a buffer; it ends with the ``with`` block.
 
-    Only this process handles Ctrl-C: SIGINT is blocked in the second one, which ends with this one.
+    Only this process handles Ctrl-C: SIGINT is blocked in the second process, which ends when this
+    process ends.
 
     Args:
         driver: Name of an installed driver.
         options: The driver's ``driver_options``.
-        memory: Kind of the buffer.
+        memory: Kind of the buffer, as ``kvferry.testing.memory.allocate`` takes it.
         nbytes: Size of the buffer in bytes.
 
     Raises:
@@ -219,7 +249,11 @@ def far_process(
 
 @contextmanager
 def _as_bench_error(what: str) -> Iterator[None]:
-    """Turn errors of the second process into ``BenchError``."""
+    """Turn errors of the second process into ``BenchError``.
+
+    Args:
+        what: What the second process was asked to do, for the error.
+    """
     try:
         yield
     except (RuntimeError, TimeoutError) as exc:
@@ -230,7 +264,7 @@ def near_buffer(memory: str, nbytes: int) -> Buffer:
     """Return this process's buffer.
 
     Args:
-        memory: Kind of the buffer.
+        memory: Kind of the buffer, as ``kvferry.testing.memory.allocate`` takes it.
         nbytes: Size of the buffer in bytes.
 
     Raises:
@@ -246,7 +280,13 @@ def near_buffer(memory: str, nbytes: int) -> Buffer:
 
 
 def memcpy_of(memory: str, nbytes: int) -> Memcpy:
-    """Return a memcpy of up to ``nbytes``, within GPU memory for ``cuda``, or else CPU memory."""
+    """Return a function that copies bytes between two new buffers, to compare transfers with.
+
+    Args:
+        memory: Kind of memory of the transfers. The two buffers are in GPU memory for ``cuda`` and
+            ``cuda:INDEX``, and in CPU memory for all other kinds.
+        nbytes: Size of each buffer in bytes, and so the most that a call can copy.
+    """
     if memory.partition(":")[0] == "cuda":
         return _cuda_memcpy(memory, nbytes)
     source, target = (_pages(nbytes) for _ in range(2))
@@ -258,7 +298,10 @@ def memcpy_of(memory: str, nbytes: int) -> Memcpy:
 
 
 def _pages(nbytes: int) -> Bytes:
-    """Return touched memory with ordinary pages; numpy would ask for huge ones."""
+    """Return ``nbytes`` of memory in pages of ordinary size, which are mapped already.
+
+    numpy would ask the kernel for huge pages.
+    """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found: Bytes = np.frombuffer(memory, np.uint8)
     found[:] = 1
@@ -266,6 +309,12 @@ def _pages(nbytes: int) -> Bytes:
 
 
 def _cuda_memcpy(memory: str, nbytes: int) -> Memcpy:
+    """Return a function that copies up to ``nbytes`` between two new buffers in GPU memory.
+
+    Args:
+        memory: The device, ``cuda`` or ``cuda:INDEX``.
+        nbytes: Size of each buffer in bytes.
+    """
     torch: Any = importlib.import_module("torch")
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=memory) for _ in range(2))
 

@@ -22,7 +22,12 @@ WIDTH, HEIGHT = 5.2, 4.0
 
 
 def draw(path: Path, title: str, results: Sequence[Result]) -> None:
-    """Write the picture, with a panel for each operation and order.
+    """Write the picture, with a panel for each operation and order of blocks.
+
+    Args:
+        path: The file; its suffix says the format.
+        title: The title of the whole picture.
+        results: The results of all cases.
 
     Raises:
         BenchError: The file cannot be written.
@@ -46,6 +51,13 @@ def draw(path: Path, title: str, results: Sequence[Result]) -> None:
 
 
 def _panel(axes: Axes, title: str, results: Sequence[Result]) -> None:
+    """Draw one panel: a line for each size of transfer, dotted for memcpy.
+
+    Args:
+        axes: Where to draw.
+        title: The panel's title.
+        results: The results of one operation and order of blocks.
+    """
     sizes = sorted({result.case.size for result in results})
     for number, total in enumerate(sizes):
         rows = sorted((r for r in results if r.case.size == total), key=lambda r: r.case.block)

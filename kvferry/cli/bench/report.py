@@ -23,14 +23,28 @@ from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import installed
 
 Show = Callable[[str], None]
-"""Called with the name of the case that is measured next."""
+"""A function to call with the name of each case before it is measured."""
 
 FORMATS = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The conditions of a measurement; ``load`` is the load average of the last minute."""
+    """The conditions of a measurement.
+
+    Attributes:
+        driver: Name of the driver.
+        distribution: Name and version of the distribution that the driver is in.
+        library: The library that the driver uses, with its version; may be empty.
+        options: The driver's ``driver_options``.
+        memory: Kind of both buffers.
+        cores: Number of CPU cores of the machine.
+        load: Load average of the last minute when the measurement began.
+        kernel: Release of the kernel.
+        machine: Type of the machine, such as ``x86_64``.
+        python: Version of Python.
+        numpy: Version of numpy.
+    """
 
     driver: str
     distribution: str
@@ -46,7 +60,14 @@ class Setup:
 
 
 def setup(driver: str, options: Mapping[str, object], memory: str, transport: Transport) -> Setup:
-    """Return the conditions of a measurement that starts now."""
+    """Return the conditions of a measurement that starts now.
+
+    Args:
+        driver: Name of an installed driver.
+        options: The driver's ``driver_options``.
+        memory: Kind of both buffers.
+        transport: A transport of the driver.
+    """
     info = next(info for info in installed() if info.name == driver)
     return Setup(
         driver=driver,
@@ -65,7 +86,13 @@ def setup(driver: str, options: Mapping[str, object], memory: str, transport: Tr
 
 @contextmanager
 def progress(total: int) -> Iterator[Show]:
-    """Show a progress bar if stderr is a terminal; call the yielded function before each case."""
+    """Show a progress bar while the ``with`` block runs, if stderr is a terminal.
+
+    Yields a function to call before each case.
+
+    Args:
+        total: Number of cases.
+    """
     console = Console(stderr=True)
     with Progress(
         BarColumn(),
@@ -86,7 +113,13 @@ def progress(total: int) -> Iterator[Show]:
 
 
 def show(made: Setup, results: Sequence[Result], *, as_json: bool) -> None:
-    """Print JSON, or a table and the conditions."""
+    """Print the results and the conditions.
+
+    Args:
+        made: The conditions of the measurement.
+        results: The results.
+        as_json: Whether to print JSON instead of a table.
+    """
     if as_json:
         Console().print_json(json.dumps(_record(made, results)))
         return
@@ -103,10 +136,12 @@ def show(made: Setup, results: Sequence[Result], *, as_json: bool) -> None:
 
 
 def _record(made: Setup, results: Sequence[Result]) -> dict[str, object]:
+    """Return the conditions and the results for ``--json``."""
     return {"conditions": asdict(made), "results": [_figures(result) for result in results]}
 
 
 def _figures(result: Result) -> dict[str, object]:
+    """Return one result for ``--json``."""
     return {
         **asdict(result.case),
         "copies": result.case.copies,
@@ -120,10 +155,12 @@ def _figures(result: Result) -> dict[str, object]:
 
 
 def _digits(value: float) -> float:
+    """Return a number rounded to four significant digits."""
     return float(f"{value:.4g}")
 
 
 def _table(results: Sequence[Result]) -> Table:
+    """Return the results as a table, with an empty row between different transfers."""
     table = Table(box=None, pad_edge=False)
     for heading in ("op", "order"):
         table.add_column(heading, no_wrap=True)
@@ -150,12 +187,15 @@ def _table(results: Sequence[Result]) -> Table:
 
 
 def _short(value: float) -> str:
-    """Return a number with two decimals, or more if these would be zeros."""
+    """Return a number as text with two decimals; below 0.1, with two significant digits."""
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def check_plot(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before anything is measured.
+
+    Args:
+        path: The file to draw.
 
     Raises:
         BenchError: The picture cannot be drawn; says why.
@@ -174,6 +214,11 @@ def check_plot(path: Path) -> None:
 
 def draw(path: Path, made: Setup, results: Sequence[Result]) -> None:
     """Draw the results into a file.
+
+    Args:
+        path: The file; its suffix is one of ``FORMATS``.
+        made: The conditions of the measurement, for the title.
+        results: The results.
 
     Raises:
         BenchError: The file cannot be written.

@@ -1,8 +1,8 @@
-"""``kvferry demo``: a KV cache crosses between two engines of different shape, without a model.
+"""``kvferry demo``: move a KV cache between two engines of different shape, without a model.
 
-Everything but the model is real: two processes of a prefill engine, a decode engine in the process
-of the command, their endpoints, side channel, tickets, holds and fences, and whichever driver is
-asked for. What arrives is compared, byte for byte, with what must have.
+Everything but the model is real: the processes of a prefill engine, a decode engine in the process
+of the command, their endpoints, side channel, tickets, holds and fences, and the driver. What
+arrives is compared, byte for byte, with what must arrive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvferry.core.transport.registry import create
 ENGINE = "prefill"
 INTERRUPTED = 130
 COPIES_IN_MEMORY = 3
-"""Buffers of the cache's size: prefill, decode, and the target of memcpy."""
+"""Number of buffers of the cache's size: prefill's, decode's, and the target of memcpy."""
 
 
 def run(
@@ -64,6 +64,18 @@ def run(
 
 
 def _run(console: Console, nbytes: int, driver: str, prefill: Shape, decode: Shape) -> int:
+    """Start both engines, move the cache, and print the results.
+
+    Args:
+        console: Where to print.
+        nbytes: How many bytes of KV cache to move.
+        driver: Name of an installed driver.
+        prefill: The shape of the prefill engine.
+        decode: The shape of the decode engine.
+
+    Returns:
+        The exit status, 0 or 1; see ``_cross``.
+    """
     _check_memory(nbytes)
     spec = Spec(
         engine=ENGINE,
@@ -86,7 +98,14 @@ def _run(console: Console, nbytes: int, driver: str, prefill: Shape, decode: Sha
 
 
 def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, decode: Shape) -> int:
-    """Have the decode engine pull everything, and print the results.
+    """Have the decode engine pull all requests, and print the results.
+
+    Args:
+        console: Where to print.
+        pipe: The pipe to rank 0 of the prefill engine.
+        spec: The prefill engine's setup, and its requests.
+        consumer: The decode engine.
+        decode: The shape of the decode engine.
 
     Returns:
         The exit status: 1 if a byte is wrong or the used ticket was not refused as stale, else 0.
@@ -115,6 +134,7 @@ def _cross(console: Console, pipe: Connection, spec: Spec, consumer: Decode, dec
 
 
 def _ticket(pipe: Connection, advance: report.Advance) -> Ticket:
+    """Return the next ticket from the prefill engine, and advance the progress bar."""
     ticket = receive(pipe, Ticket)
     advance()
     return ticket
@@ -139,9 +159,14 @@ def _transport(driver: str) -> Transport:
 
 
 def _check_memory(nbytes: int) -> None:
+    """Refuse to move a cache of ``nbytes`` for which this machine has not enough free memory.
+
+    Raises:
+        DemoError: There is not enough memory.
+    """
     needed = nbytes * COPIES_IN_MEMORY
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError), open("/proc/meminfo") as lines:  # counts what caches would give back
+    with suppress(OSError), open("/proc/meminfo") as lines:  # counts reclaimable caches as free
         found = next((line for line in lines if line.startswith("MemAvailable:")), None)
         available = int(found.split()[1]) * 1024 if found else available
     if needed > available:

@@ -31,12 +31,17 @@ WAIT_SECONDS = 0.2
 COPY_ROUNDS = 3
 
 Advance = Callable[[], None]
-"""Called when one more part of a step of the demo is over."""
+"""A function to call when one more part of a step of the demo is over, for the progress bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
-    """The records of all loads by request id, and the seconds from first order to last report."""
+    """The loads of all requests.
+
+    Attributes:
+        records: The record of each load, by request id.
+        seconds: Seconds from the first order to load to the last report of a load.
+    """
 
     records: dict[str, LoadRecord]
     seconds: float
@@ -58,7 +63,19 @@ class Pulled:
 
 
 class Decode:
-    """The consumer: a cache filled with ``POISON``, and its endpoint, which the caller closes."""
+    """The decode engine: a cache filled with ``POISON``, and an endpoint.
+
+    Args:
+        transport: The engine's transport; the endpoint closes it.
+        driver: Name of the transport's driver.
+        shape: How the engine stores the cache.
+        requests: The requests that will be loaded.
+        lease: For how many seconds the prefill engine holds pages, and after how many a load fails.
+
+    Attributes:
+        pages: The ids of each request's pages.
+        endpoint: The endpoint, which the caller closes.
+    """
 
     def __init__(
         self,
@@ -83,7 +100,11 @@ class Decode:
         self.endpoint.join([self.endpoint.payload])
 
     def pull(self, tickets: dict[Request, Ticket], advance: Advance) -> Pulled:
-        """Load all requests at once, and return how long that took.
+        """Load all requests at once, and return the records of the loads.
+
+        Args:
+            tickets: The ticket of each request.
+            advance: Called after each load.
 
         Raises:
             DemoError: A load failed.
@@ -112,9 +133,12 @@ class Decode:
                 return results.failed.get(RequestId(request.name))
 
     def wrong_bytes(self, advance: Advance) -> dict[str, int]:
-        """Compare every byte of the cache, and return the number of wrong ones by request id.
+        """Compare every byte of the cache, and return the number of wrong bytes by request id.
 
-        The key ``pages of no request`` has those in all other pages.
+        The key ``pages of no request`` has the number of wrong bytes in all other pages.
+
+        Args:
+            advance: Called after each request.
         """
         wrong: dict[str, int] = {}
         for request, pages in self.pages.items():
@@ -125,7 +149,11 @@ class Decode:
         return wrong
 
     def memcpy_rate(self, nbytes: int) -> float:
-        """Return the bytes per second of a memcpy from the cache, the best of ``COPY_ROUNDS``."""
+        """Return the speed of a memcpy in bytes per second, the best of ``COPY_ROUNDS``.
+
+        Args:
+            nbytes: How many bytes of the cache to copy in each round.
+        """
         source = self._cache.reshape(-1).view(np.uint8)[:nbytes]
         target = np.empty_like(source)
         target.fill(0)  # the system must have mapped its pages before the clock starts
@@ -137,6 +165,11 @@ class Decode:
         return len(source) / best
 
     def _load(self, request: Request, ticket: Ticket) -> None:
+        """Order the load of a request, after a check that the ticket is for its prompt.
+
+        Raises:
+            DemoError: The ticket is for another prompt.
+        """
         if ticket.digest != digest(request.prompt):
             raise DemoError(f"the ticket of {ticket.request} is not about {request.name}'s prompt")
         load = Load(

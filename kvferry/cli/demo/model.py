@@ -23,18 +23,26 @@ LAYERS, HEADS, HEAD_DIM, DTYPE, ELEMENT_BYTES = 32, 8, 128, "bfloat16", 2
 ROW_BYTES = HEAD_DIM * ELEMENT_BYTES
 """Bytes of one head of one token."""
 WORDS = ROW_BYTES // 8
+"""Number of words of eight bytes in one head of one token."""
 TOKEN_BYTES = LAYERS * 2 * HEADS * ROW_BYTES
+"""Bytes of one token in all layers, K and V."""
 TOKEN_LIMIT = 1 << 32
+"""More than the number of tokens in any request."""
 ORDERS = ("HND", "NHD")
 BLOCK_LIMIT = 1024
+"""Largest number of tokens in a page."""
 SPARE_PAGES = 4
-"""Number of pages of no request: page 0, whose id means "none", and others; none may change."""
+"""Number of pages that belong to no request: page 0, whose id stands for a hole, and three others.
+
+No load may change these pages.
+"""
 
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+"""The word that fills decode's cache before the loads."""
 _SCATTER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 Words = npt.NDArray[np.uint64]
-"""An array whose words of eight bytes hold four elements each, enough for unique values."""
+"""An array of words. A word holds four elements, enough bits for a value that occurs only once."""
 
 
 class DemoError(KVFerryError):
@@ -67,7 +75,7 @@ class Shape:
             raise DemoError(f"{self.block} tokens a page: choose 1 to {BLOCK_LIMIT}")
 
     def heads(self, rank: int) -> range:
-        """Return the heads that a rank stores."""
+        """Return the indices of the heads that a rank stores."""
         return range(HEADS * rank // self.tp, HEADS * (rank + 1) // self.tp)
 
     def pages(self, tokens: int) -> int:
@@ -75,7 +83,7 @@ class Shape:
         return -(-tokens // self.block)
 
     def page_bytes(self, rank: int) -> int:
-        """Return the bytes of a page of K, or of V, of one layer on a rank."""
+        """Return the size in bytes of a page of K, or of V, of one layer on a rank."""
         return self.block * len(self.heads(rank)) * ROW_BYTES
 
 
@@ -103,7 +111,11 @@ class Request:
 
 
 def shape_of(text: str, tp: int | None = None) -> Shape:
-    """Return a shape from an option's text: ``2/HND/16``, or ``HND/16`` if ``tp`` is given.
+    """Return the shape that an option's text names.
+
+    Args:
+        text: ``RANKS/ORDER/TOKENS`` such as ``2/HND/16``, or ``ORDER/TOKENS`` if ``tp`` is given.
+        tp: Number of ranks; ``None`` if the text has it.
 
     Raises:
         DemoError: The text is written in another way, or there is no such shape.
@@ -117,7 +129,12 @@ def shape_of(text: str, tp: int | None = None) -> Shape:
 
 
 def requests_of(nbytes: int, count: int = 8) -> list[Request]:
-    """Return requests of increasing length whose cache has ``nbytes`` in total, or more."""
+    """Return requests of increasing length that together fill a cache.
+
+    Args:
+        nbytes: Size of the cache in bytes, rounded up to whole tokens.
+        count: Number of requests; fewer if the cache has fewer tokens.
+    """
     total = max(-(-nbytes // TOKEN_BYTES), 1)
     count = min(count, total)
     ends = [total * k * (k + 1) // (count * (count + 1)) for k in range(count + 1)]
@@ -126,7 +143,13 @@ def requests_of(nbytes: int, count: int = 8) -> list[Request]:
 
 
 def scattered_pages(shape: Shape, requests: Sequence[Request], seed: int) -> list[list[int]]:
-    """Return the page ids of each request, scattered as in an engine that has run for a while."""
+    """Return the page ids of each request, scattered as in an engine that has run for a while.
+
+    Args:
+        shape: How the engine stores the cache.
+        requests: The requests.
+        seed: Seed of the random order. Engines with different seeds use different pages.
+    """
     counts = [shape.pages(request.tokens) for request in requests]
     free = 1 + np.random.default_rng(seed).permutation(sum(counts) + SPARE_PAGES - 1)
     ends = np.cumsum(counts)
@@ -134,14 +157,29 @@ def scattered_pages(shape: Shape, requests: Sequence[Request], seed: int) -> lis
 
 
 def make_cache(shape: Shape, rank: int, requests: Sequence[Request], fill: np.uint64) -> Words:
-    """Return a cache of shape (layer, K or V, page, ...), filled with one word."""
+    """Return a rank's cache, an array of shape (layers, 2 for K and V, pages, ..., ``WORDS``).
+
+    The axes after the pages are (heads, tokens) if the order is HND, otherwise (tokens, heads).
+
+    Args:
+        shape: How the engine stores the cache.
+        rank: The rank's index.
+        requests: The requests for which the cache must have room.
+        fill: The value of every word.
+    """
     heads, pages = len(shape.heads(rank)), sum(shape.pages(r.tokens) for r in requests)
     inner = (heads, shape.block) if shape.order == "HND" else (shape.block, heads)
     return np.full((LAYERS, 2, pages + SPARE_PAGES, *inner, WORDS), fill, dtype=np.uint64)
 
 
 def layout_of(shape: Shape, rank: int, cache: Words) -> Layout:
-    """Return the layout of a rank's cache: two fields per layer in one region."""
+    """Return the layout of a rank's cache: two fields per layer in one region.
+
+    Args:
+        shape: How the engine stores the cache.
+        rank: The rank's index.
+        cache: The cache that ``make_cache`` returned; the layout only names its address.
+    """
     heads, page = shape.heads(rank), shape.page_bytes(rank)
     token, head = ROW_BYTES, shape.block * ROW_BYTES
     if shape.order == "NHD":
@@ -169,18 +207,36 @@ def layout_of(shape: Shape, rank: int, cache: Words) -> Layout:
 
 
 def values(request: Request, layer: int, index: int, heads: range) -> Words:
-    """Return the words (token, head, word) of a layer's K (``index`` 0) or V (1), all different."""
+    """Return the words of K or of V of a request in one layer; no word occurs twice.
+
+    Args:
+        request: The request.
+        layer: The layer's index.
+        index: 0 for K, 1 for V.
+        heads: The indices of the heads to return.
+
+    Returns:
+        An array of shape (tokens, heads, ``WORDS``).
+    """
     tensor = (request.number * LAYERS + layer) * 2 + index
     token = np.arange(request.tokens, dtype=np.uint64)[:, None, None]
     head = np.arange(heads.start, heads.stop, dtype=np.uint64)[None, :, None]
     word = np.arange(WORDS, dtype=np.uint64)[None, None, :]
     row = (np.uint64(tensor * TOKEN_LIMIT) + token) * np.uint64(HEADS) + head
-    # The factor is odd, so different numbers stay different, and they use all eight bytes.
+    # The factor is odd, so different numbers stay different; the products use all eight bytes.
     return (row * np.uint64(WORDS) + word + np.uint64(1)) * _SCATTER
 
 
 def compute(shape: Shape, rank: int, cache: Words, request: Request, pages: Sequence[int]) -> None:
-    """Write a request's values into a rank's pages, and zeros after its last token."""
+    """Write a request's values into its pages on a rank, and zeros after its last token.
+
+    Args:
+        shape: How the engine stores the cache.
+        rank: The rank's index.
+        cache: The rank's cache, from ``make_cache``.
+        request: The request.
+        pages: The ids of the request's pages.
+    """
     heads = shape.heads(rank)
     rows = np.zeros((len(pages) * shape.block, len(heads), WORDS), dtype=np.uint64)
     for layer in range(LAYERS):
@@ -193,7 +249,15 @@ def compute(shape: Shape, rank: int, cache: Words, request: Request, pages: Sequ
 def wrong_bytes(
     shape: Shape, rank: int, cache: Words, request: Request, pages: Sequence[int]
 ) -> int:
-    """Return how many bytes of a request's pages are wrong, also after its last token."""
+    """Return how many bytes of a request's pages are wrong; after its last token, they must be 0.
+
+    Args:
+        shape: How the engine stores the cache.
+        rank: The rank's index.
+        cache: The rank's cache, from ``make_cache``.
+        request: The request.
+        pages: The ids of the request's pages.
+    """
     heads, wrong = shape.heads(rank), 0
     for layer in range(LAYERS):
         for index in range(2):
@@ -212,7 +276,7 @@ def wrong_spare_bytes(cache: Words, used: Sequence[int]) -> int:
 
     Args:
         cache: A cache that ``make_cache`` filled with ``POISON``.
-        used: The pages of all requests.
+        used: The ids of the pages of all requests.
     """
     spare = np.setdiff1d(np.arange(cache.shape[2]), used)
     poison = np.broadcast_to(POISON, cache[0, 0, spare].shape)
@@ -224,6 +288,7 @@ def wrong_spare_bytes(cache: Words, used: Sequence[int]) -> int:
 
 
 def _differing(found: Words, right: Words) -> int:
+    """Return in how many bytes two arrays of one shape differ."""
     if np.array_equal(found, right):
         return 0
     there = np.ascontiguousarray(found).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Messages between the demo's processes, and how these are started and ended."""
+"""Start and end the processes of the demo's prefill engine, and define their messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """The setup of the prefill engine, and the requests that it computes."""
+    """The setup of the prefill engine, and the requests that it computes.
+
+    Attributes:
+        engine: The engine's id.
+        incarnation: The random number of this start of the engine.
+        driver: Name of an installed driver.
+        shape: How the engine stores the cache.
+        requests: The requests, in the order in which they are computed.
+        lease: For how many seconds the engine holds a request's pages.
+    """
 
     engine: str
     incarnation: Incarnation
@@ -35,7 +44,12 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A rank has started: its process, and the encoded payload that it publishes."""
+    """A rank has started.
+
+    Attributes:
+        pid: The id of the rank's process.
+        payload: The encoded payload that the rank publishes in the handshake.
+    """
 
     pid: int
     payload: bytes
@@ -43,7 +57,13 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """The prefill engine has started: its processes and its side channel."""
+    """The prefill engine has started.
+
+    Attributes:
+        pids: The ids of the ranks' processes, in rank order.
+        host: Host on which the side channel listens.
+        port: TCP port of the side channel.
+    """
 
     pids: tuple[int, ...]
     host: str
@@ -67,14 +87,14 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasedRequest:
-    """The pages of all requests have been released."""
+    """The pages of all requests have been released; ``requests`` is the number of requests."""
 
     requests: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A process has failed."""
+    """A process of the prefill engine has failed; ``reason`` says why, for people."""
 
     reason: str
 
@@ -82,8 +102,12 @@ class Failed:
 def receive(pipe: Connection, kind: type[T]) -> T:
     """Return the next message, which must be of a given type.
 
+    Args:
+        pipe: The pipe to read from.
+        kind: The type of the message.
+
     Raises:
-        DemoError: The other process has failed, and said why, or has ended.
+        DemoError: The other process has failed or ended, or sent a message of another type.
     """
     try:
         message = pipe.recv()
@@ -100,8 +124,11 @@ def receive(pipe: Connection, kind: type[T]) -> T:
 def prefill_processes(ranks: int) -> Iterator[Connection]:
     """Start one process per rank of the prefill engine; yield the pipe to rank 0.
 
-    The processes end when their pipes are closed, so also if this process ends in any way. Each is
-    in a process group of its own, so that only this process gets Ctrl-C.
+    The processes end when the ``with`` block or this process ends, because their pipes are closed
+    then. Each process is in a process group of its own, so that only this process gets Ctrl-C.
+
+    Args:
+        ranks: Number of ranks.
     """
     here, lead = _pair()
     pairs = [_pair() for _ in range(ranks - 1)]
@@ -120,11 +147,18 @@ def prefill_processes(ranks: int) -> Iterator[Connection]:
 
 
 def _pair() -> tuple[Connection, Connection]:
+    """Return the two ends of a new pipe."""
     one, other = socket.socketpair()
     return Connection(one.detach()), Connection(other.detach())
 
 
 def _start(rank: int, inherited: list[Connection]) -> subprocess.Popen[bytes]:
+    """Start the process of a rank.
+
+    Args:
+        rank: The rank's index.
+        inherited: The ends of pipes that the process inherits; see ``prefill.main``.
+    """
     descriptors = [end.fileno() for end in inherited]
     return subprocess.Popen(
         [sys.executable, "-m", "kvferry.cli.demo.prefill", str(rank), *map(str, descriptors)],
@@ -135,6 +169,7 @@ def _start(rank: int, inherited: list[Connection]) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a process has ended; after ``GRACE_SECONDS``, kill it."""
     try:
         process.wait(GRACE_SECONDS)
     except subprocess.TimeoutExpired:

@@ -43,7 +43,16 @@ PACE_SECONDS = 0.02
 
 
 class Rank:
-    """The worker half of a rank: a cache and its endpoint."""
+    """The worker half of a rank: a cache and its endpoint.
+
+    Args:
+        spec: The setup of the engine.
+        rank: The rank's index.
+
+    Attributes:
+        pages: The ids of each request's pages, the same on every rank.
+        endpoint: The rank's endpoint, which the caller closes.
+    """
 
     def __init__(self, spec: Spec, rank: int) -> None:
         self._spec, self._rank = spec, rank
@@ -65,7 +74,7 @@ class Rank:
         )
 
     def step(self, step: DemoStep) -> Stepped:
-        """Apply the orders, then compute; the request's ticket is made after this step."""
+        """Apply the orders of an engine step, then compute the step's request, if there is one."""
         self.endpoint.apply(step.orders)
         if step.compute is not None:
             pages = self.pages[step.compute]
@@ -74,24 +83,38 @@ class Rank:
 
 
 class Lead:
-    """The scheduler half: hold requests, make tickets, and free requests that all ranks sent."""
+    """The scheduler half: hold requests, make tickets, and free requests that all ranks sent.
+
+    Args:
+        spec: The setup of the engine.
+        rank: Rank 0, which runs in this process.
+        others: The pipes to the other ranks' processes, in rank order.
+    """
 
     def __init__(self, spec: Spec, rank: Rank, others: Sequence[Connection]) -> None:
         self._spec, self._rank, self._others = spec, rank, others
-        self._ledger = SchedulerHolds(len(spec.requests))
+        self._holds = SchedulerHolds(len(spec.requests))
         self._sent: Counter[RequestId] = Counter()
 
     @property
     def held(self) -> int:
         """The number of requests whose pages are held."""
-        return self._ledger.held
+        return self._holds.held
 
     def compute(self, request: Request, server: HandshakeServer) -> Ticket:
-        """Compute a request on every rank, and return its ticket."""
+        """Compute a request on every rank, and return its ticket.
+
+        Args:
+            request: The request.
+            server: The engine's side channel, which the ticket names.
+
+        Raises:
+            DemoError: The request cannot be held.
+        """
         name = RequestId(request.name)
-        self._ledger.take_on(name)
+        self._holds.take_on(name)
         self.step(request)
-        hold = self._ledger.ticket(name, self._spec.lease)
+        hold = self._holds.ticket(name, self._spec.lease)
         if hold is None:
             raise DemoError(f"{name} was not taken on: it is computed twice, or no slot was free")
         self.step()
@@ -111,19 +134,28 @@ class Lead:
         )
 
     def step(self, request: Request | None = None) -> None:
-        """Run one engine step on all ranks at once."""
-        step = DemoStep(orders=self._ledger.drain(), compute=request)
+        """Run one engine step on all ranks at once.
+
+        Args:
+            request: The request to compute, if any.
+        """
+        step = DemoStep(orders=self._holds.drain(), compute=request)
         for other in self._others:
             other.send(step)
         stepped = [self._rank.step(step), *(receive(other, Stepped) for other in self._others)]
         for sent in (name for answer in stepped for name in answer.sent):
             self._sent[sent] += 1
             if self._sent[sent] == self._spec.shape.tp:
-                self._ledger.sent(sent)
+                self._holds.sent(sent)
 
 
 def lead(control: Connection, others: Sequence[Connection]) -> None:
-    """Run rank 0: start the engine, compute all requests, and hold them until they are read."""
+    """Run rank 0: start the engine, compute all requests, and hold them until they are read.
+
+    Args:
+        control: The pipe to the command's process.
+        others: The pipes to the other ranks' processes, in rank order.
+    """
     spec = receive(control, Spec)
     for other in others:
         other.send(spec)
@@ -145,7 +177,12 @@ def lead(control: Connection, others: Sequence[Connection]) -> None:
 
 
 def follow(pipe: Connection, index: int) -> None:
-    """Run a rank other than 0: execute the steps of rank 0 until it closes the pipe."""
+    """Run a rank other than 0: execute the steps that rank 0 sends, until rank 0 closes the pipe.
+
+    Args:
+        pipe: The pipe to rank 0.
+        index: The rank's index.
+    """
     rank = Rank(receive(pipe, Spec), index)
     with rank.endpoint:
         pipe.send(Joined(pid=os.getpid(), payload=encode(rank.endpoint.payload)))
@@ -154,7 +191,14 @@ def follow(pipe: Connection, index: int) -> None:
 
 
 def main(rank: int, *descriptors: int) -> int:
-    """Run a rank on inherited pipes; failures are sent over the first one."""
+    """Run a rank on inherited pipes, and return the exit status of its process.
+
+    Args:
+        rank: The rank's index.
+        descriptors: The file descriptors of the pipes: for rank 0, one to the command's process and
+            one to each other rank; for other ranks, one to rank 0. A failure is reported over the
+            first one.
+    """
     pipes = [Connection(descriptor) for descriptor in descriptors]
     try:
         if rank == 0:

@@ -21,7 +21,15 @@ __all__ = ["Advance", "engines", "rates", "requests", "step", "used_ticket"]
 
 @contextmanager
 def step(console: Console, title: str, total: int | None = None) -> Iterator[Advance]:
-    """Show a step: a progress bar while the ``with`` block runs, and a line when it has ended."""
+    """Show a step: a progress bar while the ``with`` block runs, and a line when it has ended.
+
+    Yields a function to call whenever one of ``total`` parts is over.
+
+    Args:
+        console: Where to print.
+        title: What the step does.
+        total: Number of parts of the step; ``None`` if it has no parts to count.
+    """
     begun = perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     counted = (*columns, BarColumn(), MofNCompleteColumn()) if total else columns
@@ -38,7 +46,7 @@ def step(console: Console, title: str, total: int | None = None) -> Iterator[Adv
 
 
 def engines(console: Console, prefill: Shape, decode: Shape, started: Started) -> None:
-    """Print both engines."""
+    """Print the ranks of both engines, and what each stores."""
     table = Table("engine", "rank", "process", "heads", "order", "tokens a page", box=None)
     for rank, pid in enumerate(started.pids):
         table.add_row("prefill", *_rank(prefill, rank, pid))
@@ -58,7 +66,14 @@ def requests(
     pages: Mapping[Request, tuple[int, int]],
     wrong: Mapping[str, int],
 ) -> None:
-    """Print for each request its pages, copies, bytes and time, and whether all bytes are right."""
+    """Print for each request its pages, copies, bytes and time, and whether all bytes are right.
+
+    Args:
+        console: Where to print.
+        pulled: The loads of all requests.
+        pages: For each request, how many pages it has on all prefill ranks together and on decode.
+        wrong: The number of wrong bytes by request id; see ``Decode.wrong_bytes``.
+    """
     table = Table(box=None)
     for name in ("request", "tokens", "from pages", "to pages", "copies", "MB", "ms", "bytes"):
         table.add_column(name, justify="left" if name in ("request", "bytes") else "right")
@@ -81,7 +96,7 @@ def requests(
 
 
 def used_ticket(console: Console, refusal: KVFerryError | None) -> None:
-    """Print how the second use of a ticket was refused, or that it was not."""
+    """Print how the second use of a ticket was refused, or that it was accepted (``None``)."""
     if refusal is None:
         console.print("\n[red]A ticket whose pages were released was accepted again.[/]")
     else:
@@ -89,7 +104,15 @@ def used_ticket(console: Console, refusal: KVFerryError | None) -> None:
 
 
 def rates(console: Console, pulled: Pulled, memcpy: float, prefill: Shape, decode: Shape) -> None:
-    """Print the speed, compared with a memcpy."""
+    """Print the speed of all loads together, compared with a memcpy.
+
+    Args:
+        console: Where to print.
+        pulled: The loads of all requests.
+        memcpy: Speed of the memcpy in bytes per second.
+        prefill: The shape of the prefill engine.
+        decode: The shape of the decode engine.
+    """
     rate = pulled.nbytes / pulled.seconds
     mean = pulled.nbytes / max(pulled.copies, 1)
     table = Table(box=None, show_header=False)
@@ -115,6 +138,13 @@ def rates(console: Console, pulled: Pulled, memcpy: float, prefill: Shape, decod
 
 
 def _rank(shape: Shape, rank: int, pid: int) -> tuple[str, ...]:
+    """Return the table cells of a rank, after the engine's name.
+
+    Args:
+        shape: The shape of the rank's engine.
+        rank: The rank's index.
+        pid: The id of the rank's process.
+    """
     heads = shape.heads(rank)
     return (
         f"{rank} of {shape.tp}",
@@ -126,4 +156,5 @@ def _rank(shape: Shape, rank: int, pid: int) -> tuple[str, ...]:
 
 
 def _verdict(wrong: int) -> str:
+    """Return as text that all bytes are right, or how many are wrong."""
     return "[green]all right[/]" if wrong == 0 else f"[red]{wrong:,} WRONG[/]"

@@ -42,7 +42,7 @@ def run(
         host: Host of a running engine's side channel, to be checked as well.
         port: TCP port of that side channel.
         engine: Id of the engine that should answer there; ``None`` for any.
-        keys: Keys for that side channel, if it is encrypted.
+        keys: Keys for that side channel, if the side channel is encrypted.
         as_json: Whether to print JSON instead of a table.
 
     Returns:
@@ -78,7 +78,7 @@ def worst(findings: Sequence[Finding]) -> FindingLevel:
 def _findings(
     host: str | None, port: int | None, engine: str | None, keys: Keys
 ) -> Iterator[Finding]:
-    """Yield the findings of all checks."""
+    """Run all checks, and yield their findings; see ``run`` for the arguments."""
     with _step("loading the drivers"):
         probed = probe()
     yield software.python()

@@ -53,7 +53,7 @@ def own_address() -> str | None:
 
 
 def _served(host: str) -> Finding:
-    """Open a side channel, ping it, and return the finding."""
+    """Open a side channel on a host, ping the side channel, and return the finding."""
     name = f"side channel at {host}"
     payload = _payload()
     try:
@@ -109,7 +109,10 @@ def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Find
 
 
 def _why(error: HandshakeError) -> str:
-    """Return the cause of an error, without the address, which is in the finding's name."""
+    """Return the cause of an error as text.
+
+    The cause is without the side channel's address, which is in the finding's name.
+    """
     return str(error.__cause__ or error)
 
 

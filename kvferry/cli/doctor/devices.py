@@ -19,7 +19,7 @@ VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 
 
 def nics(root: Path = Path("/")) -> list[str]:
-    """Return the names of the NICs with RDMA.
+    """Return the names of the NICs with RDMA, ascending.
 
     Args:
         root: The file system's root; another one in tests.
@@ -52,14 +52,19 @@ def rdma(root: Path = Path("/")) -> Finding:
 
 
 def _ports(root: Path, nic: str) -> Iterator[str]:
-    """Yield the ports of a NIC, with link, rate and state."""
+    """Yield a text for each port of a NIC: its name, link layer, rate and state.
+
+    Args:
+        root: The file system's root.
+        nic: Name of the NIC.
+    """
     for port in sorted((root / "sys/class/infiniband" / nic / "ports").glob("*")):
         facts = (_text(port / name) for name in ("link_layer", "rate", "state"))
         yield f"{nic}:{port.name} {', '.join(fact for fact in facts if fact)}"
 
 
 def gpus(root: Path = Path("/")) -> list[str]:
-    """Return a description of each GPU, with less detail if its driver is not installed.
+    """Return a description of each GPU, with less detail if the GPU's driver is not installed.
 
     Args:
         root: The file system's root; another one in tests.
@@ -103,7 +108,7 @@ def direct(root: Path = Path("/")) -> Finding:
 
 
 def _from_smi() -> list[str]:
-    """Return the GPUs that nvidia-smi lists; none if it is missing or fails."""
+    """Return a description of each GPU that nvidia-smi lists; empty if the program fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -123,7 +128,7 @@ def _from_smi() -> list[str]:
 
 
 def _from_proc(root: Path) -> list[str]:
-    """Return the GPUs that NVIDIA's kernel module lists."""
+    """Return the models of the GPUs that NVIDIA's kernel module lists under the root."""
     models = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         lines = _text(path).splitlines()
@@ -133,7 +138,7 @@ def _from_proc(root: Path) -> list[str]:
 
 
 def _from_bus(root: Path) -> list[str]:
-    """Return the GPUs that the kernel's graphics devices show."""
+    """Return the vendor and bus address of each GPU among the kernel's graphics devices."""
     cards = sorted((root / "sys/class/drm").glob("card[0-9]*/device/vendor"))
     vendors = {str(path.parent.resolve()): VENDORS.get(_text(path)) for path in cards}
     return [f"{vendor} GPU at {Path(at).name}" for at, vendor in vendors.items() if vendor]

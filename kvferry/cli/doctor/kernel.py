@@ -22,9 +22,11 @@ SHARED_ENOUGH = 1 << 30
 
 
 def reading() -> Finding:
-    """Return the finding about reading another process that is no child, as engines do.
+    """Return the finding about reading the memory of a process that is no child, as engines do.
 
-    It is tried: a child process reads this one, which is what Yama forbids first.
+    The check starts a child process that reads this process's memory. Yama, if it restricts reads
+    at all, forbids a process to read its parent, unless the parent allows readers, as engines do
+    and as this check does.
     """
     word = np.random.default_rng().integers(1, 1 << 62, 1, np.uint64)
     try:
@@ -55,7 +57,12 @@ def reading() -> Finding:
 
 
 def _read(pid: int, address: int) -> str:
-    """Return the child's report: the word that it read, or why it could not."""
+    """Return the child process's report: the word that it read, or why it could not read.
+
+    Args:
+        pid: The id of the process to read.
+        address: The address of the word in that process.
+    """
     word = np.zeros(1, np.uint64)
     try:
         vm_peek(pid, address, word)
@@ -65,7 +72,11 @@ def _read(pid: int, address: int) -> str:
 
 
 def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
-    """Return the finding about Yama's setting, which limits reading other processes."""
+    """Return the finding about Yama's setting, which restricts reading other processes.
+
+    Args:
+        proc: Where procfs is mounted; another folder in tests.
+    """
     name = "ptrace scope"
     try:
         scope = int((proc / "sys/kernel/yama/ptrace_scope").read_text(encoding="utf-8"))
@@ -103,7 +114,11 @@ def locked_memory(*, rdma: bool, limit: int | None = None) -> Finding:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Return the finding about how much shared memory is free."""
+    """Return the finding about how much shared memory is free.
+
+    Args:
+        folder: Where the file system for shared memory is mounted; another folder in tests.
+    """
     name = "shared memory"
     try:
         found = os.statvfs(folder)

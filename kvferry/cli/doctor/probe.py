@@ -1,7 +1,8 @@
-"""A process that loads every driver, and reports as JSON whether each works.
+"""Load every driver in a child process, and report whether each works.
 
-It is a process of its own because transport libraries print, start threads, and may crash in their
-exit handlers. It also asks every UCX that a driver has loaded for the devices that UCX finds.
+``probe`` starts this module as the child process. The process loads every driver, asks every UCX
+that a driver has loaded for its devices, and writes its report as JSON. It is a process of its own
+because transport libraries print, start threads, and may crash in their exit handlers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,16 @@ _RMA = 1 << 1
 
 
 class Driver(Struct, frozen=True, kw_only=True):
-    """An installed driver: what it can do on this machine, or why it does not work."""
+    """An installed driver: what it can do on this machine, or why it does not work.
+
+    Attributes:
+        name: Name of the driver.
+        distribution: Name and version of the distribution that the driver is in.
+        library: The library that the driver uses, with its version; may be empty.
+        ops: The operations that the driver supports here; empty if it does not work.
+        memory: The kinds of memory that the driver reaches here; empty if it does not work.
+        reason: Why the driver does not work; ``None`` if it does.
+    """
 
     name: str
     distribution: str
@@ -49,8 +59,8 @@ class Ucx(Struct, frozen=True, kw_only=True):
         path: Path of its libucp.
         version: The version that the library reports.
         rdma: Whether the library has a module for RDMA that can be loaded.
-        transports: Devices by transport, for transports that find one.
-        advice: Which other UCX would be better; empty if there is none.
+        transports: Names of devices by UCX transport, for transports that have a device.
+        advice: Which other UCX would be better; empty if none would.
     """
 
     driver: str
@@ -66,8 +76,8 @@ class Probed(Struct, frozen=True, kw_only=True):
 
     Attributes:
         drivers: The installed drivers.
-        ucx: The UCX libraries that the drivers loaded; some may be missing, because asking one can
-            crash the process.
+        ucx: The UCX libraries that the drivers loaded; some may be missing, because asking a
+            library for its devices can crash the process.
         trouble: Why there is no report (then both lists are empty); empty if there is a report.
     """
 
@@ -77,7 +87,11 @@ class Probed(Struct, frozen=True, kw_only=True):
 
 
 def probe() -> Probed:
-    """Start the process and return its report; if it fails, ``trouble`` says why."""
+    """Load every driver in a child process, and return the process's report.
+
+    Returns:
+        The report. If the process fails, ``Probed.trouble`` says why.
+    """
     try:
         run = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -88,7 +102,7 @@ def probe() -> Probed:
         )
         lines = run.stdout.splitlines()
         report = Probed()
-        for line in lines:  # Each has more than the last: asking UCX may crash the process.
+        for line in lines:  # Each line has more than the line before: asking UCX may crash.
             report = msgspec.json.decode(line, type=Probed)
     except subprocess.TimeoutExpired:
         return Probed(trouble=f"the drivers have not started within {SECONDS:.0f} s")
@@ -101,7 +115,11 @@ def probe() -> Probed:
 
 
 def main() -> None:
-    """Write the report on every driver and UCX, and end without running exit handlers."""
+    """Write the report on every driver and UCX, and end without running exit handlers.
+
+    The report is written once with all drivers, and again after each UCX: the last complete line is
+    the report, even if a library crashes the process.
+    """
     sys.stdout.flush()
     answer = os.dup(1)
     os.dup2(2, 1)  # libraries print to stdout; keep that out of the report
@@ -119,7 +137,7 @@ def main() -> None:
 
 
 def _send(descriptor: int, probed: Probed) -> None:
-    """Write a report as one line of JSON."""
+    """Write a report as one line of JSON to a file descriptor."""
     os.write(descriptor, msgspec.json.encode(probed) + b"\n")
 
 
@@ -157,7 +175,7 @@ def ucx(path: str, driver: str) -> Ucx:
 
 
 def _advice() -> str:
-    """Return which UCX would be better for the driver ucx; empty if the present one is fine."""
+    """Return as text which UCX would be better for the driver ucx; empty if none would."""
     try:
         return find().advice
     except DriverError:  # the driver's own report has it
@@ -165,7 +183,7 @@ def _advice() -> str:
 
 
 def _loaded(name: str) -> Iterator[str]:
-    """Yield the paths of loaded libraries whose file name begins with a name."""
+    """Yield the paths of the libraries in this process whose file names begin with ``name``."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.partition("/")[2]
         if Path(path).name.startswith(name):
@@ -173,7 +191,11 @@ def _loaded(name: str) -> Iterator[str]:
 
 
 def _transports(library: Any) -> Devices:  # noqa: ANN401 - a C library
-    """Return UCX's devices by transport, for one-sided transfers; empty if UCX does not start."""
+    """Return UCX's devices by transport, for one-sided transfers; empty if UCX does not start.
+
+    Args:
+        library: The loaded libucp.
+    """
     major, minor, release = (ctypes.c_uint() for _ in range(3))
     library.ucp_get_version(*map(ctypes.byref, (major, minor, release)))
     params = (ctypes.c_uint64 * 64)(1, _RMA)  # of ucp_params_t, the mask and the features

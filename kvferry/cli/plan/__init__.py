@@ -24,7 +24,13 @@ from kvferry.cli.plan.model import Model, read_model
 
 
 class _Side(NamedTuple):
-    """One engine, and the settings or the file that describe it."""
+    """One of the two engines.
+
+    Attributes:
+        name: ``prefill`` or ``decode``.
+        engine: The layouts of the engine's ranks.
+        source: The settings from which the layouts were computed, or the file that has them.
+    """
 
     name: str
     engine: Engine
@@ -79,7 +85,17 @@ def run(
 
 
 def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
-    """Return the engine that an option describes."""
+    """Return the engine that an option describes.
+
+    Args:
+        name: ``prefill`` or ``decode``, which is also the option's name.
+        text: The option's value: settings, or the name of a JSON file.
+        model: The model of the engine; ``None`` if no config file was named.
+        tokens: Number of tokens of a request that must fit into the engine's cache.
+
+    Raises:
+        KVFerryError: The settings or the file are refused.
+    """
     option = f"--{name}"
     if text.endswith(".json") or "=" not in text:
         return _Side(name, read_engine(Path(text)), Path(text))
@@ -93,7 +109,14 @@ def _side(name: str, text: str, model: Model | None, tokens: int) -> _Side:
 
 
 def _advice(model: Model | None, prefill: _Side, decode: _Side, estimate: Estimate) -> Advice:
-    """Return advice on how to make small copies larger."""
+    """Return advice on how to make small copies larger.
+
+    Args:
+        model: The model of both engines; ``None`` if no config file was named.
+        prefill: The prefill engine.
+        decode: The decode engine.
+        estimate: The estimate with these engines.
+    """
     one, other = prefill.source, decode.source
     if model is not None and isinstance(one, PlanSettings) and isinstance(other, PlanSettings):
         return advise(model, one, other, estimate)
@@ -103,7 +126,7 @@ def _advice(model: Model | None, prefill: _Side, decode: _Side, estimate: Estima
 def _print(
     model: Model | None, estimate: Estimate, prefill: _Side, decode: _Side, advice: Advice | None
 ) -> None:
-    """Print the tables and the advice."""
+    """Print the tables, and the advice if there is any."""
     console = Console(highlight=False)
     if model is not None:
         report.print_model(console, model)
@@ -116,7 +139,12 @@ def _print(
 
 
 def _draw(path: Path, estimate: Estimate, prefill: _Side, decode: _Side) -> None:
-    """Write the picture, if matplotlib is installed."""
+    """Write the picture to an SVG file.
+
+    Raises:
+        SettingsError: matplotlib is not installed.
+        EngineError: The file cannot be written.
+    """
     try:
         from kvferry.cli.plan.picture import draw_svg
     except ModuleNotFoundError as exc:

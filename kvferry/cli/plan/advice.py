@@ -1,6 +1,6 @@
 """Advice about small copies: why they are small, and which settings would make them larger.
 
-The settings are found by planning with others and counting the copies.
+The settings are found by planning with many settings, and counting the copies of each plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Pair = tuple[PlanSettings, PlanSettings]
 """The settings of prefill and of decode."""
 
 Other = dict[str, Any]
-"""Changed settings, by name."""
+"""The changed settings of one engine, as keyword arguments of ``PlanSettings``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class Change:
     """Changed settings, and the copies that a request would then take.
 
     Attributes:
-        prefill: The settings to change on the prefill side, such as ``layout=LBHNC``; empty if
-            none.
-        decode: The settings to change on the decode side; empty if none.
+        prefill: The settings to change on the prefill engine, such as ``layout=LBHNC``; empty if
+            there are none.
+        decode: The settings to change on the decode engine; empty if there are none.
         copies: Number of copies.
         smallest: Bytes of the smallest copy.
         median: Bytes of the median copy.
@@ -60,7 +60,7 @@ class Change:
 
     @property
     def effort(self) -> int:
-        """How much has to change: 1 for one setting, 2 for several of one engine, 3 for both."""
+        """Class of effort: 1 for one changed setting, 2 for several of one engine, 3 for both."""
         return 3 if self.prefill and self.decode else 1 + ("," in self.prefill + self.decode)
 
 
@@ -70,9 +70,9 @@ class Advice:
 
     Attributes:
         reasons: Why copies are not larger, a sentence each.
-        changes: Up to three: the best change of one setting, of several settings of one engine, and
-            of both engines. Each at least halves the number of copies of the change before it; the
-            first, that of the present settings.
+        changes: Up to three changes: the best change of one setting, of several settings of one
+            engine, and of both engines. Each change at least halves the number of copies of the
+            change before it; the first change, that of the present settings.
     """
 
     reasons: tuple[str, ...]
@@ -92,8 +92,8 @@ def is_small(estimate: Estimate) -> bool:
 def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: Estimate) -> Advice:
     """Return advice for engines that were computed from a model and settings.
 
-    Other settings are tried with decode rank 0 only; the copies of the advised ones are then
-    counted for all ranks.
+    Other settings are tried with decode rank 0 only. For the changes that are advised, the copies
+    of all ranks are then counted.
 
     Args:
         model: The model of both engines.
@@ -124,7 +124,7 @@ def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: 
 
 
 def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
-    """Return advice for engines of which only the layouts are known: make one like the other.
+    """Return advice for engines of which only the layouts are known: to make them equal.
 
     Args:
         prefill: The prefill engine.
@@ -142,7 +142,12 @@ def advise_alike(prefill: Engine, decode: Engine, estimate: Estimate) -> Advice:
 
 
 def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
-    """Return the best change of each effort, without those that do not pay (see ``Advice``)."""
+    """Return the best change of each effort, without those that ``Advice.changes`` leaves out.
+
+    Args:
+        changes: All changes that were tried.
+        now: The copies with the present settings.
+    """
     best: list[Change] = []
     copies = now.copies
     for effort in (1, 2, 3):
@@ -155,7 +160,12 @@ def _best(changes: Sequence[Change], now: ByteCounts) -> tuple[Change, ...]:
 
 
 def _change(settings: tuple[str, str], sizes: ByteCounts) -> Change:
-    """Return a change with its copies."""
+    """Return a change with its copies.
+
+    Args:
+        settings: The changed settings of prefill and of decode, as text; empty if there are none.
+        sizes: The copies with the changed settings.
+    """
     return Change(
         prefill=settings[0],
         decode=settings[1],
@@ -167,7 +177,14 @@ def _change(settings: tuple[str, str], sizes: ByteCounts) -> Change:
 
 
 def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[Other, Other]]:
-    """Yield changes of prefill's and of decode's settings, including impossible ones."""
+    """Yield the changes to try, as changed settings of prefill and of decode.
+
+    Some of them no engine can have, and some change nothing.
+
+    Args:
+        prefill: The present settings of prefill.
+        decode: The present settings of decode.
+    """
     one, two = {"block_size": prefill.block_size}, {"block_size": decode.block_size}
     larger = max(one, two, key=lambda size: size["block_size"])
     yield {}, one
@@ -186,14 +203,21 @@ def _candidates(prefill: PlanSettings, decode: PlanSettings) -> Iterator[tuple[O
 
 
 def _ordered(settings: PlanSettings, order: str) -> Other:
-    """Return the change to an order; of the block size too if kernels cannot split pages in it."""
+    """Return the changed settings of an engine that is to store its cache in another order.
+
+    In orders in which kernels cannot split pages, the block size becomes that of the kernels.
+
+    Args:
+        settings: The present settings of the engine.
+        order: The new order, one of ``ORDERS``.
+    """
     if settings.kernel_block and not order.startswith(WHOLE):
         return {"layout": order, "block_size": settings.kernel_block}
     return {"layout": order}
 
 
 def _difference(old: Pair, new: Pair) -> tuple[str, str]:
-    """Return the changed settings of each side as text."""
+    """Return as text the settings that differ from the old ones: prefill's, then decode's."""
     before, after = (
         [{name: getattr(side, name) for name in TRIED} for side in pair] for pair in (old, new)
     )
@@ -205,7 +229,7 @@ def _difference(old: Pair, new: Pair) -> tuple[str, str]:
 
 
 def reasons(estimate: Estimate) -> tuple[str, ...]:
-    """Return why copies are not larger, a sentence each.
+    """Return the reasons why copies are not larger, a sentence each.
 
     Args:
         estimate: The estimate of a request.
@@ -221,7 +245,7 @@ def reasons(estimate: Estimate) -> tuple[str, ...]:
 
 
 def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
-    """Yield why the copies of one pair of fields are not larger."""
+    """Yield the reasons why the copies of one pair of fields are not larger, a sentence each."""
     sides = {"prefill": overlap.remote, "decode": overlap.local}
     inside = {name: _shards_inside(f) for name, f in sides.items()}
     wanted = overlap.shard[1] - overlap.shard[0]
@@ -244,7 +268,11 @@ def _reasons(match: Match, overlap: Overlap) -> Iterator[str]:
 
 
 def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
-    """Yield a sentence if kernels split the pages of the two sides into different blocks."""
+    """Yield a sentence for each engine whose kernels split pages into blocks of another size.
+
+    Args:
+        sides: The field of ``prefill`` and that of ``decode``.
+    """
     blocks = {name: f.tokens[-1].extent if f.tokens else 1 for name, f in sides.items()}
     for name, f in sides.items():
         if len(f.tokens) > 1 and len(set(blocks.values())) > 1:
@@ -255,7 +283,7 @@ def _kernel_reasons(sides: Mapping[str, Field]) -> Iterator[str]:
 
 
 def _token_reasons(match: Match) -> Iterator[str]:
-    """Yield why no more tokens are contiguous on both sides."""
+    """Yield a sentence that says why no more tokens are contiguous on both engines, if any does."""
     local, remote = match.pairing.local, match.pairing.remote
     most = counted(match.pairing.granularity, "token")
     if not match.pairing.holds_same_tokens:
@@ -273,7 +301,7 @@ def _token_reasons(match: Match) -> Iterator[str]:
 
 
 def _distribution(context: ContextParallel) -> str:
-    """Return as text over how many ranks tokens are distributed, and how many at a time."""
+    """Return as text over how many ranks tokens are distributed, and in runs of how many tokens."""
     by = f" by {context.interleave}" if context.size > 1 else ""
     return counted(context.size, "rank") + by
 

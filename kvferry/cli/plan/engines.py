@@ -39,6 +39,7 @@ WHOLE = "LB"
 """Prefix of the orders in which a layer's pages are contiguous and follow each other."""
 
 ALIASES: Mapping[str, str] = {"HND": "LBHNC", "NHD": "LBNHC"}
+"""Other names of two orders, which say only whether heads or tokens are outermost in a page."""
 
 LIMITS: Mapping[str, int] = {
     "tp": 1 << 10,
@@ -48,10 +49,11 @@ LIMITS: Mapping[str, int] = {
     "block_size": 1 << 16,
     "kernel_block": 1 << 16,
 }
+"""The largest value of each setting that is a number."""
 
 
 class SettingsError(KVFerryError):
-    """A setting is refused; the message names it, what is allowed, and the nearest name."""
+    """A setting is refused; the message has its name, the allowed values, and the nearest name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +66,10 @@ class PlanSettings:
         dcp: Number of decode context-parallel ranks: tensor-parallel ranks that store the same
             heads, and over which a request's tokens are distributed.
         interleave: How many consecutive tokens go to one of the ``dcp`` ranks.
-        block_size: Tokens of a page on one rank.
+        block_size: Number of tokens in a page on one rank.
         layout: Order of memory, one of ``ORDERS``.
-        kernel_block: Tokens of the blocks into which kernels split a page; 0 if they do not.
+        kernel_block: Number of tokens in the blocks into which kernels split a page; 0 if kernels
+            do not split pages.
 
     Raises:
         SettingsError: No engine can have these settings, whatever the model.
@@ -107,7 +110,10 @@ class PlanSettings:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks; a rank's number is ``pp * tp_size + tp``."""
+        """Number of ranks.
+
+        The rank with pipeline index p and tensor index t has index ``p * tp + t``.
+        """
         return self.tp * self.pp
 
     @property
@@ -153,13 +159,30 @@ def parse(text: str, option: str) -> PlanSettings:
 
 
 def _order(option: str, value: str) -> str:
-    """Return an order of memory by its name or alias."""
+    """Return an order of memory by its name or alias.
+
+    Args:
+        option: The name of the command's option, for errors.
+        value: The name or alias, in any case of letters.
+
+    Raises:
+        SettingsError: There is no such order.
+    """
     name = value.upper()
     return ALIASES.get(name) or _check_name(option, "layout", name, [*ORDERS, *ALIASES])
 
 
 def _count(option: str, name: str, value: str) -> int:
-    """Return the number in a setting's value; refuse one beyond the setting's limit."""
+    """Return the number in a setting's value.
+
+    Args:
+        option: The name of the command's option, for errors.
+        name: The setting's name.
+        value: The setting's value.
+
+    Raises:
+        SettingsError: The value is no number from 1 to the setting's limit.
+    """
     limit = LIMITS[name]
     if not (value.isascii() and value.isdecimal() and len(value) < 10 and 1 <= int(value) <= limit):
         raise SettingsError(f"{option}: {name}={value[:32]} must be a number in 1 to {limit}")
@@ -167,7 +190,17 @@ def _count(option: str, name: str, value: str) -> int:
 
 
 def _check_name(option: str, what: str, name: str, allowed: list[str]) -> str:
-    """Return a name if it is allowed; refuse others, with the nearest one in the error."""
+    """Return a name if it is allowed, and refuse it otherwise.
+
+    Args:
+        option: The name of the command's option, for errors.
+        what: What has the name, such as ``setting``, for errors.
+        name: The name.
+        allowed: All allowed names.
+
+    Raises:
+        SettingsError: The name is not allowed; the message has the nearest allowed name.
+    """
     if name in allowed:
         return name
     near = get_close_matches(name, allowed, 1, 0.5)
@@ -180,8 +213,9 @@ def _check_name(option: str, what: str, name: str, allowed: list[str]) -> str:
 
 
 MAX_FILE_BYTES = 1 << 26
+"""Largest size of a JSON file with layouts."""
 ADDRESS = 1 << 40
-"""Where a computed buffer starts. Any address will do, since nothing is read."""
+"""The address of every computed buffer. Any address will do, since no memory is read."""
 
 UNEVEN = 1.5
 """If the largest kind of layers is less than this many times as large as the smallest, vLLM pads
@@ -200,7 +234,8 @@ class Engine:
     Attributes:
         ranks: The layout of each rank.
         coordinates: The coordinates of each rank; empty if unknown.
-        windows: The window in tokens of each group's layers, 0 for none; may be empty if all are 0.
+        windows: The sliding window in tokens of each cache group, 0 for no window; may be empty if
+            no group has a window.
 
     Raises:
         EngineError: The attributes do not fit together.
@@ -220,17 +255,31 @@ class Engine:
             raise EngineError(f"{len(self.windows)} windows for {groups} groups")
 
     def window(self, group: int) -> int:
-        """Return the window of a group's layers in tokens, or 0 if they have none."""
+        """Return the sliding window of a cache group in tokens, or 0 if the group has none.
+
+        Args:
+            group: The group's index.
+        """
         return self.windows[group] if self.windows else 0
 
     def first_token(self, group: int, tokens: int) -> int:
-        """Return the first token to which the token after ``tokens`` tokens attends."""
+        """Return the index of the first token that must be read for a request.
+
+        That is the first token to which the request's next token attends.
+
+        Args:
+            group: The cache group's index.
+            tokens: Number of tokens in the request, without the next token.
+        """
         window = self.window(group)
         return max(0, tokens - window + 1) if window else 0
 
 
 def read_engine(path: Path) -> Engine:
-    """Return the engine that a JSON file describes: ``{"ranks": [layout, ...]}`` or one layout.
+    """Return the engine that a JSON file describes.
+
+    Args:
+        path: The file. Its content is ``{"ranks": [layout, ...]}``, or the layout of a single rank.
 
     Raises:
         EngineError: The file cannot be read, or does not describe an engine.
@@ -253,7 +302,11 @@ def read_engine(path: Path) -> Engine:
 
 
 def write_engine(path: Path, engine: Engine) -> None:
-    """Write a JSON file that ``read_engine`` reads.
+    """Write an engine's layouts to a JSON file that ``read_engine`` reads.
+
+    Args:
+        path: The file; folders that do not exist are created.
+        engine: The engine.
 
     Raises:
         EngineError: The file cannot be written.
@@ -313,7 +366,14 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
 
 
 def _groups(model: Model) -> list[list[int]]:
-    """Return the layers of each cache group, which share block ids and have the same window."""
+    """Return the layer indices of each cache group.
+
+    The layers of a group share block ids and have the same window. If many more layers have one
+    window than another, vLLM splits them into several groups.
+
+    Raises:
+        EngineError: No layer of the model has a cache.
+    """
     kinds: dict[int, list[int]] = {}
     for layer, window in model.windows.items():
         kinds.setdefault(window, []).append(layer)
@@ -330,7 +390,15 @@ def _groups(model: Model) -> list[list[int]]:
 
 
 def _stage(layers: int, pp: int, rank: int) -> range:
-    """Return a pipeline rank's layers; a remainder goes to the ranks just before the last one."""
+    """Return the layer indices of a pipeline rank.
+
+    If the layers do not divide evenly, the ranks just before the last one get one layer more.
+
+    Args:
+        layers: Number of layers in the model.
+        pp: Number of pipeline-parallel ranks.
+        rank: The rank's pipeline index.
+    """
     each, over = divmod(layers, pp)
     sizes = [each + (pp - 1 - over <= stage < pp - 1) for stage in range(pp)]
     start = sum(sizes[:rank])
@@ -348,9 +416,13 @@ class _Strides(NamedTuple):
 
 
 def _strides(settings: PlanSettings, shape: Sequence[int], block: int) -> _Strides:
-    """Return the strides of a shape (layers, blocks, heads, tokens, bytes).
+    """Return the strides of a cache group's memory.
 
-    If blocks are outermost, ``block`` is their stride in bytes.
+    Args:
+        settings: The engine's settings, with the order of the axes.
+        shape: Numbers of layers, blocks, heads, tokens per block, and bytes per entry.
+        block: Bytes from one block to the next, used if blocks are outermost: then the blocks of
+            all groups are equally far apart.
     """
     stride, strides = 1, {}
     for name in reversed(settings.layout):
@@ -364,7 +436,16 @@ def _strides(settings: PlanSettings, shape: Sequence[int], block: int) -> _Strid
 def _rank(
     model: Model, settings: PlanSettings, groups: list[list[int]], pages: int, pp: int, tp: int
 ) -> Layout:
-    """Return the layout of one rank."""
+    """Return the layout of one rank.
+
+    Args:
+        model: The model.
+        settings: The engine's settings.
+        groups: The layer indices of each cache group, on all ranks.
+        pages: Number of pages, which all groups share.
+        pp: The rank's pipeline index.
+        tp: The rank's tensor index.
+    """
     stage = _stage(model.layers, settings.pp, pp)
     layers_here = [[layer for layer in layers if layer in stage] for layers in groups]
     heads = _heads(model.kv_heads, settings.tp, tp)
@@ -386,7 +467,18 @@ def _rank(
 
 
 def _heads(total: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the range of KV heads of a tensor-parallel rank; surplus ranks store replicas."""
+    """Return the range of KV heads that a tensor-parallel rank stores.
+
+    If there are more ranks than heads, several ranks store the same head.
+
+    Args:
+        total: Number of KV heads in the model.
+        ranks: Number of tensor-parallel ranks.
+        rank: The rank's tensor index.
+
+    Returns:
+        The index of the first head, and that after the last head.
+    """
     start = rank * total // ranks
     return start, max(start + 1, (rank + 1) * total // ranks)
 
@@ -400,7 +492,17 @@ def _fields(
     heads: tuple[int, int],
     block: int,
 ) -> Iterator[Field]:
-    """Yield the fields of one group on one rank."""
+    """Yield the fields of one cache group on one rank.
+
+    Args:
+        model: The model.
+        settings: The engine's settings.
+        group: The group's index.
+        layers: The indices of the group's layers on this rank.
+        pages: Number of pages.
+        heads: The range [first, last) of the KV heads on this rank.
+        block: Bytes from one page to the next if blocks are outermost in memory.
+    """
     kernels, held = settings.kernels, heads[1] - heads[0]
     tokens = settings.block_size // kernels
     shape = (len(layers), pages * kernels, held, tokens, model.entry_bytes)

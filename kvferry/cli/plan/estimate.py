@@ -83,9 +83,9 @@ class ReadEstimate:
     """What one decode rank reads from one prefill rank.
 
     Attributes:
-        decode: The decode rank.
+        decode: The index of the decode rank.
         source: What the decode rank reads, and from which prefill rank.
-        sizes: The copies of one request.
+        sizes: How many copies of which size one request takes.
     """
 
     decode: int
@@ -94,7 +94,7 @@ class ReadEstimate:
 
     @property
     def prefill(self) -> int:
-        """The prefill rank that the decode rank reads from."""
+        """The index of the prefill rank that the decode rank reads from."""
         return self.source.remote
 
     @property
@@ -110,8 +110,9 @@ class Estimate:
     Attributes:
         tokens: Number of tokens in the request.
         reads: The reads, ordered by decode rank, then by prefill rank.
-        readers: For each prefill rank, how many decode ranks send it "done".
-        told: For each prefill rank that no decode rank reads, the decode rank that sends it "done".
+        readers: For each prefill rank, how many decode ranks send it "done" when they have read.
+        told: For each prefill rank that no decode rank reads, the decode rank that sends it "done";
+            both by index.
     """
 
     tokens: int
@@ -121,11 +122,11 @@ class Estimate:
 
     @property
     def sizes(self) -> ByteCounts:
-        """All copies of the request."""
+        """How many copies of which size the whole request takes."""
         return merged(read.sizes for read in self.reads)
 
     def sizes_of(self, reads: Sequence[ReadEstimate]) -> ByteCounts:
-        """Return the copies of some of the reads.
+        """Return how many copies of which size some of the reads take.
 
         Args:
             reads: The reads to count.
@@ -133,15 +134,22 @@ class Estimate:
         return merged(read.sizes for read in reads)
 
     def of_decode(self, rank: int) -> tuple[ReadEstimate, ...]:
-        """Return the reads of a decode rank."""
+        """Return the reads of the decode rank with index ``rank``."""
         return tuple(read for read in self.reads if read.decode == rank)
 
     def told_by(self, rank: int) -> list[int]:
-        """Return the unread prefill ranks to which a decode rank sends "done"."""
+        """Return the prefill ranks that nobody reads and to which a decode rank sends "done".
+
+        Args:
+            rank: The index of the decode rank.
+
+        Returns:
+            The indices of the prefill ranks.
+        """
         return [told for told, teller in self.told.items() if teller == rank]
 
     def of_prefill(self, rank: int) -> tuple[ReadEstimate, ...]:
-        """Return the reads from a prefill rank."""
+        """Return the reads from the prefill rank with index ``rank``."""
         return tuple(read for read in self.reads if read.prefill == rank)
 
 
@@ -154,7 +162,7 @@ def estimate_reads(
         prefill: The engine that is read.
         decode: The engine that reads.
         tokens: Number of tokens in the request.
-        ranks: The decode ranks whose reads are planned; by default all.
+        ranks: The indices of the decode ranks whose reads are planned; by default all.
 
     Raises:
         PlanError: The layouts cannot be matched.
@@ -175,7 +183,11 @@ def estimate_reads(
 
 
 def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
-    """Return the plan of one decode rank."""
+    """Return the plan of the decode rank with index ``rank``.
+
+    Raises:
+        PlanError: The layouts cannot be matched.
+    """
     try:
         return make_plan(decode.ranks, prefill.ranks, rank)
     except PlanError as exc:
@@ -185,7 +197,18 @@ def _planned(prefill: Engine, decode: Engine, rank: int) -> Plan:
 def _counted(
     planned: Plan, source: Source, decode: Engine, tokens: int, workspace: Workspace
 ) -> ByteCounts:
-    """Return the copies of one read."""
+    """Count the copies with which one decode rank reads a request from one prefill rank.
+
+    Args:
+        planned: The plan of the decode rank.
+        source: The part of the plan for the prefill rank.
+        decode: The decode engine, with the windows of its cache groups.
+        tokens: Number of tokens in the request.
+        workspace: Arrays to reuse.
+
+    Raises:
+        EngineError: A cache is too small for the request.
+    """
     local = _pages("decode", source.local_layout, tokens)
     remote = _pages("prefill", source.remote_layout, tokens)
     counts_of_stretches: list[ByteCounts] = []
@@ -203,6 +226,11 @@ def _counted(
 
 def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
     """Return the page list of each group, with descending ids so that no two copies are merged.
+
+    Args:
+        side: ``prefill`` or ``decode``, for errors.
+        layout: The layout of a rank.
+        tokens: Number of tokens in the request.
 
     Raises:
         EngineError: A group has too few pages for the request.
@@ -227,10 +255,19 @@ def _span(group: Group) -> int:
 
 
 def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Yield stretches of the tokens ``[first, last)`` as (start, stop, how many times).
+    """Yield ranges of tokens whose copies, added up, are those of the tokens ``[first, last)``.
 
-    Pages of both sides start at the same token once per period, and every whole period has the same
-    copies, so one whole period stands for all of them.
+    Pages of both engines start at the same token once per period. Every whole period has the same
+    copies, so one whole period stands for all whole periods.
+
+    Args:
+        source: The part of a plan for one prefill rank.
+        group: The index of the decode engine's cache group.
+        first: The index of the first token to read.
+        last: The index after the last token to read.
+
+    Yields:
+        (start, stop, times): the copies of the tokens ``[start, stop)`` count ``times`` times.
     """
     kinds = [m.pairing for m in source.matches if m.local_group == group]
     if kinds[0].local.kind is GroupKind.STATE:

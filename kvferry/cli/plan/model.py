@@ -35,7 +35,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("torch_dtype",),
     "layer_types": ("layers_block_type",),
 }
-"""Other names of a key, older ones or those of some models."""
+"""Other names of a key, which older files or some models use."""
 
 DTYPES: Mapping[str, str] = {
     "bf16": "bfloat16",
@@ -49,7 +49,7 @@ DTYPES: Mapping[str, str] = {
 }
 
 EVERY_TOKEN = frozenset({"full_attention", "attention", "chunked_attention"})
-"""Types of layers that keep every token. vLLM's chunked layers do so by default."""
+"""Types of layers that keep every token; vLLM's layers with chunked attention do by default."""
 WINDOWED = frozenset({"sliding_attention"})
 
 STATES = re.compile(
@@ -65,7 +65,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "global_head_dim": "heads of two sizes",
     "num_global_key_value_heads": "layers with unlike numbers of heads",
 }
-"""Keys of models whose cache the file does not describe completely: key to what it stands for."""
+"""Keys of models whose cache the file does not describe completely, with what each stands for."""
 
 REMEDY = "describe both engines as JSON layouts instead (kvferry plan --help)"
 
@@ -104,13 +104,13 @@ class Model:
 
     Attributes:
         layers: Number of layers, which pipeline ranks share.
-        windows: Window in tokens by layer number, for layers with a cache of their own; 0 if every
-            token is kept.
+        windows: Sliding window in tokens by layer index, 0 for no window. Layers that share the
+            cache of another layer are left out.
         attention_heads: Number of query heads.
         kv_heads: Number of KV heads; 1 for a latent, which every rank stores.
         parts: Parts of an entry (one head of one token) in order: name to number of elements.
         dtype: Element type, a key of ``ELEMENT_BYTES``.
-        notes: Assumptions about what the file does not say.
+        notes: Assumptions about what the file does not say, a sentence each.
     """
 
     layers: int
@@ -194,13 +194,24 @@ def _parsed(file: Path) -> dict[str, Any]:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the text model's keys, and the whole model's where the text model has none."""
+    """Return the keys of a model, with those of a multimodal model's text model among them.
+
+    Where the whole model and its text model have the same key, the text model's value counts.
+    """
     inner = next((config[name] for name in NESTED if isinstance(config.get(name), dict)), None)
     return config if inner is None else _flat({**config, **dict.fromkeys(NESTED), **inner})
 
 
 def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
-    """Refuse models whose cache the file does not describe completely."""
+    """Refuse models whose cache the config file does not describe completely.
+
+    Args:
+        file: The config file, for errors.
+        config: The file's keys, from ``_flat``.
+
+    Raises:
+        ModelError: The file has a key of such a model; the message names the key.
+    """
     for key, what in UNSUPPORTED.items():
         if config.get(key):
             raise ModelError(f"{file} has {key!r}, {what}: that is not drawn from a file; {REMEDY}")
@@ -214,7 +225,15 @@ def _refuse_unsupported(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _converted(file: Path, config: Mapping[str, Any]) -> _Config:
-    """Return the validated keys, under their usual names."""
+    """Return the validated keys of a config file, under their usual names.
+
+    Args:
+        file: The config file, for errors.
+        config: The file's keys, from ``_flat``.
+
+    Raises:
+        ModelError: A key is missing, or its value is not valid.
+    """
     present = {key: value for key, value in config.items() if value is not None}
     named = {
         key: present[name]
@@ -235,7 +254,15 @@ def _kv_heads(config: _Config) -> int:
 
 
 def _head_dim(file: Path, config: _Config) -> int:
-    """Return the number of elements of one head."""
+    """Return the number of elements of one head.
+
+    Args:
+        file: The config file, for errors.
+        config: The file's keys.
+
+    Raises:
+        ModelError: The file does not say it, or the model has an encoder.
+    """
     if config.is_encoder_decoder:
         raise ModelError(f"{file} is of an encoder and a decoder: only decoders are drawn")
     if config.head_dim is not None:
@@ -246,7 +273,15 @@ def _head_dim(file: Path, config: _Config) -> int:
 
 
 def _windows(config: _Config) -> tuple[dict[int, int], tuple[str, ...]]:
-    """Return the window in tokens by layer, 0 for none, and the assumptions about windows."""
+    """Return the sliding windows of a model's layers, and what was assumed about them.
+
+    Returns:
+        The window in tokens by layer index, 0 for no window, without layers that share the cache of
+        another layer; and a sentence for each assumption.
+
+    Raises:
+        ModelError: The file does not describe the layers completely.
+    """
     layers = config.num_hidden_layers - (config.num_kv_shared_layers or 0)
     window = config.sliding_window or 0
     if config.layer_types is not None:
@@ -265,7 +300,20 @@ def _windows(config: _Config) -> tuple[dict[int, int], tuple[str, ...]]:
 
 
 def _windows_by_type(types: list[str], declared: int, layers: int, window: int) -> dict[int, int]:
-    """Return the window in tokens by layer, from the layers' types."""
+    """Return the sliding window in tokens of each layer with a cache, from the layers' types.
+
+    Args:
+        types: The type of each layer, ``layer_types`` of the config file.
+        declared: Number of layers that the config file declares.
+        layers: Number of layers, from the first on, that have a cache of their own.
+        window: Window in tokens of each sliding layer; 0 if the file does not say it.
+
+    Returns:
+        The window by layer index; 0 for a layer that keeps every token.
+
+    Raises:
+        ModelError: Types are missing or unknown, or the length of the window is missing.
+    """
     if len(types) < declared:
         raise ModelError(f"'layer_types' has {len(types)} entries for {declared} layers")
     unknown = {n: t for n, t in enumerate(types[:layers]) if t not in EVERY_TOKEN | WINDOWED}

@@ -34,7 +34,13 @@ INK, FAINT, PAPER = "#1f2430", "#8a93a6", "#f4f6fa"
 
 
 class _Ribbon(NamedTuple):
-    """A read, and (bottom, top) of its ribbon's ends: left at prefill, right at decode."""
+    """The ribbon of one read, from a prefill rank to a decode rank.
+
+    Attributes:
+        read: The read.
+        left: Bottom and top of the ribbon's end at prefill, in inches from the picture's bottom.
+        right: Bottom and top of the ribbon's end at decode.
+    """
 
     read: ReadEstimate
     left: tuple[float, float]
@@ -73,6 +79,11 @@ def draw_svg(
 
 
 def _save(figure: Figure, path: Path) -> None:
+    """Write a picture to an SVG file.
+
+    Raises:
+        EngineError: The file cannot be written.
+    """
     try:
         figure.savefig(path, format="svg", metadata={"Date": None, "Title": "kvferry plan"})
     except OSError as exc:
@@ -80,12 +91,24 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _centres(count: int, rows: int) -> list[float]:
-    """Return the vertical centres of a side's boxes, from top to bottom."""
+    """Return the vertical centres of an engine's boxes in inches, from top to bottom.
+
+    Args:
+        count: Number of boxes.
+        rows: Number of boxes of the engine that has more, which fill the same height.
+    """
     each = rows * STEP / count
     return [rows * STEP - each * (rank + 0.5) for rank in range(count)]
 
 
 def _ribbons(estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]) -> list[_Ribbon]:
+    """Return a ribbon for each read, as wide as its number of bytes.
+
+    Args:
+        estimate: The reads of one request.
+        lefts: The vertical centre of each prefill rank's box.
+        rights: The vertical centre of each decode rank's box.
+    """
     busiest = max(
         1,
         *(estimate.sizes_of(estimate.of_prefill(rank)).total for rank in range(len(lefts))),
@@ -104,7 +127,16 @@ def _ribbons(estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]
 def _stacked(
     reads: Sequence[ReadEstimate], centre: float, scale: float
 ) -> dict[int, tuple[float, float]]:
-    """Return (bottom, top) of the reads' ends at a box, stacked, by ``id`` of each read."""
+    """Return where the ribbons of some reads end at a rank's box, stacked from top to bottom.
+
+    Args:
+        reads: The reads of the rank.
+        centre: The vertical centre of the box.
+        scale: Height of a ribbon in inches per byte.
+
+    Returns:
+        Bottom and top of each end, by the ``id`` of the read.
+    """
     heights = [read.sizes.total * scale for read in reads]
     tops = [centre + sum(heights) / 2]
     for height in heights:
@@ -113,6 +145,13 @@ def _stacked(
 
 
 def _draw_ribbon(axes: Axes, ribbon: _Ribbon, colours: int) -> None:
+    """Draw a ribbon in the colour of its prefill rank.
+
+    Args:
+        axes: Where to draw.
+        ribbon: The ribbon.
+        colours: Number of prefill ranks.
+    """
     x0, x1 = BOX + MARGIN, WIDTH - BOX - MARGIN
     middle = (x0 + x1) / 2
     (low0, top0), (low1, top1) = ribbon.left, ribbon.right
@@ -131,6 +170,14 @@ def _draw_ribbon(axes: Axes, ribbon: _Ribbon, colours: int) -> None:
 def _draw_told(
     axes: Axes, estimate: Estimate, lefts: Sequence[float], rights: Sequence[float]
 ) -> None:
+    """Draw a dashed line to each prefill rank that nobody reads, from the rank that sends "done".
+
+    Args:
+        axes: Where to draw.
+        estimate: The reads of one request.
+        lefts: The vertical centre of each prefill rank's box.
+        rights: The vertical centre of each decode rank's box.
+    """
     for told, teller in estimate.told.items():
         xs, ys = (BOX + MARGIN, WIDTH - BOX - MARGIN), (lefts[told], rights[teller])
         axes.plot(xs, ys, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
@@ -148,6 +195,17 @@ def _draw_side(
     x: float,
     estimate: Estimate,
 ) -> None:
+    """Draw the boxes of an engine's ranks, with what each rank holds and how much is read.
+
+    Args:
+        axes: Where to draw.
+        side: ``prefill`` or ``decode``.
+        engine: The engine.
+        text: The engine's settings as text.
+        centres: The vertical centre of each rank's box.
+        x: The left edge of the boxes.
+        estimate: The reads of one request.
+    """
     top = max(centres) + STEP
     axes.text(x, top, side, fontweight="bold", **_text(11, INK))
     axes.text(x, top - 0.21, _cut(text, 60), **_text(7, FAINT))
@@ -172,14 +230,17 @@ def _draw_side(
 
 
 def _text(points: float, colour: str) -> dict[str, Any]:
+    """Return matplotlib's keyword arguments for text of a size in points and a colour."""
     return {"fontsize": points, "color": colour, "va": "center", "parse_math": False}
 
 
 def _cut(text: str, limit: int) -> str:
+    """Return a text, cut to ``limit`` characters if it is longer."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def _title(axes: Axes, estimate: Estimate, rows: int) -> None:
+    """Draw the picture's title above its ``rows`` of boxes."""
     sizes = estimate.sizes
     middle, top = WIDTH / 2, rows * STEP + 0.85
     text = f"{size(sizes.total)} in {counted(sizes.copies, 'copy')}, median {size(sizes.median)}"

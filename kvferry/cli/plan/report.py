@@ -23,7 +23,7 @@ VLLM = {
     "block_size": "--block-size {}",
     "interleave": "--cp-kv-cache-interleave-size {}",
 }
-"""How each setting is given to vLLM."""
+"""How each setting is given to vLLM; ``{}`` stands for the value."""
 
 SIDES = ("prefill", "decode")
 
@@ -46,7 +46,12 @@ def print_model(console: Console, described: Model) -> None:
 
 
 def print_engines(console: Console, sides: Sequence[tuple[str, Engine, object]]) -> None:
-    """Print both engines: name, number of ranks, and settings or file."""
+    """Print both engines: name, number of ranks, and settings or file.
+
+    Args:
+        console: Where to print.
+        sides: For each engine its name, the engine, and the settings or file that describe it.
+    """
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, engine, said in sides:
         table.add_row(name, counted(len(engine.ranks), "rank"), escape(str(said)))
@@ -82,7 +87,17 @@ def print_reads(console: Console, estimate: Estimate, prefill: Engine, decode: E
 def _reading(
     estimate: Estimate, prefill: Engine, rank: int
 ) -> Iterator[tuple[tuple[str, ...], str | None]]:
-    """Yield a decode rank's rows of the table: all cells but the rank's name, and a style."""
+    """Yield the rows of the table for one decode rank.
+
+    Args:
+        estimate: The estimate of the request.
+        prefill: The prefill engine.
+        rank: The index of the decode rank.
+
+    Yields:
+        The cells of a row, all but the decode rank's name, and the row's style; ``None`` for the
+        normal style.
+    """
     reads, released = estimate.of_decode(rank), estimate.told_by(rank)
     for read in reads:
         what = escape(what_of(read.overlaps))
@@ -97,7 +112,7 @@ def _reading(
 
 
 def print_served(console: Console, estimate: Estimate, prefill: Engine) -> None:
-    """Print which decode ranks read each prefill rank, or release it."""
+    """Print for each prefill rank the decode ranks that read it, or that only send it "done"."""
     table = Table(box=None, pad_edge=False)
     for heading in ("prefill rank", "holds", "to decode"):
         table.add_column(heading, overflow="fold")
@@ -134,12 +149,12 @@ def print_advice(console: Console, estimate: Estimate, given: Advice) -> None:
 
 
 def _indented(text: str, by: int) -> Padding:
-    """Return text that is indented."""
+    """Return text that is indented by a number of columns."""
     return Padding(text, (0, 0, 0, by), expand=False)
 
 
 def _outcome(estimate: Estimate, change: Change) -> str:
-    """Return a change and what it achieves, as a sentence."""
+    """Return a change, and how many copies a request would then take, as a sentence."""
     fewer = estimate.sizes.copies / change.copies
     return (
         f"Try [bold]{_wording(change)}[/]: {counted(change.copies, 'copy')} of {_sizes(change)}; "
@@ -153,7 +168,7 @@ def _copy_cells(sizes: ByteCounts) -> tuple[str, str, str]:
 
 
 def _sizes(sizes: ByteCounts | Change) -> str:
-    """Return the range of sizes and the median."""
+    """Return as text the range of the sizes of copies, and the median."""
     if sizes.smallest == sizes.largest:
         return size(sizes.median)
     return f"{size(sizes.smallest)} to {size(sizes.largest)}, median {size(sizes.median)}"
@@ -168,7 +183,7 @@ def _wording(change: Change) -> str:
 
 
 def _for_vllm(change: Change) -> list[str]:
-    """Return vLLM's options for a change."""
+    """Return vLLM's options for a change: a line for each engine, or one if both need the same."""
     told = {side: _flags(said) for side, said in asdict(change).items() if side in SIDES and said}
     if len(told) > 1 and len(set(told.values())) == 1:
         return [f"vLLM: {told['decode']}"]
@@ -176,7 +191,7 @@ def _for_vllm(change: Change) -> list[str]:
 
 
 def _flags(said: str) -> str:
-    """Return settings as vLLM's options."""
+    """Return settings such as ``block_size=32`` as vLLM's options, as far as vLLM has them."""
     pairs = [pair.partition("=") for pair in said.split(",")]
     flags = [VLLM[name].format(value) for name, _, value in pairs if name in VLLM]
     return ", ".join(flags)
@@ -209,7 +224,7 @@ def json_record(
 
 
 def _ranks(engine: Engine) -> Iterable[int]:
-    """Return the ranks' numbers."""
+    """Return the indices of an engine's ranks."""
     return range(len(engine.ranks))
 
 
@@ -225,7 +240,12 @@ def _read(read: ReadEstimate) -> Record:
 
 
 def _rank(engine: Engine, rank: int) -> Record:
-    """Return a rank's number and coordinates for JSON."""
+    """Return for JSON the index and the coordinates of a rank.
+
+    Args:
+        engine: The rank's engine.
+        rank: The rank's index.
+    """
     where = engine.coordinates[rank] if engine.coordinates else None
     return {"rank": rank, "coordinates": None if where is None else _coordinates(where)}
 
@@ -236,7 +256,12 @@ def _coordinates(where: Coordinates) -> Record:
 
 
 def _prefill_reads(estimate: Estimate, rank: int) -> Record:
-    """Return for JSON which decode ranks read or release a prefill rank."""
+    """Return for JSON the decode ranks that read a prefill rank, or that only send it "done".
+
+    Args:
+        estimate: The estimate of the request.
+        rank: The index of the prefill rank.
+    """
     reads = estimate.of_prefill(rank)
     return {
         "read_by": [read.decode for read in reads],
@@ -246,7 +271,12 @@ def _prefill_reads(estimate: Estimate, rank: int) -> Record:
 
 
 def _decode_reads(estimate: Estimate, rank: int) -> Record:
-    """Return for JSON which prefill ranks a decode rank reads or releases."""
+    """Return for JSON the prefill ranks that a decode rank reads, or only sends "done" to.
+
+    Args:
+        estimate: The estimate of the request.
+        rank: The index of the decode rank.
+    """
     reads = estimate.of_decode(rank)
     return {
         "reads": [read.prefill for read in reads],
@@ -266,14 +296,24 @@ def _byte_counts(sizes: ByteCounts) -> Record:
 
 
 MAX_NAMED_LAYERS = 3
-"""How many layers without a number are named; three dots stand for further ones."""
+"""How many layers without an index are named; three dots stand for the others."""
 
 FieldLayer = tuple[str, int | None]
-"""A field's owner, such as ``model.layers``, and the layer's number."""
+"""The part of a field's key before the layer's index, such as ``model.layers``, and that index.
+
+For a key without an index, the whole name of the layer and ``None``.
+"""
 
 
 def rank_name(engine: Engine, rank: int) -> str:
-    """Return a rank's name, such as ``3 (pp 1, tp 1)``, with the coordinates that differ."""
+    """Return a rank's name, such as ``3 (pp 1, tp 1)``.
+
+    Coordinates that are equal on all ranks of the engine are left out.
+
+    Args:
+        engine: The rank's engine.
+        rank: The rank's index.
+    """
     if not engine.coordinates:
         return str(rank)
     names = [
@@ -292,7 +332,11 @@ def what_of(overlaps: Sequence[Overlap]) -> str:
 
 
 def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
-    """Return text that names parts of fields, given the key and shard range of each."""
+    """Return text that names parts of fields, such as ``layers 0-39, heads 0-1``.
+
+    Args:
+        fields: The key of each field, and the range [first, last) of the shard axis to name.
+    """
     layers_by_part: dict[tuple[str, tuple[int, int]], list[FieldLayer]] = {}
     for key, shard in fields:
         prefix, _, name = key.rpartition("/")
@@ -308,14 +352,19 @@ def of_fields(fields: Iterable[tuple[str, tuple[int, int]]]) -> str:
 
 
 def _layer_of(prefix: str) -> FieldLayer:
-    """Return a field's owner and layer number."""
+    """Return a layer's name, such as ``model.layers.3.attn``, as a ``FieldLayer``."""
     words = prefix.split(".")
     at = next((n for n, word in enumerate(words) if word.isdecimal()), None)
     return (prefix, None) if at is None else (".".join(words[:at]), int(words[at]))
 
 
 def _layers(layers_by_part: Sequence[FieldLayer], *, several: bool) -> str:
-    """Return text that names layers by number, with the owner if ``several``; others by name."""
+    """Return text that names layers by index, or by name if they have no index.
+
+    Args:
+        layers_by_part: The layers.
+        several: Whether to add the part of the key before the index, because there are several.
+    """
     numbered: dict[str, list[int]] = {}
     for owner, number in layers_by_part:
         if number is not None:
@@ -331,7 +380,12 @@ def _layers(layers_by_part: Sequence[FieldLayer], *, several: bool) -> str:
 
 
 def _parts(names: Sequence[str], shard: tuple[int, int]) -> str:
-    """Return text that names fields and their heads."""
+    """Return text that names fields of a layer and a part of their heads, such as ``, heads 0-3``.
+
+    Args:
+        names: Names of the fields within their layer, such as ``k`` and ``v``.
+        shard: The range [first, last) of the shard axis.
+    """
     start, stop = shard
     held = str(start) if stop - start == 1 else f"{start}-{stop - 1}"
     if set(names) == {"k", "v"}:
