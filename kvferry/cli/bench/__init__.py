@@ -87,7 +87,7 @@ def _measured(
     """
     nbytes = max(case.size for case in grid)
     with ExitStack() as stack:
-        transport = create(driver, options)  # before all else: most mistakes end here
+        transport = create(driver, options)  # first, since most mistakes are found here
         stack.callback(transport.close)
         _check_capabilities(driver, transport, grid, memory)
         setup = report.setup(driver, options, memory, transport)
@@ -122,7 +122,7 @@ def _check_capabilities(
     """
     can, kind = transport.capabilities, memory.partition(":")[0]
     lacking = sorted({case.op for case in grid} - can.ops)
-    # If a function of the user's makes the memory, its kind is known only once there is a region.
+    # If --memory names a function, the kind of memory is known only once it has made a region.
     unknown = kind in ("cpu", "cuda") and kind not in can.memory
     if lacking or unknown:
         raise BenchError(

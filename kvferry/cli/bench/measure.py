@@ -160,7 +160,7 @@ class Bench:
         begun = time.perf_counter()
         while not (status := transport.poll([transfer])[0]).state.final:
             _refuse(case, status, time.perf_counter() - begun)
-            # Without background progress, a transfer goes on only when it is polled: never sleep.
+            # Without background progress, bytes move only while the transfer is polled: no sleep.
             if transport.capabilities.background_progress:
                 _pause(time.perf_counter() - begun)
         transport.forget(transfer)

@@ -44,7 +44,7 @@ def draw(path: Path, title: str, results: Sequence[Result]) -> None:
         *panels[0, -1].get_legend_handles_labels(), loc="outside right upper", title="size"
     )
     try:
-        with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text
+        with mpl.rc_context({"svg.fonttype": "none"}):  # keep text as text, not outlines
             figure.savefig(path, dpi=150)
     except OSError as exc:
         raise BenchError(f"{path} cannot be written: {exc.strerror}") from exc

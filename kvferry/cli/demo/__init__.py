@@ -53,7 +53,7 @@ def run(
         KVFerryError: The demo could not run. All processes have ended then.
     """
     console = Console()
-    # The demo provokes what endpoints warn of, and prints it itself.
+    # The demo causes warnings of its endpoints on purpose, and prints the outcome itself.
     logging.getLogger("kvferry").addHandler(logging.NullHandler())
     try:
         shapes = shape_of(prefill), shape_of(decode, tp=1)

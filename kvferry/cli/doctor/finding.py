@@ -10,11 +10,11 @@ class FindingLevel(enum.Enum):
     """How serious a finding is."""
 
     OK = "ok"
-    """It works, or does not matter."""
+    """What was checked works, or does not matter here."""
     WARN = "warn"
-    """It works only in part, or not well."""
+    """What was checked works only in part, or not well."""
     BAD = "bad"
-    """It does not work; the exit status is 1."""
+    """What was checked does not work; the exit status of the command is 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

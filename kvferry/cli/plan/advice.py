@@ -105,6 +105,7 @@ def advise(model: Model, prefill: PlanSettings, decode: PlanSettings, estimate: 
     engine = functools.cache(lambda settings: make_engine(model, settings, tokens))
 
     def counted(pair: Pair, ranks: Sequence[int] | None) -> ByteCounts:
+        """Count the copies with a pair of settings, on some decode ranks or (``None``) on all."""
         return estimate_reads(engine(pair[0]), engine(pair[1]), tokens, ranks).sizes
 
     changes: dict[Change, Pair] = {}
@@ -217,7 +218,15 @@ def _ordered(settings: PlanSettings, order: str) -> Other:
 
 
 def _difference(old: Pair, new: Pair) -> tuple[str, str]:
-    """Return as text the settings that differ from the old ones: prefill's, then decode's."""
+    """Return as text the settings that differ from the old ones.
+
+    Args:
+        old: The present settings of prefill and of decode.
+        new: The changed settings of prefill and of decode.
+
+    Returns:
+        The changed settings of prefill, and those of decode, such as ``layout=LBHNC``.
+    """
     before, after = (
         [{name: getattr(side, name) for name in TRIED} for side in pair] for pair in (old, new)
     )

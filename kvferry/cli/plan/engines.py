@@ -98,6 +98,7 @@ class PlanSettings:
         self._check_kernel_block()
 
     def _check_kernel_block(self) -> None:
+        """Refuse a ``kernel_block`` that does not fit the block size or the order of memory."""
         if self.kernel_block and self.block_size % self.kernel_block:
             raise SettingsError(
                 f"kernel_block={self.kernel_block} does not divide block_size={self.block_size}"

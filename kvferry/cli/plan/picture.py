@@ -73,7 +73,7 @@ def draw_svg(
     _draw_side(axes, "prefill", *prefill, lefts, MARGIN, estimate)
     _draw_side(axes, "decode", *decode, rights, WIDTH - BOX - MARGIN, estimate)
     _title(axes, estimate, rows)
-    # Text stays text, for search and screen readers; and equal plans make equal files.
+    # Keep text as text, for search and screen readers, and make equal files from equal plans.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvferry"}):
         _save(figure, path)
 

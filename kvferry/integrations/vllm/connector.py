@@ -105,7 +105,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FerryPromMetrics:
-        """Return the Prometheus metrics; vLLM calls this in the process that serves them."""
+        """Return the Prometheus metrics; vLLM calls this in the process that serves them.
+
+        ``FerryPromMetrics`` explains the arguments.
+        """
         return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:

@@ -183,9 +183,9 @@ class Consumer:
             tokens = self._loading.pop(request_id, None)
             if tokens is None:
                 continue
-            # vLLM passes a report on when every rank has made it. Ranks end loads in different
-            # orders, some before they hear of the next one, so only what all have reported counts:
-            # when "done" is sent after that, no rank reads for this request any more.
+            # vLLM calls this when every rank has reported the load. Ranks end loads in different
+            # orders, some before they hear of the next load. Only a load that all ranks have
+            # reported counts as over: no rank reads for it any more when "done" is sent.
             self._users.over(RequestId(request_id), loaded=request_id not in failed)
             if request_id in failed:
                 self._metrics.add(FAILED)

@@ -256,6 +256,7 @@ class FerryScheduler:
         self._close_server()
 
     def _close_server(self) -> None:
+        """Close the side channel's server, if there is one."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -135,8 +135,8 @@ class FerryWorker:
             self._endpoint.prove(step.ticket_key)
         if step.ranks:
             self._endpoint.join([wire.decode_payload(data) for data in step.ranks])
-        # Mark the device's work before vLLM enqueues the work of this step, for which neither reads
-        # nor loads have to wait. They must wait for the zeroing of new pages, already enqueued.
+        # Mark the device's work before vLLM enqueues the work of this step: reads and loads need
+        # not wait for that. They must wait for the zeroing of new pages, which is enqueued already.
         passed = self._mark_work() if step.orders.ready or step.loads else None
         if step.orders:
             self._endpoint.apply(step.orders, passed)

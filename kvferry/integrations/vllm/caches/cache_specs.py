@@ -19,7 +19,7 @@ class Handling(enum.StrEnum):
     STATE = "state"
     """A page holds the recurrent state after some tokens."""
     MEMBERS = "members"
-    """A container: each layer has a spec of its own."""
+    """The spec is a container, in which each layer of the group has a spec of its own."""
     REFUSED = "refused"
     """An engine with such a cache does not start."""
 
