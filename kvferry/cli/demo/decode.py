@@ -70,7 +70,7 @@ class Decode:
         driver: Name of the transport's driver.
         shape: How the engine stores the cache.
         requests: The requests that will be loaded.
-        lease: For how many seconds the prefill engine holds pages, and after how many a load fails.
+        lease: Lease of the holds in seconds; a load that takes longer fails.
 
     Attributes:
         pages: The ids of each request's pages.

@@ -363,7 +363,8 @@ def _layers(layers_by_part: Sequence[FieldLayer], *, several: bool) -> str:
 
     Args:
         layers_by_part: The layers.
-        several: Whether to add the part of the key before the index, because there are several.
+        several: Whether to add the part of the key before the index, such as ``model.layers``,
+            because the fields have several of these parts.
     """
     numbered: dict[str, list[int]] = {}
     for owner, number in layers_by_part:

@@ -66,14 +66,14 @@ class Config:
         driver_options: Options of that driver, passed on as they are.
         side_channel_host: Address on which this engine serves its layouts. It goes into tickets,
             so decode must be able to reach it.
-        side_channel_port: Port of the side channel. 0 takes a free one; a fixed one counts up by
-            the data-parallel index.
+        side_channel_port: Port of the side channel. 0 takes a free port; to any other port, the
+            engine's data-parallel index is added.
         kv_lease_duration: For how many seconds a finished request's pages are kept for decode,
             which renews the lease while the request waits. While requests on prefill wait for
             blocks, pages for which no decode engine gave a sign of life for 3 s are given up early.
-        max_held_fraction: How much of the cache may be kept for decode. Beyond it the oldest pages
-            are given up first, and their requests prefill again. Set it lower where clients could
-            pin the cache.
+        max_held_fraction: How much of the cache may be kept for decode, as a fraction of its
+            blocks. Beyond this limit, the oldest pages are given up first, and their requests
+            prefill again. Set a lower limit where clients could pin the cache.
         drain_timeout: For how many seconds a worker that is told to stop waits for decode to fetch
             what is held. ``vllm serve`` itself ends engines at once; give it
             ``--shutdown-timeout`` (seconds), so that held pages are still served after SIGTERM
@@ -84,21 +84,21 @@ class Config:
         liveness_misses: After how many pings without an answer a producer counts as dead.
         engine_ttl: After how many idle seconds a producer is disconnected.
         enforce_handshake_compat: Refuse a producer whose model's name or revision differs;
-            ``false`` only warns of that. What would corrupt data (types, scales, layouts) is
-            refused either way.
+            ``false`` only warns of that. Differences that would corrupt data (types, scales,
+            layouts) are refused either way.
         verify_prompt: Refuse a ticket that was made for another prompt. Turn it off only in tests
             that swap caches on purpose.
-        ticket_secrets: Where secrets are, ``file:PATH`` or ``env:NAME`` each. The first signs
-            tickets, any is accepted, and unsigned tickets are refused. Without any, a ticket needs
-            a proof: that says that the engine which the ticket names made it, and not that this
-            engine is one of yours.
+        ticket_secrets: Where secrets are, ``file:PATH`` or ``env:NAME`` each. The first secret
+            signs tickets; tickets signed with any of the secrets are accepted, and unsigned tickets
+            are refused. Without secrets, a ticket needs a proof. A proof shows that the engine
+            which the ticket names made the ticket, and not that this engine is one of yours.
         curve_secret_key: Where this engine's secret key is, ``file:PATH`` or ``env:NAME``. With it,
             the side channel is encrypted.
         curve_peers: Public keys of the engines to exchange pages with, or places of files with one
             key a line.
         allowed_peers: Networks in CIDR notation, such as ``["10.0.0.0/8"]``, in which peers must
-            be: those that ask, and those that are asked. ``"anywhere"`` allows all addresses.
-            Without it: this host and private networks.
+            be: those that connect to this engine, and those to which this engine connects.
+            ``"anywhere"`` allows all addresses. By default, this host and private networks.
     """
 
     driver: Annotated[str, Meta(min_length=1)] = "loopback"

@@ -168,13 +168,21 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a request's blocks are held, and its ticket; for models with one group."""
+        """Return whether a request's blocks are held, and its ticket if they are.
+
+        vLLM calls this for models with one cache group.
+        """
         return self._scheduler_half().request_finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a request's blocks are held, and its ticket; for any number of groups."""
+        """Return whether a request's blocks are held, and its ticket if they are.
+
+        Args:
+            request: vLLM's request.
+            block_ids: The ids of the request's blocks, one list per cache group of vLLM.
+        """
         return self._scheduler_half().request_finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
@@ -186,7 +194,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_half().has_pending_block_frees()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether the engine must step even if it has nothing to run."""
+        """Return whether the engine must step even if it has nothing to run.
+
+        Workers get the scheduler's messages, and report problems, only in steps.
+        """
         return self._scheduler is not None and self._scheduler.pending
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -200,7 +211,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half().serve(metadata)
 
     def reset_cache(self) -> bool:
-        """Give up every hold that has a ticket, so that vLLM can reset its prefix cache."""
+        """Give up every hold that has a ticket, so that vLLM can reset its prefix cache.
+
+        Returns:
+            ``True``: the connector's part of the reset always succeeds.
+        """
         self._scheduler_half().reset()
         return True
 
