@@ -53,7 +53,7 @@ _BANDWIDTHS = (1.0, 1e18)
 
 
 class FormatError(ValueError):
-    """Bytes that UCX did not pack."""
+    """Bytes of a peer that UCX, or NIXL, does not write."""
 
 
 def check_worker_address(data: bytes) -> None:

@@ -250,11 +250,11 @@ class FaultyTransport(Transport):
     # Transfers.
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Start a read, maybe with a fault."""
+        """Start a read with the call's fault, if it has one; see ``Transport.read``."""
         return self._start("read", peer, copies, notify)
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Start a write, maybe with a fault."""
+        """Start a write with the call's fault, if it has one; see ``Transport.write``."""
         return self._start("write", peer, copies, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:

@@ -41,7 +41,7 @@ class LoopbackRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoopbackAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """An address, as msgpack. Fields that a later version adds are ignored.
+    """The address of a loopback transport, as msgpack. Fields of later versions are ignored.
 
     Attributes:
         magic: the format of the address.
@@ -51,11 +51,12 @@ class LoopbackAddress(msgspec.Struct, frozen=True, kw_only=True):
         pid: the transport's process.
         start_time: when the process started, in clock ticks since boot; it tells the process from
             a later one with the same pid.
-        instance: 16 random bytes that identify the transport. The registry begins with them, so a
-            reader knows whose registry it is; the first message to ``socket`` must contain them,
-            so only a process that has this address can send notifications.
+        instance: 16 random bytes that identify the transport. The transport's registry of regions
+            begins with them, so a reader knows whose registry it is; the first message to
+            ``socket`` must contain them, so only a process that has this address can send
+            notifications.
         socket: the name of the notification socket in Linux's abstract socket namespace.
-        board: the memory address of the transport's registry, in its process.
+        board: the memory address of the registry (see ``registry``) in the transport's process.
         regions: the regions that were registered when the address was made.
     """
 

@@ -73,7 +73,7 @@ _hello = msgspec.msgpack.Decoder(ChannelHello)
 
 @dataclass(slots=True, eq=False)
 class NotificationChannel:
-    """The sending end of one connection.
+    """The sending end of one connection, to a peer's mailbox.
 
     It queues, in order, the notifications that the socket does not take at once.
 
@@ -167,7 +167,7 @@ class _Incoming:
 
 
 class Mailbox:
-    """Receive notifications from all peers, and open channels on which to send them some.
+    """Receive notifications from all peers, and open channels to send notifications to peers.
 
     The mailbox has one thread, which receives notifications and sends those that the channels have
     queued.

@@ -33,7 +33,11 @@ _BRIEF_RUNS = 16
 
 
 class PeerMemory(ABC):
-    """Access to the memory of one peer. Several threads may use one object at once."""
+    """Access to the memory of one peer. Several threads may use one object at once.
+
+    A transfer's *claims* are the peer's regions that the transfer uses, with the rows that the
+    peer's registry must have for them.
+    """
 
     path: ClassVar[str]
     """What ``Transport.path`` returns for a peer that is reached this way."""

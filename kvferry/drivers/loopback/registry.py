@@ -34,7 +34,7 @@ _MADV_WIPEONFORK = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """The place of a region in its owner's registry.
+    """Where a region is in its owner's registry, which has a row for each registered region.
 
     Attributes:
         slot: the index of the region's row.
@@ -111,7 +111,7 @@ def check_claims(words: U64Array, instance: bytes, claims: Claims, owner: str) -
 
 @dataclass(slots=True, eq=False)
 class RegionRegistry:
-    """The registry of one transport of this process.
+    """The registry of one transport of this process: the regions that it has registered.
 
     Attributes:
         instance: 16 random bytes that identify the transport.

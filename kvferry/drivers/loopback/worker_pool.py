@@ -43,9 +43,9 @@ class LoopbackTransfer:
         send: sends the notification that is bound to the transfer; ``None`` if there is none.
         release: gives ``runs`` back to the pool.
         status: the status that ``poll`` returns.
-        position: the chunks handed out so far have the bytes ``[0, position)`` of ``runs``.
+        position: how many bytes of ``runs`` were handed out as chunks so far, from the start on.
         running: how many chunks threads are moving now.
-        concluding: whether all bytes were moved, and the last check or the notification is left.
+        concluding: whether all bytes were moved, but the last check or the notification is left.
         stop: the error that the transfer fails with; ``None`` if it was not stopped.
         limit: the most bytes that a chunk may have.
     """
@@ -132,7 +132,7 @@ class WorkerPool:
         self._changed = threading.Condition()
 
     def run_here(self, transfer: LoopbackTransfer) -> None:
-        """Run a small transfer to its end, on the calling thread."""
+        """Run a small transfer on the calling thread, and set its final status."""
         try:
             while not transfer.handed_out:
                 transfer.move(transfer.next_span())
@@ -258,7 +258,10 @@ class WorkerPool:
 
 
 def _error_of(step: Callable[[], None]) -> TransportError | None:
-    """Run a function, and return the error that it raises, or ``None`` if it raises none."""
+    """Run a function, and return the error that it raises, or ``None`` if it raises none.
+
+    An exception that is no ``TransportError`` is returned as one.
+    """
     try:
         step()
     except TransportError as exc:

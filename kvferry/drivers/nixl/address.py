@@ -43,7 +43,7 @@ _Ranges = Annotated[list[Range], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
 class NixlAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """An address, as msgpack. Fields that a later version adds are ignored.
+    """The address of a NIXL transport, as msgpack. Fields of later versions are ignored.
 
     Attributes:
         magic: the format of the address.

@@ -74,8 +74,8 @@ class Telemetry:
     """What NIXL measured of one of its transfers, which has ended well.
 
     Attributes:
-        nbytes: how many bytes it moved.
-        descriptors: how many pieces it moved, after NIXL had merged adjacent ones.
+        nbytes: how many bytes the transfer moved.
+        descriptors: in how many pieces it moved them, after NIXL had merged adjacent copies.
         post_seconds: how many seconds posting took.
         seconds: how many seconds the whole transfer took, posting included.
     """

@@ -85,7 +85,7 @@ class AgentPair:
         return agent.prepare(chunk, agent.name if peer.itself else peer.name)
 
     def register(self, region: Region) -> Registration:
-        """Register memory with every agent.
+        """Register memory with every agent, and return a handle for ``deregister``.
 
         Raises:
             TransportError: an agent refuses; then no agent has the memory registered.

@@ -25,7 +25,7 @@ class NixlPeer:
         regions: the regions that the peer has registered, according to its last address.
         metadata: the metadata of the peer's agent, which NIXL reads.
         connections: the data for connecting to the peer's agent, by NIXL's names of backends; empty
-            if only NIXL can read the metadata.
+            if NIXL writes metadata in a format that this driver cannot read.
         keys: the keys of the spans in ``metadata``.
         loaded: for each agent of this side that has loaded metadata of the peer, the keys of the
             spans that were in the metadata it loaded last.
@@ -49,7 +49,9 @@ class NixlPeer:
         return self.name
 
     def load_metadata(self, agent: Agent) -> None:
-        """Have an agent of this side load ``metadata``, unless it has loaded the same spans before.
+        """Have an agent of this side load ``metadata``.
+
+        Does nothing if the agent has loaded metadata with the same spans before.
 
         Raises:
             ConnectError: NIXL refuses the metadata, or it is the metadata of another agent.

@@ -138,7 +138,7 @@ class Released(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Client to server: the connection ends."""
+    """Client to server: the client ends the connection."""
 
     connection: ConnectionId
 

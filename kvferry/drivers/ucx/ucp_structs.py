@@ -27,7 +27,7 @@ header, its length, the data, their length, the parameters."""
 
 
 class Feature(enum.IntFlag):
-    """``ucp_feature``."""
+    """The values of ``ucp_feature`` that the driver uses."""
 
     RMA = 1 << 1
     WAKEUP = 1 << 4

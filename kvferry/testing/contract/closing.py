@@ -69,9 +69,9 @@ class ClosingTests(ContractSettings):
         assert isinstance(transport.library, str)
 
     def test_close_gives_threads_and_descriptors_back(self, lab: Workbench) -> None:
-        """With each transport that is made and closed, no threads or file descriptors are left.
+        """Threads and file descriptors do not grow with each transport that is made and closed.
 
-        A library may keep some for ever, but their number must not grow with each transport.
+        A library may keep some of them for ever.
         """
         counts: list[int] = []
         for index in range(_FIRST + _MORE):

@@ -124,7 +124,7 @@ class NotificationTests(ContractSettings):
     ) -> None:
         """When a peer gets the notification of a write, all bytes of the write are in its memory.
 
-        Its first byte is looked at, which the first copy writes, or the last copy.
+        The test looks at the first byte, which either the first or the last copy writes.
         """
         peer = lab.transport.connect(shared_process.address())
         if not lab.notifies or lab.refuses("write", peer, lab.whole(shared_process)):

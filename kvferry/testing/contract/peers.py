@@ -80,7 +80,7 @@ class PeerTests(ContractSettings):
     def test_it_says_itself_for_which_version_it_was_written(self, lab: Workbench) -> None:
         """The driver sets ``interface_version`` itself.
 
-        If it inherited the version from ``Transport``, the version would change without the driver.
+        A version inherited from ``Transport`` would change although the driver has not.
         """
         kinds = type(lab.transport).__mro__
         own = [kind for kind in kinds if "interface_version" in vars(kind)]

@@ -36,7 +36,7 @@ class ProcessTests(ContractSettings):
         fails_in_time(lab, peer, lab.start(lab.an_op, peer, lab.whole(process)))
 
     def test_killed_before_a_transfer(self, lab: Workbench, process: Process, op: str) -> None:
-        """Transfers that start after the peer's death fail in time, and move no byte.
+        """Transfers that start after the peer's death fail within ``known_within``; no byte moves.
 
         They are a small transfer, and a large one with a notification. An empty transfer may be
         DONE instead.
@@ -183,10 +183,10 @@ class ProcessTests(ContractSettings):
     def test_a_stopped_peer_ends_by_the_deadline(
         self, lab: Workbench, process: Process, op: str, when: str
     ) -> None:
-        """A transfer with a stopped peer is DONE, or ``disconnect`` ends it in time.
+        """A transfer with a stopped peer is DONE, or ``disconnect`` ends within ``patience``.
 
-        One-sided access may still reach the memory of a stopped process. ``poll`` does not block
-        meanwhile.
+        DONE is possible because one-sided access may reach the memory of a stopped process.
+        ``disconnect`` may raise if the transfer has not ended. ``poll`` does not block meanwhile.
         """
         content = process.get()
         peer = lab.transport.connect(process.address())
@@ -267,8 +267,8 @@ class ProcessTests(ContractSettings):
 def _in_use_until_final(lab: Workbench, transfer: TransferId) -> None:
     """Assert that a transfer that is FAILING until ``disconnect`` keeps its memory and record.
 
-    The transport refuses to deregister ``mine`` and to forget the transfer. Other transfers are not
-    checked.
+    The transport must refuse to deregister ``mine`` and to forget the transfer. If the transfer is
+    in another state, or becomes final by itself, nothing is asserted.
     """
     failing = lab.state(transfer) is State.FAILING
     if failing and lab.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
