@@ -237,7 +237,7 @@ class FaultyTransport(Transport):
             self._inner.notify(peer, payload)
 
     def cancel(self, transfer: TransferId) -> None:
-        """Cancel a transfer."""
+        """Cancel the wrapped transport's transfer, unless the transport has died."""
         record = self._record(transfer)
         if self._alive():
             self._inner.cancel(record.inner)
@@ -258,7 +258,7 @@ class FaultyTransport(Transport):
         return self._start("write", peer, copies, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        """Return the statuses of transfers, changed by their faults."""
+        """Return the statuses of transfers, as their faults make them look."""
         records = [self._record(transfer) for transfer in transfers]
         if self._alive():
             self._inner.poll([])
@@ -267,7 +267,12 @@ class FaultyTransport(Transport):
         return [transfer.status for transfer in records]
 
     def forget(self, transfer: TransferId) -> None:
-        """Forget a final transfer."""
+        """Forget a final transfer.
+
+        Raises:
+            TransportUsageError: The transfer is not final, perhaps only because of its fault; or
+                the transport has no transfer of this id.
+        """
         record = self._record(transfer)
         if self._alive():
             self._update(record, count=False)

@@ -189,7 +189,7 @@ def available(kind: str) -> bool:
     """Return whether ``allocate`` can make memory of this kind on this machine.
 
     Args:
-        kind: ``cpu`` or ``cuda``.
+        kind: ``cpu`` or ``cuda``; the answer is False for every other kind.
     """
     return kind == "cpu" or (kind == "cuda" and not _why_no_cuda(0))
 

@@ -33,7 +33,7 @@ _STAY_SECONDS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSetup:
-    """How to set up the process; the parent's first message to it.
+    """How to set up a peer's process: the first message that its parent sends.
 
     Attributes:
         server: The class that executes commands, as ``package.module:name``.

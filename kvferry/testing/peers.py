@@ -192,11 +192,11 @@ class Process:
         self.ask("put", data)
 
     def register(self, region: Region) -> None:
-        """Let the peer register memory."""
+        """Register memory of the peer's process with the peer's transport."""
         self.ask("register", region)
 
     def deregister(self, region: Region) -> None:
-        """Let the peer deregister memory."""
+        """Deregister memory from the peer's transport."""
         self.ask("deregister", region)
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
