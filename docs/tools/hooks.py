@@ -47,7 +47,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made from files outside of ``docs``."""
+    """Return the files of the site, with the pages made from files outside of ``docs`` added."""
     from mkdocs.structure.files import File
 
     for source, page in IMPORTED.items():

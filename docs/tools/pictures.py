@@ -213,7 +213,7 @@ class _Sequence:
 
 
 def request() -> str:
-    """Draw one request, from the end of its prefill to the release of its pages."""
+    """Return, as SVG, one request from the end of its prefill to the release of its pages."""
     height = 1066
     drawing = Drawing(800, height, "One request, from the end of prefill to the release of pages")
     for (name, colour), x in zip(LIFELINES, COLUMNS, strict=True):
@@ -265,7 +265,7 @@ def request() -> str:
 
 
 def load() -> str:
-    """Draw the states of a load."""
+    """Return, as SVG, the states of a load."""
     drawing = Drawing(800, 452, "States of a load")
     drawing.label(
         18, 100, 122, 58, "Handshake", small="once per engine", fill=DECODE_FILL, stroke=DECODE
@@ -348,7 +348,7 @@ def load() -> str:
 
 
 def hold() -> str:
-    """Draw the states of a hold on one rank of prefill."""
+    """Return, as SVG, the states of a hold on one rank of prefill."""
     drawing = Drawing(800, 356, "States of a hold on one rank of prefill")
     for x, name, word, fill, stroke in (
         (18, "Free", "word: 0", NEUTRAL_FILL, RULE),
@@ -394,7 +394,7 @@ def hold() -> str:
 
 
 def overview() -> str:
-    """Draw two engines and what passes between them."""
+    """Return, as SVG, two engines and what passes between them."""
     drawing = Drawing(800, 282, "A prefill engine hands its KV cache to a decode engine")
     for x, name, kind, fill, stroke in (
         (18, "Prefill engine", "TP 2, HND, blocks of 16 tokens", PREFILL_FILL, PREFILL),
@@ -421,7 +421,7 @@ def overview() -> str:
 
 
 def icon() -> str:
-    """Draw the icon of the site: pages that go from one engine to another."""
+    """Return, as SVG, the icon of the site: pages that go from one engine to another."""
     drawing = Drawing(32, 32, "kvferry")
     drawing.box(2, 8, 9, 16, fill=PREFILL, stroke=PREFILL, round_=2)
     drawing.box(21, 8, 9, 16, fill=DECODE, stroke=DECODE, round_=2)
@@ -436,7 +436,7 @@ RANK_COLOURS = ((PREFILL, PREFILL_FILL), (THIRD, THIRD_FILL))
 
 
 def ranks() -> str:
-    """Draw the planner's example: which decode rank reads which heads from which prefill rank."""
+    """Return, as SVG, which decode rank of the example reads which heads from which rank."""
     drawing = Drawing(800, 300, "Which decode rank reads which heads from which prefill rank")
     drawing.text(150, 28, "prefill, TP 2", anchor="middle", bold=True)
     drawing.text(650, 28, "decode, TP 3", anchor="middle", bold=True)
@@ -487,7 +487,7 @@ def ranks() -> str:
 
 
 def tokens() -> str:
-    """Draw how the example's tokens lie in the pages of prefill and of decode."""
+    """Return, as SVG, how the example's tokens lie in the pages of prefill and of decode."""
     drawing = Drawing(800, 262, "How the tokens of a request lie in the pages of both sides")
     left, cell = 128, 52
     last = len(EXAMPLE.decode_pages) * EXAMPLE.decode_block
@@ -548,7 +548,7 @@ def _token_fill(token: int, side: str, fill: str) -> str:
 
 
 def copies() -> str:
-    """Draw the copies of one sub-block, for each pair of orders in ``COPIES``."""
+    """Return, as SVG, the copies of one sub-block, for each pair of orders in ``COPIES``."""
     drawing = Drawing(800, 520, "The copies of one sub-block, by the order of heads and tokens")
     prefill, decode = EXAMPLE.prefill[0], EXAMPLE.decode[0]
     for number, ((far, near), (count, cells)) in enumerate(COPIES.items()):

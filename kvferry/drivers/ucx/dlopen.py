@@ -80,7 +80,7 @@ def _open_neighbours(path: Path) -> None:
     """Open those libraries that a libucp needs and that lie in its folder.
 
     libucm and libucs need each other, so they must be opened with ``RTLD_LAZY``. ctypes always adds
-    ``RTLD_NOW``, so this calls ``dlopen`` itself.
+    ``RTLD_NOW``, so this function calls ``dlopen`` itself.
 
     Args:
         path: the file of the libucp; nothing is opened if it is a bare name.

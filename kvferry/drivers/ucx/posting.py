@@ -38,7 +38,7 @@ class PostedRuns:
 
 
 class Poster(Protocol):
-    """The loops that a transport needs, in Python or compiled."""
+    """The loops over many runs or requests that a transport needs, in Python or compiled."""
 
     @property
     def compiled(self) -> bool:
