@@ -1,10 +1,9 @@
-"""A tiny Llama checkpoint, made on the spot: nothing is downloaded, and it is the same every time.
+"""Make a tiny Llama checkpoint with random weights, the same at every run; nothing is downloaded.
 
     python examples/tiny_llama.py /some/folder
 
-The model answers nonsense, but nonsense that tells engines apart: its greedy text differs from
-prompt to prompt and depends on every token of the prompt, so two engines that give the same text
-hold the same KV cache.
+The model answers nonsense, but its greedy text depends on every token of the prompt. So if two
+engines give the same text for a prompt, they have the same KV cache.
 """
 
 from __future__ import annotations
@@ -24,16 +23,19 @@ WORDS = ["".join(letters) for letters in itertools.product("bdfghjklmnprstvz", "
 
 
 def build(folder: Path, *, max_tokens: int = 1024, seed: int = SEED, **shape: int) -> Path:
-    """Write a Llama with grouped-query attention (4 query, 2 KV heads of 32) and its tokenizer.
+    """Write the checkpoint of a Llama with grouped-query attention, and its tokenizer.
+
+    Unless ``shape`` says otherwise, the model has 4 layers, 4 query heads and 2 KV heads of 32
+    elements.
 
     Args:
-        folder: where the checkpoint goes; made if missing.
-        max_tokens: the longest context.
-        seed: of the weights.
-        shape: what is to differ in transformers' ``LlamaConfig``.
+        folder: where to write the checkpoint; made if missing.
+        max_tokens: the most tokens of a prompt and its answer together.
+        seed: the seed of the weights.
+        shape: arguments of transformers' ``LlamaConfig`` that replace those given here.
 
     Returns:
-        ``folder``, to be given to vLLM as its model.
+        ``folder``, which vLLM takes as its model.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,11 +69,14 @@ def build(folder: Path, *, max_tokens: int = 1024, seed: int = SEED, **shape: in
 
 
 def _spread(name: str) -> float:
-    """Standard deviation of a weight matrix.
+    """Return the standard deviation for the random values of a weight matrix.
 
-    Transformers' default (0.02) leaves the residual stream to the last token's embedding, and the
-    logits nearly flat. Wide output projections make the louder part what attention gathered from
-    all of the prompt.
+    With transformers' default (0.02), the last token's embedding would dominate the residual
+    stream, and the logits would be nearly equal. With large values in the output projections of
+    attention, what attention gathers from the whole prompt dominates.
+
+    Args:
+        name: the parameter's name in the model.
     """
     if "o_proj" in name:
         return 1.0
@@ -79,7 +84,7 @@ def _spread(name: str) -> float:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Of `WORDS`."""
+    """Return a tokenizer whose tokens are ``WORDS``, separated by spaces in the text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -90,7 +95,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """``length`` token ids that no other (length, seed) shares a prefix with, except by chance."""
+    """Return random token ids as a prompt.
+
+    Prompts of another length or seed begin with other tokens, except by chance, so they share no
+    prefix in a cache.
+
+    Args:
+        length: how many tokens.
+        seed: the seed of the random numbers, together with ``length``.
+    """
     rng = random.Random(f"{length}:{seed}")
     return [rng.randrange(len(WORDS)) for _ in range(length)]
 

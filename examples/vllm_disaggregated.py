@@ -1,11 +1,12 @@
-"""Prefill on one vLLM engine, decode on another: kvferry carries the KV cache between them.
+"""Prefill on one vLLM engine, decode on another: kvferry moves the KV cache between them.
 
     python examples/vllm_disaggregated.py [DRIVER]
 
-Everything is real and nothing needs a GPU or a download: vLLM's CPU build, a tiny Llama made on the
-spot, one process per engine, and the loopback driver unless another is named. It ends with status 0
-only if every text is the one that a single ordinary engine gives, every prompt token came through
-the transfer, and a ticket that belongs to another prompt is refused.
+The engines are real, each in a process of its own, but the demo needs neither a GPU nor a download:
+it uses vLLM's CPU build, a tiny Llama that it makes itself, and the driver loopback unless another
+driver is named. It ends with status 0 only if every text is the one that a single ordinary engine
+gives, every prompt token came through the transfer, and a ticket that belongs to another prompt is
+refused.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))  # the engines' processes import this file by name
 import tiny_llama
 
+# How many tokens the prompts have. A block has 32; some prompts fill their last block, some do not.
 LENGTHS = (5, 16, 31, 32, 33, 64, 100, 255, 256, 300, 511)
 TOKENS_TO_GENERATE = 24
 START_SECONDS = 300.0
@@ -57,8 +59,8 @@ ENGINE = {
     "disable_log_stats": False,
 }
 
-# This is all that an engine needs to take part. "kv_load_failure_policy" is how this demo knows
-# that nothing was quietly computed again: what cannot be loaded is an error.
+# This is all that an engine needs to take part. With this "kv_load_failure_policy", what cannot be
+# loaded is an error, so that no cache that failed to load is silently computed again.
 DRIVER = sys.argv[1] if len(sys.argv) > 1 else "loopback"
 TRANSFER = {
     "kv_connector": "KVFerryConnector",
@@ -68,7 +70,7 @@ TRANSFER = {
 }
 PREFILL = TRANSFER | {"kv_role": "kv_producer"}
 DECODE = TRANSFER | {"kv_role": "kv_consumer"}
-# Never in production: this decode engine believes a ticket without comparing its prompt.
+# Never in production: this decode engine does not check that a ticket belongs to the prompt.
 CREDULOUS = DECODE | {"kv_connector_extra_config": {"driver": DRIVER, "verify_prompt": False}}
 
 # What a router sends along with a request that another engine will decode ...
@@ -88,7 +90,13 @@ console = Console()
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What an engine said to one request."""
+    """An engine's answer to one request.
+
+    Attributes:
+        tokens: the ids of the generated tokens.
+        finish_reason: why the engine stopped generating, as vLLM names it.
+        ticket: the ticket for the request's KV cache; ``None`` if no other engine will decode it.
+    """
 
     tokens: list[int]
     finish_reason: str
@@ -97,7 +105,13 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """An engine's counters, and what was added to them since earlier ones."""
+    """An engine's counters, or the differences between two readings of them.
+
+    Attributes:
+        pulled_tokens: how many prompt tokens came from another engine.
+        nbytes: how many bytes were moved for them.
+        seconds: how long the loads took, added up.
+    """
 
     pulled_tokens: float = 0.0
     nbytes: float = 0.0
@@ -113,7 +127,14 @@ class Figures:
 
 @dataclass(kw_only=True)
 class Row:
-    """A line of the table."""
+    """A row of the table: prompts that were handed over together.
+
+    Attributes:
+        what: how the prompts were sent, as text.
+        prompt_tokens: how many tokens the prompts have.
+        figures: what the decode engine counted meanwhile.
+        same: whether every text was that of the ordinary engine.
+    """
 
     what: str
     prompt_tokens: int
@@ -125,7 +146,18 @@ class Row:
 
 
 def serve(pipe: Connection, model: str, transfer: dict[str, Any] | None, log: str) -> None:
-    """One vLLM engine, as ``vllm.LLM`` gives it to anybody, answering over a pipe."""
+    """Run a vLLM engine (``vllm.LLM``), and answer requests that arrive on a pipe.
+
+    The first message to the other end of the pipe is "ready". From then on each message from there
+    is a list of requests (see ``generate``), and each answer their ``Answer`` list and the
+    engine's ``Figures``. ``None`` instead of requests ends the engine.
+
+    Args:
+        pipe: the engine's end of the pipe.
+        model: the folder of the checkpoint.
+        transfer: the engine's ``--kv-transfer-config``; ``None`` for an ordinary engine.
+        log: the file that gets what the engine prints.
+    """
     if not Path(log).exists():
         return  # the demo was interrupted before this process began
     with open(log, "ab", buffering=0) as file:
@@ -142,7 +174,13 @@ def serve(pipe: Connection, model: str, transfer: dict[str, Any] | None, log: st
 
 
 def generate(llm: Any, requests: Sequence[tuple[list[int], int, Ticket | None]]) -> list[Answer]:
-    """Greedy answers to (prompt, tokens to generate, kv_transfer_params)."""
+    """Return an engine's greedy answers to requests.
+
+    Args:
+        llm: the ``vllm.LLM``.
+        requests: for each request its prompt's token ids, how many tokens to generate, and its
+            ``kv_transfer_params``: a ticket, ``FOR_ANOTHER_ENGINE``, or ``None``.
+    """
     from vllm import SamplingParams
 
     params = [
@@ -166,7 +204,11 @@ def generate(llm: Any, requests: Sequence[tuple[list[int], int, Ticket | None]])
 
 
 def figures(llm: Any) -> Figures:
-    """What vLLM and the connector have counted so far."""
+    """Return what vLLM and kvferry's connector have counted in an engine so far.
+
+    Args:
+        llm: the ``vllm.LLM``.
+    """
     found = dict.fromkeys(("pulled_tokens", "nbytes", "seconds"), 0.0)
     for metric in llm.get_metrics():
         if metric.name == "vllm:prompt_tokens_by_source":
@@ -184,7 +226,15 @@ def figures(llm: Any) -> Figures:
 
 @dataclass(kw_only=True)
 class Engine:
-    """An engine in a process of its own."""
+    """An engine in a process of its own, as the router sees it.
+
+    Attributes:
+        name: the engine's name.
+        process: the engine's process, which runs ``serve``.
+        pipe: this process's end of the pipe to the engine.
+        log: the file with what the engine printed.
+        figures: the engine's counters after its last answer.
+    """
 
     name: str
     process: Any
@@ -194,29 +244,54 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether it serves. Raises if it ended instead."""
+        """Whether the engine has started; to be asked until it is true, and no longer.
+
+        Raises:
+            SystemExit: the engine's process has ended.
+        """
         if self.process.is_alive() and not self.pipe.poll():
             return False
         self.receive()
         return True
 
     def ask(self, *requests: tuple[list[int], int, Ticket | None]) -> list[Answer]:
-        """All requests at once; returns when all are answered."""
+        """Send requests to the engine all at once, and wait for all answers.
+
+        Args:
+            requests: as for ``generate``.
+
+        Raises:
+            SystemExit: the engine's process has ended.
+        """
         self.pipe.send(requests)
         answers, self.figures = self.receive()
         return list(answers)
 
     def prefill(self, *prompts: list[int]) -> list[Ticket]:
-        """Compute the prompts' KV cache for another engine."""
+        """Have the engine compute prompts' KV caches for another engine, and return the tickets.
+
+        Args:
+            prompts: the token ids of each prompt.
+        """
         answers = self.ask(*((prompt, 1, FOR_ANOTHER_ENGINE) for prompt in prompts))
         return [answer.ticket or {} for answer in answers]
 
     def decode(self, prompts: list[list[int]], tickets: Sequence[Ticket | None]) -> list[Answer]:
-        """Generate, each prompt from the cache that its ticket names."""
+        """Have the engine generate text for prompts whose caches are on another engine.
+
+        Args:
+            prompts: the token ids of each prompt.
+            tickets: each prompt's ticket; ``None`` for a cache that this engine computes itself.
+        """
         pairs = zip(prompts, tickets, strict=True)
         return self.ask(*((prompt, TOKENS_TO_GENERATE, ticket) for prompt, ticket in pairs))
 
     def receive(self) -> Any:
+        """Wait for the engine's next message, and return it.
+
+        Raises:
+            SystemExit: the engine's process has ended.
+        """
         while self.process.is_alive():
             if self.pipe.poll(0.2):
                 return self.pipe.recv()
@@ -225,7 +300,12 @@ class Engine:
 
 
 def end(engines: Sequence[Engine], seconds: float) -> None:
-    """End engines, kindly for that long."""
+    """Tell engines to end, and kill those that have not ended in time.
+
+    Args:
+        engines: the engines.
+        seconds: how long to wait for all of them together.
+    """
     for engine in engines:
         with suppress(OSError):
             engine.pipe.send(None)
@@ -237,10 +317,11 @@ def end(engines: Sequence[Engine], seconds: float) -> None:
 
 
 def fork_server() -> Any:
-    """Importing vLLM takes longer than starting an engine, so it is done once for all of them.
+    """Return a multiprocessing context whose processes are forked from one that has imported vLLM.
 
-    Ctrl-C is the router's business only, which then ends the engines: the fork server, and with it
-    the engines, start with the signal blocked.
+    Importing vLLM takes longer than starting an engine, so it is done once for all engines. The
+    fork server starts with SIGINT blocked, and so do the engines: on Ctrl-C, only this process is
+    interrupted, and ends the engines.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm"])
@@ -252,7 +333,13 @@ def fork_server() -> Any:
 
 
 def start(name: str, model: Path, transfer: dict[str, Any] | None) -> Engine:
-    """Start an engine; it serves when it is ``ready``."""
+    """Start an engine, and return it without waiting until it is ``ready``.
+
+    Args:
+        name: the engine's name.
+        model: the folder of the checkpoint; the engine's log goes beside it.
+        transfer: the engine's ``--kv-transfer-config``; ``None`` for an ordinary engine.
+    """
     ours, theirs = multiprocessing.Pipe()
     log = model.parent / f"{name}.log"
     log.touch()
@@ -265,7 +352,11 @@ def start(name: str, model: Path, transfer: dict[str, Any] | None) -> Engine:
 
 
 def wait_until_ready(engines: Sequence[Engine]) -> None:
-    """Show which engines are still starting."""
+    """Wait until all engines have started, and show which are still starting.
+
+    Raises:
+        SystemExit: an engine has ended, or they took longer than ``START_SECONDS``.
+    """
     began, waiting = time.monotonic(), list(engines)
     console.print(f"starting {len(engines)} vLLM engines (half a minute to two)")
     with console.status("") as status:
@@ -283,7 +374,15 @@ def wait_until_ready(engines: Sequence[Engine]) -> None:
 def hand_over(
     prefill: Engine, decode: Engine, prompts: list[list[int]], texts: list[list[int]], what: str
 ) -> Row:
-    """Prompts through both engines, all at once."""
+    """Hand prompts over from one engine to another, all at once, and return the table's row.
+
+    Args:
+        prefill: the engine that computes the caches.
+        decode: the engine that loads the caches and generates.
+        prompts: the token ids of each prompt.
+        texts: the token ids that an ordinary engine generates for each prompt.
+        what: how the prompts are sent, for the row.
+    """
     before = decode.figures
     answers = decode.decode(prompts, prefill.prefill(*prompts))
     return Row(
@@ -295,7 +394,7 @@ def hand_over(
 
 
 def show(rows: Sequence[Row]) -> None:
-    """The table."""
+    """Print the table."""
     table = Table(
         title="KV cache handed from the prefill engine to the decode engine",
         caption="milliseconds: from the start of a load to its end, added up over the prompts",
@@ -317,13 +416,25 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def check(what: str, holds: bool) -> bool:
-    """Print a finding."""
+    """Print whether something holds, and return it.
+
+    Args:
+        what: what should hold.
+        holds: whether it does.
+    """
     console.print(f"{'[green]yes' if holds else '[red]NO '}[/] {what}")
     return holds
 
 
 def start_all(folder: Path) -> dict[str, Engine]:
-    """An ordinary engine, and those that hand caches over, all on one tiny Llama."""
+    """Start an ordinary engine and three that hand caches over, all with one tiny Llama.
+
+    Args:
+        folder: the folder for the model and the logs.
+
+    Returns:
+        The engines, by their names, when all have started.
+    """
     console.print("building a tiny Llama (a few seconds)")
     with console.status("building a tiny Llama"):
         model = tiny_llama.build(folder / "tiny-llama")
@@ -340,7 +451,13 @@ def start_all(folder: Path) -> dict[str, Engine]:
 
 
 def hand_over_all(ordinary: Engine, prefill: Engine, decode: Engine) -> list[Row]:
-    """Every prompt alone, then all of them at once."""
+    """Hand over each prompt alone, then all of them at once; return a row for each hand-over.
+
+    Args:
+        ordinary: the engine whose texts are the right ones.
+        prefill: the engine that computes the caches.
+        decode: the engine that loads the caches and generates.
+    """
     prompts = [tiny_llama.prompt(length) for length in LENGTHS]
     answers = ordinary.decode(prompts, [None] * len(prompts))
     texts = [answer.tokens for answer in answers]
@@ -352,7 +469,7 @@ def hand_over_all(ordinary: Engine, prefill: Engine, decode: Engine) -> list[Row
 
 
 def check_rows(rows: Sequence[Row]) -> bool:
-    """What the table shows, in words."""
+    """Print what the rows show, and return whether all is as it should be."""
     return all(
         [
             check("every text is that of one ordinary engine", all(row.same for row in rows)),
@@ -365,8 +482,16 @@ def check_rows(rows: Sequence[Row]) -> bool:
 
 
 def check_swaps(ordinary: Engine, prefill: Engine, decode: Engine, credulous: Engine) -> bool:
-    """What happens to a prompt that comes with another prompt's ticket."""
-    # They differ everywhere but in their last token, which decode always computes itself.
+    """Print what happens to a prompt with another prompt's ticket; return whether it is right.
+
+    Args:
+        ordinary: the engine whose texts are the right ones.
+        prefill: the engine that computes the caches.
+        decode: the engine that must refuse the ticket.
+        credulous: a decode engine that does not check that a ticket belongs to the prompt. It must
+            answer with the other prompt's text, which shows that the cache decides.
+    """
+    # The prompts differ, but not in their last token, which decode always computes itself.
     mine, other = tiny_llama.prompt(128, seed=1), tiny_llama.prompt(128, seed=2)
     mine[-1] = other[-1]
     [text_of_mine, text_of_other] = ordinary.decode([mine, other], [None, None])
@@ -389,7 +514,11 @@ def check_swaps(ordinary: Engine, prefill: Engine, decode: Engine, credulous: En
 
 
 def run(folder: Path) -> bool:
-    """The demo; whether everything held."""
+    """Run the demo, and return whether everything was as it should be.
+
+    Args:
+        folder: a folder for the model and the logs.
+    """
     engines = start_all(folder)
     seconds = 0.0
     try:
@@ -404,7 +533,7 @@ def run(folder: Path) -> bool:
 
 
 def main() -> int:
-    """Run the demo in a folder that is gone afterwards."""
+    """Run the demo in a temporary folder, and return the process's exit status."""
     os.environ.update(ENVIRONMENT)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvferry-demo"
     os.environ.setdefault("VLLM_CACHE_ROOT", str(cache))

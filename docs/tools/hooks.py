@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages from elsewhere in the repository, links, and generated tables.
 
-The pages in ``docs`` are written to be read in the repository, too. So they link to files beside
-them, as the repository has them, and here those links become links of the site.
+The pages in ``docs`` are written to be read in the repository, too. So their links lead to files of
+the repository, by relative paths. These hooks turn such links into links of the site.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ IMPORTED = {
     "examples/kvferry-mooncake/README.md": "example-driver.md",
     "examples/two_endpoints.py": "two-endpoints.md",
 }
-"""Files of the repository, outside of ``docs``, that are pages of the site."""
+"""For each file outside of ``docs`` that is a page of the site: the path of the page."""
 
 SHOWN = {**IMPORTED, "README.md": "index.md", "docs/adr": "adr/README.md"}
-"""What a link may lead to in the repository, and the page of the site that stands for it."""
+"""For each place in the repository that a link may lead to: the path of the page that stands for
+it on the site."""
 
 _GENERATED: dict[str, Callable[[str], str]] = {
     "settings": reference.settings,
@@ -41,12 +42,12 @@ _MARK = re.compile(r"^<!-- generated: (\w+) ([\w.:]+) -->$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Put all pages of a folder where the navigation names the folder."""
+    """Replace each folder in the site's navigation by all pages of the folder."""
     config.nav = _expanded(config.nav or [], Path(config.docs_dir))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made from files outside of ``docs``."""
+    """Return the files of the site, with the pages made from files outside of ``docs`` added."""
     from mkdocs.structure.files import File
 
     for source, page in IMPORTED.items():
@@ -57,7 +58,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fill in what is generated, and make links to the repository links of the site."""
+    """Return the Markdown of a page with its generated parts filled in and its links converted."""
     del files
     markdown = _MARK.sub(lambda mark: _GENERATED[mark[1]](mark[2]), markdown)
     uri = page.file.src_uri
@@ -76,6 +77,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _expanded(nav: list[object], folder: Path) -> list[object]:
+    """Return a navigation in which each folder is replaced by its pages, ``README.md`` first.
+
+    Args:
+        nav: entries as in ``mkdocs.yml``: a page, a folder (its path ends with a slash), or a title
+            with a page or with entries of its own.
+        folder: the folder that the paths are relative to.
+    """
     found: list[object] = []
     for entry in nav:
         if isinstance(entry, str) and entry.endswith("/"):
@@ -96,15 +104,15 @@ def _listing(source: str, text: str) -> str:
 
 
 def _moved(text: str, target: str, source: str, uri: str, repository: str) -> str:
-    """Return a link as it has to be on the site.
+    """Return a link of a file of the repository as Markdown for the site.
 
     Args:
-        text: what is shown.
-        target: where it leads to in the repository.
-        source: the file that it is in, by its path in the repository.
-        uri: of the page that the file becomes.
-        repository: its address, if it has one; without, a link to a file that is no page is
-            replaced by its text.
+        text: the text of the link.
+        target: where the link leads to, as the file has it: a path or a URL.
+        source: the path of the file in the repository.
+        uri: the path of the page that the file becomes.
+        repository: the URL of the repository, to which links to files lead that are no pages. If it
+            is empty, such links are replaced by their text.
     """
     path, _, anchor = target.partition("#")
     anchor = f"#{anchor}" if anchor else ""
@@ -116,5 +124,5 @@ def _moved(text: str, target: str, source: str, uri: str, repository: str) -> st
         page = found.removeprefix("docs/")
     if page is None and (ROOT / found).exists() and not found.startswith(".."):
         return f"[{text}]({repository.rstrip('/')}/blob/main/{found})" if repository else text
-    # What is nowhere stays as it is, and mkdocs complains of it.
+    # A target that does not exist stays as it is, so that mkdocs reports it.
     return f"[{text}]({relpath(page, PurePosixPath(uri).parent) if page else path}{anchor})"

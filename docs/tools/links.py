@@ -1,8 +1,9 @@
 """Find links and mentions in the documentation that lead nowhere: ``python -m docs.tools.links``.
 
-Looks at every Markdown file of the repository as it is read there: whether a linked file is part of
-the repository, and whether a heading of that name is in it. Whether the site has a place for every
-page is asked by ``make docs``. Standard library only, so that ``make lint`` stays quick.
+Checks the links of every Markdown file as they are in the repository: the linked file must be part
+of the repository, and must have the heading that the link names. That the site has a place for
+every page is checked by ``make docs``. Only the standard library is needed, so that ``make lint``
+stays quick.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(
     r"\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\(\s*<?(?P<target>[^)\s>]+)>?(?P<title>[^)]*)\)"
 )
-"""A link or an image, on one line or several."""
+"""Matches a link or an image in Markdown, on one line or several."""
 
 _FENCE = re.compile(r"^ *(`{3,}|~{3,})")
 _CODE = re.compile(r"(?<!`)(`+)(?!`)(?:(?!\n\n).)+?(?<!`)\1(?!`)", re.DOTALL)
@@ -32,7 +33,7 @@ _MENTION = re.compile(r"(?<![\w./-])docs/(?:[\w-]+/)*[\w-]+\.(?:md|svg)\b")
 
 
 def lines(markdown: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a page outside of blocks of code, each with its number."""
+    """Yield each line of a page outside of blocks of code, after the line's number, from 1."""
     fence = ""
     for number, line in enumerate(markdown.split("\n"), 1):
         found = _FENCE.match(line)
@@ -46,7 +47,10 @@ def lines(markdown: str) -> Iterator[tuple[int, str]]:
 
 
 def prose(markdown: str) -> str:
-    """Return a page with all code blanked out, every other character in its place."""
+    """Return a page with all characters of code replaced, so that no link is found in code.
+
+    Every other character keeps its place.
+    """
     outside = dict(lines(markdown))
     kept = [
         outside.get(number, " " * len(line)) for number, line in enumerate(markdown.split("\n"), 1)
@@ -55,7 +59,7 @@ def prose(markdown: str) -> str:
 
 
 def links(markdown: str) -> Iterator[tuple[int, str]]:
-    """Yield what a page links to, each with the number of its line."""
+    """Yield the target of each link of a page, after the number of its line, from 1."""
     text = prose(markdown)
     for found in (*LINK.finditer(text), *_REFERENCE.finditer(text)):
         target = found["target"]
@@ -63,7 +67,10 @@ def links(markdown: str) -> Iterator[tuple[int, str]]:
 
 
 def anchors(markdown: str) -> set[str]:
-    """Return the names of a page's headings in its address, as GitHub and the site make them."""
+    """Return the anchors of a page: what may follow ``#`` in a link to the page.
+
+    They are those that GitHub and the site make of headings, and those in ``<a id="...">``.
+    """
     named: Counter[str] = Counter()
     found = set()
     for _, line in lines(markdown):
@@ -76,17 +83,17 @@ def anchors(markdown: str) -> set[str]:
 
 
 def slugify(heading: str) -> str:
-    """Return the name that a heading gets in the page's address."""
+    """Return the anchor that GitHub and the site make of a heading."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     text = re.sub(r"[^\w\- ]", "", text.lower())
     return text.strip().replace(" ", "-")
 
 
 def problems(pages: Mapping[str, str], files: Set[str]) -> Iterator[str]:
-    """Yield what is wrong with the links of these pages, one line each.
+    """Yield a line of text for each link of these pages that leads nowhere.
 
     Args:
-        pages: text of each Markdown file by its path in the repository.
+        pages: the text of each Markdown file, by its path in the repository.
         files: the paths of all files of the repository.
     """
     folders = {str(parent) for file in files for parent in PurePosixPath(file).parents}
@@ -105,7 +112,12 @@ def problems(pages: Mapping[str, str], files: Set[str]) -> Iterator[str]:
 
 
 def mentions(texts: Mapping[str, str], files: Set[str]) -> Iterator[str]:
-    """Yield the pages of ``docs`` that are mentioned somewhere and do not exist, one line each."""
+    """Yield a line of text for each mention of a page of ``docs`` that does not exist.
+
+    Args:
+        texts: the text of each file to search, by its path in the repository.
+        files: the paths of all files of the repository.
+    """
     for path, text in texts.items():
         for number, line in enumerate(text.splitlines(), 1):
             for name in _MENTION.findall(line):
@@ -114,7 +126,14 @@ def mentions(texts: Mapping[str, str], files: Set[str]) -> Iterator[str]:
 
 
 def repository(root: Path) -> dict[str, str]:
-    """Return the text of every file that git has, or would take, by its path; binary ones as ""."""
+    """Return the text of every file that git tracks or would add, by its path in the repository.
+
+    Args:
+        root: the folder of the repository.
+
+    Returns:
+        An empty string for a binary file.
+    """
     run = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,
@@ -131,7 +150,7 @@ def repository(root: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    """Print what is wrong; return 1 if anything is."""
+    """Print every link and mention that leads nowhere; return 1 if there is one, else 0."""
     texts = repository(ROOT)
     pages = {path: text for path, text in texts.items() if path.endswith(".md")}
     read = {path: text for path, text in texts.items() if not path.startswith("tests/")}

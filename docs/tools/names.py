@@ -1,9 +1,9 @@
 """Find exported names without a docstring: ``python -m docs.tools.names``.
 
-Ruff's D rules see to modules, classes and functions. They do not look at constants and type
-aliases, which the reference shows only with the docstring below their assignment. So this looks at
-every name in an ``__all__`` of kvferry, where it is defined. Standard library only, and nothing is
-imported.
+Ruff's D rules check modules, classes and functions, but not constants and type aliases, which the
+reference shows only if a docstring follows their assignment. So this script checks every name in an
+``__all__`` of kvferry, in the module that defines the name. It needs only the standard library, and
+does not import kvferry.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Modules:
-    """The modules of a package, read when they are asked for.
+    """The syntax trees of the modules in a folder, each read when it is first needed.
 
     Args:
-        root: the folder that the package is in.
+        root: the folder that contains the package.
     """
 
     def __init__(self, root: Path) -> None:
@@ -39,14 +39,18 @@ class Modules:
         return self._trees[module]
 
     def exports(self, module: str) -> list[str]:
-        """Return the names in a module's ``__all__``; none if it has no such list."""
+        """Return the names in a module's ``__all__``; an empty list if it has no ``__all__``."""
         for name, value, _ in _assignments(self.tree(module)):
             if name == "__all__" and isinstance(value, ast.List | ast.Tuple):
                 return [name for name in ast.literal_eval(value) if isinstance(name, str)]
         return []
 
     def imports(self, module: str) -> dict[str, tuple[str, str]]:
-        """Return the names that a module imports: each to where it is from, and its name there."""
+        """Return, for each name that a module imports, where the name comes from.
+
+        Returns:
+            By the name in the module: the module that it is imported from, and the name there.
+        """
         if module not in self._imports:
             self._imports[module] = {
                 alias.asname or alias.name: (node.module, alias.name)
@@ -57,10 +61,14 @@ class Modules:
         return self._imports[module]
 
     def is_documented(self, module: str, name: str) -> bool:
-        """Return whether a name has a docstring where it is defined.
+        """Return whether a name has a docstring in the module that defines the name.
 
-        A name from elsewhere counts as documented, and so does one that cannot be found: an import
-        of it fails, which is no matter of documentation.
+        A name that a module outside of the folder defines counts as documented. So does a name that
+        is defined nowhere: importing it fails, which other checks notice.
+
+        Args:
+            module: the full name of a module that defines or imports the name.
+            name: the name.
         """
         tree = self.tree(module)
         if tree is None:
@@ -78,7 +86,11 @@ class Modules:
 
 
 def undocumented(root: Path) -> Iterator[str]:
-    """Yield every exported name of kvferry that has no docstring, with its module."""
+    """Yield a line of text for each exported name of kvferry that has no docstring.
+
+    Args:
+        root: the folder of the repository.
+    """
     modules = Modules(root)
     for path in sorted((root / "kvferry").rglob("*.py")):
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
@@ -88,7 +100,15 @@ def undocumented(root: Path) -> Iterator[str]:
 
 
 def _assignments(tree: ast.Module | None) -> Iterator[tuple[str, ast.expr | None, bool]]:
-    """Yield the assigned names of a module, each with its value and whether a docstring follows."""
+    """Yield the names that a module assigns at its top level.
+
+    Args:
+        tree: the module; ``None`` yields nothing.
+
+    Yields:
+        The name, the assigned value (``None`` if there is only an annotation), and whether a
+        docstring follows.
+    """
     if tree is None:
         return
     for node, after in pairwise([*tree.body, ast.Pass()]):
@@ -102,7 +122,7 @@ def _assignments(tree: ast.Module | None) -> Iterator[tuple[str, ast.expr | None
 
 
 def main() -> int:
-    """Print what lacks a docstring; return 1 if anything does."""
+    """Print the exported names that lack a docstring; return 1 if there is one, else 0."""
     found = list(undocumented(ROOT))
     sys.stderr.writelines(f"{problem}\n" for problem in found)
     return 1 if found else 0

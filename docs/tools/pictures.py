@@ -1,8 +1,8 @@
 """Draw the pictures of this documentation: ``python -m docs.tools.pictures``.
 
-What a picture claims about the code stands in tables here (``LOAD``, ``HOLD``, ``EXAMPLE``,
-``READS``, ``COPIES``), and ``tests/docs/test_pictures.py`` compares the tables with the code. The
-same tests fail while a file in ``docs/pictures`` is not what this script draws.
+What the pictures claim about the code is in tables here (``LOAD``, ``HOLD``, ``EXAMPLE``,
+``READS``, ``COPIES``), and ``tests/docs/test_pictures.py`` compares the tables with the code. Its
+tests fail, too, if a file in ``docs/pictures`` differs from what this script draws.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOAD: Mapping[tuple[str, str], str] = {
     ("fence", "winding down"): "another word: stale",
     ("winding down", "failed"): "no byte can land any more",
 }
-"""State of a load to the next one, and when: of one that reads from one producer rank."""
+"""When a load that reads from one producer rank changes its state, by (state, next state)."""
 
 HOLD: Mapping[tuple[str, str], str] = {
     ("free", "computing"): "take on",
@@ -55,24 +55,24 @@ HOLD: Mapping[tuple[str, str], str] = {
     ("ticketed", "free"): "over",
     ("ready", "free"): "over",
 }
-"""State of a hold on one rank to the next one, and when."""
+"""When a hold changes its state on a prefill rank, by (state, next state)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """The hand-over that the pictures of the planner show: one layer's K.
+    """The hand-over that the pictures of the planner show: the K of one layer.
 
     Attributes:
-        heads: of the model.
-        prefill: ranges of heads, one for each prefill rank.
-        decode: likewise.
-        prefill_block: tokens of a page on prefill.
-        decode_block: tokens of a page on decode.
-        prefill_pages: the page ids of the request on prefill.
-        decode_pages: likewise on decode.
+        heads: how many KV heads the model has.
+        prefill: for each prefill rank, its first head and the head after its last.
+        decode: likewise for each decode rank.
+        prefill_block: how many tokens a page has on prefill.
+        decode_block: how many tokens a page has on decode.
+        prefill_pages: the ids of the request's pages on prefill.
+        decode_pages: the ids of the request's pages on decode.
         tokens: how many tokens are handed over.
-        read: how many are read: ``tokens``, rounded up to a whole sub-block.
-        sub_block: the most tokens that lie in one page on both sides.
+        read: how many tokens are read: ``tokens``, rounded up to a whole sub-block.
+        sub_block: how many tokens a sub-block has: the most that lie in one page on both sides.
     """
 
     heads: int
@@ -106,18 +106,20 @@ READS: Mapping[tuple[int, int], tuple[int, int]] = {
     (1, 1): (3, 4),
     (2, 1): (4, 6),
 }
-"""(decode rank, prefill rank) to the range of heads that the one reads from the other."""
+"""By (decode rank, prefill rank): the first head that the decode rank reads from the prefill rank,
+and the head after the last."""
 
 DONE_EXPECTED = (2, 2)
-"""How many "done" each prefill rank waits for: so many decode ranks read from it."""
+"""For each prefill rank, how many decode ranks read from it: it waits for that many "done"."""
 
 COPIES: Mapping[tuple[str, str], tuple[int, int]] = {
     ("HND", "NHD"): (4, 1),
     ("HND", "HND"): (2, 2),
     ("NHD", "NHD"): (2, 2),
 }
-"""Orders of a page (prefill's, decode's) to the copies with which decode rank 0 reads one sub-block
-from prefill rank 0: how many, and of how many cells each. A cell is one head of one token."""
+"""By the order of a page's dimensions on prefill and on decode: with how many copies decode rank 0
+reads a sub-block from prefill rank 0, and how many cells each copy has. A cell is one head of one
+token."""
 
 
 # One request.
@@ -134,7 +136,17 @@ ROUTER, PREFILL_S, PREFILL_W, DECODE_W, DECODE_S = range(5)
 
 
 class _Sequence:
-    """The rows of the sequence diagram, from top to bottom."""
+    """The arrows and notes of the sequence diagram, which are drawn from top to bottom.
+
+    Participants are given by their index in ``LIFELINES``.
+
+    Args:
+        drawing: the picture to draw into.
+        top: the y coordinate below which the first of them goes.
+
+    Attributes:
+        y: the y coordinate at which the last of them ends.
+    """
 
     def __init__(self, drawing: Drawing, top: float) -> None:
         self.drawing = drawing
@@ -150,7 +162,16 @@ class _Sequence:
         reply: bool = False,
         gap: float = 14,
     ) -> None:
-        """An arrow with its text above it; ``data`` is a thick one, ``reply`` a dashed one."""
+        """Draw a message: an arrow between two participants, with text above it.
+
+        Args:
+            source: the participant that the arrow comes from.
+            target: the participant that the arrow leads to.
+            text: the text; newlines separate its lines.
+            data: whether the message carries pages: the arrow is thick and coloured.
+            reply: whether the message is an answer: the arrow is dashed.
+            gap: the free space above the text, in pixels.
+        """
         lines = len(text.splitlines())
         self.y += gap + lines * 12 * 1.3
         start, end = COLUMNS[source], COLUMNS[target]
@@ -173,7 +194,14 @@ class _Sequence:
         )
 
     def note(self, at: int, text: str, *, width: float = 174, gap: float = 10) -> None:
-        """What a participant does by itself."""
+        """Draw a box that says what a participant does by itself.
+
+        Args:
+            at: the participant.
+            text: the text; newlines separate its lines.
+            width: the width of the box, in pixels.
+            gap: the free space above the box, in pixels.
+        """
         rows = len(text.splitlines())
         height = rows * 12 * 1.3 + 9
         self.y += gap
@@ -185,7 +213,7 @@ class _Sequence:
 
 
 def request() -> str:
-    """Draw one request, from the end of its prefill to the release of its pages."""
+    """Return, as SVG, one request from the end of its prefill to the release of its pages."""
     height = 1066
     drawing = Drawing(800, height, "One request, from the end of prefill to the release of pages")
     for (name, colour), x in zip(LIFELINES, COLUMNS, strict=True):
@@ -237,7 +265,7 @@ def request() -> str:
 
 
 def load() -> str:
-    """Draw the states of a load."""
+    """Return, as SVG, the states of a load."""
     drawing = Drawing(800, 452, "States of a load")
     drawing.label(
         18, 100, 122, 58, "Handshake", small="once per engine", fill=DECODE_FILL, stroke=DECODE
@@ -320,7 +348,7 @@ def load() -> str:
 
 
 def hold() -> str:
-    """Draw the states of a hold on one rank of prefill."""
+    """Return, as SVG, the states of a hold on one rank of prefill."""
     drawing = Drawing(800, 356, "States of a hold on one rank of prefill")
     for x, name, word, fill, stroke in (
         (18, "Free", "word: 0", NEUTRAL_FILL, RULE),
@@ -366,7 +394,7 @@ def hold() -> str:
 
 
 def overview() -> str:
-    """Draw two engines and what passes between them."""
+    """Return, as SVG, two engines and what passes between them."""
     drawing = Drawing(800, 282, "A prefill engine hands its KV cache to a decode engine")
     for x, name, kind, fill, stroke in (
         (18, "Prefill engine", "TP 2, HND, blocks of 16 tokens", PREFILL_FILL, PREFILL),
@@ -393,7 +421,7 @@ def overview() -> str:
 
 
 def icon() -> str:
-    """Draw the icon of the site: pages that go from one engine to another."""
+    """Return, as SVG, the icon of the site: pages that go from one engine to another."""
     drawing = Drawing(32, 32, "kvferry")
     drawing.box(2, 8, 9, 16, fill=PREFILL, stroke=PREFILL, round_=2)
     drawing.box(21, 8, 9, 16, fill=DECODE, stroke=DECODE, round_=2)
@@ -404,11 +432,11 @@ def icon() -> str:
 # The planner.
 
 RANK_COLOURS = ((PREFILL, PREFILL_FILL), (THIRD, THIRD_FILL))
-"""Of the two prefill ranks: stroke and fill."""
+"""For each of the two prefill ranks, its colours: stroke and fill."""
 
 
 def ranks() -> str:
-    """Draw which decode rank reads which heads from which prefill rank."""
+    """Return, as SVG, which decode rank of the example reads which heads from which rank."""
     drawing = Drawing(800, 300, "Which decode rank reads which heads from which prefill rank")
     drawing.text(150, 28, "prefill, TP 2", anchor="middle", bold=True)
     drawing.text(650, 28, "decode, TP 3", anchor="middle", bold=True)
@@ -459,7 +487,7 @@ def ranks() -> str:
 
 
 def tokens() -> str:
-    """Draw how the tokens of a request lie in the pages of both sides."""
+    """Return, as SVG, how the example's tokens lie in the pages of prefill and of decode."""
     drawing = Drawing(800, 262, "How the tokens of a request lie in the pages of both sides")
     left, cell = 128, 52
     last = len(EXAMPLE.decode_pages) * EXAMPLE.decode_block
@@ -505,6 +533,13 @@ def tokens() -> str:
 
 
 def _token_fill(token: int, side: str, fill: str) -> str:
+    """Return the colour of a token's cell.
+
+    Args:
+        token: the index of the token in the request.
+        side: ``prefill`` or ``decode``.
+        fill: the colour of tokens that are handed over.
+    """
     if token < EXAMPLE.tokens:
         return fill
     if token < EXAMPLE.read:
@@ -513,7 +548,7 @@ def _token_fill(token: int, side: str, fill: str) -> str:
 
 
 def copies() -> str:
-    """Draw the copies of one sub-block for three pairs of orders."""
+    """Return, as SVG, the copies of one sub-block, for each pair of orders in ``COPIES``."""
     drawing = Drawing(800, 520, "The copies of one sub-block, by the order of heads and tokens")
     prefill, decode = EXAMPLE.prefill[0], EXAMPLE.decode[0]
     for number, ((far, near), (count, cells)) in enumerate(COPIES.items()):
@@ -543,24 +578,38 @@ def copies() -> str:
 
 
 Cell = tuple[int, int]
-"""(head, token)."""
+"""A head and a token, by their indices."""
 
 
 def _places(order: str, heads: tuple[int, int], block: int) -> list[Cell]:
-    """List the cells of a page as they lie in memory."""
+    """Return the cells of a page in the order of their addresses.
+
+    Args:
+        order: ``HND`` if the tokens of a head lie together, ``NHD`` if the heads of a token do.
+        heads: the rank's first head, and the head after its last.
+        block: how many tokens the page has.
+    """
     if order == "HND":
         return [(head, token) for head in range(*heads) for token in range(block)]
     return [(head, token) for token in range(block) for head in range(*heads)]
 
 
 def _is_moved(cell: Cell) -> bool:
-    """Return whether decode rank 0 reads this cell with sub-block 0."""
+    """Return whether decode rank 0 reads this cell from prefill rank 0 with sub-block 0."""
     first, last = READS[0, 0]
     return first <= cell[0] < last and cell[1] < EXAMPLE.sub_block
 
 
 def _runs(source: list[Cell], target: list[Cell]) -> list[list[Cell]]:
-    """Group the cells that are moved into runs that lie together on both sides."""
+    """Group the cells that are moved into runs, each of which is contiguous on both sides.
+
+    Args:
+        source: the cells of the page that is read, in the order of their addresses.
+        target: the cells of the page that is written, likewise.
+
+    Returns:
+        The cells of each run, in order. A run is one copy.
+    """
     runs: list[list[Cell]] = []
     for cell in filter(_is_moved, source):
         last = runs[-1][-1] if runs else None
@@ -576,7 +625,15 @@ _CELL = 47.0
 
 
 def _strip(drawing: Drawing, y: float, name: str, cells: list[Cell], stroke: str) -> None:
-    """Draw the memory of one page, cell by cell in the order of addresses."""
+    """Draw the memory of one page, cell by cell in the order of addresses.
+
+    Args:
+        drawing: the picture to draw into.
+        y: the y coordinate of the cells' upper edge.
+        name: the text to the left of the cells.
+        cells: the cells of the page.
+        stroke: the colour of the edges of cells that are moved.
+    """
     drawing.text(168, y + 24, name.replace(", ", "\n"), size=12, anchor="end", colour=FAINT)
     for index, cell in enumerate(cells):
         fill = DECODE_FILL if _is_moved(cell) else NEUTRAL_FILL
@@ -594,7 +651,7 @@ def _strip(drawing: Drawing, y: float, name: str, cells: list[Cell], stroke: str
 
 
 def _holder(head: int) -> int:
-    """Return which prefill rank has a head."""
+    """Return the index of the prefill rank that has a head."""
     return next(i for i, (first, last) in enumerate(EXAMPLE.prefill) if first <= head < last)
 
 
@@ -608,11 +665,11 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "planner-tokens.svg": tokens,
     "planner-copies.svg": copies,
 }
-"""File name to what draws it."""
+"""For each picture, by its file name: the function that returns it as SVG."""
 
 
 def main() -> None:
-    """Write every picture."""
+    """Draw every picture, and write it to ``docs/pictures``."""
     FOLDER.mkdir(exist_ok=True)
     for name, draw in PICTURES.items():
         (FOLDER / name).write_text(draw())

@@ -16,30 +16,31 @@ class Parameter(Protocol):
     """An argument or an option of a command."""
 
     def get_help_record(self, context: object) -> tuple[str, str] | None:
-        """Return how it is written and what it does; ``None`` if it is hidden."""
+        """Return how a user writes the parameter, and its help; ``None`` if it is hidden."""
 
 
 class Command(Protocol):
-    """A command of a typer app, as typer builds it; a group has ``commands`` too."""
+    """A command of a typer app, as typer builds it; a group of commands also has ``commands``."""
 
     name: str
     help: str | None
 
     def get_usage(self, context: object) -> str:
-        """Return the line that says how the command is called."""
+        """Return the line that shows how the command is called."""
 
     def get_params(self, context: object) -> list[Parameter]:
-        """Return arguments and options."""
+        """Return the command's arguments and options."""
 
 
 def settings(place: str) -> str:
-    """Return a table of a class's settings, and what its docstring says of each.
+    """Return a Markdown table of the settings that are the fields of a class.
 
     Args:
-        place: ``module:Class``; a dataclass or a msgspec struct with an ``Attributes`` section.
+        place: ``module:Class``: a dataclass or a msgspec struct with an ``Attributes`` section in
+            its docstring, which describes each setting.
 
     Raises:
-        ValueError: a setting is missing in that section.
+        ValueError: a setting is missing in that section, or the class is of another kind.
     """
     found = _find(place)
     info = types.type_info(found)
@@ -57,7 +58,7 @@ def settings(place: str) -> str:
 
 
 def commands(place: str) -> str:
-    """Return a section for each command of a typer app.
+    """Return a section of Markdown for a typer app and for each of its commands.
 
     Args:
         place: ``module:app``.
@@ -76,10 +77,13 @@ def commands(place: str) -> str:
 
 
 def attributes(docstring: str) -> dict[str, str]:
-    """Return what the ``Attributes`` section of a docstring says, each on one line.
+    """Return the descriptions in the ``Attributes`` section of a docstring, each on one line.
 
     Args:
-        docstring: cleaned, in Google's style.
+        docstring: a docstring in Google's style, without indentation.
+
+    Returns:
+        The description of each attribute, by its name.
     """
     found: dict[str, list[str]] = {}
     name = ""
@@ -96,18 +100,19 @@ def attributes(docstring: str) -> dict[str, str]:
 
 
 def _find(place: str) -> Any:  # noqa: ANN401  whatever the module has by that name
+    """Return the object that ``module:name`` names."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def _cell(text: str) -> str:
-    """Return text as it can stand in a table: a first letter, and no bar."""
+    """Return text for a cell of a Markdown table: with a capital first letter, and bars escaped."""
     text = text.replace("``", "`").replace("|", "\\|")
     return text[:1].upper() + text[1:]
 
 
 def _type(info: types.Type) -> str:
-    """Return a type in words, with its bounds."""
+    """Return a setting's type and its bounds in words."""
     match info:
         case types.BoolType():
             return "true or false"
@@ -131,6 +136,14 @@ def _type(info: types.Type) -> str:
 
 
 def _bounds(gt: float | None, ge: float | None, lt: float | None, le: float | None) -> str:
+    """Return the bounds of a number in words, after a comma; empty if there are none.
+
+    Args:
+        gt: the number is above this; ``None`` if there is no such bound.
+        ge: the number is at least this, or ``None``.
+        lt: the number is below this, or ``None``.
+        le: the number is at most this, or ``None``.
+    """
     low = f"{ge:,}" if ge is not None else f"above {gt:,}" if gt is not None else ""
     high = f"{le:,}" if le is not None else f"below {lt:,}" if lt is not None else ""
     if low and high:
@@ -139,6 +152,7 @@ def _bounds(gt: float | None, ge: float | None, lt: float | None, le: float | No
 
 
 def _default(field: types.Field) -> str:
+    """Return a setting's default as JSON, "none" for an empty one, or "" if it has no default."""
     if field.default is not msgspec.NODEFAULT:
         value = field.default
     elif field.default_factory is not msgspec.NODEFAULT:
@@ -149,7 +163,13 @@ def _default(field: types.Field) -> str:
 
 
 def _command(command: Command, context: object, title: str) -> str:
-    """Return a command's section: its usage, its help, its arguments and options."""
+    """Return a command's section: its usage, its help, its parameters, its own commands.
+
+    Args:
+        command: the command.
+        context: the command's context, which typer needs.
+        title: the heading of the section; empty for none.
+    """
     usage = command.get_usage(context).removeprefix("Usage: ")
     parts = [f"## {title}"] if title else []
     parts += [f"```\n{' '.join(usage.split())}\n```", *_paragraphs(command.help or "")]
@@ -164,7 +184,7 @@ def _command(command: Command, context: object, title: str) -> str:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    r"""Yield the paragraphs of a help text; those that stand as they are (``\b``) as code."""
+    r"""Yield the paragraphs of a help text, as code if typer must not rewrap them (``\b``)."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         yield f"```\n{paragraph[2:]}\n```" if paragraph.startswith("\b\n") else paragraph
 

@@ -22,15 +22,15 @@ Point = tuple[float, float]
 
 
 class Drawing:
-    """A picture that is put together from shapes, the later ones on top.
+    """A picture made of shapes; later shapes cover earlier ones.
 
-    Coordinates are pixels, from the top left corner. The background is white whatever the page
-    around it is, so that a dark page shows the picture as a light one does.
+    All coordinates and lengths are in pixels; coordinates count from the top left corner. The
+    background is white, so that the picture looks the same on a dark page.
 
     Args:
-        width: in pixels.
-        height: in pixels.
-        title: what the picture shows, for those who cannot see it.
+        width: the width of the picture.
+        height: the height of the picture.
+        title: what the picture shows, for people who cannot see it.
     """
 
     def __init__(self, width: int, height: int, title: str) -> None:
@@ -52,19 +52,19 @@ class Drawing:
         code: bool = False,
         halo: bool = False,
     ) -> None:
-        """Write text.
+        """Write text of one or several lines.
 
         Args:
-            x: where the anchor lies.
-            y: the baseline of the first line.
-            text: its lines.
-            size: in pixels.
-            anchor: ``start``, ``middle`` or ``end``.
-            bold: whether it is bold.
-            italic: whether it is italic.
-            colour: of the letters.
-            code: whether to use letters of one width.
-            halo: whether to cover what is below with a white rim.
+            x: the x coordinate of the anchor of each line.
+            y: the y coordinate of the first line's baseline.
+            text: the text; newlines separate its lines.
+            size: the size of the letters.
+            anchor: which point of a line lies at ``x``: ``start``, ``middle`` or ``end``.
+            bold: whether the letters are bold.
+            italic: whether the letters are italic.
+            colour: the colour of the letters.
+            code: whether to use a font in which all letters have the same width.
+            halo: whether to give the letters a white rim, which covers shapes below them.
         """
         style = f'font-size="{_number(size)}" text-anchor="{anchor}" fill="{colour}"'
         style += ' font-weight="600"' if bold else ""
@@ -91,7 +91,19 @@ class Drawing:
         round_: float = 6,
         thick: float = 1.2,
     ) -> None:
-        """Draw a rectangle with its top left corner at (x, y)."""
+        """Draw a rectangle.
+
+        Args:
+            x: the x coordinate of the top left corner.
+            y: the y coordinate of the top left corner.
+            width: the width of the rectangle.
+            height: the height of the rectangle.
+            fill: the colour of its area.
+            stroke: the colour of its edge.
+            dashed: whether the edge is dashed.
+            round_: the radius of the corners.
+            thick: the thickness of the edge.
+        """
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self._shapes.append(
             f'<rect x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" '
@@ -113,7 +125,20 @@ class Drawing:
         size: float = 14,
         round_: float = 6,
     ) -> None:
-        """Draw a rectangle with text in its middle: bold lines, and ``small`` ones below them."""
+        """Draw a rectangle with text in its middle.
+
+        Args:
+            x: the x coordinate of the top left corner.
+            y: the y coordinate of the top left corner.
+            width: the width of the rectangle.
+            height: the height of the rectangle.
+            text: the text, in bold; newlines separate its lines.
+            small: further text, in smaller letters below ``text``.
+            fill: the colour of the rectangle's area.
+            stroke: the colour of its edge.
+            size: the size of the letters of ``text``.
+            round_: the radius of the corners.
+        """
         self.box(x, y, width, height, fill=fill, stroke=stroke, round_=round_)
         large, lesser = len(text.splitlines()), len(small.splitlines())
         small_size = size - 2
@@ -137,12 +162,13 @@ class Drawing:
         """Draw a line through points.
 
         Args:
-            points: at least two; four of a ``smooth`` line.
-            colour: of the line.
-            thick: in pixels.
-            dashed: whether it is dashed.
-            arrow: whether its end has a head.
-            smooth: whether the two points in the middle are those of a Bezier curve.
+            points: at least two points, as (x, y); four of them for a ``smooth`` line.
+            colour: the colour of the line.
+            thick: the thickness of the line.
+            dashed: whether the line is dashed.
+            arrow: whether the line ends with an arrow's head.
+            smooth: whether to draw a cubic Bezier curve, of which the two points in the middle are
+                the control points.
         """
         dash = ' stroke-dasharray="4 4"' if dashed else ""
         joints = [f"{_number(x)} {_number(y)}" for x, y in points]
@@ -155,7 +181,14 @@ class Drawing:
             self._head(points[-2], points[-1], colour, 7 + thick)
 
     def _head(self, before: Point, tip: Point, colour: str, size: float) -> None:
-        """Draw an arrow's head at ``tip``, away from ``before``."""
+        """Draw the head of an arrow.
+
+        Args:
+            before: the arrow comes from this point.
+            tip: the tip of the head.
+            colour: the colour of the head.
+            size: the length of the head.
+        """
         (x0, y0), (x1, y1) = before, tip
         length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5 or 1.0
         along, across = (x1 - x0) / length, (y1 - y0) / length
@@ -188,4 +221,5 @@ class Drawing:
 
 
 def _number(value: float) -> str:
+    """Return a coordinate or a length as text, with one decimal unless that is 0."""
     return f"{value:.1f}".removesuffix(".0")

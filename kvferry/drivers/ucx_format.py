@@ -1,8 +1,8 @@
 """Check worker addresses and memory keys that come from peers, before UCX reads them.
 
-UCX takes both as pointers without a length. It reads beyond the end of bytes that were cut off, and
-aborts the process if it does not know their version. So this module checks what can be checked
-without UCX: the header, the version, every length and every count.
+UCX takes addresses and keys as pointers without a length. It reads beyond the end of bytes that
+were cut off, and aborts the process if it does not know the version of an address. So this module
+checks what can be checked without UCX: the header, the version, every length and every count.
 
 The formats are those of openucx/ucx, ``src/ucp/wireup/address.c`` (the layouts at its top and
 ``ucp_address_unpack``) and ``src/ucp/core/ucp_rkey.c`` (``ucp_ep_rkey_unpack_internal``), which are
@@ -17,14 +17,15 @@ import struct
 from dataclasses import dataclass
 
 MAX_ENTRIES = 128
-"""UCP_MAX_RESOURCES: the most devices in an address, and the most transports of all devices."""
+"""UCP_MAX_RESOURCES: the most devices that an address may have, and the most transports that these
+may have together."""
 MAX_DOMAINS = 64
 """UCP_MAX_MDS: the most memory domains."""
 MAX_MEMORY_KINDS = 16
-"""More than ``ucs_memory_type_t`` has values."""
+"""Memory kinds from this value on are refused; the values of ``ucs_memory_type_t`` are all less."""
 MAX_KEY_TAIL = 1 + 3 * 64 + 1
-"""How many bytes may follow the parts of a key, one part per memory domain: the system device, the
-distances of 64 other devices at 3 bytes each, and an end mark."""
+"""The most bytes that may follow a key's parts, of which it has one for each memory domain: the
+system device, the distances of 64 other devices at 3 bytes each, and an end mark."""
 
 _V1, _V2 = 0, 1
 _DEBUG_INFO, _UUID, _CLIENT_ID = 1, 2, 4
@@ -33,12 +34,15 @@ _MORE_PATHS, _SYSTEM_DEVICE = 0x40, 0x20
 _DOMAIN, _DEVICE_LENGTH, _TRANSPORT_LENGTH = 0x7F, 0x1F, 0x3F
 _HAS_ENDPOINTS = 0x40
 _LEGACY_RELEASE = 18
-"""Up to this minor version of UCX, two bits of a domain in a version 1 address had another use."""
+"""Up to this minor version of UCX, two of the bits that number a memory domain in an address of
+version 1 had another use."""
 _RELEASES = 16
+"""An address has the minor version of its UCX modulo this number."""
 
 _LENGTHS = {0x7563: 8, 0x19CF: 2}
-"""How long the interface address of two transports is, in bytes, by the CRC-16 of the transport's
-name: ``self`` (a number) and ``tcp`` (a port)."""
+"""The length in bytes of the interface addresses of the transports ``self`` (a number) and ``tcp``
+(a port), by the CRC-16 of the transport's name. The lengths for other transports are not checked.
+"""
 
 _ATTRIBUTES_V1 = struct.Struct("<fffI")
 _ATTRIBUTES_V2 = struct.Struct("<BBBBHH")
@@ -49,7 +53,7 @@ _BANDWIDTHS = (1.0, 1e18)
 
 
 class FormatError(ValueError):
-    """Bytes that UCX did not pack."""
+    """Bytes of a peer that UCX, or NIXL, does not write."""
 
 
 def check_worker_address(data: bytes) -> None:
@@ -78,8 +82,8 @@ def check_key(data: bytes, kinds: frozenset[int] = frozenset(range(MAX_MEMORY_KI
         kinds: the memory kinds to accept, as values of ``ucs_memory_type_t``.
 
     Raises:
-        FormatError: the key is cut off, is longer than a key can be, or is to another kind of
-            memory.
+        FormatError: the key is cut off, is longer than a key can be, or belongs to memory of a kind
+            that is not in ``kinds``.
     """
     reader = _Reader(data)
     domains = int.from_bytes(reader.take(8), "little")
@@ -96,8 +100,8 @@ def is_known(own: bytes) -> bool:
     """Return whether this process's UCX uses the address format that this module checks.
 
     Args:
-        own: the address of a worker of this process. UCX wrote it with the same settings with which
-            it reads the addresses of peers.
+        own: the address of a worker of this process. UCX packed it with the settings that also hold
+            when it reads the addresses of peers.
     """
     try:
         check_worker_address(own)
@@ -108,6 +112,13 @@ def is_known(own: bytes) -> bool:
 
 @dataclass(slots=True)
 class _Reader:
+    """Read bytes in order; a method that would read beyond their end raises ``FormatError``.
+
+    Attributes:
+        data: the bytes.
+        at: the index of the next byte to read.
+    """
+
     data: bytes
     at: int = 0
 
@@ -128,14 +139,17 @@ class _Reader:
         return self.take(1)[0]
 
     def extended(self, mask: int, version: int) -> tuple[int, int]:
-        """Read a byte that holds a value and flags; in version 2 the value may need another byte.
+        """Read a byte that holds a value and flags.
+
+        In an address of version 2, a value of which all bits are set stands for a value in the next
+        byte, which is then read too.
 
         Args:
             mask: the bits of the value; the other bits are the flags.
-            version: the version of the address.
+            version: the version of the address, as in its header.
 
         Returns:
-            The value and the flags.
+            The value and the flags; the flags keep their places in the byte.
         """
         first = self.byte()
         value = first & mask
@@ -149,7 +163,7 @@ class _Reader:
 
 
 def _header(reader: _Reader) -> tuple[int, int]:
-    """Read the header of a worker address, and return its version and flags."""
+    """Read the header of a worker address, and return its version (``_V1``, ``_V2``) and flags."""
     first = reader.byte()
     version = first & 0xF
     if version not in (_V1, _V2):
@@ -188,7 +202,15 @@ def _extras(reader: _Reader, flags: int) -> None:
 
 
 def _transports(reader: _Reader, version: int) -> int:
-    """Read the transports of one device, and return how many there are."""
+    """Read the transports of one device, and return how many there are.
+
+    Args:
+        reader: reads the first of these transports next.
+        version: the version of the address, as in its header.
+
+    Returns:
+        The number of transports; reading stops when there are more than ``MAX_ENTRIES``.
+    """
     count, last = 0, 0
     while not last:
         name = int.from_bytes(reader.take(2), "little")
@@ -207,7 +229,15 @@ def _transports(reader: _Reader, version: int) -> int:
 
 
 def _attributes(reader: _Reader, version: int) -> None:
-    """Refuse overhead, bandwidth or latency by which UCX cannot choose among transports."""
+    """Read the figures by which UCX chooses among transports, and refuse impossible ones.
+
+    Args:
+        reader: reads a transport's overhead, bandwidth and latency next.
+        version: the version of the address, as in its header.
+
+    Raises:
+        FormatError: a figure is not a number or out of bounds.
+    """
     if version == _V2:
         tiny = _ATTRIBUTES_V2.unpack(reader.take(_ATTRIBUTES_V2.size))[:3]
         exponents = [value & 0xF for value in tiny]

@@ -5,7 +5,7 @@ Install ``kvferry[testing]``, and put this into a test module of your distributi
     from kvferry.testing import TransportContract
 
     class TestMine(TransportContract):
-        factory = "mine.transport:MyTransport"    # importable: other processes make one, too
+        factory = "mine.transport:MyTransport"    # importable: other processes import it, too
         options = {"port": 0}                     # what the constructor takes, if anything
 
 Then run ``pytest``. Each rule of ``kvferry.core.transport`` is a test whose name states the rule.

@@ -2,12 +2,14 @@
 
     transport = FaultyTransport(LoopbackTransport(), Schedule(at={2: Fault.DOOM, 5: Fault.DIE}))
 
-The third call of ``read``, ``write`` or ``notify`` begins a transfer that is FAILING for a while
-and then FAILED; at the sixth call the transport dies. Faults can also be random, by seed:
+The calls of ``read``, ``write`` and ``notify`` are counted together, from 0. So the third of them
+begins a transfer that is FAILING for a while and then FAILED, and at the sixth the transport dies.
+Faults can also be random, by seed:
 
     Schedule(seed=7, rate=0.1, faults=(Fault.DELAY, Fault.FAIL))
 
-All faults but ``LIE`` are within the contract of a transport: its users have to cope with them.
+All faults but ``LIE`` are within the contract of a transport: users of a transport have to cope
+with them.
 """
 
 from __future__ import annotations
@@ -60,16 +62,18 @@ class Fault(enum.Enum):
     """The first half of the copies moves, the notification is sent, and the transfer is DONE. No
     driver may do that; the fault is for tests of what has to detect it."""
     DIE = "die"
-    """The wrapped transport is closed: its peers lose it, its own transfers fail, and it no longer
-    connects."""
+    """The wrapped transport is closed: its peers lose it, its own transfers fail, and ``connect``
+    refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Which calls get a fault. ``read``, ``write`` and ``notify`` share a counter, from 0.
+    """Which calls get a fault.
+
+    The calls of ``read``, ``write`` and ``notify`` are counted together, from 0.
 
     Attributes:
-        at: The faults of certain calls, by their numbers; these calls get no random fault.
+        at: The faults of certain calls, by the index of the call; these calls get no random fault.
         seed: The seed of the random faults of all other calls.
         rate: The fraction of the other calls that get a random fault, 0 to 1.
         faults: The faults to choose from at random.
@@ -86,7 +90,10 @@ class Schedule:
         """Return the fault of a call, always the same for the same call.
 
         Args:
-            call: The number of the call, from 0.
+            call: The index of the call, from 0.
+
+        Returns:
+            ``None`` if the call gets no fault.
         """
         if call in self.at:
             return self.at[call]
@@ -102,11 +109,11 @@ class _Transfer:
     """A transfer and its fault.
 
     Attributes:
-        inner: The wrapped driver's transfer; 0 if it was started after the transport died.
-        peer: The transfer's peer.
+        inner: The wrapped driver's id of the transfer; 0 if the transport was dead when it started.
+        peer: The id of the transfer's peer.
         regions: The local regions that the transfer uses.
         fault: The transfer's fault, or ``None``.
-        polls: How many more polls the fault lasts.
+        polls: For how many more polls the fault hides that the wrapped transfer has ended.
         status: The status that ``poll`` returns.
     """
 
@@ -164,7 +171,7 @@ class FaultyTransport(Transport):
         return self._inner.path(peer)
 
     def die(self) -> None:
-        """Close the wrapped transport and fail its transfers now, as ``Fault.DIE`` does."""
+        """Close the wrapped transport and fail all unfinished transfers, as ``Fault.DIE`` does."""
         if self._dead:
             return
         self._last_address = self._inner.address()
@@ -183,7 +190,12 @@ class FaultyTransport(Transport):
             self._inner.register(region)
 
     def deregister(self, region: Region) -> None:
-        """Deregister memory that no transfer uses any more."""
+        """Deregister memory, unless the transport has died.
+
+        Raises:
+            TransportUsageError: An unfinished transfer uses the region, perhaps only because of its
+                fault; or the wrapped transport refuses.
+        """
         for transfer, one in self._transfers.items():
             if not one.status.state.final and region in one.regions and self._alive():
                 self._update(one, count=False)
@@ -193,19 +205,19 @@ class FaultyTransport(Transport):
             self._inner.deregister(region)
 
     def address(self) -> bytes:
-        """Return the wrapped transport's address; after its death, the last one."""
+        """Return the wrapped transport's address; after its death, the last that it had."""
         if self._alive() or self._last_address is None:
             return self._inner.address()
         return self._last_address
 
     def connect(self, address: bytes) -> PeerId:
-        """Connect to a peer; refuse after death."""
+        """Connect to a peer; refuse with ``ConnectError`` if the transport has died."""
         if not self._alive():
             raise ConnectError(f"{self._name} has died")
         return self._inner.connect(address)
 
     def disconnect(self, peer: PeerId) -> None:
-        """Disconnect from a peer, and end the faults of its transfers."""
+        """Disconnect from a peer, and make its transfers final, also those with a fault."""
         if not self._alive():
             return
         self._inner.disconnect(peer)
@@ -215,17 +227,17 @@ class FaultyTransport(Transport):
                 self._update(transfer, count=False, disconnected=True)
 
     def notifications(self) -> list[Notification]:
-        """Return the notifications that have arrived; none after death."""
+        """Return the notifications that have arrived; an empty list if the transport has died."""
         return self._inner.notifications() if self._alive() else []
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        """Send a notification, unless its fault is DROP."""
+        """Send a notification, unless the call's fault is DROP or the transport has died."""
         fault = self._next_fault()
         if self._alive() and fault is not Fault.DROP:
             self._inner.notify(peer, payload)
 
     def cancel(self, transfer: TransferId) -> None:
-        """Cancel a transfer."""
+        """Cancel the wrapped transport's transfer, unless the transport has died."""
         record = self._record(transfer)
         if self._alive():
             self._inner.cancel(record.inner)
@@ -238,15 +250,15 @@ class FaultyTransport(Transport):
     # Transfers.
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Start a read, maybe with a fault."""
+        """Start a read with the call's fault, if it has one; see ``Transport.read``."""
         return self._start("read", peer, copies, notify)
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Start a write, maybe with a fault."""
+        """Start a write with the call's fault, if it has one; see ``Transport.write``."""
         return self._start("write", peer, copies, notify)
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        """Return the statuses of transfers, changed by their faults."""
+        """Return the statuses of transfers, as their faults make them look."""
         records = [self._record(transfer) for transfer in transfers]
         if self._alive():
             self._inner.poll([])
@@ -255,7 +267,12 @@ class FaultyTransport(Transport):
         return [transfer.status for transfer in records]
 
     def forget(self, transfer: TransferId) -> None:
-        """Forget a final transfer."""
+        """Forget a final transfer.
+
+        Raises:
+            TransportUsageError: The transfer is not final, perhaps only because of its fault; or
+                the transport has no transfer of this id.
+        """
         record = self._record(transfer)
         if self._alive():
             self._update(record, count=False)
@@ -288,11 +305,11 @@ class FaultyTransport(Transport):
         return number
 
     def _update(self, transfer: _Transfer, *, count: bool, disconnected: bool = False) -> None:
-        """Update the status of a transfer.
+        """Update the status of a transfer from that of the wrapped transfer and from its fault.
 
         Args:
             transfer: The transfer.
-            count: Whether this counts as one of ``Schedule.polls``.
+            count: Whether this update counts as one of the ``Schedule.polls``.
             disconnected: Whether the transfer's peer has just been disconnected.
         """
         if transfer.status.state.final:
@@ -314,21 +331,24 @@ class FaultyTransport(Transport):
                 transfer.status = status
 
     def _next_fault(self) -> Fault | None:
-        """Return the fault of the next call; if it is DIE, let the transport die."""
+        """Count a call, and return its fault; if the fault is DIE, let the transport die."""
         fault = self._schedule.fault(next(self._calls))
         if fault is Fault.DIE and not self._closed:
             self.die()
         return fault
 
     def _alive(self) -> bool:
-        """Return whether to pass calls on; after ``close``, ``inner`` itself refuses them."""
+        """Return whether to pass calls on to ``inner``: unless the transport has died.
+
+        After ``close`` all calls are passed on, and ``inner`` refuses them.
+        """
         return not self._dead or self._closed
 
     def _record(self, transfer: TransferId) -> _Transfer:
-        """Return a transfer by its id.
+        """Return the record of a transfer by the transfer's id.
 
         Raises:
-            TransportUsageError: The transport is closed, or the transfer is not known.
+            TransportUsageError: The transport is closed, or it has no transfer of this id.
         """
         if self._closed:
             raise TransportUsageError(f"{self._name} is closed")
@@ -338,7 +358,7 @@ class FaultyTransport(Transport):
 
 
 def _remaining_copies(copies: Copies, fault: Fault | None) -> Copies:
-    """Return the part of a batch that moves despite the fault."""
+    """Return the part of a batch of copies that moves if a transfer has this fault."""
     if fault is Fault.FAIL:
         return replace(copies, nbytes=np.zeros_like(copies.nbytes))
     if fault not in (Fault.TRUNCATE, Fault.LIE):

@@ -33,16 +33,16 @@ class Buffer(ABC):
 
     @abstractmethod
     def get(self, offset: int = 0, nbytes: int | None = None) -> Bytes:
-        """Return a copy of some bytes in CPU memory, once enqueued work of the device is done.
+        """Wait for the device's enqueued work, and return a copy of some bytes, in CPU memory.
 
         Args:
             offset: The index of the first byte.
-            nbytes: The number of bytes; by default all from ``offset`` on.
+            nbytes: How many bytes; by default all from ``offset`` on.
         """
 
     @abstractmethod
     def put(self, data: Bytes, offset: int = 0) -> None:
-        """Overwrite bytes, and return when they are in place.
+        """Overwrite bytes, and return when the new bytes are in place.
 
         Args:
             data: The new bytes.
@@ -54,7 +54,7 @@ class Buffer(ABC):
 
         Args:
             offset: The index of the first byte.
-            nbytes: The number of bytes.
+            nbytes: How many bytes.
         """
         whole = self.region
         return Region(
@@ -93,7 +93,7 @@ class CpuBuffer(Buffer):
 class SharedBuffer(CpuBuffer):
     """The memory of a file, which several processes can map.
 
-    So a test can inspect it while the process that registered it is stopped.
+    So a test can inspect the memory while the process that registered it is stopped.
 
     Args:
         path: The file, which must have at least ``nbytes`` bytes.
@@ -110,7 +110,10 @@ class SharedBuffer(CpuBuffer):
 
     @classmethod
     def create(cls, nbytes: int) -> Self:
-        """Return a new buffer, which other processes can map by ``path`` while it exists."""
+        """Return a new buffer of ``nbytes`` bytes, in a file that exists as long as the buffer.
+
+        Other processes can map the file by ``path``.
+        """
         file = os.memfd_create("kvferry-testing", os.MFD_CLOEXEC)
         os.ftruncate(file, nbytes)
         made = cls(f"/proc/{os.getpid()}/fd/{file}", nbytes)
@@ -169,7 +172,7 @@ def allocate(memory: str, nbytes: int) -> Buffer:
 
     Raises:
         ImportError: The function does not exist.
-        RuntimeError: The device is not available; says why.
+        RuntimeError: The device is not available; the text says why.
     """
     kind, _, rest = memory.partition(":")
     if kind == "cpu":
@@ -186,13 +189,13 @@ def available(kind: str) -> bool:
     """Return whether ``allocate`` can make memory of this kind on this machine.
 
     Args:
-        kind: ``cpu`` or ``cuda``.
+        kind: ``cpu`` or ``cuda``; the answer is False for every other kind.
     """
     return kind == "cpu" or (kind == "cuda" and not _why_no_cuda(0))
 
 
 def _why_no_cuda(device: int) -> str:
-    """Return why a CUDA device cannot be used; empty if it can."""
+    """Return why the CUDA device of this index cannot be used; an empty string if it can."""
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
@@ -221,10 +224,10 @@ def imported(name: str) -> Any:  # noqa: ANN401 - the caller knows its type
 
 
 def pattern(nbytes: int, seed: int) -> Bytes:
-    """Return random bytes without zeros, so that a byte at a wrong place is noticed.
+    """Return random bytes from 1 to 255, so that a test notices a byte at a wrong place.
 
     Args:
-        nbytes: The number of bytes.
-        seed: The seed of the random numbers.
+        nbytes: How many bytes.
+        seed: The seed of the random numbers: the same seed gives the same bytes.
     """
     return np.random.default_rng(seed).integers(1, 256, nbytes, np.uint8)

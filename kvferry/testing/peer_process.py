@@ -1,4 +1,4 @@
-"""The child process of ``peers.Process``: one transport and one buffer, controlled by the parent.
+"""The child process of ``peers.Process``: it has a transport and a buffer, and obeys its parent.
 
 Between commands it polls the transport, unless the driver serves peers without calls
 (``background_progress``).
@@ -33,7 +33,7 @@ _STAY_SECONDS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSetup:
-    """How to set up the process; the parent's first message to it.
+    """How to set up a peer's process: the first message that its parent sends.
 
     Attributes:
         server: The class that executes commands, as ``package.module:name``.
@@ -59,7 +59,8 @@ class Seen:
     Attributes:
         sender: The name of the transport that sent it.
         payload: The notification's payload.
-        first: The first byte of the receiver's buffer when the notification was returned.
+        first: The first byte of the receiver's buffer, read when the receiver had just got the
+            notification.
     """
 
     sender: str
@@ -68,7 +69,7 @@ class Seen:
 
 
 class PeerServer:
-    """Execute commands of the parent. Each public method is a command.
+    """Execute commands of the parent process. Each public method is a command.
 
     Args:
         setup: How to set up the transport and the buffer.
@@ -95,23 +96,28 @@ class PeerServer:
             self.turn()
 
     def get(self) -> bytes:
-        """Return the buffer's bytes."""
+        """Return all bytes of the buffer."""
         return self.buffer.get().tobytes()
 
     def put(self, data: Bytes) -> None:
-        """Overwrite the buffer from its start."""
+        """Overwrite the first bytes of the buffer with ``data``."""
         self.buffer.put(data)
 
     def register(self, region: Region) -> None:
-        """Register memory."""
+        """Register memory with the transport."""
         self.transport.register(region)
 
     def deregister(self, region: Region) -> None:
-        """Deregister memory."""
+        """Deregister memory from the transport."""
         self.transport.deregister(region)
 
     def notifications(self, count: int, seconds: float) -> list[Seen]:
-        """Return ``count`` notifications, or fewer if the time is up before they arrive."""
+        """Wait for notifications, and return those that have arrived.
+
+        Args:
+            count: For how many notifications to wait.
+            seconds: How long to wait at most.
+        """
         seen: list[Seen] = []
         deadline = time.monotonic() + seconds
         while len(seen) < count and time.monotonic() < deadline:
@@ -123,16 +129,28 @@ class PeerServer:
         return seen
 
     def connect(self, address: bytes) -> PeerId:
-        """Connect to a peer."""
+        """Connect the transport to an address, and return the peer's id."""
         return self.transport.connect(address)
 
     def notify(self, peer: PeerId, payloads: list[bytes]) -> None:
-        """Send notifications."""
+        """Send notifications to a peer.
+
+        Args:
+            peer: The receiver's id, which ``connect`` returned.
+            payloads: The payload of each notification.
+        """
         for payload in payloads:
             self.transport.notify(peer, payload)
 
     def start(self, op: str, peer: PeerId, copies: Copies, seconds: float) -> Status:
-        """Start a read or write here, and return its status when it ends or the time is up."""
+        """Start a transfer, and return its status once it is not PENDING or the time is up.
+
+        Args:
+            op: ``read`` or ``write``.
+            peer: The id of the transport to read from or write to.
+            copies: The copies to make.
+            seconds: How long to wait at most.
+        """
         transfer = getattr(self.transport, op)(peer, copies)
         deadline = time.monotonic() + seconds
         while True:
@@ -142,7 +160,18 @@ class PeerServer:
             time.sleep(0.0005)
 
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
-        """Fork, use the transport in the child, and return a line for each rule that it broke."""
+        """Fork, and call every method of the transport in the child.
+
+        In the child, every method but ``close`` must raise ``TransportUsageError``, and ``close``
+        must do nothing.
+
+        Args:
+            peer: The id of a connected peer.
+            copies: Copies between this process's buffer and the peer's memory.
+
+        Returns:
+            A line for each rule that the transport broke in the child.
+        """
         get, put = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Forking with threads is what this tests.
@@ -157,7 +186,13 @@ class PeerServer:
         return [line for line in wrong.splitlines() if line] + [f"ended with {code}"] * bool(code)
 
     def fork_and_stay(self) -> int:
-        """Fork a child that keeps all inherited descriptors and does nothing; return its pid."""
+        """Fork a child that keeps all inherited file descriptors and does nothing.
+
+        The test kills the child.
+
+        Returns:
+            The child's pid.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             child = os.fork()
@@ -173,7 +208,7 @@ class PeerServer:
         wrong = self._unrefused_calls(peer, copies)
         try:
             self.transport.close()
-        except Exception as exc:  # noqa: BLE001 - likewise
+        except Exception as exc:  # noqa: BLE001 - reported to the parent
             wrong.append(f"close raised {exc!r}")
         # Garbage collection in the child must not harm the parent's transport either.
         del self.transport
@@ -209,14 +244,16 @@ def calls(
 ) -> dict[str, Callable[[], object]]:
     """Return one call for each method that must refuse after ``close`` and in a forked child.
 
+    Operations that the transport's capabilities lack are left out.
+
     Args:
-        transport: The transport.
+        transport: The transport to call.
         region: The memory to register and deregister.
-        peer: A peer of the transport.
+        peer: The id of a connected peer of the transport.
         copies: The copies to read or write.
 
     Returns:
-        The calls, by the methods' names.
+        A function without arguments for each method, by the method's name.
     """
     can = transport.capabilities
     sends = {"notify": lambda: transport.notify(peer, b"x")} if can.max_notification else {}
@@ -237,10 +274,12 @@ def calls(
 
 
 def serve(connection: Connection) -> None:
-    """Execute the parent's commands until it closes the connection; answer with results or errors.
+    """Execute the parent's commands until the parent closes the connection.
+
+    Each answer is a pair: True and the command's result, or False and its error.
 
     Args:
-        connection: The connection to the parent.
+        connection: The connection to the parent. A ``PeerSetup`` arrives on it first.
     """
     setup: PeerSetup = connection.recv()
     server: PeerServer = imported(setup.server)(setup)
@@ -272,7 +311,10 @@ def _answer(server: PeerServer, command: str, args: tuple[Any, ...]) -> tuple[bo
 
 
 def main() -> None:
-    """Serve the connection whose descriptor is the first argument; never returns."""
+    """Serve the connection whose file descriptor is the first argument of the command line.
+
+    Ends the process, and never returns.
+    """
     try:
         serve(Connection(int(sys.argv[1])))
     except BaseException:  # noqa: BLE001 - printed, and the process ends

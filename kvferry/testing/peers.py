@@ -42,10 +42,10 @@ class TransportPeer(Protocol):
         """Return the address of the peer's transport."""
 
     def get(self) -> Bytes:
-        """Return the bytes of the peer's buffer, as the peer's own process sees them."""
+        """Return all bytes of the peer's buffer, as the peer's own process sees them."""
 
     def put(self, data: Bytes) -> None:
-        """Overwrite the peer's buffer from its start."""
+        """Overwrite the first bytes of the peer's buffer with ``data``."""
 
     def register(self, region: Region) -> None:
         """Register memory with the peer's transport."""
@@ -54,11 +54,21 @@ class TransportPeer(Protocol):
         """Deregister memory from the peer's transport."""
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
-        """Return ``count`` notifications, or fewer if the time is up before they arrive."""
+        """Wait for notifications, and return those that have arrived.
+
+        Args:
+            count: For how many notifications to wait.
+            seconds: How long to wait at most; by default as long as the tests wait for anything.
+
+        Returns:
+            At least ``count`` notifications, or fewer if the time is up before they arrive.
+        """
 
 
 class Process:
-    """A peer in a process of its own. Most methods send a command to it and wait for its answer.
+    """A peer in a process of its own.
+
+    Most methods send a command to that process and wait for its answer.
 
     Args:
         factory: The class or function that makes the peer's transport, as ``package.module:name``.
@@ -71,6 +81,10 @@ class Process:
         wait: Whether to wait until the process has started; if not, call ``started``.
 
     Attributes:
+        process: The process.
+        content: The buffer's first content.
+        name: The name of the peer's transport; set once the process has started.
+        region: The whole buffer, as a region; set once the process has started.
         meanwhile: If set, called repeatedly while a command runs: for transports of this process
             that move nothing unless they are polled.
         patience: How many seconds to wait for notifications by default.
@@ -157,7 +171,7 @@ class Process:
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
-        """Send SIGCONT."""
+        """Send SIGCONT, so that a stopped process continues."""
         self.process.send_signal(signal.SIGCONT)
 
     def address(self) -> bytes:
@@ -170,47 +184,67 @@ class Process:
         self.ask("reset")
 
     def get(self) -> Bytes:
-        """Return the buffer's bytes."""
+        """Return all bytes of the buffer."""
         return np.frombuffer(self.ask("get"), np.uint8)
 
     def put(self, data: Bytes) -> None:
-        """Overwrite the buffer from its start."""
+        """Overwrite the first bytes of the buffer with ``data``."""
         self.ask("put", data)
 
     def register(self, region: Region) -> None:
-        """Let the peer register memory."""
+        """Register memory of the peer's process with the peer's transport."""
         self.ask("register", region)
 
     def deregister(self, region: Region) -> None:
-        """Let the peer deregister memory."""
+        """Deregister memory from the peer's transport."""
         self.ask("deregister", region)
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
-        """Return ``count`` notifications, or fewer if the time is up before they arrive."""
+        """Wait for notifications, and return them; see ``TransportPeer.notifications``."""
         self.expect(count, seconds)
         return self.expected()
 
     def expect(self, count: int, seconds: float | None = None) -> None:
-        """Let the peer start to wait for ``count`` notifications; ``expected`` returns them."""
+        """Let the peer start to wait for notifications, which ``expected`` returns.
+
+        Args:
+            count: For how many notifications to wait.
+            seconds: How long to wait at most; by default ``patience``.
+        """
         limit = self.patience if seconds is None else seconds
         self._connection.send(("notifications", (count, limit)))
 
     def expected(self) -> list[Seen]:
-        """Return the notifications that have arrived since ``expect``."""
+        """Wait until the peer has what ``expect`` asked for, and return those notifications.
+
+        There are fewer than the expected count if its time was up.
+        """
         seen: list[Seen] = self._answer("notifications", 60.0)
         return seen
 
     def connect(self, address: bytes) -> PeerId:
-        """Let the peer connect to an address."""
+        """Let this peer's transport connect to an address, and return what ``connect`` returned."""
         peer: PeerId = self.ask("connect", address)
         return peer
 
     def notify(self, peer: PeerId, payloads: Sequence[bytes]) -> None:
-        """Let the peer send notifications."""
+        """Let this peer's transport send notifications.
+
+        Args:
+            peer: The receiver's id, which ``connect`` returned.
+            payloads: The payload of each notification.
+        """
         self.ask("notify", peer, list(payloads))
 
     def begin(self, op: str, peer: PeerId, copies: Copies, seconds: float = 20.0) -> None:
-        """Let the peer start a read or write; ``ended`` waits for its outcome."""
+        """Let this peer's transport start a transfer, for whose outcome ``ended`` waits.
+
+        Args:
+            op: ``read`` or ``write``.
+            peer: The id of the transport to read from or write to, which ``connect`` returned.
+            copies: The copies to make; their local addresses are those of the peer's process.
+            seconds: How long the peer waits for the transfer's end.
+        """
         self._connection.send(("start", (op, peer, copies, seconds)))
 
     def answered(self) -> bool:
@@ -218,17 +252,32 @@ class Process:
         return self._connection.poll(0)
 
     def ended(self) -> Status:
-        """Wait for the transfer that ``begin`` started, and return its status."""
+        """Wait for the transfer that ``begin`` started, and return its last status.
+
+        The status is PENDING if the transfer took longer than ``seconds`` of ``begin``.
+        """
         status: Status = self._answer("start", 60.0)
         return status
 
     def fork(self, peer: PeerId, copies: Copies) -> list[str]:
-        """Let the peer fork and its child use the transport; return the rules that it broke."""
+        """Let this peer's process fork, and call every method of its transport in the child.
+
+        Args:
+            peer: The id of a connected transport, which ``connect`` returned.
+            copies: Copies between the peer's buffer and that transport's memory.
+
+        Returns:
+            A line for each rule that the transport broke in the child.
+        """
         wrong: list[str] = self.ask("fork", peer, copies)
         return wrong
 
     def fork_and_stay(self) -> int:
-        """Let the peer fork a child that does nothing until it is killed; return its pid."""
+        """Let this peer's process fork a child that does nothing until the caller kills it.
+
+        Returns:
+            The child's pid.
+        """
         child: int = self.ask("fork_and_stay")
         return child
 
@@ -238,12 +287,22 @@ class Process:
 
     # The answers are what the methods of ``PeerServer`` return, so their types differ.
     def ask(self, command: str, *args: object) -> Any:  # noqa: ANN401
-        """Execute a method of the peer's server, and return its answer."""
+        """Execute a method of the ``PeerServer`` in the peer's process, and return its answer.
+
+        Args:
+            command: The method's name.
+            args: The method's arguments.
+        """
         self.tell(command, *args)
         return self._answer(command, 60.0)
 
     def tell(self, command: str, *args: object) -> None:
-        """Send a command without waiting for an answer."""
+        """Start to execute a method of the ``PeerServer``, without waiting for its answer.
+
+        Args:
+            command: The method's name.
+            args: The method's arguments.
+        """
         self._connection.send((command, args))
 
     def _answer(self, command: str, seconds: float) -> Any:  # noqa: ANN401
@@ -273,7 +332,10 @@ class Process:
 
 
 class Spares:
-    """A supply of processes, each for one test. From the second on, the next one starts in advance.
+    """A supply of processes, each for one test.
+
+    When the second process is taken, and each time after that, the supply starts the next process,
+    so that the next test need not wait for it.
 
     Args:
         make: Starts a process without waiting until it has started.
@@ -292,6 +354,6 @@ class Spares:
         return taken.started()
 
     def end(self) -> None:
-        """Kill the process that was started in advance."""
+        """Kill the process that was started for the next test, if there is one."""
         if self._next is not None:
             self._next.end()

@@ -23,7 +23,15 @@ _Slot = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
 
 
 class LoopbackRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A region and its entry in the owner's registry."""
+    """A region and its entry in the owner's registry (see ``registry.Entry``).
+
+    Attributes:
+        address: the region's first byte, in the owner's process.
+        nbytes: the region's length in bytes.
+        device: the region's device index; 0 for CPU memory.
+        slot: the index of the region's row in the registry.
+        key: the key in that row.
+    """
 
     address: _Word
     nbytes: _Word
@@ -33,7 +41,7 @@ class LoopbackRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoopbackAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """An address, as msgpack. Fields that a later version adds are ignored.
+    """The address of a loopback transport, as msgpack. Fields of later versions are ignored.
 
     Attributes:
         magic: the format of the address.
@@ -43,11 +51,12 @@ class LoopbackAddress(msgspec.Struct, frozen=True, kw_only=True):
         pid: the transport's process.
         start_time: when the process started, in clock ticks since boot; it tells the process from
             a later one with the same pid.
-        instance: 16 random bytes that identify the transport. The registry begins with them, so a
-            reader knows whose registry it is; the first message to ``socket`` must contain them,
-            so only a process that has this address can send notifications.
+        instance: 16 random bytes that identify the transport. The transport's registry of regions
+            begins with them, so a reader knows whose registry it is; the first message to
+            ``socket`` must contain them, so only a process that has this address can send
+            notifications.
         socket: the name of the notification socket in Linux's abstract socket namespace.
-        board: the memory address of the registry in the process.
+        board: the memory address of the registry (see ``registry``) in the transport's process.
         regions: the regions that were registered when the address was made.
     """
 
@@ -91,7 +100,7 @@ def decode(data: bytes) -> LoopbackAddress:
 
 
 def entries(address: LoopbackAddress) -> dict[Region, Entry]:
-    """Return the regions of a peer with their entries in its registry.
+    """Return the regions that a peer's address names, each with its entry in the peer's registry.
 
     Raises:
         ConnectError: the address names a region that cannot exist.

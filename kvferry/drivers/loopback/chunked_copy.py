@@ -1,4 +1,8 @@
-"""Merging a batch of copies into runs, cutting runs into chunks, and moving chunks."""
+"""Merging a batch of copies into runs, cutting the runs into chunks, and moving chunks.
+
+A *run* is a range of bytes that is contiguous on both sides. A *chunk* is the part of a batch that
+one system call moves: parts of at most 1024 runs.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +26,13 @@ lock during each run. With shorter runs, waiting for the lock (5 ms, while anoth
 may take longer than the run."""
 
 _SORTED_FROM = 64
-"""The fewest copies that are worth sorting."""
+"""A batch of fewer copies is not sorted by source address."""
 
 _POOLED = 4
+"""How many idle ``CopyRuns`` a pool keeps."""
+
 _SMALLEST_CAPACITY = 4096
+"""The fewest copies that a ``CopyRuns`` of a pool has room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,8 +41,9 @@ class Chunk:
 
     Attributes:
         local: (k, 2) uint64, k at most 1024: address and length in bytes of each local range.
-        remote: (k, 2) uint64, the peer's ranges, with the same lengths.
-        nbytes: the sum of the lengths.
+        remote: (k, 2) uint64: address and length of the peer's range for each local range; the
+            lengths are those of ``local``.
+        nbytes: the sum of the lengths in ``local``.
     """
 
     local: U64Array
@@ -44,18 +52,19 @@ class Chunk:
 
 
 class CopyRuns:
-    """A batch of copies, merged into *runs*: ranges that are contiguous on both sides.
+    """A batch of copies, merged into *runs*: ranges of bytes that are contiguous on both sides.
 
-    The runs are sorted by source address if the batch has 64 copies or more. A position in the
-    batch is a number of bytes from its start, so a batch can be cut within a run.
+    The runs are sorted by source address if the batch has 64 copies or more. A *position* in the
+    batch is a number of bytes, counted from the start of the first run through all runs in their
+    order. So a batch can be cut within a run.
 
-    Owns arrays that are reused for batch after batch: touching fresh memory costs more than what is
-    computed in it.
+    The object owns arrays that it reuses for batch after batch: touching fresh memory costs more
+    than what is computed in it.
 
     Attributes:
         capacity: the most copies that a batch can have.
         count: how many runs the batch has.
-        total: the bytes of all runs together.
+        total: how many bytes all runs have together.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -74,10 +83,11 @@ class CopyRuns:
         self._starts = np.empty(capacity + 1, np.int64)
 
     def fill(self, copies: Copies, *, write: bool) -> None:
-        """Replace the batch by another one, and merge it.
+        """Replace the batch by another batch, and merge its copies into runs.
 
         Args:
-            copies: n copies that have been checked, n at most ``capacity``. They are copied.
+            copies: n copies that have been checked, n at most ``capacity``. The arrays are copied,
+                so the caller may reuse them.
             write: whether the local side is the source.
         """
         n = len(copies.nbytes)
@@ -91,24 +101,37 @@ class CopyRuns:
         self._merge(copies, n)
 
     def small(self, limit: int) -> bool:
-        """Return whether the batch has at most ``limit`` bytes and one system call can move it."""
+        """Return whether the batch has at most ``limit`` bytes and at most 1024 runs.
+
+        One system call can move such a batch.
+        """
         return self.total == 0 or (self.total <= limit and self.count <= MAX_IOVECS)
 
     def next_stop(self, start: int, limit: int) -> int:
-        """Return the position at which a chunk that starts at ``start`` ends.
+        """Return the position after the last byte of the largest chunk that starts at ``start``.
 
-        It is at most ``limit`` bytes and 1024 runs after ``start``.
+        Such a chunk has at most ``limit`` bytes, and parts of at most 1024 runs.
+
+        Args:
+            start: the position of the chunk's first byte.
+            limit: the most bytes of the chunk.
+
+        Returns:
+            ``total`` if the rest of the batch fits into the chunk.
         """
         first = self._run_at(start)
         return min(start + limit, int(self._starts[min(first + MAX_IOVECS, self.count)]))
 
     def chunk(self, start: int, stop: int) -> Chunk:
-        """Return the chunk of bytes ``[start, stop)``, in arrays of its own.
+        """Return the chunk of the bytes at the positions ``[start, stop)``.
 
         Args:
             start: the position of the first byte.
-            stop: the position after the last byte; at most what ``next_stop`` returns for
-                ``start``.
+            stop: the position after the last byte; more than ``start``, and at most what
+                ``next_stop`` returns for ``start``.
+
+        Returns:
+            A chunk whose arrays are its own: the next ``fill`` leaves them alone.
         """
         first, last = self._run_at(start), self._run_at(stop - 1) + 1
         edges = self._starts[first : last + 1].copy()
@@ -186,11 +209,11 @@ _memmove_releasing_lock = _memmove(ctypes.CDLL(None))
 
 
 def copy_in_process(chunk: Chunk, *, write: bool) -> None:
-    """Copy a chunk whose two sides are both in this process, without system calls.
+    """Copy a chunk whose local and remote ranges are both in this process, without system calls.
 
     Args:
-        chunk: the ranges of both sides.
-        write: whether the local side is the source.
+        chunk: the ranges to copy.
+        write: whether the local ranges are the source.
     """
     source, target = (chunk.local, chunk.remote) if write else (chunk.remote, chunk.local)
     long = chunk.nbytes >= _RELEASE_FROM * len(source)

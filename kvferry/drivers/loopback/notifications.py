@@ -29,9 +29,13 @@ from kvferry.core.transport import Notification
 from kvferry.drivers.loopback.address import Instance, Name
 
 MAX_NOTIFICATION = 1 << 16
+"""The longest payload of a notification, in bytes."""
 _MAX_INBOX = 64 << 20
+"""With more bytes of received notifications than this in the inbox, nothing is received."""
 _MAX_QUEUED = 16 << 20
+"""With more bytes of unsent notifications than this in its queue, a channel takes no others."""
 _MAX_SENDERS = 4096
+"""How many incoming connections are kept."""
 _MAX_UNIDENTIFIED = 64
 """How many connections that have sent no hello are kept: any process of this user or of root can
 connect."""
@@ -39,7 +43,9 @@ _PER_MESSAGE = 256
 """How many bytes to add to each message's size in the limits above, so that they also bound the
 number of tiny messages."""
 _BACK_OFF_SECONDS = 0.05
+"""How long the thread waits while the inbox is full or no file descriptor is left."""
 _DRAIN_SECONDS = 0.5
+"""How long closing a channel waits for its queue to be sent."""
 _MESSAGES_AT_ONCE = 256
 """How many messages to receive from one sender before turning to the next."""
 
@@ -67,13 +73,15 @@ _hello = msgspec.msgpack.Decoder(ChannelHello)
 
 @dataclass(slots=True, eq=False)
 class NotificationChannel:
-    """The sending end of one connection. Queues, in order, what the socket does not take at once.
+    """The sending end of one connection, to a peer's mailbox.
+
+    It queues, in order, the notifications that the socket does not take at once.
 
     Attributes:
         peer: the name of the receiving transport.
         socket: the connected, non-blocking socket; owned by this channel.
-        epoll: the mailbox's epoll object, which reports when the socket takes more.
-        lost: whether the receiver's end is gone, or this channel is closed.
+        epoll: the mailbox's epoll object, which reports when the socket takes data again.
+        lost: whether the receiver has closed its end, or this channel is closed.
     """
 
     peer: str
@@ -88,8 +96,9 @@ class NotificationChannel:
         """Send or queue a notification. Never block.
 
         Raises:
-            PeerLostError: the receiver's end is gone.
-            TransportError: the queue is full, because the receiver takes no notifications.
+            PeerLostError: the receiver has closed its end, or this channel is closed.
+            TransportError: the queue is full, because the receiver takes no notifications. The
+                notification is dropped.
         """
         with self._lock:
             if self._queued_bytes > _MAX_QUEUED:
@@ -114,7 +123,7 @@ class NotificationChannel:
 
     @property
     def waiting(self) -> bool:
-        """Whether notifications are queued for a receiver that is still there."""
+        """Whether notifications are queued, and ``lost`` is false."""
         return bool(self._queue) and not self.lost
 
     def close(self) -> None:
@@ -125,6 +134,11 @@ class NotificationChannel:
             self.socket.close()
 
     def _sent(self, payload: bytes) -> bool:
+        """Send a notification, or drop it and set ``lost`` if the receiver is gone.
+
+        Returns:
+            False if the socket's buffer is full: the notification has to be sent later.
+        """
         if self.lost:
             return True
         try:
@@ -141,18 +155,29 @@ class NotificationChannel:
 
 @dataclass(slots=True, eq=False)
 class _Incoming:
+    """The receiving end of one connection.
+
+    Attributes:
+        socket: the accepted, non-blocking socket; owned by the mailbox.
+        sender: the name of the peer's transport; ``None`` until its hello has arrived.
+    """
+
     socket: socket.socket
     sender: str | None = None
 
 
 class Mailbox:
-    """Receive notifications from all peers, and open channels to them.
+    """Receive notifications from all peers, and open channels to send notifications to peers.
 
-    One thread does both: it receives, and sends what the channels have queued.
+    The mailbox has one thread, which receives notifications and sends those that the channels have
+    queued.
 
     Args:
-        instance: 16 bytes that a sender must put into its hello.
+        instance: 16 bytes that identify the transport; a sender must put them into its hello.
         name: the transport's name, which receivers see as the sender.
+
+    Attributes:
+        socket_name: the name of the listening socket in the abstract namespace.
     """
 
     def __init__(self, instance: bytes, name: str) -> None:
@@ -189,7 +214,8 @@ class Mailbox:
             A channel that the mailbox owns until ``close_channel`` or ``close``.
 
         Raises:
-            ConnectError: no socket of that name listens, or it has too many connections waiting.
+            ConnectError: no socket of that name listens, or too many connections wait for it to
+                accept them.
         """
         hello = msgspec.msgpack.encode(ChannelHello(to=instance, sender=self._name))
         try:
@@ -207,7 +233,10 @@ class Mailbox:
         return channel
 
     def close_channel(self, channel: NotificationChannel) -> None:
-        """Close a channel from ``open_channel``; wait up to 0.5 s for its queue to be sent."""
+        """Close a channel from ``open_channel``, after waiting up to 0.5 s until its queue is sent.
+
+        Notifications that are still queued then are dropped.
+        """
         _let_drain([channel])
         with self._lock:
             if self._channels.pop(channel.socket.fileno(), None) is not None:
@@ -215,7 +244,7 @@ class Mailbox:
         channel.close()
 
     def take(self) -> list[Notification]:
-        """Return the notifications that arrived since the last call. Never block."""
+        """Return the notifications that arrived since the last call, oldest first. Never block."""
         with self._lock:
             # Receive here too: a busy interpreter may starve the thread.
             self._handle(self._epoll.poll(0))
@@ -224,10 +253,10 @@ class Mailbox:
         return taken
 
     def close(self, deadline_seconds: float) -> None:
-        """End the thread and close every socket; wait up to 0.5 s for the queues to be sent.
+        """End the thread and close every socket, after waiting up to 0.5 s until queues are sent.
 
         Args:
-            deadline_seconds: how long to wait for the end of the thread.
+            deadline_seconds: how many seconds to wait for the end of the thread.
         """
         _let_drain(list(self._channels.values()))
         self._closing = True
@@ -255,7 +284,10 @@ class Mailbox:
                 self._room.wait(_BACK_OFF_SECONDS)
 
     def _handle(self, events: list[tuple[int, int]]) -> bool:
-        """Handle events of the epoll object.
+        """Send queued notifications, receive others, and accept connections, as events demand.
+
+        Args:
+            events: what the epoll object's ``poll`` returned: (file descriptor, event mask).
 
         Returns:
             False if the inbox is full, or no file descriptor is left for a new connection.
@@ -271,6 +303,7 @@ class Mailbox:
         return settled
 
     def _accept(self) -> bool:
+        """Accept all waiting connections. Return false if no file descriptor is left for one."""
         try:
             while True:
                 sock, _ = self._listener.accept()
@@ -280,7 +313,8 @@ class Mailbox:
                 sock.setblocking(False)
                 self._incoming[sock.fileno()] = _Incoming(sock)
                 self._epoll.register(sock, select.EPOLLIN)
-                # Drop the one that has been longest without a hello; at worst, the new one.
+                # Above a limit, drop the oldest connection that has sent no hello. If all others
+                # have sent theirs, that is the new connection.
                 unidentified = [one for one in self._incoming.values() if one.sender is None]
                 if len(unidentified) > _MAX_UNIDENTIFIED or len(self._incoming) > _MAX_SENDERS:
                     self._drop(unidentified[0])
@@ -291,6 +325,7 @@ class Mailbox:
             return False
 
     def _receive(self, incoming: _Incoming) -> bool:
+        """Receive what has arrived on a connection. Return false if the inbox is full."""
         for _ in range(_MESSAGES_AT_ONCE):
             if self._inbox_bytes > _MAX_INBOX:
                 self._room.clear()
@@ -307,10 +342,15 @@ class Mailbox:
         return True
 
     def _accepted(self, incoming: _Incoming, message: bytes) -> bool:
-        """Handle one message of a sender.
+        """Put a notification into the inbox, or take the sender's name from its hello.
+
+        Args:
+            incoming: the connection on which the message arrived.
+            message: the message: the hello if ``incoming.sender`` is ``None``, else a
+                notification. Empty if the connection has ended.
 
         Returns:
-            Whether to keep the connection; false if it has ended or its message is not valid.
+            Whether to keep the connection: false if it has ended, or the message is not valid.
         """
         if not 0 < len(message) <= MAX_NOTIFICATION:
             return False
@@ -331,9 +371,10 @@ class Mailbox:
 
 
 def _may_send(sock: socket.socket) -> bool:
-    """Return whether the process at the other end may send notifications: this user's and root's.
+    """Return whether the process at the other end of a connection may send notifications.
 
-    Processes of other users could not reach this process's memory either.
+    Processes of this user and of root may. Processes of other users could not reach this process's
+    memory either.
     """
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
@@ -353,7 +394,7 @@ def _connected(name: str, hello: bytes) -> socket.socket:
 
 
 def _let_drain(channels: list[NotificationChannel]) -> None:
-    """Wait, for 0.5 s at most, until the mailbox's thread has sent what is queued."""
+    """Wait up to 0.5 s until the mailbox's thread has sent what these channels have queued."""
     deadline = time.monotonic() + _DRAIN_SECONDS
     while any(channel.waiting for channel in channels) and time.monotonic() < deadline:
         time.sleep(0.001)

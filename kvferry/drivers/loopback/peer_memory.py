@@ -33,7 +33,11 @@ _BRIEF_RUNS = 16
 
 
 class PeerMemory(ABC):
-    """Access to one peer's memory. Several threads may use it at once."""
+    """Access to the memory of one peer. Several threads may use one object at once.
+
+    A transfer's *claims* are the peer's regions that the transfer uses, with the rows that the
+    peer's registry must have for them.
+    """
 
     path: ClassVar[str]
     """What ``Transport.path`` returns for a peer that is reached this way."""
@@ -47,31 +51,34 @@ class PeerMemory(ABC):
 
         Raises:
             PeerLostError: the peer has died, restarted or closed.
-            TransportError: the peer has deregistered a region, or the kernel refuses.
+            TransportError: the peer has deregistered a claimed region, or the kernel refuses to
+                read the peer's memory.
         """
 
     @abstractmethod
     def move(self, chunk: Chunk, claims: Claims, *, write: bool) -> None:
-        """Check the claims, then move a chunk.
+        """Check the peer's registry as ``check`` does, then copy the bytes of a chunk.
 
         Args:
-            chunk: the ranges of both sides.
+            chunk: the local and remote ranges to copy between.
             claims: what the peer's registry must contain.
             write: whether the local side is the source.
 
         Raises:
             PeerLostError: the peer has died, restarted or closed.
-            TransportError: the peer has deregistered a region, the kernel refuses, or memory of
-                either side is not mapped.
+            TransportError: the peer has deregistered a claimed region, the kernel refuses to
+                access the peer's memory, or memory of either side is not mapped.
         """
 
 
 def open_memory(address: LoopbackAddress) -> PeerMemory:
-    """Find the process that an address names, and check that its memory can be read.
+    """Return access to the memory of the process that an address names.
+
+    Checks that the process lives and that this process may read its memory.
 
     Raises:
-        ConnectError: the process is on another host, in another pid namespace, gone, not the one
-            that made the address, or not readable for this one; the text says what to change.
+        ConnectError: the process is on another host or in another pid namespace, has ended or
+            closed its transport, or may not be read by this process. The text says what to change.
     """
     if address.boot != boot_id():
         raise ConnectError(
@@ -113,7 +120,7 @@ def _other_process(address: LoopbackAddress) -> PeerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SameProcess(PeerMemory):
-    """The memory of a peer in this process, which may be the transport itself.
+    """The memory of a peer that is in this process; the peer may be the transport itself.
 
     Attributes:
         owner: the name of the peer's transport.
@@ -144,7 +151,7 @@ class OtherProcess(PeerMemory):
         owner: the name of the peer's transport.
         pid: the peer's process.
         registry: the address of the peer's registry in that process.
-        instance: the 16 bytes that the registry begins with.
+        instance: the 16 bytes that the peer's registry begins with.
     """
 
     path: ClassVar[str] = "process_vm"

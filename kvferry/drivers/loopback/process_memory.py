@@ -54,7 +54,8 @@ def vm_copy(
             of each range in this process, laid out as ``struct iovec``.
         remote: (m, 2) uint64, the ranges in the other process, laid out like ``local``; m at most
             ``MAX_IOVECS``.
-        write: whether to copy from ``local`` to ``remote``; otherwise from ``remote`` to ``local``.
+        write: True to copy from ``local`` to ``remote``, False to copy from ``remote`` to
+            ``local``.
         brief: whether to keep the interpreter's lock during the copy. A thread that releases the
             lock may wait 5 ms to get it back, which is too much for a copy of microseconds.
 
@@ -62,7 +63,8 @@ def vm_copy(
         How many bytes were copied; fewer than requested if a page of one side is not mapped.
 
     Raises:
-        OSError: nothing was copied; ``ESRCH``, ``EPERM``, ``EFAULT``, ``ENOSYS`` among others.
+        OSError: nothing was copied. The errno is that of the system call: ``ESRCH``, ``EPERM``,
+            ``EFAULT`` or ``ENOSYS``, for example.
     """
     libc = _libc(holding_lock=brief)
     call = libc.process_vm_writev if write else libc.process_vm_readv
@@ -74,12 +76,12 @@ def vm_copy(
 
 
 def vm_peek(pid: int, address: int, out: U64Array) -> None:
-    """Fill a contiguous array from another process's memory.
+    """Fill an array from another process's memory.
 
     Args:
         pid: the other process.
-        address: where to read in that process.
-        out: the array to fill.
+        address: the address of the first byte to read, in that process.
+        out: the array to fill; contiguous.
 
     Raises:
         OSError: as ``vm_copy``; ``EFAULT`` also if only a part could be read.
@@ -90,15 +92,21 @@ def vm_peek(pid: int, address: int, out: U64Array) -> None:
 
 
 def allow_readers() -> None:
-    """Let processes of the same user read this one's memory, not only ancestors as Yama would.
+    """Allow every process of the same user to read this process's memory.
 
-    A kernel without Yama refuses the request, but does not restrict readers either.
+    Linux's security module Yama otherwise allows it to ancestors of this process only. A kernel
+    without Yama refuses the call; such a kernel does not restrict readers to ancestors.
     """
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def is_mapped(address: int, nbytes: int) -> bool:
-    """Return whether every page of a range is mapped in this process."""
+    """Return whether every page of a range of memory is mapped in this process.
+
+    Args:
+        address: the first byte of the range.
+        nbytes: the length of the range.
+    """
     first = address // _PAGE * _PAGE
     # With MS_ASYNC msync writes nothing; it only walks the mappings.
     return bool(_libc().msync(first, address + nbytes - first, _MS_ASYNC) == 0)

@@ -1,13 +1,15 @@
 """The registry of a transport's regions, in memory that its peers read themselves.
 
-A registry is a table in the owner's memory: 16 random bytes, the *instance*, then one row (key,
-address, length) for each registered region. A peer reads it with the same system call as the data,
-before each chunk and after the last one. So
+A registry is a table in the memory of its owner, the transport whose regions it lists: 16 random
+bytes, the *instance*, then one row (key, address, length) for each registered region. A peer reads
+the table with the same system call as the data: before each chunk of a transfer, and after the last
+chunk. So
 
-- no other process is taken for the owner: one that got the same pid, a restarted one and a forked
-  child (whose copy of the registry the kernel wipes) do not have the instance at that address;
+- no other process is taken for the owner: a process that got the same pid, a restarted process and
+  a forked child (whose copy of the registry the kernel wipes) do not have the instance at the
+  registry's address;
 - a deregistered region is refused at once, as an RDMA device refuses an old key, even if the peer
-  has not learned of it. Keys are never used twice.
+  does not know yet that it was deregistered. Keys are never used twice.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ _MADV_WIPEONFORK = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """The place of a region in its owner's registry.
+    """Where a region is in its owner's registry, which has a row for each registered region.
 
     Attributes:
         slot: the index of the region's row.
-        key: the key in that row; 0 in the row of no region.
+        key: the key in that row, which its owner never uses for another registration. A row
+            without a region has the key 0.
     """
 
     slot: int
@@ -49,9 +52,11 @@ class Claims:
 
     Attributes:
         regions: the n remote regions that the transfer uses.
-        slots: (n,) int64, the slots of the regions.
-        rows: the bytes of an (n, 3) uint64 array: the expected rows (key, address, length).
-        words: how many 8-byte words of the registry a check reads: up to the last of the slots.
+        slots: (n,) int64, the index of each region's row.
+        rows: the bytes of an (n, 3) uint64 array: the row that is expected for each region, (key,
+            address, length).
+        words: how many 8-byte words of the registry a check reads: all up to the end of the last
+            of these rows.
     """
 
     regions: tuple[Region, ...]
@@ -61,10 +66,11 @@ class Claims:
 
 
 def claims_of(entries: Iterable[tuple[Region, Entry]]) -> Claims:
-    """Return the claims of a transfer that uses these regions of a peer.
+    """Return the claims of a transfer.
 
     Args:
-        entries: each region with its entry in the peer's registry.
+        entries: the peer's regions that the transfer uses, each with its entry in the peer's
+            registry. May be empty: then only the instance is checked.
     """
     table = list(entries)
     slots = [entry.slot for _, entry in table]
@@ -84,11 +90,12 @@ def check_claims(words: U64Array, instance: bytes, claims: Claims, owner: str) -
         words: (n,) uint64, the first n words of the registry, n at least ``claims.words``.
         instance: the 16 bytes that the owner's registry begins with.
         claims: what the transfer expects.
-        owner: the name of the owner's transport, for errors.
+        owner: the name of the owner's transport, for the errors' texts.
 
     Raises:
-        PeerLostError: the registry is another one, or its owner has closed.
-        TransportError: the owner has deregistered a region.
+        PeerLostError: ``words`` does not begin with ``instance``: the owner has closed, or its
+            process has restarted.
+        TransportError: the owner has deregistered a claimed region.
     """
     if words[:INSTANCE_WORDS].tobytes() != instance:
         raise PeerLostError(f"{owner} has been closed, or its process has restarted")
@@ -104,7 +111,7 @@ def check_claims(words: U64Array, instance: bytes, claims: Claims, owner: str) -
 
 @dataclass(slots=True, eq=False)
 class RegionRegistry:
-    """The registry of one transport of this process.
+    """The registry of one transport of this process: the regions that it has registered.
 
     Attributes:
         instance: 16 random bytes that identify the transport.
@@ -136,11 +143,11 @@ class RegionRegistry:
 
     @property
     def words(self) -> U64Array:
-        """The whole registry: (n,) uint64, a view."""
+        """The whole registry, instance and rows: (n,) uint64, a view of its memory."""
         return self._words
 
     def add(self, region: Region) -> Entry:
-        """Give a region a slot and a key.
+        """Write a row with a new key for a region, and return the region's entry.
 
         Raises:
             TransportError: all slots are taken.
@@ -158,13 +165,13 @@ class RegionRegistry:
         return Entry(slot=slot, key=self._last_key)
 
     def remove(self, entry: Entry) -> None:
-        """Remove a region's row, and return once no copy within this process uses the region."""
+        """Erase a region's row, and return once no copy within this process uses the region."""
         with self.lock:
             self._row(entry.slot)[:] = 0
         self._erased.append(entry.slot)
 
     def close(self) -> None:
-        """Erase the instance, so that every check of a peer fails from now on."""
+        """Erase the instance, so that every check that a peer makes fails from now on."""
         _registries.pop(self.instance, None)
         with self.lock:
             self._words[:INSTANCE_WORDS] = 0
@@ -178,5 +185,5 @@ _registries: dict[bytes, RegionRegistry] = {}
 
 
 def registry_in_this_process(instance: bytes) -> RegionRegistry | None:
-    """Return the registry with this instance, or ``None`` if it is not in this process."""
+    """Return the registry of this process that has this instance, or ``None`` if there is none."""
     return _registries.get(instance)

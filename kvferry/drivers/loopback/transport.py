@@ -32,9 +32,9 @@ class LoopbackOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     Attributes:
         inline_bytes: a transfer of at most this many bytes and 1024 runs (see ``CopyRuns``) is
-            moved within ``read`` or ``write``; a larger one by threads.
-        chunk_bytes: the most bytes that one system call moves. Chunks are not interrupted: a
-            transfer that is cancelled or disconnected ends with its running chunks.
+            moved within ``read`` or ``write``; a larger transfer is moved by threads.
+        chunk_bytes: the most bytes that one system call moves. Such a chunk is not interrupted: a
+            transfer that is cancelled or disconnected ends when its running chunks have ended.
         threads: how many threads move the larger transfers.
     """
 
@@ -68,12 +68,14 @@ class LoopbackTransport(
     """Read and write CPU memory of this process and of other processes of this host.
 
     Other processes' memory is reached with ``process_vm_readv`` and ``process_vm_writev``, this
-    process's without system calls. Making a transport lets every process of the same user read this
-    process (``prctl(PR_SET_PTRACER)``), where a kernel with Yama would refuse it to siblings.
+    process's without system calls. Making a transport allows every process of the same user to read
+    this process's memory (``prctl(PR_SET_PTRACER)``); a kernel with Yama otherwise allows it to
+    ancestors only.
 
-    Small transfers run within ``read`` and ``write``, larger ones on threads. Before each chunk,
-    and once more after the last, the transport checks that the peer lives and still has the regions
-    registered: a transfer is DONE only if the peer had them registered after the last byte moved.
+    Small transfers run within ``read`` and ``write``, larger ones on threads, in chunks. Before
+    each chunk, and once more after the last, the transport checks that the peer lives and still has
+    the regions registered: a transfer is DONE only if the peer had them registered after the last
+    byte moved.
 
     Not usable in a forked child.
 
@@ -144,7 +146,8 @@ class LoopbackTransport(
         return wire.decode(address)
 
     def _identity(self, address: LoopbackAddress) -> Hashable:
-        # An address that leads to another place is another peer, even with the same instance.
+        # An address with the instance of a known peer, but with another process, registry or
+        # socket, counts as another peer.
         return (
             address.instance, address.pid, address.start_time, address.board, address.socket
         )  # fmt: skip

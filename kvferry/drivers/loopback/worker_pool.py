@@ -16,8 +16,9 @@ from kvferry.drivers.loopback.peer_memory import PeerMemory
 from kvferry.drivers.loopback.registry import Claims
 
 _SMALLEST_CHUNK = 4 << 20
-"""A transfer is not cut into chunks below this many bytes to keep all threads busy: handing more
-chunks to threads would cost more than it gains."""
+"""To keep all threads busy, a transfer is cut into smaller chunks than its limit allows, but not
+into smaller ones than this many bytes: handing more chunks to threads would cost more than it
+gains."""
 
 _PENDING = Status(state=State.PENDING)
 _DONE = Status(state=State.DONE)
@@ -25,28 +26,28 @@ _DONE = Status(state=State.DONE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoopbackTransfer:
-    """One transfer.
+    """One transfer, which is moved in *chunks*: parts that one system call moves.
 
-    It ends in one of two ways. Once all bytes have been moved, it is *concluding*: it can no longer
-    be cancelled, the peer is checked a last time, the notification is sent, and it is DONE (FAILED
-    if the check or the notification fails). Once ``stop`` is set, by an error, ``cancel``,
-    ``disconnect`` or ``close``, no further chunk starts, and it is FAILED as soon as none is
-    running.
+    A transfer ends in one of two ways. Once all bytes have been moved, the transfer is
+    *concluding*: it can no longer be cancelled, the peer is checked a last time, the notification
+    is sent, and the transfer is DONE (FAILED if the check or the notification fails). Once ``stop``
+    is set, by an error, ``cancel``, ``disconnect`` or ``close``, no further chunk starts, and the
+    transfer is FAILED as soon as no chunk is running.
 
     Attributes:
         memory: access to the peer's memory.
         write: whether the local side is the source.
-        runs: what to move; owned by the transport's pool, which lends it until the transfer is
-            final.
+        runs: the copies to make, merged into contiguous runs; owned by the transport's pool, which
+            lends it until the transfer is final.
         claims: what the peer's registry must contain.
-        send: sends the bound notification; ``None`` if there is none.
+        send: sends the notification that is bound to the transfer; ``None`` if there is none.
         release: gives ``runs`` back to the pool.
         status: the status that ``poll`` returns.
-        position: bytes ``[0, position)`` have been handed out as chunks.
+        position: how many bytes of ``runs`` were handed out as chunks so far, from the start on.
         running: how many chunks threads are moving now.
-        concluding: whether all bytes were moved, and the last check or the notification is left.
+        concluding: whether all bytes were moved, but the last check or the notification is left.
         stop: the error that the transfer fails with; ``None`` if it was not stopped.
-        limit: the most bytes of a chunk.
+        limit: the most bytes that a chunk may have.
     """
 
     memory: PeerMemory
@@ -69,18 +70,25 @@ class LoopbackTransfer:
 
     @property
     def handed_out(self) -> bool:
-        """Whether no chunk is left to start."""
+        """Whether no further chunk starts: all are handed out, or the transfer was stopped."""
         return self.stop is not None or self.position == self.runs.total
 
     def next_span(self) -> tuple[int, int]:
-        """Hand out the next chunk: its start and stop as positions in ``runs``."""
+        """Count the next chunk as running, and return its span, for ``move``.
+
+        The caller has made sure that a chunk is left: ``handed_out`` is false.
+
+        Returns:
+            The position in ``runs`` (see ``CopyRuns``) of the chunk's first byte, and the position
+            after its last byte.
+        """
         start = self.position
         self.position = self.runs.next_stop(start, self.limit)
         self.running += 1
         return start, self.position
 
     def move(self, span: tuple[int, int]) -> None:
-        """Move a chunk that ``next_span`` handed out.
+        """Move the bytes of a chunk whose span ``next_span`` returned.
 
         Raises:
             TransportError: as ``PeerMemory.move``.
@@ -88,7 +96,9 @@ class LoopbackTransfer:
         self.memory.move(self.runs.chunk(*span), self.claims, write=self.write)
 
     def conclude(self) -> None:
-        """Check the peer a last time and send the notification, once all bytes have been moved.
+        """Check the peer a last time, and send the notification if one is bound to the transfer.
+
+        The caller has made sure that all bytes have been moved.
 
         Raises:
             TransportError: the check or the notification failed.
@@ -98,7 +108,7 @@ class LoopbackTransfer:
             self.send()
 
     def end(self, status: Status) -> None:
-        """Set a final status, and give the runs back."""
+        """Set a final status, and give ``runs`` back to the pool."""
         self.status = status
         self.release(self.runs)
 
@@ -117,12 +127,12 @@ class WorkerPool:
         self._threads: list[threading.Thread] = []
         self._queue: deque[LoopbackTransfer] = deque()
         self._closing = False
-        # Guards the fields of submitted transfers, the queue and the flag; notified when any of
-        # them changes.
+        # Guards the fields of submitted transfers, ``_queue`` and ``_closing``; notified when any
+        # of them changes.
         self._changed = threading.Condition()
 
     def run_here(self, transfer: LoopbackTransfer) -> None:
-        """Run a small transfer to its end, on the calling thread."""
+        """Run a small transfer on the calling thread, and set its final status."""
         try:
             while not transfer.handed_out:
                 transfer.move(transfer.next_span())
@@ -133,7 +143,7 @@ class WorkerPool:
             transfer.end(_DONE)
 
     def submit(self, transfer: LoopbackTransfer) -> None:
-        """Run a transfer on the threads, after the transfers that were submitted before it."""
+        """Queue a transfer for the threads, behind the transfers that were submitted before it."""
         even_share = transfer.runs.total // (2 * self._wanted)
         transfer.limit = min(transfer.limit, max(_SMALLEST_CHUNK, even_share))
         while len(self._threads) < self._wanted:
@@ -147,7 +157,11 @@ class WorkerPool:
     def stop(self, transfer: LoopbackTransfer, error: TransportError) -> None:
         """Make a transfer fail, at once or when its running chunks have ended.
 
-        A transfer that is final, concluding or stopped before is left as it is.
+        A transfer that is final, concluding or already stopped is left as it is.
+
+        Args:
+            transfer: a transfer of this pool's transport.
+            error: the error that the transfer fails with.
         """
         with self._changed:
             if transfer.final or transfer.concluding or transfer.stop is not None:
@@ -158,7 +172,7 @@ class WorkerPool:
         """Wait until transfers are final.
 
         Args:
-            transfers: any of this pool's.
+            transfers: any transfers of this pool's transport.
             deadline: when to give up, by ``time.monotonic``.
 
         Returns:
@@ -172,10 +186,10 @@ class WorkerPool:
             )
 
     def close(self, deadline: float) -> None:
-        """End the threads; abandon one that is still in a system call at the deadline.
+        """End the threads; leave a thread running that is still in a system call at the deadline.
 
         Args:
-            deadline: when to give up, by ``time.monotonic``.
+            deadline: when to stop waiting for the threads, by ``time.monotonic``.
         """
         with self._changed:
             self._closing = True
@@ -194,6 +208,12 @@ class WorkerPool:
                     self._changed.notify_all()
 
     def _next(self) -> tuple[LoopbackTransfer, tuple[int, int]] | None:
+        """Wait until a chunk is to be moved, or the pool closes.
+
+        Returns:
+            The chunk's transfer and span (see ``LoopbackTransfer.next_span``); ``None`` if the pool
+            closes.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             if self._closing:
@@ -205,7 +225,11 @@ class WorkerPool:
             return transfer, span
 
     def _chunk_ended(self, transfer: LoopbackTransfer, error: TransportError | None) -> bool:
-        """Note that a chunk has ended, and stop its transfer if it failed.
+        """Record that a chunk has ended, and make its transfer fail if the chunk failed.
+
+        Args:
+            transfer: the chunk's transfer.
+            error: why the chunk failed; ``None`` if it was moved.
 
         Returns:
             Whether all bytes of the transfer have been moved: the caller then concludes it.
@@ -219,6 +243,10 @@ class WorkerPool:
             return transfer.concluding
 
     def _fail(self, transfer: LoopbackTransfer, error: TransportError | None) -> None:
+        """Stop an unfinished transfer: FAILING while a chunk runs, else FAILED.
+
+        The caller holds ``_changed``.
+        """
         transfer.stop = error
         if transfer in self._queue:
             self._queue.remove(transfer)
@@ -230,12 +258,16 @@ class WorkerPool:
 
 
 def _error_of(step: Callable[[], None]) -> TransportError | None:
-    """Run a step and return the error that it raises, or ``None``."""
+    """Run a function, and return the error that it raises, or ``None`` if it raises none.
+
+    An exception that is no ``TransportError`` is returned as one.
+    """
     try:
         step()
     except TransportError as exc:
         return exc
-    # If it ended the thread, the transfers would stay PENDING for ever, and their pages pinned.
+    # An exception that ended the thread would leave transfers PENDING for ever, and their pages
+    # pinned.
     except Exception as exc:  # noqa: BLE001
         return TransportError(f"the loopback driver failed, which is a bug of it: {exc!r}")
     return None

@@ -22,7 +22,15 @@ _Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
-    """A region (``key`` is 0), or a span that is registered with NIXL, with the span's key."""
+    """A region of the peer, or a span of its memory that is registered with NIXL.
+
+    Attributes:
+        address: the first byte, in the peer's process.
+        nbytes: the length in bytes.
+        kind: the memory kind, by kvferry's name.
+        device: the device index within the kind.
+        key: ``RegisteredSpan.key`` of a span; 0 for a region.
+    """
 
     address: _Word
     nbytes: _Word
@@ -35,15 +43,15 @@ _Ranges = Annotated[list[Range], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
 class NixlAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """An address, as msgpack. Fields that a later version adds are ignored.
+    """The address of a NIXL transport, as msgpack. Fields of later versions are ignored.
 
     Attributes:
         magic: the format of the address.
         name: the name of the transport, which is also its agent's.
         backend: the agent's NIXL backend; both sides must have the same.
         metadata: the agent's metadata, as NIXL writes it.
-        digest: ``digest_of(metadata)``. If NIXL is given metadata of a known peer that it cannot
-            read, it drops that peer; so metadata that was damaged on its way must not reach NIXL.
+        digest: ``digest_of(metadata)``, by which damaged metadata is refused before NIXL gets it:
+            NIXL drops a known peer when it is given metadata of that peer that it cannot read.
         spans: the spans that are registered with NIXL (see ``registrations``).
         regions: the regions that the transport's user has registered.
     """
@@ -114,7 +122,7 @@ def decode(data: bytes) -> NixlAddress:
 
 
 def regions_of(address: NixlAddress) -> frozenset[Region]:
-    """Return the regions of a peer.
+    """Return the regions that a peer's address names.
 
     Raises:
         ConnectError: the address names a region that cannot exist.

@@ -74,8 +74,8 @@ class Telemetry:
     """What NIXL measured of one of its transfers, which has ended well.
 
     Attributes:
-        nbytes: how many bytes it moved.
-        descriptors: how many pieces it moved, after NIXL had merged adjacent ones.
+        nbytes: how many bytes the transfer moved.
+        descriptors: in how many pieces it moved them, after NIXL had merged adjacent copies.
         post_seconds: how many seconds posting took.
         seconds: how many seconds the whole transfer took, posting included.
     """
@@ -87,15 +87,21 @@ class Telemetry:
 
 
 class Agent:
-    """One agent with one backend. NIXL serialises calls, so any thread may make them.
+    """An agent of NIXL with one backend. NIXL serialises calls, so any thread may make them.
 
     NIXL's native agent is destroyed by ``close`` only, never by the garbage collector. Once one of
-    its transfers has failed, it is never destroyed (docs/adr/0012).
+    the agent's transfers has failed, not even ``close`` destroys it (docs/adr/0012).
 
     Args:
-        library: NIXL.
+        library: the imported NIXL.
         name: the agent's name, unique among all agents anywhere.
         options: the backend and its parameters.
+
+    Attributes:
+        name: the agent's name.
+        library: the name and version of NIXL's package, as text.
+        memory: the memory kinds that the backend supports on this machine.
+        notifies: whether the backend carries notifications.
 
     Raises:
         DriverError: the backend or a parameter is unknown, or the backend does not load, does not
@@ -127,9 +133,10 @@ class Agent:
         _pin(self._agent.agent)
 
     def close(self, *, quiet: bool) -> None:
-        """Destroy NIXL's agent with its threads, after all handles have been released.
+        """Destroy NIXL's agent with its threads. The caller has released all handles.
 
-        If ``quiet`` is false, or a transfer of the agent has ever failed, NIXL's agent lives on.
+        If ``quiet`` is false, or a transfer of the agent has ever failed, NIXL's agent is not
+        destroyed: it and its threads stay until the process ends.
 
         Args:
             quiet: whether all transfers of the agent have ended.
@@ -146,7 +153,7 @@ class Agent:
         """Whether the agent must not post any further transfer; its other calls stay allowed.
 
         After a transfer has failed, the threads that the backend has besides its progress thread
-        may still hold a part of it, which they would run together with the next one
+        may still hold a part of that transfer, which they would run together with the next transfer
         (docs/adr/0018).
         """
         return self._failed and self._threads > 0
@@ -165,7 +172,7 @@ class Agent:
     # Memory.
 
     def register(self, region: Region) -> Registration:
-        """Register memory with NIXL.
+        """Register memory with NIXL, and return the handle that ``deregister`` takes.
 
         Raises:
             TransportError: NIXL refuses.
@@ -186,16 +193,22 @@ class Agent:
     # Peers.
 
     def metadata(self) -> bytes:
-        """Return NIXL's metadata: how to reach this agent and what it has registered."""
+        """Return NIXL's metadata of this agent: how to reach it, and the memory it has registered.
+
+        Raises:
+            TransportError: NIXL refuses.
+        """
         with self._mapped("cannot say its address"):
             metadata: bytes = self._agent.get_agent_metadata()
             return metadata
 
     def add(self, metadata: bytes) -> str:
-        """Load the metadata of another agent, which NIXL may know already by older metadata.
+        """Load the metadata of another agent, so that transfers with that agent can be prepared.
+
+        If NIXL knows the other agent already, by older metadata, it adds what is new.
 
         Returns:
-            The name of the other agent.
+            The name of the other agent, according to the metadata.
 
         Raises:
             TransportError: NIXL refuses the metadata.
@@ -225,13 +238,14 @@ class Agent:
     def make_chunk(
         self, *, write: bool, kinds: tuple[str, str], local: Rows, remote: Rows
     ) -> TransferChunk:
-        """Return a chunk for ``prepare``; the rows are copied.
+        """Return a chunk for ``prepare``. NIXL copies the rows, so the caller may reuse them.
 
         Args:
             write: whether the local side is the source.
             kinds: the memory kinds of the local and of the remote side.
-            local: (n, 3) rows of the local side, C-contiguous; n is at least 1.
-            remote: (n, 3) rows of the remote side, C-contiguous.
+            local: (n, 3) uint64, C-contiguous, n at least 1: address, length in bytes and device
+                index of each local range.
+            remote: (n, 3) uint64, C-contiguous: the same of each remote range.
 
         Raises:
             TransportError: NIXL refuses.
@@ -245,20 +259,20 @@ class Agent:
         except self._library.errors as exc:
             raise self._error(exc, "cannot describe a transfer") from exc
 
-    def prepare(self, part: TransferChunk, name: str) -> Handle:
+    def prepare(self, chunk: TransferChunk, name: str) -> Handle:
         """Make a NIXL transfer of a chunk, which ``post`` starts.
 
         Args:
-            part: the copies to move.
-            name: the name of the remote agent.
+            chunk: the copies to move.
+            name: the name of the remote agent, whose metadata this agent has loaded.
 
         Raises:
             PeerLostError: NIXL has dropped the remote agent.
             TransportError: NIXL refuses.
         """
-        op = "WRITE" if part.write else "READ"
+        op = "WRITE" if chunk.write else "READ"
         try:
-            native = self._agent.initialize_xfer(op, part.local, part.remote, name)
+            native = self._agent.initialize_xfer(op, chunk.local, chunk.remote, name)
         except self._library.errors as exc:
             raise self._error(exc, f"cannot prepare a transfer with {name}", known=True) from exc
         return Handle(agent=self, native=native, name=name)
@@ -267,7 +281,7 @@ class Agent:
         """Start a transfer. The call may take as long as the whole transfer.
 
         Returns:
-            Whether the transfer has ended already.
+            True if the transfer has already ended well, False if it is under way.
 
         Raises:
             TransportError: the transfer failed; ``PeerLostError`` if NIXL has lost the peer.
@@ -279,7 +293,10 @@ class Agent:
         return state == "DONE" or self._running(state, handle.name)
 
     def check(self, handle: Handle) -> bool:
-        """Drive a transfer, and return whether it has ended well.
+        """Make progress with a posted transfer, and return whether it has ended.
+
+        Returns:
+            True if the transfer has ended well, False if it is under way.
 
         Raises:
             TransportError: the transfer failed; ``PeerLostError`` if NIXL has lost the peer.
@@ -302,7 +319,7 @@ class Agent:
             raise self._error(exc, "cannot release a transfer") from exc
 
     def telemetry(self, handle: Handle) -> Telemetry:
-        """Return what NIXL measured of a transfer; before its end the numbers mean nothing.
+        """Return what NIXL measured of a transfer that has ended well.
 
         Raises:
             TransportError: NIXL has no telemetry of the transfer.
@@ -319,11 +336,11 @@ class Agent:
     # Notifications.
 
     def notify(self, name: str, payload: bytes) -> None:
-        """Send a notification, which must not be empty: NIXL drops empty ones.
+        """Send a notification to another agent.
 
         Args:
             name: the name of the remote agent.
-            payload: the bytes.
+            payload: the bytes to send, at least one: NIXL drops empty notifications.
 
         Raises:
             PeerLostError: the connection is broken, or NIXL has dropped the remote agent.
@@ -333,17 +350,25 @@ class Agent:
             self._agent.send_notif(name, payload)
 
     def notifications(self) -> dict[str, list[bytes]]:
-        """Return the payloads that arrived since the last call, by the sending agent's name."""
+        """Return the payloads that arrived since the last call, by the sending agent's name.
+
+        Raises:
+            TransportError: NIXL refuses, or its backend carries no notifications.
+        """
         with self._mapped("cannot look for notifications"):
             arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
             return arrived
 
     @contextlib.contextmanager
     def _mapped(self, trouble: str, *, known: bool = False) -> Iterator[None]:
-        """Turn NIXL's errors into a ``TransportError``.
+        """Within the context, turn an error of NIXL into a ``TransportError``.
 
-        Methods that are called for each transfer do not use it: a context manager costs as much as
-        a call of NIXL.
+        Methods that are called for each transfer do not use this context manager, since entering
+        one costs as much as a call of NIXL.
+
+        Args:
+            trouble: what failed, for the error's text.
+            known: as in ``_error``.
         """
         try:
             yield
@@ -355,9 +380,12 @@ class Agent:
 
         Args:
             error: what NIXL raised.
-            trouble: what failed, for the text.
-            known: whether NIXL had known the peer and its memory. Then its "not found" error means
-                that it has dropped the peer, as it does when a connection breaks.
+            trouble: what failed, for the exception's text.
+            known: whether NIXL knew the peer and its memory before. If so, NIXL's "not found" error
+                means that NIXL has dropped the peer, as it does when a connection breaks.
+
+        Returns:
+            A ``PeerLostError`` if the connection to the peer is gone, else a ``TransportError``.
         """
         bare(error)
         if isinstance(error, self._library.lost):
@@ -369,19 +397,26 @@ class Agent:
         )
 
     def _failing(self, error: Exception, name: str) -> TransportError:
-        """Return the exception to raise for a failed transfer, and remember that one has failed."""
+        """Return the exception to raise for a failed transfer, and record that one has failed.
+
+        From then on ``close`` does not destroy NIXL's agent; see also ``must_not_post``.
+
+        Args:
+            error: what NIXL raised for the transfer.
+            name: the name of the remote agent.
+        """
         self._failed = True
         return self._error(error, f"a transfer with {name} failed", known=True)
 
     def _running(self, state: str, name: str) -> bool:
-        """Return false if a transfer is under way.
+        """Return False if a transfer is under way; raise if it has failed.
 
         Args:
-            state: NIXL's word for the state, which is not "DONE".
+            state: NIXL's word for the transfer's state, which is not "DONE".
             name: the name of the remote agent.
 
         Raises:
-            TransportError: the transfer has failed.
+            TransportError: ``state`` is not "PROC", so the transfer has failed.
         """
         if state == "PROC":
             return False
@@ -429,7 +464,7 @@ def bare(error: E) -> E:
 
 
 def _pin(native: Any) -> None:  # noqa: ANN401
-    """Keep an object alive until ``_unpin``, even while the interpreter ends."""
+    """Keep a Python object alive until ``_unpin``, even while the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(native))
 
 

@@ -3,8 +3,8 @@
 The format is that of ai-dynamo/nixl, ``src/utils/serdes/serdes.cpp``, ``getLocalMD`` of
 ``src/core/nixl_agent.cpp``, ``serializeSections`` of ``src/infra/nixl_memory_section.cpp`` and
 ``nixlDescList`` of ``src/infra/nixl_descriptors.cpp``, the same from 1.0 to 1.5: a sequence of
-fields, each a tag, the length of the value, the value, and a bar. The values of NIXL's UCX backend
-are addresses and keys that UCX packed; ``ucx_format`` checks those.
+fields, each with a tag, the length of the value, the value, and a bar. The values of NIXL's UCX
+backend are addresses and keys that UCX packed; ``ucx_format`` checks those.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _START = b"nixlSerDes|"
 _BAR = b"|"
 _SIZE = struct.Struct("<Q")
 _DESCRIPTOR_BYTES = 24
-"""The bytes of a descriptor's address, length and device; the backend's key follows them."""
+"""How many bytes a descriptor's address, length and device take; the backend's key follows them."""
 _SEGMENTS = range(7)
-"""More than ``nixl_mem_t`` has values."""
+"""The values of ``nixl_mem_t`` (kinds of memory), and some more for kinds to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class AgentMetadata:
 
     Attributes:
         agent: the name of the agent.
-        connections: each backend's data for connecting to it, by the backend's name. An agent's
-            never change.
+        connections: for each backend of the agent, by its name, the data with which another agent
+            connects to it. These data stay the same as long as the agent lives.
     """
 
     agent: str
@@ -49,10 +49,10 @@ def parsed(data: bytes, *, ucx: bool = True) -> AgentMetadata:
 
     Args:
         data: the metadata.
-        ucx: whether to check UCX's addresses and keys in it, too.
+        ucx: whether to check also the addresses and keys that NIXL's UCX backend put into it.
 
     Raises:
-        FormatError: NIXL does not write such bytes.
+        FormatError: the bytes are not metadata as NIXL writes it.
     """
     reader = _Reader(data)
     reader.expect(_START)

@@ -28,11 +28,11 @@ _FILES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shared:
-    """A range of memory that is registered with each agent.
+    """A range of memory that is registered with each agent of a pair.
 
     Attributes:
         region: the range.
-        held: the registration with each agent.
+        held: for each agent, what its ``register`` returned for the range.
     """
 
     region: Region
@@ -41,6 +41,11 @@ class _Shared:
 
 class AgentPair:
     """The agents of one transport, at most two.
+
+    Args:
+        library: the imported NIXL.
+        name: the transport's name, which becomes that of the first agent.
+        options: the backend and its parameters.
 
     Attributes:
         first: the agent with the transport's name. Peers reach memory through it, it carries all
@@ -59,12 +64,12 @@ class AgentPair:
         # Held because ``connect`` and ``disconnect`` may run at the same time as other calls.
         self._lock = threading.Lock()
 
-    def prepare(self, peer: NixlPeer, part: TransferChunk) -> Handle:
-        """Make a NIXL transfer of a chunk, with the agent that posts now.
+    def prepare(self, peer: NixlPeer, chunk: TransferChunk) -> Handle:
+        """Make a NIXL transfer of a chunk, by the agent that currently posts transfers.
 
         Args:
-            peer: the remote side.
-            part: the copies to move.
+            peer: the peer to read from or write to.
+            chunk: the copies to move.
 
         Raises:
             PeerLostError: NIXL has dropped the peer, or does not load its metadata.
@@ -77,13 +82,13 @@ class AgentPair:
             peer.load_metadata(agent)
         except ConnectError as exc:
             raise PeerLostError(str(exc)) from exc
-        return agent.prepare(part, agent.name if peer.itself else peer.name)
+        return agent.prepare(chunk, agent.name if peer.itself else peer.name)
 
     def register(self, region: Region) -> Registration:
-        """Register memory with every agent.
+        """Register memory with every agent, and return a handle for ``deregister``.
 
         Raises:
-            TransportError: an agent refuses; then no agent has it registered.
+            TransportError: an agent refuses; then no agent has the memory registered.
         """
         with self._lock:
             shared = _Shared(region=region)
@@ -101,7 +106,7 @@ class AgentPair:
         """Deregister memory from every agent.
 
         Raises:
-            TransportError: an agent refuses; the others have deregistered it.
+            TransportError: an agent refuses; the other agent has deregistered the memory.
         """
         with self._lock:
             self._deregister(registration)
@@ -118,7 +123,9 @@ class AgentPair:
         return all(agent.wait_idle(deadline) for agent in self._all)
 
     def close(self, *, quiet: bool) -> None:
-        """Destroy the agents, after memory was deregistered and handles were released.
+        """Destroy the agents, as ``Agent.close`` does.
+
+        The caller has deregistered all memory and released all handles.
 
         Args:
             quiet: whether all transfers have ended.
@@ -175,10 +182,10 @@ class AgentPair:
 def _check_files() -> None:
     """Refuse to make an agent if too few file descriptors are free.
 
-    UCX aborts the process if it runs out of file descriptors while an agent is made.
+    UCX aborts the process if the process runs out of file descriptors while an agent is made.
 
     Raises:
-        TransportError: fewer than ``_FILES`` are free.
+        TransportError: fewer than ``_FILES`` file descriptors are free.
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = most - len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Turn a batch of copies into the arrays that NIXL takes, per pair of memory kinds."""
+"""Turn a batch of copies into arrays for NIXL: two (``Rows``) for each pair of memory kinds."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ _SMALLEST = 4096
 class DescriptorLists:
     """The arrays that describe a batch to NIXL.
 
-    They are reused for batch after batch, since NIXL copies them and fresh memory is slow to touch.
+    The arrays are reused for batch after batch: NIXL copies them, and fresh memory is slow to
+    touch.
     """
 
     def __init__(self) -> None:
         self._reserve(_SMALLEST)
 
     def chunks(self, copies: Copies, most: int | None = None) -> Iterator[tuple[Kinds, Rows, Rows]]:
-        """Cut a batch into chunks, each of one pair of memory kinds.
+        """Cut a batch into chunks, each of which has one pair of memory kinds.
 
         Copies of 0 bytes are left out, so there may be no chunk at all.
 
         Args:
             copies: n copies that have been checked.
-            most: the most rows of a chunk; ``None`` for any number.
+            most: the most copies of a chunk; ``None`` for any number.
 
         Returns:
-            For each chunk its memory kinds, local rows and remote rows. The rows are valid until
-            the next call.
+            For each chunk its memory kinds, and the rows (see ``agent.Rows``) of its local and of
+            its remote side. The rows are valid until the next call.
         """
         n = len(copies)
         if n == 0:
@@ -62,10 +63,14 @@ class DescriptorLists:
         return local, remote
 
     def _fill_devices(self, copies: Copies, devices: set[_Devices]) -> None:
-        """Fill the device column of both arrays.
+        """Fill the column of device indices in both arrays.
 
-        If all copies have the same pair of devices, the whole column is filled, also for later
-        batches with that pair.
+        If all copies have the same pair of devices, the columns are filled to their ends, beyond
+        the rows of this batch: later batches with that pair then need no filling.
+
+        Args:
+            copies: the batch.
+            devices: the pairs of devices of the batch's segments.
         """
         if len(devices) == 1:
             (self._devices,) = devices

@@ -1,4 +1,4 @@
-"""Peers that were disconnected without a failure, and that NIXL keeps loaded (ADR 21)."""
+"""Peers that were disconnected without a failure, and whose metadata NIXL keeps loaded (ADR 21)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from kvferry.drivers.nixl.agent import Agent
 from kvferry.drivers.nixl.peer import NixlPeer
 
 MAX_IDLE = 64
+"""The most idle peers of a transport."""
 
 
 class IdlePeers:
-    """The last ``MAX_IDLE`` peers that were disconnected. Several threads may use it at once."""
+    """The last ``MAX_IDLE`` peers that were disconnected without a failure.
+
+    Several threads may use one object at once.
+    """
 
     def __init__(self) -> None:
         self._peers: OrderedDict[str, NixlPeer] = OrderedDict()
         self._lock = threading.Lock()
 
     def add(self, peer: NixlPeer) -> None:
-        """Keep a peer whose transfers all ended well; forget the oldest if there are too many.
+        """Keep a disconnected peer, all of whose transfers ended well.
 
-        Forgetting a peer at once would leak: NIXL closes its sockets on neither side while both
-        processes live, so each time it forgets a peer and loads it again, both have some more.
+        If there are more than ``MAX_IDLE`` idle peers then, NIXL forgets the one that was added
+        first.
+
+        NIXL does not forget each peer when it is disconnected, because that would leak sockets:
+        NIXL closes a connection's sockets only when one of the two processes ends, and opens new
+        ones when it loads the peer again.
         """
         with self._lock:
             self._peers[peer.name] = peer
@@ -31,17 +39,23 @@ class IdlePeers:
                 self._peers.popitem(last=False)[1].remove_remote()
 
     def connect(self, peer: NixlPeer, agent: Agent) -> None:
-        """Have an agent load a peer's metadata. If the peer was idle, it no longer is.
+        """Have an agent load a peer's metadata, and no longer count the peer as idle.
+
+        Args:
+            peer: the peer, as its address describes it.
+            agent: the agent of this side that loads the metadata.
 
         Raises:
-            ConnectError: NIXL refuses the metadata; all agents have forgotten the peer.
+            ConnectError: NIXL refuses the metadata. All agents of this side have forgotten the
+                peer.
         """
         with self._lock:
             known = self._peers.pop(peer.name, None)
             if known is not None:
                 if not known.keys <= peer.keys:
                     known.remove_remote()
-                # The agents know the peer, but load it again: NIXL may have dropped it meanwhile.
+                # The agents know the peer, but load its metadata again: NIXL may have dropped the
+                # peer meanwhile.
                 peer.loaded.update(dict.fromkeys(known.loaded, frozenset()))
             try:
                 peer.load_metadata(agent)

@@ -16,15 +16,16 @@ from typing import Any
 from kvferry.core.errors import DriverError
 
 PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
-"""The packages to try, in order; ``nixl`` imports the other one that fits the installed CUDA."""
+"""The packages to try, in order; ``nixl`` itself imports whichever of the other two fits the
+installed CUDA."""
 
 _LOG_LEVEL = "NIXL_LOG_LEVEL"
 
 _SYSTEMS_OWN = "libnl-route-3.so.200"
-"""The system's copy of a library of which NIXL's wheel has a copy, too. UCX loads the system's RDMA
-libraries, if there are any, and this one with them. Loaded after the wheel's copy, which is of
-another version, it would bind to the wheel's functions and crash when the process ends. So it is
-loaded first."""
+"""The system's libnl-route, of which NIXL's wheel has a copy of another version. UCX loads the
+system's RDMA libraries, if there are any, and these load the system's libnl-route. If the wheel's
+copy was loaded before, the system's copy binds to the functions of the wheel's copy, and the
+process crashes when it ends. So the system's copy is loaded before NIXL."""
 
 _patience = threading.Lock()
 
@@ -39,7 +40,8 @@ class NixlLibrary:
         api: its module ``_api``, which has the agent class.
         errors: the exceptions that NIXL's calls can raise.
         lost: the exception that means that the peer is gone.
-        unknown: the exception that means that NIXL does not know an agent or memory (any more).
+        unknown: the exception that means that NIXL does not know, or no longer knows, an agent or
+            some memory.
     """
 
     package: str
@@ -54,10 +56,10 @@ class NixlLibrary:
 
     @contextlib.contextmanager
     def patient(self, milliseconds: int) -> Iterator[None]:
-        """Within the context, give each new agent a progress thread that sleeps.
+        """Within the context, give each new agent a progress thread that sleeps while it is idle.
 
-        NIXL's Python API has no argument for the sleep and passes 0, with which the thread never
-        sleeps and takes a core.
+        NIXL's Python API has no argument for the length of the sleep and passes 0, with which the
+        thread never sleeps and takes a core.
 
         Args:
             milliseconds: how long the thread sleeps at most when nothing arrives.
@@ -72,7 +74,12 @@ class NixlLibrary:
 
 
 class _Patient:
-    """NIXL's bindings, except that new agents get a progress thread that sleeps."""
+    """NIXL's bindings, except that new agents get a progress thread that sleeps while it is idle.
+
+    Args:
+        native: NIXL's bindings.
+        milliseconds: how long the thread sleeps at most when nothing arrives.
+    """
 
     def __init__(self, native: Any, milliseconds: int) -> None:  # noqa: ANN401
         self._native = native
@@ -132,7 +139,7 @@ def _loaded(package: str) -> NixlLibrary:
         package=package,
         version=_version(package),
         api=api,
-        # Besides its own exceptions: those into which its bindings turn C++ exceptions.
+        # NIXL's own exceptions, and those into which its bindings turn C++ exceptions.
         errors=(*own, RuntimeError, ValueError, IndexError, MemoryError),
         lost=native.nixlRemoteDisconnectError,
         unknown=native.nixlNotFoundError,

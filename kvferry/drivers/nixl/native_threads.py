@@ -1,7 +1,7 @@
 """Watch NIXL's native threads through /proc.
 
 NIXL closes a broken connection by itself and does not report when its threads have stopped using
-it: one may still be in the middle of a copy. So this module watches the threads.
+the connection: a thread may still be in the middle of a copy. So this module watches the threads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class NativeThreads:
-    """The threads that a library has started, and any others that started at the same time."""
+    """The threads that a library has started.
+
+    Other threads of the process that started at the same time are among them.
+    """
 
     def __init__(self) -> None:
         self._ids: set[str] = set()
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Add the threads that start within the context."""
+        """Watch the threads of this process that start within the context."""
         before = set(os.listdir(_TASKS))
         yield
         self._ids |= set(os.listdir(_TASKS)) - before
@@ -58,11 +61,14 @@ class NativeThreads:
 
 
 def _ran(thread: str) -> float | None:
-    """Return how much processor time a thread has used, in seconds.
+    """Return how much processor time a thread of this process has used.
+
+    Args:
+        thread: the thread's id, in decimal.
 
     Returns:
-        ``None`` if the thread sleeps or has ended. A thread in state ``D``, which may wait for
-        memory in the middle of a copy, does not count as asleep.
+        The time in seconds; ``None`` if the thread sleeps or has ended. A thread in state ``D``,
+        which may wait for memory in the middle of a copy, does not count as asleep.
     """
     try:
         stat = (_TASKS / thread / "stat").read_text()

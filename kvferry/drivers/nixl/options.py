@@ -16,14 +16,14 @@ Parameter = str | int | float | bool
 """The value of a backend parameter. NIXL gets it as text, a bool as ``true`` or ``false``."""
 
 _THREADS = {"num_threads": "4"}
-"""How many threads the UCX backend gets by default. Not more: each takes doorbell pages of the NIC,
-which other libraries need, too."""
+"""How many threads the UCX backend gets by default. More would take too many of the NIC's doorbell
+pages, which other libraries need, too: each thread takes some."""
 
 _SHARED = {"split_batch_size": "8"}
-"""How many rows a transfer needs before those threads share it; with fewer, the calling thread
-posts all. NIXL's default, 1024, suits devices that move the bytes: posting then costs less than
-waking threads. Where the CPU moves the bytes, it does so while posting, and sharing 16 blocks of
-1 MiB already pays (docs/adr/0018)."""
+"""From how many copies on the UCX backend's threads share a chunk; with fewer copies, the calling
+thread posts all of them. NIXL's default, 1024, suits devices that move the bytes: posting then
+costs less than waking threads. Where the CPU moves the bytes, it does so while posting, and sharing
+16 blocks of 1 MiB already pays (docs/adr/0018)."""
 
 _RDMA = Path("sys/class/infiniband")
 
@@ -91,16 +91,19 @@ class Plugins(Protocol):
 
 
 def parameters(options: NixlOptions, library: NixlLibrary, native: Plugins) -> dict[str, str]:
-    """Return the parameters to start the user's backend with.
+    """Return the parameters to start the user's backend with: the user's and ``defaults``.
 
     Args:
         options: the user's options.
-        library: NIXL, for errors.
+        library: the imported NIXL, for the errors' texts.
         native: NIXL's native agent, which lists the backends.
 
+    Returns:
+        The value of each parameter as text, by NIXL's names of parameters.
+
     Raises:
-        DriverError: this NIXL has no such backend, the backend does not load here, or it has no
-            such parameter; the text says what there is.
+        DriverError: NIXL has no such backend, the backend does not load here, or it has no
+            parameter of a name that the user gave; the text lists the names that exist.
     """
     offered = sorted(native.getAvailPlugins())
     if options.backend not in offered:
@@ -124,7 +127,7 @@ def threads(started: Mapping[str, str]) -> int:
     """Return how many threads the backend has besides its progress thread.
 
     Args:
-        started: the parameters that the backend is started with.
+        started: the parameters that the backend is started with, by NIXL's names.
 
     Raises:
         DriverError: ``num_threads`` is not a number.
@@ -146,7 +149,19 @@ def without_threads(options: NixlOptions) -> NixlOptions:
 
 
 def _known(backend: str, library: NixlLibrary, native: Plugins) -> dict[str, str]:
-    """Return all parameters of a backend, with their defaults."""
+    """Return the parameters that a backend takes, by name, with their defaults.
+
+    Args:
+        backend: NIXL's name of the backend.
+        library: the imported NIXL, for the error's text.
+        native: NIXL's native agent, which lists the parameters.
+
+    Returns:
+        The defaults as text; empty where NIXL tells none.
+
+    Raises:
+        DriverError: the backend does not load here.
+    """
     try:
         listed, _ = native.getPluginParams(backend)
     except library.errors as exc:

@@ -1,4 +1,4 @@
-"""A peer, and what NIXL's agents know of it."""
+"""A peer, and which of its metadata NIXL's agents have loaded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from kvferry.drivers.nixl.agent import Agent
 class NixlPeer:
     """A peer: what its last address says, and the state of its connection.
 
+    A *span* is a range of the peer's memory that is registered with NIXL, and its *key* a number
+    that changes when the range is registered anew (see ``registrations``).
+
     Attributes:
         name: the name of the peer's transport, which is also its agent's.
         itself: whether the peer is this transport; NIXL then needs no metadata.
         regions: the regions that the peer has registered, according to its last address.
         metadata: the metadata of the peer's agent, which NIXL reads.
         connections: the data for connecting to the peer's agent, by NIXL's names of backends; empty
-            if only NIXL can read the metadata.
-        keys: the keys of the spans in the metadata.
-        loaded: for each agent of this side that has loaded the metadata, the keys of the spans that
-            were in it.
+            if NIXL writes metadata in a format that this driver cannot read.
+        keys: the keys of the spans in ``metadata``.
+        loaded: for each agent of this side that has loaded metadata of the peer, the keys of the
+            spans that were in the metadata it loaded last.
         lost: whether NIXL has dropped the peer.
         failed: whether a transfer with the peer has failed.
     """
@@ -46,7 +49,9 @@ class NixlPeer:
         return self.name
 
     def load_metadata(self, agent: Agent) -> None:
-        """Have an agent of this side load the peer's metadata, unless it has loaded it already.
+        """Have an agent of this side load ``metadata``.
+
+        Does nothing if the agent has loaded metadata with the same spans before.
 
         Raises:
             ConnectError: NIXL refuses the metadata, or it is the metadata of another agent.
@@ -66,9 +71,9 @@ class NixlPeer:
         self.loaded[agent] = self.keys
 
     def mark_lost(self) -> None:
-        """Note that NIXL has dropped the peer.
+        """Record that NIXL has dropped the peer, so that no transfer with it is prepared.
 
-        Nothing is noted if the peer is this transport: NIXL never drops its own agent.
+        Does nothing if the peer is this transport: NIXL never drops its own agent.
         """
         self.lost = not self.itself
 
@@ -76,7 +81,7 @@ class NixlPeer:
         """Have all agents of this side forget the peer, which closes their connections to it.
 
         Returns:
-            The errors of the agents that failed to.
+            The errors of the agents that did not forget the peer; empty if all did.
         """
         failed = []
         for agent in self.loaded:
@@ -93,7 +98,7 @@ def check_backend(theirs: NixlAddress, backend: str) -> None:
 
     Args:
         theirs: the peer's address.
-        backend: the backend of this side.
+        backend: NIXL's name of the backend of this side.
 
     Raises:
         ConnectError: the backends differ.

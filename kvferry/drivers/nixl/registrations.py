@@ -1,8 +1,9 @@
 """Registrations with NIXL. A user's regions may overlap; the *spans* registered for them never do.
 
 NIXL looks up addresses among its registrations by bisection, which fails if one registration lies
-within another. So a region within a registered span becomes a further user of that span, and a
-region that reaches beyond the spans it overlaps is merged with them into one larger span.
+within another. So a region that lies within a registered span is not registered with NIXL: it
+becomes a further user of that span. A region that overlaps spans and reaches beyond them is merged
+with those spans into a larger span.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ class Registrar(Protocol):
     """Registers memory with NIXL; implemented by ``AgentPair``."""
 
     def register(self, region: Region) -> Registration:
-        """Register memory; raise ``TransportError`` if NIXL refuses."""
+        """Register memory, and return its handle; raise ``TransportError`` if NIXL refuses."""
 
     def deregister(self, registration: Registration) -> None:
-        """Deregister memory."""
+        """Deregister the memory of a handle; raise ``TransportError`` if NIXL refuses."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -33,8 +34,8 @@ class RegisteredSpan:
 
     Attributes:
         whole: the range of memory.
-        key: a number that this transport gives to no other registration, so that peers notice when
-            memory was registered anew.
+        key: a number that this transport gives to no other span and to no later registration of
+            this one, so that peers notice when memory was registered anew.
         registration: the registrar's handle.
         users: the registered regions that lie in the span.
     """
@@ -46,7 +47,13 @@ class RegisteredSpan:
 
 
 class Registrations:
-    """The spans of one transport."""
+    """The spans of one transport, and the regions that lie in them.
+
+    Iterating yields the spans; ``in`` tells whether a region is registered.
+
+    Args:
+        registrar: registers and deregisters the spans with NIXL.
+    """
 
     def __init__(self, registrar: Registrar) -> None:
         self._registrar = registrar
@@ -72,8 +79,8 @@ class Registrations:
             used: the local regions of this side's unfinished transfers.
 
         Raises:
-            TransportError: NIXL refuses, or a span would have to grow while one of its regions is
-                in ``used``.
+            TransportError: NIXL refuses, or a span would have to be merged into a larger one while
+                one of its regions is in ``used``.
         """
         touched = [span for span in self if _overlap(span.whole, region)]
         within = next((span for span in touched if span.whole.contains(region)), None)
@@ -97,7 +104,7 @@ class Registrations:
         """Deregister everything.
 
         Returns:
-            The errors of the spans that NIXL did not deregister.
+            The errors of the spans that NIXL did not deregister; empty if it deregistered all.
         """
         failed = []
         for span in self:
@@ -143,7 +150,7 @@ def _overlap(one: Region, other: Region) -> bool:
 
 
 def _hull(regions: list[Region]) -> Region:
-    """Return the smallest range that contains all of these regions."""
+    """Return the smallest range that contains these regions, which are all on one device."""
     first = min(region.address for region in regions)
     return Region(
         address=first,

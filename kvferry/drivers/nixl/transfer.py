@@ -22,24 +22,25 @@ _DONE = Status(state=State.DONE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class NixlTransfer:
-    """A transfer. Each of its chunks has one pair of memory kinds.
+    """A transfer, cut into chunks. All copies of a chunk have the same pair of memory kinds.
 
-    It is FAILING from the first error on. When a chunk fails, NIXL does not report when the copies
-    that it had begun have ended, so the transfer becomes FAILED only by ``settle``. It is FAILED at
-    once if nothing of it runs: a chunk could not be prepared, or only the notification failed.
+    The transfer is FAILING from its first error on. When a chunk fails, NIXL does not report when
+    the copies that it had begun have ended, so the transfer becomes FAILED only by ``settle``. It
+    is FAILED at once if none of its chunks runs: if a chunk could not be prepared, or only the
+    notification failed.
 
     Attributes:
-        peer: the peer's connection.
+        peer: the connection to the peer.
         prepare: makes the NIXL transfer of a chunk. It is called just before the chunk is posted,
             because the agent that posts may change until then.
-        send: sends the bound notification, once all chunks have ended; ``None`` if there is none.
-            NIXL's own bound notifications are not used: NIXL sends them even if the peer has been
-            disconnected meanwhile.
+        send: sends the notification that is bound to the transfer, once all chunks have ended;
+            ``None`` if there is none. NIXL's own bound notifications are not used: NIXL sends them
+            even if the peer has been disconnected meanwhile.
         status: the status that ``poll`` returns.
         waiting: the chunks that are not posted yet; empty once the transfer has failed.
         running: the handles of the chunks that are posted and have not ended.
-        ended: the handles of the chunks that failed; held until ``release``.
-        telemetry: what NIXL measured of the chunks that ended well; ``None`` if it does not
+        ended: the handles of the chunks that failed; kept until ``release``.
+        telemetry: what NIXL measured of each chunk that ended well; ``None`` if NIXL does not
             measure.
     """
 
@@ -59,17 +60,17 @@ class NixlTransfer:
 
     @property
     def drained(self) -> bool:
-        """Whether no chunk is posted, and none waits to be posted."""
+        """Whether no chunk is running, and none waits to be posted."""
         return not self.running and not self.waiting
 
     def post(self, chunks: Iterable[TransferChunk]) -> None:
-        """Take over the chunks, and post the first ones; ``advance`` posts the others."""
+        """Post the first ``AT_ONCE`` chunks, and keep the others for ``advance`` to post."""
         self.waiting.extend(chunks)
         self._post_some()
         self._conclude()
 
     def advance(self) -> None:
-        """Drive the posted chunks, and post others in place of those that have ended."""
+        """Make progress with the running chunks, and post a waiting one for each that has ended."""
         for handle in list(self.running):
             try:
                 ended = handle.agent.check(handle)
@@ -88,15 +89,18 @@ class NixlTransfer:
             self.waiting.clear()
 
     def settle(self) -> None:
-        """Make the transfer FAILED, unless it is final: no byte of it can land any more."""
+        """Make the transfer FAILED with the error that it has, unless it is final.
+
+        The caller has made sure that no byte of the transfer can land any more.
+        """
         if not self.final:
             self.status = Status(state=State.FAILED, error=self.status.error)
 
     def release(self) -> list[TransportError]:
-        """Release all handles.
+        """Release the handles of all chunks that are posted or failed.
 
         Returns:
-            The errors of the handles that NIXL did not release.
+            The errors of the handles that NIXL did not release; empty if it released all.
         """
         failed = []
         for handle in (*self.running, *self.ended):

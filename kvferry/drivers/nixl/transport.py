@@ -46,20 +46,21 @@ MAX_NOTIFICATION = 1 << 14
 _POLL_SECONDS = 0.0005
 
 _DEVICE_SECONDS = 0.02
-"""How long to wait for a GPU's copies, whose end no thread of the host shows: far longer than one
-copy takes."""
+"""How long to wait for a GPU's copies, since no thread of the host shows when they end: far longer
+than a copy takes."""
 
 
 class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     """Read and write through a NIXL backend: CPU and CUDA memory, of one host or of several.
 
-    Each transfer goes to NIXL as arrays; NIXL's prepared descriptor lists are not used. ``read``
-    and ``write`` return when NIXL has posted the first chunks, which may mean that it has moved
-    them. NIXL's threads go on with posted chunks and serve peers; ``poll`` posts the others, and
-    the ``poll`` that finds that all bytes have landed sends the notification. A transfer of which a
-    chunk failed stays FAILING until ``disconnect``, because NIXL does not report when the rest of
-    it has ended. Transfers cannot be cancelled, because NIXL does not wait for what it cancels;
-    ``disconnect`` waits until posted chunks have ended.
+    Each transfer goes to NIXL as arrays, in chunks; NIXL's prepared descriptor lists are not used.
+    ``read`` and ``write`` return when NIXL has posted the first chunks; a backend may move a
+    chunk's bytes while it posts the chunk. NIXL's threads go on with posted chunks and serve peers;
+    ``poll`` posts the other chunks, and the ``poll`` that finds that all bytes have landed sends
+    the notification. A transfer of which a chunk failed stays FAILING until ``disconnect``, because
+    NIXL does not report when the rest of that chunk has ended. Transfers cannot be cancelled,
+    because NIXL does not wait until what it cancels has ended; ``disconnect`` waits until posted
+    chunks have ended.
 
     Not usable in a forked child.
 
@@ -93,11 +94,11 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
     @property
     def library(self) -> str:
-        """NIXL's package, its version, and the backend, as text."""
+        """The name and version of NIXL's package, and the backend, as text."""
         return f"{self._agent.library}, {self._options.backend}"
 
     def telemetry(self, transfer: TransferId) -> list[Telemetry]:
-        """Return what NIXL measured of each chunk of a transfer.
+        """Return what NIXL measured of a transfer: one ``Telemetry`` for each chunk.
 
         Raises:
             TransportUsageError: the id is unknown, the transfer is not DONE, or the option
@@ -218,7 +219,10 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         transfer.fail(error)
 
     def _end_transfers(self, transfers: Sequence[NixlTransfer], error: TransportError) -> bool:
-        """Make transfers fail, and wait until NIXL reports every posted chunk as ended."""
+        """As ``BaseTransport._end_transfers``, but wait only until no chunk is posted any more.
+
+        The transfers become FAILED in ``_disconnect`` or ``_close``.
+        """
         for transfer in transfers:
             transfer.fail(error)
         return self._drained(transfers)
@@ -257,10 +261,10 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     # How transfers and connections end.
 
     def _drained(self, transfers: Sequence[NixlTransfer]) -> bool:
-        """Wait until NIXL reports every chunk of these transfers as ended.
+        """Make progress until NIXL reports every chunk of these transfers as ended.
 
         Returns:
-            Whether all had ended within ``grace_seconds``.
+            Whether all chunks ended within ``grace_seconds``.
         """
         deadline = time.monotonic() + self.grace_seconds
         undrained = list(transfers)
@@ -274,10 +278,14 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     def _remove_remote(
         self, connection: NixlPeer, transfers: Sequence[NixlTransfer]
     ) -> list[TransportError]:
-        """Release a connection's unfinished transfers, and have NIXL close the connection.
+        """Release the handles of transfers, and have NIXL close their connection.
+
+        Args:
+            connection: the connection to close.
+            transfers: the connection's transfers that were unfinished when its end began.
 
         Returns:
-            The errors of NIXL.
+            NIXL's errors for what it did not release or close; empty if there were none.
         """
         # In this order: a handle keeps its connection open.
         failed = [error for transfer in transfers for error in transfer.release()]
@@ -286,8 +294,8 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     def _settle(self, transfers: Sequence[NixlTransfer]) -> None:
         """Wait until no byte of these transfers can land any more, then make them FAILED.
 
-        Their connections have been closed. They stay as they are if NIXL's threads are still
-        copying after ``grace_seconds``.
+        The caller has closed the transfers' connections. The transfers stay FAILING if NIXL's
+        threads are still copying after ``grace_seconds``.
         """
         if not transfers or not self._agents.wait_idle(time.monotonic() + self.grace_seconds):
             return
@@ -301,8 +309,13 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     def _reload(self, connection: NixlPeer, address: NixlPeer) -> None:
         """Have NIXL load a connected peer's new metadata.
 
-        NIXL can add spans to a peer that it knows, but not remove any. So if a span is gone, or the
-        connection is lost, NIXL has to forget the peer first; this waits for the transfers with it.
+        NIXL can add spans (ranges of memory, see ``registrations``) to a peer that it knows, but
+        not remove any. So if a span is gone, or the connection is lost, NIXL has to forget the peer
+        first. Before that, this method waits until the peer's transfers have ended.
+
+        Args:
+            connection: the connected peer, which is updated.
+            address: the same peer, as its newer address describes it.
 
         Raises:
             ConnectError: the transfers do not end in time, or NIXL refuses the metadata.
@@ -330,13 +343,17 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     def _backend_connections(self, theirs: NixlAddress) -> Mapping[str, bytes]:
         """Check a peer's metadata before NIXL reads it, and return how the peer's agent is reached.
 
+        Args:
+            theirs: the peer's address.
+
         Returns:
-            The data for connecting, by NIXL's names of backends; empty if this side's NIXL writes
-            metadata in a format that ``agent_metadata`` does not know.
+            The data for connecting to the agent, by NIXL's names of backends; empty if this side's
+            NIXL writes metadata in a format that ``agent_metadata`` does not know, which is then
+            not checked.
 
         Raises:
-            ConnectError: NIXL does not write such metadata, it is another agent's, or it has this
-                side's name and leads to another place.
+            ConnectError: NIXL does not write such metadata; the metadata is that of another agent;
+                or the address has this side's name, but other data for connecting.
         """
         if self._own_metadata is None:
             return {}
@@ -364,7 +381,10 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
 
 def _note_failure(transfer: NixlTransfer) -> None:
-    """Note in a transfer's peer that the transfer has failed, so that the peer is not kept idle."""
+    """Mark a transfer's peer as failed if the transfer has an error, and as lost if NIXL lost it.
+
+    A peer that is marked is not kept as an idle peer when it is disconnected.
+    """
     error = transfer.status.error
     if error is not None:
         transfer.peer.failed = True

@@ -1,9 +1,9 @@
 """Loops over UCP's functions, compiled by numba: they run without the interpreter and its lock.
 
 The extra ``ucx`` installs numba, and vLLM depends on it. Importing numba and compiling take one to
-three seconds, so a thread does both, from a process's first ``connect`` on. Until it has finished,
-or if numba is not installed, the Python loops of ``posting.py`` run instead: they make the same
-calls, but take up to twice the time for blocks of 4 KiB in random order (docs/adr/0031).
+three seconds, so a thread does both; it starts with the process's first ``connect``. Until it has
+finished, or if numba is not installed, the Python loops of ``posting.py`` run instead: they make
+the same calls, but take up to twice the time for blocks of 4 KiB in random order (docs/adr/0031).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from kvferry.drivers.ucx.ucp import ERRORS_FROM, Endpoint, Ucp, WorkerHandle
 logger = logging.getLogger(__name__)
 
 WORTH_CALLING = 16
-"""The fewest runs for which entering a compiled loop costs less than it saves."""
+"""With fewer runs than this, the Python loop runs: entering a compiled loop would cost more than it
+saves."""
 
 _NO_NUMBA = (
     "ucx posts by a loop in Python, since numba is not installed: transfers of many blocks of "
@@ -45,8 +46,8 @@ class Loops:
         get: posts reads, as ``Poster.post``.
         put: posts writes, as ``Poster.post``.
         sweep: frees completed requests, as ``Poster.sweep``.
-        progress: takes a worker's handle and nanoseconds; lets UCP work for so long, or returns 0
-            as soon as there is nothing to do.
+        progress: takes a worker's handle and a number of nanoseconds. Lets UCP work for this time
+            and returns 1, or returns 0 as soon as there is nothing to do.
         copy: copies ranges of memory, as ``Poster.copy``.
     """
 
@@ -58,7 +59,7 @@ class Loops:
 
 
 class CompiledPoster:
-    """The loops of ``Poster``: compiled as soon as ``start_compiling`` has finished, plain before.
+    """A ``Poster`` that runs compiled loops once they are ready, and Python loops until then.
 
     Args:
         ucp: the library.
@@ -109,10 +110,10 @@ class CompiledPoster:
         copy(targets, sources, nbytes)
 
     def wait(self) -> bool:
-        """Compile the loops unless that has been done, and wait for the end of it.
+        """Start compiling unless it was started before, and wait until it has ended.
 
         Returns:
-            Whether the compiled loops are ready.
+            Whether the compiled loops are ready; False if numba is missing or does not work.
         """
         self.start_compiling()
         if self._thread is not None:
@@ -120,7 +121,10 @@ class CompiledPoster:
         return self._loops is not None
 
     def start_compiling(self) -> None:
-        """Start compiling in a thread, or log that numba is missing. Later calls do nothing."""
+        """Start compiling the loops in a thread, or log that numba is missing.
+
+        Only the first call does anything.
+        """
         # Several transports of the process may call this at once.
         with self._starting:
             if self._started:
@@ -137,7 +141,7 @@ class CompiledPoster:
         if self._compile is not None:
             try:
                 self._loops = self._compile(self._ucp)
-            # A numba that does not fit the installed numpy fails in one of these ways.
+            # What a numba raises that does not fit the installed numpy.
             except (ImportError, AttributeError, SystemError) as exc:
                 logger.warning("ucx posts by a loop in Python: numba does not work here (%s)", exc)
 
@@ -160,7 +164,7 @@ def _compile(ucp: Ucp) -> Loops:
         progress=jit(_progress_loop(ucp)),
         copy=jit(_copy_loop()),
     )
-    # numba compiles a function when it is first called: with nothing to do, here.
+    # numba compiles a function when it is first called. These first calls have nothing to do.
     none = np.empty(0, np.uint64)
     for loop in (loops.get, loops.put):
         loop(1, none, none, none, none, none, none)

@@ -1,7 +1,8 @@
 """A second thread for large reads whose bytes this process copies itself (cma, within one host).
 
-While the thread that drives the transport's client side lets UCP work in one worker, this thread
-lets UCP work in another, so that two cores copy.
+UCP copies such bytes while it makes progress in a worker. The transport's client side has two
+workers for them: while the thread that drives the client side makes progress in the first, this
+thread makes progress in the second, so that two cores copy.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ MIN_BYTES = 1 << 21
 """The smallest read that is worth a second thread."""
 
 PROGRESS_SECONDS = 0.002
-"""How long both workers copy before messages and timeouts are handled. Not less: waking a thread
-takes 0.1 ms, and another thread may keep the interpreter's lock for 5 ms."""
+"""How many seconds both workers copy before messages and timeouts are handled. A shorter time would
+cost too much: waking a thread takes 0.1 ms, and another thread may keep the interpreter's lock for
+5 ms."""
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return how many processor cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 class CopyThread:
-    """A thread that drives one worker while its owner drives another.
+    """A thread that makes progress in one worker while the calling thread does in another.
 
     Args:
         name: the name of the thread.
@@ -41,11 +43,13 @@ class CopyThread:
         self._thread.start()
 
     def progress_both(self, first: Worker, second: Worker) -> None:
-        """Let UCP work in two workers at once, for ``PROGRESS_SECONDS``.
+        """Make progress in two workers at once, for ``PROGRESS_SECONDS`` or until all is done.
+
+        When the call returns, neither thread is in a worker any more.
 
         Args:
-            first: the worker for the calling thread.
-            second: the worker for this object's thread.
+            first: the worker in which the calling thread makes progress.
+            second: the worker in which this object's thread makes progress.
         """
         self._idle.acquire()
         self._work = lambda: second.progress(PROGRESS_SECONDS)

@@ -2,9 +2,10 @@
 
     python -I -S dlopen.py PATH
 
-prints one JSON object: ``path``, ``version`` and ``rdma``, whether a module for RDMA loads; or
-``problem``. It runs in a process of its own, since a library cannot be closed again, opening one
-takes up to half a second (UCX measures the clock), and an unsuitable one may crash.
+prints one JSON object: ``path`` (of the library's file), ``version`` (three numbers) and ``rdma``
+(whether a module of UCX for RDMA loads), or ``problem`` (why the library does not load). The script
+runs in a process of its own, since a library cannot be closed again, opening a libucp takes up to
+half a second (UCX measures the clock), and an unsuitable libucp may crash.
 
 This module imports only the standard library.
 """
@@ -20,31 +21,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _NEIGHBOURS = ("libucm.so.0", "libucs.so.0", "libuct.so.0")
-"""The libraries that libucp needs, by the names under which it looks for them."""
+"""The libraries that libucp needs, by the names under which the dynamic linker looks for them."""
 
 _UNDISGUISED = re.compile(r"libuc[mpst]\.so[.\d]*")
-"""Matches the file names of UCX's libraries. The copies in NIXL's wheels have other names, so they
-do not interfere."""
+"""Matches the file names of UCX's libraries. Their copies in NIXL's wheels have other names, so the
+dynamic linker does not mix those with another UCX."""
 
 
 def opened(path: str) -> ctypes.CDLL:
-    """Open a libucp so that other libraries do not see its symbols.
+    """Open a libucp so that other libraries do not see its symbols, and return it.
 
     Args:
-        path: the path of its file, or a bare name for the dynamic linker to look up.
+        path: the path of libucp's file, or a bare name for the dynamic linker to look up.
 
     Raises:
-        OSError: it cannot be opened; the text says what is missing.
+        OSError: libucp cannot be opened; the text says what is missing.
     """
     _open_neighbours(Path(path))
     return ctypes.CDLL(path, os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 def loaded_elsewhere(folder: Path) -> str | None:
-    """Return a UCX library that this process has loaded from another folder, or ``None``.
+    """Return a library of UCX that this process has loaded from another folder.
 
-    The dynamic linker finds the libraries that libucp needs by name: if the process has loaded one
-    of that name, libucp gets this one, wherever it came from.
+    Such a library would be mixed with the libucp of ``folder``: the dynamic linker looks up the
+    libraries that libucp needs by name, and takes one of that name that is loaded already.
+
+    Args:
+        folder: the folder of the libucp that is to be opened.
+
+    Returns:
+        The path of the library that was found first; ``None`` if there is none.
     """
     home = folder.resolve()
     others = (path for path in _mapped() if path.parent.resolve() != home)
@@ -52,10 +59,13 @@ def loaded_elsewhere(folder: Path) -> str | None:
 
 
 def modules(path: Path) -> list[Path]:
-    """Return the files of the modules that a UCX may load, one for each module.
+    """Return the files of the modules (plugins for transports) that a UCX may load.
 
     Args:
-        path: the UCX's libucp.
+        path: the file of the UCX's libucp.
+
+    Returns:
+        One path for each module, even if its folder has several names for it.
     """
     files = sorted((path.resolve().parent / "ucx").glob("libuct_*.so*"))
     return list({file.name.partition(".so")[0]: file for file in files}.values())
@@ -67,9 +77,13 @@ def for_rdma(module: Path) -> bool:
 
 
 def _open_neighbours(path: Path) -> None:
-    """Open the libraries that a libucp needs if they lie in its folder.
+    """Open those libraries that a libucp needs and that lie in its folder.
 
-    They are opened lazily, which ctypes cannot do, because libucm and libucs need each other.
+    libucm and libucs need each other, so they must be opened with ``RTLD_LAZY``. ctypes always adds
+    ``RTLD_NOW``, so this function calls ``dlopen`` itself.
+
+    Args:
+        path: the file of the libucp; nothing is opened if it is a bare name.
     """
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.restype = ctypes.c_void_p
@@ -93,7 +107,7 @@ def _version(library: ctypes.CDLL) -> tuple[int, ...]:
 
 
 def loads(module: Path) -> bool:
-    """Return whether a module and all its dependencies load. Its UCX must be loaded already."""
+    """Return whether a module and its dependencies load. The caller has opened its libucp."""
     try:
         ctypes.CDLL(str(module), os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError:

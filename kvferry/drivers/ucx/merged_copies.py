@@ -16,13 +16,16 @@ MAX_RUN_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MergedCopies:
-    """The n runs of a batch, each contiguous on both sides and within one segment of the batch.
+    """The n runs of a batch: ranges of bytes that are contiguous on both sides.
+
+    Each run lies within one segment of the batch. The runs are posted in *windows* of successive
+    runs.
 
     Attributes:
         local: (n,) the local address of each run.
         remote: (n,) the remote address of each run.
         nbytes: (n,) the length of each run in bytes, from 1 to ``MAX_RUN_BYTES``.
-        segment: (n,) the index of the segment that each run lies in.
+        segment: (n,) the index, in the batch's ``segments``, of the segment of each run.
         end_bytes: (n,) the sum of the lengths up to and including each run.
     """
 
@@ -36,12 +39,13 @@ class MergedCopies:
         return len(self.nbytes)
 
     def split(self, max_bytes: int) -> MergedCopies:
-        """Return the same bytes in runs of at most ``max_bytes``."""
+        """Return the same bytes in runs of at most ``max_bytes`` bytes, by cutting longer runs."""
         if not len(self) or int(self.nbytes.max()) <= max_bytes:
             return self
         pieces = (self.nbytes.astype(np.int64) + max_bytes - 1) // max_bytes
         index = np.repeat(np.arange(len(self)), pieces)
-        # Where each piece begins in its run: its number there times the length of a piece.
+        # Where each piece begins in its run: its index among the pieces of the run, times the
+        # length of a piece.
         within = (np.arange(len(index)) - np.repeat(pieces.cumsum() - pieces, pieces)) * max_bytes
         offset = within.astype(np.uint64)
         return _merged(
@@ -52,15 +56,16 @@ class MergedCopies:
         )
 
     def window_end(self, start: int, max_runs: int, max_bytes: int) -> int:
-        """Return where the window that begins at run ``start`` ends.
+        """Return the end of the longest window that begins at run ``start``.
 
         Args:
-            start: the index of the first run.
+            start: the index of the window's first run.
             max_runs: the most runs of the window.
-            max_bytes: the most bytes of the window, unless its first run alone is longer.
+            max_bytes: the most bytes of the window. A first run that is longer is a window of its
+                own.
 
         Returns:
-            The index after the last run of the window.
+            The index after the window's last run.
         """
         before = int(self.end_bytes[start - 1]) if start else 0
         within = int(self.end_bytes.searchsorted(np.uint64(before + max_bytes), side="right"))
@@ -71,7 +76,7 @@ def merge_copies(copies: Copies) -> MergedCopies:
     """Check that a batch stays within its regions, and merge its copies into runs.
 
     Args:
-        copies: the batch. Its arrays may be changed afterwards.
+        copies: the batch. The caller may change its arrays afterwards.
 
     Returns:
         The runs, in the order of the batch.

@@ -3,8 +3,9 @@
 UCX would emulate such access: the peer's UCX carries out requests without checking the addresses,
 and answers. If the connection has ended by then, because the requesting process was killed, UCX
 ends the peer's process (1.22: "Fatal: unexpected error", in ``ucp_put_handler`` and in its
-counterpart for reads). So the driver turns emulation off and sends the bytes as messages of its
-own. The server checks every address, and knows when it drops what arrives late.
+counterpart for reads). So the driver turns emulation off, and its client sends ``Store`` and
+``Fetch`` messages. The server, whose memory is read and written, checks every address; once it has
+closed a connection, it drops messages that arrive on it later.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from kvferry.drivers.ucx.address import KeyId
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS, ROW_BYTES
 
 RegionsByKey = Mapping[KeyId, Region]
+"""The registered regions of a transport, by the keys of their registrations."""
+
 CopyRanges = Callable[[U64Array, U64Array, U64Array], None]
 """Copies ranges of memory, as ``Poster.copy``."""
 
@@ -26,8 +29,8 @@ NATIVE_TRANSPORTS = {
     CPU: ("cma", "knem", "xpmem", "rc", "dc", "ugni"),
     "cuda": ("rc", "dc", "cuda_ipc"),
 }
-"""By memory kind: name prefixes of the UCX transports that reach such memory without the peer's
-help."""
+"""For each memory kind, the UCX transports that reach such memory without the peer's help, by the
+beginnings of their names."""
 
 _NONE: U64Array = np.empty(0, np.uint64)
 
@@ -37,7 +40,7 @@ def reached_natively(transports: frozenset[str], kinds: frozenset[str]) -> bool:
 
     Args:
         transports: UCX's names of the connection's transports.
-        kinds: the memory kinds of both sides.
+        kinds: all memory kinds of the ranges to move, of this side and of the peer.
     """
     return all(
         any(name.startswith(NATIVE_TRANSPORTS.get(kind, ())) for name in transports)
@@ -55,17 +58,29 @@ def copied_by_cpu(transports: frozenset[str]) -> bool:
 
 
 def consecutive(base: int, nbytes: U64Array) -> U64Array:
-    """Return the (n,) addresses of ranges that follow each other without gaps.
+    """Return the addresses of n ranges that follow each other without gaps.
 
     Args:
         base: the address of the first range.
-        nbytes: (n,) the lengths of the ranges.
+        nbytes: (n,) uint64, the length of each range in bytes.
+
+    Returns:
+        (n,) uint64, the address of each range.
     """
     return np.cumsum(nbytes) - nbytes + np.uint64(base)
 
 
 def build_rows(keys: U64Array, addresses: U64Array, nbytes: U64Array) -> U64Array:
-    """Return (n, 3) uint64 rows that name n ranges of the server's memory, as in ``Store``."""
+    """Return the rows that name n ranges of the server's memory in a ``Store`` or ``Fetch``.
+
+    Args:
+        keys: (n,) uint64, the key of the registration that each range lies in.
+        addresses: (n,) uint64, the address of each range in the server's process.
+        nbytes: (n,) uint64, the length of each range in bytes.
+
+    Returns:
+        (n, 3) uint64: key, address and length of each range.
+    """
     return np.stack([keys, addresses, nbytes], axis=1)
 
 
@@ -75,14 +90,14 @@ def apply_store(
     """Write the bytes of a client's ``Store`` into registered memory: all of them, or none.
 
     Args:
-        rows: the number of rows according to the client.
-        body: the address of the message's body: the rows, then the bytes.
+        rows: how many rows the body begins with, according to the client.
+        body: the address of the message's body: the rows, then the bytes to write.
         nbytes: the length of the body in bytes.
         regions: the registered regions of this transport.
         copy_ranges: the function that copies the bytes.
 
     Returns:
-        Why nothing was written; an empty string if all was written.
+        Why nothing was written; an empty string if all bytes were written.
     """
     head = ROW_BYTES * rows
     if nbytes < head:
@@ -99,17 +114,18 @@ def check_rows(data: bytes, regions: RegionsByKey) -> tuple[str, U64Array, U64Ar
     """Check the rows of a client's message against the registered regions.
 
     Args:
-        data: the rows, ``ROW_BYTES`` each.
+        data: the n rows, ``ROW_BYTES`` each.
         regions: the registered regions of this transport.
 
     Returns:
-        A refusal, or an empty string; then the (n,) addresses and (n,) lengths in the rows, both
-        empty if the rows are refused.
+        Why the rows are refused, or an empty string; then the addresses and the lengths in bytes of
+        the ranges, each (n,) uint64, or (0,) if the rows are refused.
     """
     if len(data) % ROW_BYTES or len(data) > ROW_BYTES * MAX_RELAY_ROWS:
         return f"rows of {len(data)} bytes", _NONE, _NONE
     keys, addresses, lengths = np.frombuffer(data, np.uint64).reshape(-1, 3).T.copy()
-    # Check the longest before the sum, which could otherwise overflow 64 bits and look small.
+    # Check the longest range before the sum: the sum of unchecked lengths could overflow 64 bits
+    # and look small.
     if lengths.max(initial=0) > MAX_RELAY_BYTES or lengths.sum() > MAX_RELAY_BYTES:
         return f"too many bytes at once; at most {MAX_RELAY_BYTES}", _NONE, _NONE
     for key in {*keys.tolist()}:

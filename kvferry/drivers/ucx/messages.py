@@ -1,9 +1,12 @@
 """The messages between the client and the server of a connection: UCP's active messages.
 
-A connection leads from a transport that reads and writes (the client) to one whose memory is read
-and written (the server). The client opens it with ``Hello``. Every message names the connection by
-the id that the client chose. Messages are msgpack arrays that begin with a number (``tag``), so
-neither class nor field names are on the wire.
+A connection leads from a transport that reads and writes (the client) to a transport whose memory
+is read and written (the server). The client opens it with ``Hello``. Every message names the
+connection by the id that the client chose. Messages are msgpack arrays that begin with a number
+(``tag``), so neither class nor field names are on the wire.
+
+Before the server deregisters memory, it *withdraws* the registration: it asks each client to stop
+using the memory (``Withdrawn``), and waits until the clients confirm (``Released``).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from kvferry.core.messages import DECODE_ERRORS
 from kvferry.drivers.ucx.address import Instance, Name, Word, WorkerAddress
 
 MAX_NOTIFICATION = 4096
-"""The most bytes of a notification's payload. With this limit every transport of UCX sends a
+"""The most bytes of a notification's payload. With this limit, each of UCX's transports sends a
 notification in one piece, so that a connection's notifications stay in order."""
 
 MAX_BACKLOG = 64 << 20
@@ -24,14 +27,19 @@ MAX_BACKLOG = 64 << 20
 have not been sent; on the server, notifications that its user has not fetched."""
 
 MAX_WITHDRAWN = 1 << 14
-"""The most withdrawn registrations that a server remembers, for clients with older addresses."""
+"""The most withdrawn registrations that a server remembers, for clients that connect with an
+address from before the withdrawal."""
 MAX_RELAY_BYTES = 1 << 18
 """The most bytes of memory that one store or fetch may name."""
 MAX_RELAY_ROWS = 1 << 12
 """The most ranges of memory that one store or fetch may name."""
 ROW_BYTES = 24
+"""The length of a row, which names a range of memory in a store or fetch; see ``Store``."""
 MAX_BODY = MAX_RELAY_BYTES + ROW_BYTES * MAX_RELAY_ROWS
+"""The most bytes of a message's body."""
 MAX_MESSAGE = MAX_BODY + (1 << 18)
+"""The most bytes of data in one active message, be they a body or a message; longer active messages
+are dropped."""
 
 ConnectionId = Instance
 """16 random bytes, chosen by the client."""
@@ -49,10 +57,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
         server: the server's instance, which the client has from the server's address; a server with
             another instance drops this message.
         client: the client's name.
-        worker: UCX's address of the worker that gets the server's answers.
+        worker: UCX's address of the client's worker, to which the server sends its answers.
         known_withdrawals: ``UcxAddress.withdrawn`` of the address that the client connects with.
-        index: which of the client's connections this is; the server closes an earlier connection of
-            the same client and index.
+        index: which of the client's connections to this server this is. The server closes an
+            earlier connection with the same client and index.
     """
 
     connection: ConnectionId
@@ -64,7 +72,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Server to client: the client may read and write; its earlier connection has been closed.
+    """Server to client: the client may read and write.
+
+    The server has closed the client's earlier connection with the same index, if there was one.
 
     Attributes:
         connection: the id of the connection.
@@ -77,26 +87,36 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Server to client: the client may not read and write, for this reason."""
+    """Server to client: the client may not read and write.
+
+    Attributes:
+        connection: the id of the connection.
+        reason: why the client was refused, as text for people.
+    """
 
     connection: ConnectionId
     reason: Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Client to server: a notification."""
+    """Client to server: a notification.
+
+    Attributes:
+        connection: the id of the connection.
+        payload: the bytes for the server's user.
+    """
 
     connection: ConnectionId
     payload: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_NOTIFICATION)]
 
 
 class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Server to client: a registration is about to be undone.
+    """Server to client: a region is about to be deregistered; confirm with ``Released``.
 
     Attributes:
         connection: the id of the connection.
         number: the number of the withdrawal; a server counts its withdrawals from 1.
-        key: the key of the registration.
+        key: the key of the region's registration.
     """
 
     connection: ConnectionId
@@ -105,9 +125,12 @@ class Withdrawn(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Released(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Client to server: confirm all withdrawals up to ``number``.
+    """Client to server: no transfer on the connection uses withdrawn registrations any more.
 
-    Nothing on the connection uses the withdrawn registrations any more.
+    Attributes:
+        connection: the id of the connection.
+        number: the number of the last withdrawal that this message confirms; it confirms all
+            earlier ones, too.
     """
 
     connection: ConnectionId
@@ -115,7 +138,7 @@ class Released(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Client to server: the connection ends."""
+    """Client to server: the client ends the connection."""
 
     connection: ConnectionId
 
@@ -133,13 +156,14 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """Client to server: write bytes into the server's memory, where UCX cannot.
 
     The message's body is n rows, then the bytes for the first row, for the second, and so on. The
-    rows are (n, 3) uint64: the key of a registration, an address in its region, and a length.
+    rows are (n, 3) uint64: the key of a registration, an address in its region, and a length in
+    bytes.
 
     Attributes:
         connection: the id of the connection.
         number: the number of the request; a client counts a connection's stores and fetches
             together, from 1.
-        rows: n, the number of rows.
+        rows: n, how many rows the body begins with.
     """
 
     connection: ConnectionId
@@ -148,7 +172,13 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Server to client: all bytes of a store are written, or none; then ``refusal`` says why."""
+    """Server to client: the answer to a ``Store``.
+
+    Attributes:
+        connection: the id of the connection.
+        number: the number of the store.
+        refusal: why no byte was written; empty if all bytes were written.
+    """
 
     connection: ConnectionId
     number: Word
@@ -156,12 +186,12 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """Client to server: send bytes of the server's memory.
+    """Client to server: ask for bytes of the server's memory, where UCX cannot read them.
 
     Attributes:
         connection: the id of the connection.
         number: the number of the request, as in ``Store``.
-        rows: the ranges of the server's memory, as the rows of a ``Store``.
+        rows: the ranges of the server's memory, in the format of a ``Store``'s rows.
     """
 
     connection: ConnectionId
@@ -170,7 +200,13 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Server to client: the fetched bytes as the body, or none; then ``refusal`` says why."""
+    """Server to client: the answer to a ``Fetch``; the bytes are the message's body.
+
+    Attributes:
+        connection: the id of the connection.
+        number: the number of the fetch.
+        refusal: why no bytes are sent; empty if all are.
+    """
 
     connection: ConnectionId
     number: Word

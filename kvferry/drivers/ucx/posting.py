@@ -18,13 +18,15 @@ from kvferry.drivers.ucx.ucp_structs import Code
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PostedRuns:
-    """The arguments of n operations that are posted together. Each array is (n,) uint64.
+    """The arguments for posting n runs together: ranges of bytes, contiguous on both sides.
+
+    Each array is (n,) uint64.
 
     Attributes:
         local: the local address of each run.
         nbytes: the length of each run in bytes.
         remote: the remote address of each run.
-        keys: UCP's handle of the remote key of each run.
+        keys: UCP's handle of the key to the remote memory of each run.
         params: the address of each run's ``RequestParams``, which name the local registration.
     """
 
@@ -36,7 +38,7 @@ class PostedRuns:
 
 
 class Poster(Protocol):
-    """The loops that a transport needs, in Python or compiled."""
+    """The loops over many runs or requests that a transport needs, in Python or compiled."""
 
     @property
     def compiled(self) -> bool:
@@ -59,28 +61,33 @@ class Poster(Protocol):
         """Free completed requests, up to the first that has not completed.
 
         Args:
-            requests: (n,) uint64, as ``post`` returned them.
-            start: how many of them were swept by earlier calls.
+            requests: (n,) uint64, the array that ``post`` returned.
+            start: how many of its elements earlier calls have swept: what the last of them
+                returned, 0 for the first call.
 
         Returns:
-            How many of them are swept now, and the status of the first error among those that this
-            call swept, or 0.
+            How many elements are swept now, counted from the beginning of the array, and the status
+            of the first error among those that this call swept, or 0.
         """
 
     def progress(self, worker: WorkerHandle, seconds: float) -> bool:
-        """Let UCP work for a time, or until there is nothing to do.
+        """Let UCP make progress in a worker for a time, or until there is nothing to do.
+
+        Args:
+            worker: the worker.
+            seconds: how long to go on at most.
 
         Returns:
             Whether there may be more to do.
         """
 
     def copy(self, targets: U64Array, sources: U64Array, nbytes: U64Array) -> None:
-        """Copy n ranges of this process's memory, which must not overlap.
+        """Copy n ranges of this process's memory. The caller has made sure that none overlap.
 
         Args:
-            targets: (n,) the addresses to copy to.
-            sources: (n,) the addresses to copy from.
-            nbytes: (n,) the lengths in bytes.
+            targets: (n,) uint64, the address to copy each range to.
+            sources: (n,) uint64, the address to copy each range from.
+            nbytes: (n,) uint64, the length of each range in bytes.
         """
 
 

@@ -1,7 +1,7 @@
 """The binding to libucp: the functions that the driver calls, and their statuses as exceptions.
 
-Handles are addresses, as integers. UCP calls the driver's callbacks from within ``progress`` and
-``send``, in the calling thread.
+UCP's handles are addresses; here they are integers. UCP calls the driver's callbacks from within
+``progress`` and ``send``, in the calling thread.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ Memory = NewType("Memory", int)
 RemoteKey = NewType("RemoteKey", int)
 
 MAJOR = 1
-"""The major version of every known UCX. Another one may lay out its structures in another way."""
+"""The major version of every known UCX. A UCX of another major version is refused, since it may lay
+out its structures in another way."""
 
 MINOR = 21
 """The minor version of the interface that the driver asks for, which is also the lowest that it
 takes: the oldest UCX that was tested has it."""
 
 ERRORS_FROM = (1 << 64) - 100
-"""From here on a ``ucs_status_ptr_t`` is an error status, as an unsigned number; below, it is 0
-(done) or the address of a request."""
+"""A ``ucs_status_ptr_t`` from this value on is an error status, as an unsigned number. A smaller
+``ucs_status_ptr_t`` is 0 (done) or the address of a request."""
 
 MAX_WORKER_ADDRESS = 1 << 16
 MAX_PACKED_KEY = 1 << 12
@@ -48,7 +49,7 @@ _INT = ctypes.c_int
 _STATUS = structs.STATUS
 _OUT = ctypes.POINTER(Pointer)
 
-# By name: the type of the result, and the types of the arguments.
+# For each function, by its name: the type of its result, and the types of its arguments.
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ucp_lib_query": (_STATUS, [Pointer]),
     "ucp_config_read": (_STATUS, [ctypes.c_char_p, ctypes.c_char_p, _OUT]),
@@ -84,7 +85,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ucp_request_cancel": (None, [Pointer, Pointer]),
 }
 
-# These only look at a request, so from Python they keep the interpreter's lock.
+# These functions only look at a request. So calls from Python keep the interpreter's lock.
 _NON_BLOCKING: dict[str, tuple[Any, list[Any]]] = {
     "ucp_request_check_status": (_STATUS, [_WORD]),
     "ucp_request_free": (None, [_WORD]),
@@ -93,6 +94,8 @@ _NON_BLOCKING: dict[str, tuple[Any, list[Any]]] = {
 
 class Ucp:
     """A loaded libucp, with its functions.
+
+    Where a docstring does not say otherwise, a method raises ``TransportError`` if UCX refuses.
 
     Args:
         library: what ``kvferry.drivers.ucx.library.load`` returned, or a test's substitute.
@@ -132,8 +135,8 @@ class Ucp:
         Args:
             name: the name of the context in UCX's log.
             settings: the user's settings, by UCX's names without the prefix ``UCX_``.
-            defaults: the driver's settings, by the same names; ``settings`` override them, and
-                unknown ones are ignored.
+            defaults: the driver's settings, by UCX's names without the prefix; ``settings``
+                override them. Those that UCX does not take are ignored.
 
         Raises:
             DriverError: UCX does not take one of the settings, or does not start with them.
@@ -170,11 +173,11 @@ class Ucp:
             ) from exc
 
     def destroy_context(self, context: Context) -> None:
-        """Destroy a context, after its workers were destroyed and its memory was unmapped."""
+        """Destroy a context. The caller has destroyed its workers and unmapped its memory."""
         self._calls["ucp_cleanup"](context)
 
     def memory_kinds(self, context: Context) -> frozenset[str]:
-        """Return the kinds of memory that a context can register."""
+        """Return the kinds of memory that a context can register, by kvferry's names."""
         found = structs.ContextAttributes()
         found.field_mask = structs.ContextAttributes.mask("memory_types")
         self._try("ucp_context_query", context, ctypes.byref(found), trouble="UCX does not answer")
@@ -182,6 +185,15 @@ class Ucp:
 
     def map(self, context: Context, address: int, nbytes: int, kind: str) -> Memory:
         """Register memory (``ucp_mem_map``).
+
+        Args:
+            context: the context to register the memory with.
+            address: the first byte.
+            nbytes: the length in bytes.
+            kind: the memory kind, by kvferry's name.
+
+        Returns:
+            The handle that ``unmap`` and ``pack_key`` take.
 
         Raises:
             TransportError: UCX refuses.
@@ -193,7 +205,7 @@ class Ucp:
         return Memory(self._new("ucp_mem_map", context, params, trouble=trouble))
 
     def unmap(self, context: Context, memory: Memory) -> None:
-        """Deregister what ``map`` registered."""
+        """Deregister memory, by the handle that ``map`` returned."""
         self._try("ucp_mem_unmap", context, memory, trouble="cannot deregister memory")
 
     def pack_key(self, context: Context, memory: Memory) -> bytes:
@@ -214,7 +226,7 @@ class Ucp:
     # Workers.
 
     def create_worker(self, context: Context) -> WorkerHandle:
-        """Create a worker, which only one thread at a time may use."""
+        """Create a worker. Any thread may use it, but only one at a time."""
         params = structs.WorkerParams.of(
             thread_mode=structs.SERIALIZED, events=structs.WAKE_FOR, flags=1
         )
@@ -223,7 +235,7 @@ class Ucp:
         )
 
     def destroy_worker(self, worker: WorkerHandle) -> None:
-        """Destroy a worker, with its endpoints."""
+        """Destroy a worker and its endpoints."""
         self._calls["ucp_worker_destroy"](worker)
 
     def worker_address(self, worker: WorkerHandle) -> bytes:
@@ -248,30 +260,34 @@ class Ucp:
         return address
 
     def descriptor(self, worker: WorkerHandle) -> int:
-        """Return the descriptor that becomes readable when an armed worker has something to do."""
+        """Return a worker's file descriptor, which becomes readable on an event.
+
+        The worker must have been armed (``arm``) before the event. The descriptor belongs to the
+        worker.
+        """
         found = _INT()
         self._try("ucp_worker_get_efd", worker, ctypes.byref(found), trouble="no event descriptor")
         return found.value
 
     def arm(self, worker: WorkerHandle) -> bool:
-        """Arm a worker's descriptor.
+        """Arm a worker, so that its next event makes its file descriptor readable.
 
         Returns:
-            Whether it is armed; False if the worker has something to do already.
+            Whether the worker is armed; False if it has something to do already, for ``progress``.
         """
         return bool(self._calls["ucp_worker_arm"](worker) == Code.OK)
 
     def progress(self, worker: WorkerHandle) -> int:
-        """Do some of a worker's work.
+        """Let UCP make progress in a worker: move bytes, send and deliver messages.
 
         Returns:
-            0 if there was nothing to do.
+            0 if there was nothing to do, else another number.
         """
         done: int = self._calls["ucp_worker_progress"](worker)
         return done
 
     def set_message_handler(self, worker: WorkerHandle, callback: Any) -> None:  # noqa: ANN401
-        """Have UCP deliver a worker's messages to a callback.
+        """Have UCP deliver the messages that a worker receives to a callback.
 
         Args:
             worker: the worker.
@@ -291,14 +307,17 @@ class Ucp:
         on_error: Any,  # noqa: ANN401
         number: int,
     ) -> Endpoint:
-        """Connect to a worker. That the worker cannot be reached may turn out only later.
+        """Connect a worker of this side to another worker.
+
+        UCX may find out only later that it cannot reach the other worker; it then calls
+        ``on_error``.
 
         Args:
             worker: the worker of this side.
             address: UCX's address of the worker to connect to.
             on_error: an ``ON_ERROR``, which the caller keeps alive. It is called at most once, with
                 ``number`` as its argument.
-            number: a positive number that identifies the endpoint.
+            number: a positive number, chosen by the caller, that identifies the endpoint.
 
         Raises:
             PeerLostError: UCX knows already that it cannot reach the worker.
@@ -313,26 +332,35 @@ class Ucp:
         return Endpoint(self._new("ucp_ep_create", worker, params, trouble="cannot connect"))
 
     def close_endpoint(self, endpoint: Endpoint) -> int:
-        """Close an endpoint at once; its requests complete with an error. Returns as ``flush``."""
+        """Close an endpoint at once; its requests complete with an error.
+
+        Returns:
+            0 if the endpoint is closed, an error status, or the address of a request that completes
+            when it is closed.
+        """
         return self._nbx("ucp_ep_close_nbx", endpoint, ctypes.byref(self._force))
 
     def flush(self, endpoint: Endpoint) -> int:
-        """Find out when everything that was posted on an endpoint has arrived.
+        """Ask UCX when everything that was posted on an endpoint has arrived at the peer.
 
         Returns:
-            0 if it has arrived, an error status, or the address of a request that completes when it
-            has arrived.
+            0 if everything has arrived, an error status, or the address of a request that completes
+            when everything has arrived.
         """
         return self._nbx("ucp_ep_flush_nbx", endpoint, ctypes.byref(self._plain))
 
     def send(self, endpoint: Endpoint, head: bytes, body: bytes | int, nbytes: int) -> int:
-        """Send a message. Returns as ``flush``.
+        """Send a message.
 
         Args:
             endpoint: the endpoint to the receiver.
             head: the header, which may be empty; UCP copies it.
             body: the data or their address; the caller keeps them until the request has completed.
             nbytes: the length of the data in bytes.
+
+        Returns:
+            0 if the message was sent, an error status, or the address of a request that completes
+            when UCP needs the data no longer.
         """
         params = ctypes.byref(self._eager)
         return self._nbx(
@@ -342,7 +370,8 @@ class Ucp:
     def transports(self, endpoint: Endpoint) -> list[str]:
         """Return the transports and devices of an endpoint, such as ``tcp/eth0``.
 
-        A transport that UCX uses for several purposes is returned several times.
+        A transport that UCX uses for several purposes is returned several times. The list is empty
+        if UCX does not tell them.
         """
         entries = (structs.TransportEntry * 64)()
         found = structs.EndpointAttributes(
@@ -359,7 +388,7 @@ class Ucp:
 
         Args:
             endpoint: the endpoint to the peer.
-            packed: the packed key.
+            packed: the key as the peer's ``pack_key`` returned it.
 
         Raises:
             TransportError: UCX cannot reach the memory over this endpoint.
@@ -378,7 +407,11 @@ class Ucp:
         return self._calls[name]
 
     def loopable(self, name: str) -> Any:  # noqa: ANN401
-        """Return a ctypes function of libucp that does not touch the interpreter's lock."""
+        """Return a ctypes function of libucp, by its name, for compiled loops.
+
+        Unlike ``function``, it never returns a function that keeps the interpreter's lock: compiled
+        loops run without the lock.
+        """
         return self._loopable[name]
 
     def _check_threads(self) -> None:
@@ -416,7 +449,15 @@ class Ucp:
 
 
 def status_of(answer: int) -> int:
-    """Return the status in a ``ucs_status_ptr_t``: ``Code.IN_PROGRESS`` for a request."""
+    """Return the status that a ``ucs_status_ptr_t`` stands for.
+
+    Args:
+        answer: what a function of UCP returned: 0, an error status as an unsigned number, or the
+            address of a request.
+
+    Returns:
+        ``Code.OK``, a negative error status, or ``Code.IN_PROGRESS`` for a request.
+    """
     if answer == 0:
         return Code.OK
     return answer - (1 << 64) if answer >= ERRORS_FROM else Code.IN_PROGRESS
@@ -434,8 +475,8 @@ def error(code: int, trouble: str) -> TransportError:
     """Return the exception for an error status: ``PeerLostError`` if the status is in ``LOST``.
 
     Args:
-        code: the status.
-        trouble: what failed, for the text.
+        code: the status, negative.
+        trouble: what failed, for the exception's text.
     """
     if code in structs.LOST:
         return PeerLostError(f"{trouble}: UCX says {describe(code)}")
@@ -443,9 +484,11 @@ def error(code: int, trouble: str) -> TransportError:
 
 
 def _declare(library: ctypes.CDLL) -> tuple[_Functions, _Functions]:
-    """Return the functions of a library, for calls from Python and for compiled loops.
+    """Return the functions of a library.
 
-    From Python, functions release the interpreter's lock, except those that only look at a request.
+    Returns:
+        The functions for calls from Python, then those for compiled loops. In the first, functions
+        that only look at a request keep the interpreter's lock; all others release it.
 
     Raises:
         AttributeError: the library lacks a function.

@@ -1,8 +1,8 @@
 """UCP's structures and constants, as its headers define them.
 
-A structure begins with a mask of the fields that are set. A library of another version, whose
-structures have more fields or fewer, reads only these. The numbers are from ``ucp/api/ucp.h`` and
-``ucp/api/ucp_def.h`` of UCX 1.22.
+A structure begins with a mask of the fields that are set. So a library of another version, whose
+structures have more fields or fewer, reads and writes only the fields in the mask. The numbers are
+from ``ucp/api/ucp.h`` and ``ucp/api/ucp_def.h`` of UCX 1.22.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ STATUS = ctypes.c_int8
 """``ucs_status_t`` is a packed enum: one byte."""
 
 ON_ERROR = ctypes.CFUNCTYPE(None, Pointer, Pointer, STATUS)
-"""``ucp_err_handler_cb_t``: argument, endpoint, status."""
+"""``ucp_err_handler_cb_t``, with the arguments: the value that was given with the callback, the
+endpoint, the status."""
 
 ON_MESSAGE = ctypes.CFUNCTYPE(
     STATUS, Pointer, Pointer, ctypes.c_size_t, Pointer, ctypes.c_size_t, Pointer
 )
-"""``ucp_am_recv_callback_t``: argument, header, header length, data, data length, parameters."""
+"""``ucp_am_recv_callback_t``, with the arguments: the value that was given with the callback, the
+header, its length, the data, their length, the parameters."""
 
 
 class Feature(enum.IntFlag):
-    """``ucp_feature``."""
+    """The values of ``ucp_feature`` that the driver uses."""
 
     RMA = 1 << 1
     WAKEUP = 1 << 4
@@ -72,42 +74,48 @@ MULTI = 2
 """``UCS_THREAD_MODE_MULTI``: what a library reports that was built with support for threads."""
 
 ERRORS_OF_PEER = 1
-"""``UCP_ERR_HANDLING_MODE_PEER``: report dead peers; otherwise requests to them never complete."""
+"""``UCP_ERR_HANDLING_MODE_PEER``: UCX reports dead peers. In its other mode, requests to a dead
+peer never complete."""
 
 CLOSE_BY_FORCE = 1
-"""``UCP_EP_CLOSE_FLAG_FORCE``: close without involving the peer."""
+"""``UCP_EP_CLOSE_FLAG_FORCE``: close an endpoint without involving the peer."""
 
 SEND_EAGERLY = 1 << 1
-"""``UCP_AM_SEND_FLAG_EAGER``."""
+"""``UCP_AM_SEND_FLAG_EAGER``: send the data with the header, without asking the receiver first."""
 
 SEND_A_COPY = 1 << 3
 """``UCP_AM_SEND_FLAG_COPY_HEADER``: the header may be freed once the call has returned."""
 
 WAKE_FOR = (1 << 0) | (1 << 2) | (1 << 3) | (1 << 10) | (1 << 11)
-"""``ucp_wakeup_event_types``: RMA, sends and receipts."""
+"""``ucp_wakeup_event_types``: RMA, sends and receipts make a worker's file descriptor readable."""
 
 WHOLE_MESSAGES = 1
-"""``UCP_AM_FLAG_WHOLE_MSG``."""
+"""``UCP_AM_FLAG_WHOLE_MSG``: the callback gets all data of a message at once."""
 
 MEMORY = {"cpu": 0, "cuda": 1}
-"""``ucs_memory_type_t`` by kvferry's names of memory kinds."""
+"""The values of ``ucs_memory_type_t``, by kvferry's names of memory kinds."""
 
 
 class Masked(ctypes.Structure):
-    """A structure that begins with the mask of its valid fields."""
+    """A structure that begins with the mask of the fields that are set."""
 
     _bits_: ClassVar[dict[str, int]]
+    """The index of each field's bit in the mask. Several fields may share a bit."""
 
     @classmethod
     def of(cls, **fields: Any) -> Any:  # noqa: ANN401 - ctypes' own types
-        """Return a structure with these fields set, and with their bits in its mask."""
+        """Return a structure with these fields set, and with their bits in its mask.
+
+        Args:
+            fields: the values of the fields, by the fields' names.
+        """
         made = cls(**fields)
         made.field_mask = cls.mask(*fields)
         return made
 
     @classmethod
     def mask(cls, *names: str) -> int:
-        """Return the mask that selects these fields. Several fields may share one bit."""
+        """Return the mask that selects the fields of these names."""
         bits = 0
         for name in names:
             bits |= 1 << cls._bits_[name]

@@ -45,4 +45,7 @@ class TransportContract(
     StoppedPeerTests,
     StateMachineTests,
 ):
-    """Every rule for a driver. Inherit it, say how to make a transport, and run pytest."""
+    """The tests of every rule for a driver.
+
+    Inherit this class, set ``factory`` (see ``ContractSettings``), and run pytest.
+    """

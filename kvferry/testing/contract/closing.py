@@ -61,7 +61,7 @@ class ClosingTests(ContractSettings):
         transport.close()
 
     def test_after_close_the_properties_go_on_answering(self, lab: Workbench) -> None:
-        """Only ``library``, a text for people, may differ after ``close``."""
+        """``name`` and ``capabilities`` are the same after ``close``; ``library`` is some text."""
         transport = lab.make()
         before = (transport.name, transport.capabilities)
         transport.close()
@@ -69,7 +69,10 @@ class ClosingTests(ContractSettings):
         assert isinstance(transport.library, str)
 
     def test_close_gives_threads_and_descriptors_back(self, lab: Workbench) -> None:
-        """A library may keep some for ever, but their number must not grow with each transport."""
+        """Threads and file descriptors do not grow with each transport that is made and closed.
+
+        A library may keep some of them for ever.
+        """
         counts: list[int] = []
         for index in range(_FIRST + _MORE):
             transport = lab.make()
@@ -92,7 +95,7 @@ class ClosingTests(ContractSettings):
         lab.works(remote)
 
     def test_a_transport_that_was_closed_is_not_connected_to(self, lab: Workbench) -> None:
-        """``connect`` raises, or the first transfer fails."""
+        """With a closed transport's address, ``connect`` raises, or the first transfer fails."""
         neighbour = LocalPeer(lab, lab.make())
         address, region = neighbour.address(), neighbour.region
         neighbour.transport.close()
@@ -107,7 +110,10 @@ class ClosingTests(ContractSettings):
     def test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed(
         self, lab: Workbench, op: str
     ) -> None:
-        """This holds for a peer that was connected before the close, too."""
+        """A connected peer cannot read or write the memory of a transport that has closed.
+
+        The transfer fails, and no byte of its target changes.
+        """
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())
         copies = lab.whole(neighbour)
@@ -150,7 +156,10 @@ class ClosingTests(ContractSettings):
     def test_a_forked_child_is_refused_and_harms_nothing(
         self, lab: Workbench, process: Process
     ) -> None:
-        """A forked child has a transport's memory, but neither its threads nor its devices."""
+        """In a forked child, every method but ``close`` refuses, and ``close`` does nothing.
+
+        The parent's transfers and notifications still work afterwards, in both directions.
+        """
         peer = process.connect(lab.transport.address())
         copies = batch(process.region, lab.mine.region, [0], [0], [MIB])
         back = lab.transport.connect(process.address())
@@ -172,5 +181,5 @@ class ClosingTests(ContractSettings):
 
 
 def _held() -> list[int]:
-    """Return how many descriptors and threads this process has."""
+    """Return how many file descriptors and how many threads this process has, in this order."""
     return [len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task")]

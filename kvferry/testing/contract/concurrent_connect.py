@@ -29,7 +29,14 @@ _LONG_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class OtherThread:
-    """A call on a thread of its own, with its times and its error."""
+    """A call that runs on a thread of its own, from when this object is made.
+
+    Attributes:
+        call: The function to call.
+        wrong: The exception that the function raised, if it raised one.
+        began: When the call began, by ``time.monotonic``.
+        ended: When the call ended, by ``time.monotonic``; 0 until then.
+    """
 
     call: Callable[[], None]
     wrong: list[BaseException] = field(default_factory=list)
@@ -45,18 +52,22 @@ class OtherThread:
         self.began = time.monotonic()
         try:
             self.call()
-        # The test's own thread says what it was.
+        # The test's own thread reports the exception.
         except BaseException as exc:  # noqa: BLE001
             self.wrong.append(exc)
         self.ended = time.monotonic()
 
     @property
     def runs(self) -> bool:
+        """Whether the call has not ended yet."""
         return self._thread.is_alive()
 
 
 class ConcurrentConnectTests(ContractSettings):
-    """Two threads: one connects and disconnects, the other does everything else."""
+    """One thread connects and disconnects while another makes all other calls.
+
+    The tests pass at once if the capabilities lack ``concurrent_connect``.
+    """
 
     def test_peers_come_and_go_beside_transfers(
         self, lab: Workbench, shared_process: Process
@@ -87,7 +98,7 @@ class ConcurrentConnectTests(ContractSettings):
     def test_a_stopped_peer_that_is_disconnected_holds_nobody_up(
         self, lab: Workbench, process: Process, op: str
     ) -> None:
-        """While the disconnect lasts, transfers with other peers continue."""
+        """While ``disconnect`` of a stopped peer lasts, transfers with other peers continue."""
         if not lab.capabilities.concurrent_connect or op not in lab.ops:
             return
         if (lab.capabilities.max_outstanding or 2) < 2:
@@ -112,8 +123,14 @@ class ConcurrentConnectTests(ContractSettings):
     ) -> tuple[float, float]:
         """Measure transfers with other peers while a stopped peer is disconnected.
 
+        Args:
+            lab: The workbench of the test.
+            process: The peer to stop and disconnect, during a transfer.
+            op: The operation of that transfer.
+            others: Runs one transfer with another peer.
+
         Returns:
-            How long the longest transfer and the disconnect took, in seconds.
+            How long the longest transfer with another peer and the disconnect took, in seconds.
         """
         peer = lab.transport.connect(process.address())
         lab.start(op, peer, lab.lasting(process))

@@ -13,10 +13,18 @@ from kvferry.core.transport.copies import Copies, Segment
 from kvferry.testing.memory import Bytes
 
 Offsets = npt.ArrayLike
+"""Offsets or lengths in bytes: one for each copy, or a single one."""
 
 
 def part_of(region: Region, offset: int, nbytes: int) -> Region:
-    """Return a part of a region, or memory beside it if the offset is outside."""
+    """Return a region that lies at an offset from another region's start.
+
+    Args:
+        region: The other region.
+        offset: The offset in bytes. It may be negative or beyond the region's end: then the
+            returned region lies beside the other one.
+        nbytes: The length of the returned region in bytes.
+    """
     return replace(region, address=region.address + offset, nbytes=nbytes)
 
 
@@ -42,7 +50,7 @@ def batch(
 
 
 def joined(batches: Sequence[Copies]) -> Copies:
-    """Return several batches as one, with the segments of all of them."""
+    """Return one batch with the copies and the segments of several batches, in their order."""
     segments, start = [], 0
     for copies in batches:
         for cut in copies.segments:
@@ -64,14 +72,14 @@ def joined(batches: Sequence[Copies]) -> Copies:
 
 
 def moved(target: Bytes, to: Offsets, source: Bytes, start: Offsets, sizes: Offsets) -> Bytes:
-    """Return what a target contains after copies that do not overlap.
+    """Return what a target contains after copies that do not overlap in it.
 
     Args:
         target: The target's bytes before the copies; not changed.
-        to: The copies' offsets in the target.
+        to: Each copy's offset in the target.
         source: The bytes of the source.
-        start: The copies' offsets in the source.
-        sizes: The copies' lengths in bytes.
+        start: Each copy's offset in the source.
+        sizes: Each copy's length in bytes.
     """
     size = np.array(sizes, np.int64).reshape(-1)
     within = np.arange(size.sum()) - np.repeat(size.cumsum() - size, size)

@@ -25,7 +25,10 @@ class InFlightTests(ContractSettings):
     def test_cancel_ends_a_transfer_early(
         self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
-        """A driver that cannot cancel accepts the call, and the transfer continues to its end."""
+        """A running transfer that is cancelled becomes FAILED, and its notification is not sent.
+
+        A driver that cannot cancel accepts the call, and the transfer continues to its end.
+        """
         peer = lab.transport.connect(remote.address())
         if not lab.capabilities.cancel:
             self._cancel_does_nothing(lab, remote, peer, op)
@@ -62,7 +65,7 @@ class InFlightTests(ContractSettings):
     def test_cancel_does_not_wait_for_the_end(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """Notifications do not wait either."""
+        """Neither ``cancel`` nor ``notify`` waits until a running transfer has ended."""
         peer = lab.transport.connect(shared_process.address())
         took = []
         for _ in range(_ATTEMPTS):
@@ -133,7 +136,10 @@ class InFlightTests(ContractSettings):
     def test_close_with_work_in_flight(
         self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
-        """Close ends transfers in flight, and their notifications are not sent."""
+        """``close`` ends a running transfer, whose notification is then not sent.
+
+        A driver that cannot cancel may let the transfer run to its end first.
+        """
         transport = lab.make()
         mine = lab.buffer(MIB, transport)
         peer = transport.connect(remote.address())
@@ -150,7 +156,7 @@ class InFlightTests(ContractSettings):
         lab.works(remote)
 
     def test_a_peer_that_closes_ends_the_transfer(self, lab: Workbench, process: Process) -> None:
-        """When a transport closes, reads from it fail soon or are done, and never hang."""
+        """When a peer closes its transport, transfers with the peer end soon, DONE or FAILED."""
         peer = lab.transport.connect(process.address())
         transfer = lab.start(lab.an_op, peer, lab.lasting(process))
         process.close()
@@ -181,7 +187,7 @@ class InFlightTests(ContractSettings):
     def test_calls_may_come_from_different_threads(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        """Each transfer runs on another thread, one after the other."""
+        """``connect`` and a transfer work on three threads, one after the other."""
         wrong: list[BaseException] = []
         peers: list[PeerId] = []
 
@@ -190,7 +196,7 @@ class InFlightTests(ContractSettings):
                 peer = lab.transport.connect(remote.address())
                 lab.finish(lab.start(lab.an_op, peer, lab.whole(remote)))
                 peers.append(peer)
-            # The test's own thread says what it was.
+            # The test's own thread reports the exception.
             except BaseException as exc:  # noqa: BLE001
                 wrong.append(exc)
 
@@ -206,7 +212,7 @@ class InFlightTests(ContractSettings):
     def test_transfers_go_on_without_calls(
         self, lab: Workbench, remote: TransportPeer, op: str
     ) -> None:
-        """If the capabilities say so, all bytes arrive although nobody polls here."""
+        """With the capability ``background_progress``, all bytes arrive without a ``poll``."""
         if not lab.capabilities.background_progress:
             return  # then every other test polls
         mine, content = lab.mine.get(), remote.get()
@@ -221,7 +227,10 @@ class InFlightTests(ContractSettings):
     def test_other_calls_change_nothing_for_a_transfer(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        """Connect, register, use other peers and notifications while the transfer runs."""
+        """A running transfer is not disturbed by other calls.
+
+        The calls connect, register memory, notify, and start a transfer with another peer.
+        """
         peer = lab.transport.connect(remote.address())
         lasting = lab.start(lab.an_op, peer, lab.lasting(remote))
         spare = lab.buffer(MIB, lab.transport)
@@ -246,7 +255,7 @@ class InFlightTests(ContractSettings):
     def test_long_calls_release_the_interpreter(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """Other threads of an engine run while ``read`` or ``disconnect`` take their time."""
+        """While ``connect``, ``read``, ``write`` or ``disconnect`` lasts, other threads can run."""
         kept: list[str] = []
         for _ in range(_ATTEMPTS):  # a busy machine may hold everybody up, but not each time
             kept = self._calls_that_keep_the_lock(lab, shared_process)
@@ -294,12 +303,16 @@ class InFlightTests(ContractSettings):
 
 
 def _longest_gap(beats: list[float], began: float, ended: float) -> float:
-    """Return for how many seconds a call blocked other threads; 0 if for 75 % of it or less.
+    """Return how long a call kept another thread from running.
 
     Args:
-        beats: When another thread ran.
-        began: When the call began.
-        ended: When the call ended.
+        beats: When the other thread ran, by ``time.monotonic``.
+        began: When the call began, by ``time.monotonic``.
+        ended: When the call ended, by ``time.monotonic``.
+
+    Returns:
+        The longest time in seconds in which the other thread did not run; 0 if that is at most
+        three quarters of the call.
     """
     inside = [began, *(one for one in beats if began < one < ended), ended]
     longest = float(np.diff(inside).max())

@@ -15,7 +15,13 @@ _DURING_SECONDS = 0.1
 
 
 class KillTime:
-    """When the process was killed, in monotonic seconds; set when the block has ended."""
+    """When a process was killed.
+
+    Call the object to get the time.
+
+    Attributes:
+        at: The time, by ``time.monotonic``; set when the block of ``killed_soon`` has ended.
+    """
 
     at: float = 0.0
 
@@ -25,7 +31,11 @@ class KillTime:
 
 @contextlib.contextmanager
 def killed_soon(process: Process) -> Iterator[KillTime]:
-    """Kill a process shortly after the block has begun, during a call that blocks in it."""
+    """Kill a peer's process 0.1 s after the ``with`` block has begun.
+
+    So the process dies while a call in the block lasts. When the block has ended, the process is
+    dead.
+    """
     killed = KillTime()
 
     def kill() -> None:
@@ -42,12 +52,30 @@ def killed_soon(process: Process) -> Iterator[KillTime]:
 
 
 def known_in_time(lab: Workbench, transfer: TransferId, since: float) -> Status:
-    """Assert that a transfer is FAILING or final in time after the peer's death."""
+    """Assert that a transfer is FAILING or final ``known_within`` seconds after its peer's death.
+
+    Args:
+        lab: The workbench of the test.
+        transfer: The id of a transfer of the transport under test.
+        since: When the peer died, or when the transfer started if that was later; by
+            ``time.monotonic``.
+
+    Returns:
+        The transfer's status.
+    """
     remaining = since + lab.settings.known_within - time.monotonic()
     return lab.known(transfer, seconds=max(remaining, 0.05))
 
 
 def fails_in_time(lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
-    """Assert that a transfer with a peer that has just died fails in time."""
+    """Assert that a transfer with a dead peer fails, and that this is known in time.
+
+    The time that is allowed, ``known_within``, counts from now.
+
+    Args:
+        lab: The workbench of the test.
+        peer: The id of the dead peer.
+        transfer: The id of the transfer.
+    """
     known_in_time(lab, transfer, time.monotonic())
     assert lab.settled_or_gone(transfer, peer).state is State.FAILED

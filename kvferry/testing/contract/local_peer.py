@@ -13,12 +13,14 @@ from kvferry.testing.peer_process import Seen
 
 @dataclass(slots=True, eq=False)
 class LocalPeer:
-    """A transport of this process, maybe the one under test, with 1 MiB of a pattern.
+    """A peer in this process: a transport with a registered buffer of 1 MiB of a pattern.
+
+    The transport may be the one under test, which then connects to itself.
 
     Attributes:
         lab: The workbench of the test.
         transport: The peer's transport.
-        seed: Of the buffer's content.
+        seed: The seed of the buffer's content, for ``kvferry.testing.memory.pattern``.
         buffer: The buffer, registered with the transport.
     """
 
@@ -38,7 +40,7 @@ class LocalPeer:
 
     @property
     def region(self) -> Region:
-        """The buffer's region."""
+        """The whole buffer, as a region."""
         return self.buffer.region
 
     def address(self) -> bytes:
@@ -46,23 +48,23 @@ class LocalPeer:
         return self.transport.address()
 
     def get(self) -> Bytes:
-        """Return the buffer's bytes."""
+        """Return all bytes of the buffer."""
         return self.buffer.get()
 
     def put(self, data: Bytes) -> None:
-        """Overwrite the buffer from its start."""
+        """Overwrite the first bytes of the buffer with ``data``."""
         self.buffer.put(data)
 
     def register(self, region: Region) -> None:
-        """Register memory."""
+        """Register memory with the peer's transport."""
         self.transport.register(region)
 
     def deregister(self, region: Region) -> None:
-        """Deregister memory."""
+        """Deregister memory from the peer's transport."""
         self.transport.deregister(region)
 
     def notifications(self, count: int, seconds: float | None = None) -> list[Seen]:
-        """Return ``count`` notifications, or fewer if the time is up before they arrive."""
+        """Wait for notifications, and return them; see ``TransportPeer.notifications``."""
         seen: list[Seen] = []
 
         def enough() -> bool:

@@ -1,4 +1,8 @@
-"""Notifications: each once, whole, in order, to the right peer only, and after the bytes."""
+"""Notifications: each arrives once, whole and in order, at the right peer only.
+
+A *free* notification is sent with ``notify``. A *bound* notification belongs to a transfer: it
+arrives after all bytes of the transfer.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,9 @@ from kvferry.testing.peers import Process, TransportPeer
 
 
 class NotificationTests(ContractSettings):
-    """Free notifications, and those bound to a transfer.
+    """Free and bound notifications.
 
-    A driver without any (``max_notification`` is 0) must refuse to send them.
+    A driver that has no notifications (``max_notification`` is 0) must refuse to send them.
     """
 
     def test_each_arrives_once_in_order_and_says_from_whom(
@@ -118,7 +122,10 @@ class NotificationTests(ContractSettings):
     def test_a_bound_one_arrives_after_all_bytes(
         self, lab: Workbench, shared_process: Process, watched: str
     ) -> None:
-        """When the peer is notified, it sees the bytes of the first and of the last copy."""
+        """When a peer gets the notification of a write, all bytes of the write are in its memory.
+
+        The test looks at the first byte, which either the first or the last copy writes.
+        """
         peer = lab.transport.connect(shared_process.address())
         if not lab.notifies or lab.refuses("write", peer, lab.whole(shared_process)):
             return
@@ -133,7 +140,10 @@ class NotificationTests(ContractSettings):
         assert seen.first == 7, "the notification was there before the bytes"
 
     def test_a_bound_one_does_not_overtake_a_long_transfer(self, lab: Workbench, op: str) -> None:
-        """A bound notification is not sent before the whole transfer has ended."""
+        """A notification does not arrive before the long transfer that it is bound to is DONE.
+
+        It never arrives if the transfer fails.
+        """
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(neighbour.address())
         short = batch(lab.mine.region, neighbour.region, [0], [0], [8])
@@ -143,7 +153,8 @@ class NotificationTests(ContractSettings):
         transfer = lab.start(op, peer, copies, lab.bound())
 
         def early() -> bool:
-            # In this order: what has arrived by now must not be of a transfer that still runs.
+            # First the notifications, then the state: what has arrived must not belong to a
+            # transfer that is still running.
             arrived = neighbour.transport.notifications()
             return bool(arrived) and lab.state(transfer) is not State.DONE
 
@@ -171,7 +182,10 @@ class NotificationTests(ContractSettings):
     def test_bound_and_free_ones_each_keep_their_order(
         self, lab: Workbench, remote: TransportPeer
     ) -> None:
-        """There is no order between free and bound notifications."""
+        """Free notifications arrive in the order of their calls, and so do bound notifications.
+
+        There is no order between the two sorts.
+        """
         peer = lab.transport.connect(remote.address())
         if not lab.notifies:
             return
@@ -187,7 +201,7 @@ class NotificationTests(ContractSettings):
             assert [one for one in found if one[-1] % 2 == sort] == wanted
 
     def test_a_bound_one_waits_for_every_segment(self, lab: Workbench, op: str) -> None:
-        """A driver may split a transfer, but its peer gets one notification."""
+        """A bound notification arrives once, when all segments of its transfer have arrived."""
         other = lab.make()
         here = [lab.buffer(MIB, lab.transport) for _ in range(4)]
         there = [lab.buffer(MIB, other) for _ in range(4)]
@@ -205,8 +219,8 @@ class NotificationTests(ContractSettings):
         notes: list[Notification] = []
 
         def arrived() -> bool:
-            # In this order: what there is by now must be there after all bytes. That a transfer
-            # has ended may take a poll to be noticed.
+            # First the notifications: if one is there, all bytes must be. The poll lets a driver
+            # without threads notice that the transfer has ended.
             notes.extend(other.notifications())
             return bool(notes) or lab.poll([transfer]) == []
 
@@ -238,7 +252,15 @@ class NotificationTests(ContractSettings):
 
 
 def _refuses(lab: Workbench, peer: PeerId, remote: TransportPeer) -> bool:
-    """Return whether the driver lacks notifications; if so, assert that it refuses both kinds."""
+    """Return whether the driver lacks notifications.
+
+    If so, assert that the driver refuses a free and a bound notification.
+
+    Args:
+        lab: The workbench of the test.
+        peer: The id of a connected peer.
+        remote: The same peer.
+    """
     if lab.notifies:
         return False
     copies = batch(lab.mine.region, remote.region, [0], [0], [8])

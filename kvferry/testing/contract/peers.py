@@ -27,7 +27,7 @@ _FLIPS = 24
 
 
 def flipped(address: bytes, count: int) -> Iterator[bytes]:
-    """Yield copies of an address with one bit changed, at ``count`` positions."""
+    """Yield ``count`` copies of an address, each with one bit changed, each at another place."""
     for index in range(count):
         at = len(address) * index // count
         wrong = bytearray(address)
@@ -36,7 +36,13 @@ def flipped(address: bytes, count: int) -> Iterator[bytes]:
 
 
 def renamed(address: bytes, name: str) -> Iterator[bytes]:
-    """Yield copies of an address with another name, at each position where the name is."""
+    """Yield copies of an address in which a name is replaced by another name.
+
+    Args:
+        address: The address.
+        name: The name of the address's transport. Each copy has another name of the same length
+            instead, at one of the places where the address contains ``name``.
+    """
     own = name.encode()
     other = own[:-1] + (b"0" if own[-1:] != b"0" else b"1")
     at = address.find(own)
@@ -46,7 +52,13 @@ def renamed(address: bytes, name: str) -> Iterator[bytes]:
 
 
 def connect_and_part(lab: Workbench, address: bytes, kept: Container[PeerId]) -> None:
-    """Connect to an address that may be invalid, and disconnect unless the peer is kept."""
+    """Connect to an address that may be invalid, and disconnect again if the peer is a new one.
+
+    Args:
+        lab: The workbench of the test.
+        address: The address; ``connect`` may refuse it.
+        kept: The ids of peers that stay connected, should the address lead to one of them.
+    """
     try:
         found = lab.transport.connect(address)
     except ConnectError:
@@ -58,7 +70,7 @@ def connect_and_part(lab: Workbench, address: bytes, kept: Container[PeerId]) ->
 class PeerTests(ContractSettings):
     """Names, capabilities, options, addresses and connections."""
 
-    # What it says of itself.
+    # What the transport tells about itself.
 
     def test_it_is_of_this_version_of_the_interface(self, lab: Workbench) -> None:
         major, minor = type(lab.transport).interface_version
@@ -66,7 +78,10 @@ class PeerTests(ContractSettings):
         assert minor >= 0
 
     def test_it_says_itself_for_which_version_it_was_written(self, lab: Workbench) -> None:
-        """The number must not be inherited from ``Transport``, where it will change some day."""
+        """The driver sets ``interface_version`` itself.
+
+        A version inherited from ``Transport`` would change although the driver has not.
+        """
         kinds = type(lab.transport).__mro__
         own = [kind for kind in kinds if "interface_version" in vars(kind)]
         assert own[0] is not Transport, "interface_version is inherited"
@@ -92,7 +107,8 @@ class PeerTests(ContractSettings):
 
     def test_an_option_that_it_does_not_have_is_refused(self, lab: Workbench) -> None:
         options = lab.settings.options | {"no_such_option_of_any_driver": 1}
-        # A signature without such a keyword is an answer, too; the registry makes it a DriverError.
+        # A constructor without such a keyword raises TypeError; the registry turns that into a
+        # DriverError.
         with pytest.raises((DriverError, TypeError), match="no_such_option_of_any_driver"):
             imported(lab.settings.factory)(**options)
 
@@ -121,7 +137,10 @@ class PeerTests(ContractSettings):
     def test_an_address_that_was_changed_on_its_way_harms_nobody(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """``connect`` succeeds or refuses; transfers with other peers continue."""
+        """With a damaged address, ``connect`` succeeds or raises ``ConnectError``.
+
+        Transfers with other peers continue, and new transfers work.
+        """
         neighbour = LocalPeer(lab, lab.make())
         peer = lab.transport.connect(shared_process.address())
         lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
@@ -134,7 +153,10 @@ class PeerTests(ContractSettings):
     def test_an_address_under_another_name_takes_no_connection_away(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """An address that contains a name can be published under another one."""
+        """``connect`` with a changed name in a connected peer's address does not harm that peer.
+
+        Its transfers continue, and its own address still leads to the same id.
+        """
         address = shared_process.address()
         peer = lab.transport.connect(address)
         lasting = lab.start(lab.an_op, peer, lab.lasting(shared_process))
@@ -146,7 +168,13 @@ class PeerTests(ContractSettings):
 
     @staticmethod
     def _goes_on(lab: Workbench, transfer: TransferId, peer: PeerId) -> None:
-        """Assert that a transfer has not failed, and end it."""
+        """Assert that a transfer has not failed, and disconnect its peer.
+
+        Args:
+            lab: The workbench of the test.
+            transfer: The id of the transfer.
+            peer: The id of its peer.
+        """
         (status,) = lab.poll([transfer])
         assert status.error is None, "another peer's address has ended a transfer"
         lab.transport.disconnect(peer)
@@ -172,7 +200,7 @@ class PeerTests(ContractSettings):
             lab.transport.disconnect(peer)
 
     def test_the_path_to_a_peer_is_said_or_not(self, lab: Workbench, remote: TransportPeer) -> None:
-        """``path`` labels metrics, so it must not change while the peer is connected."""
+        """``path`` returns the same text while a peer is connected, and "" after ``disconnect``."""
         peer = lab.transport.connect(remote.address())
         lab.works(remote)
         path = lab.transport.path(peer)
@@ -226,7 +254,7 @@ class PeerTests(ContractSettings):
     def test_several_transports_have_one_peer(
         self, lab: Workbench, shared_process: Process, op: str
     ) -> None:
-        """Each transfer moves another quarter of the buffer."""
+        """Four transports each move a quarter of one peer's buffer, and all bytes arrive."""
         size, theirs = MIB // 4, shared_process.get()
         started = []
         for index in range(4):
@@ -245,7 +273,10 @@ class PeerTests(ContractSettings):
             np.testing.assert_array_equal(shared_process.get()[part], expected[part])
 
     def test_both_sides_at_once(self, lab: Workbench, shared_process: Process, op: str) -> None:
-        """Each side moves the upper half of the other, which moves the lower half."""
+        """Two transports run a transfer with each other at the same time, and all bytes arrive.
+
+        The transport under test moves the lower half of the buffers, its peer the upper half.
+        """
         half = MIB // 2
         mine, theirs = pattern(MIB, 6), shared_process.get()
         lab.mine.put(mine)
@@ -291,7 +322,10 @@ class PeerTests(ContractSettings):
     def test_a_limit_of_unfinished_transfers_is_kept(
         self, lab: Workbench, shared_process: Process
     ) -> None:
-        """Transfers that have ended do not count, forgotten or not, nor do refused ones."""
+        """While ``max_outstanding`` transfers are unfinished, another transfer is refused.
+
+        Transfers that have ended and transfers that were refused do not count as unfinished.
+        """
         peer = lab.transport.connect(shared_process.address())
         limit = lab.capabilities.max_outstanding
         outside = batch(lab.mine.region, shared_process.region, [0], [MIB], [8])

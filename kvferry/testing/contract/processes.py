@@ -1,4 +1,4 @@
-"""Peers whose process dies, stops or restarts: ``poll`` reports it in time and does not raise."""
+"""Peers whose process dies, stops or restarts: transfers with them fail in time, and never hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProcessTests(ContractSettings):
     """A peer's process is killed before, during or after a call, is stopped, or restarts."""
 
     def test_killed_before_connecting(self, lab: Workbench, process: Process) -> None:
-        """``connect`` raises, or the first transfer fails."""
+        """If the peer is dead, ``connect`` raises ``ConnectError``, or the first transfer fails."""
         address = process.address()
         process.kill()
         try:
@@ -36,14 +36,18 @@ class ProcessTests(ContractSettings):
         fails_in_time(lab, peer, lab.start(lab.an_op, peer, lab.whole(process)))
 
     def test_killed_before_a_transfer(self, lab: Workbench, process: Process, op: str) -> None:
-        """This holds for small, large and empty transfers, and for those with a notification."""
+        """Transfers that start after the peer's death fail within ``known_within``; no byte moves.
+
+        They are a small transfer, and a large one with a notification. An empty transfer may be
+        DONE instead.
+        """
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process)
         if lab.refuses(op, peer, copies):
             return
         process.kill()
         if lab.notifies:
-            lab.transport.notify(peer, lab.payload(1))  # nobody hears this, which is no error
+            lab.transport.notify(peer, lab.payload(1))  # is dropped, without an error
         small = batch(lab.mine.region, process.region, [0], [0], [8])
         transfers = [lab.start(op, peer, small)]
         if (lab.capabilities.max_outstanding or 2) >= 2:
@@ -52,11 +56,12 @@ class ProcessTests(ContractSettings):
             known_in_time(lab, transfer, time.monotonic())
         _in_use_until_final(lab, transfers[0])
         if lab.notifies:
-            lab.transport.notify(peer, lab.payload(2))  # nor this, now that it is known
+            lab.transport.notify(peer, lab.payload(2))  # likewise, now that the death is known
         for transfer in transfers:
             assert lab.settled_or_gone(transfer, peer).state is State.FAILED
         assert not lab.mine.get().any()
-        if lab.capabilities.quiescence is Quiescence.ALWAYS:  # nobody had to disconnect
+        # Here ``settled_or_gone`` has not disconnected the peer.
+        if lab.capabilities.quiescence is Quiescence.ALWAYS:
             nothing = lab.start(op, peer, batch(lab.mine.region, process.region, [], [], []))
             known_in_time(lab, nothing, time.monotonic())
 
@@ -78,7 +83,7 @@ class ProcessTests(ContractSettings):
         peer = lab.transport.connect(process.address())
         copies, limit = lab.lasting(process), lab.capabilities.max_outstanding or 4
         if not lab.capabilities.cancel:
-            limit = 1  # each of them may have to run to its end first
+            limit = 1  # each of several may have to run to its end first
         with killed_soon(process) as killed:
             transfers = [lab.start(lab.an_op, peer, copies) for _ in range(min(4, limit))]
         for transfer in transfers:
@@ -88,7 +93,10 @@ class ProcessTests(ContractSettings):
             lab.transport.forget(transfer)
 
     def test_killed_while_a_fork_lives_on(self, lab: Workbench, process: Process, op: str) -> None:
-        """The forked child keeps the inherited sockets open, so no connection ends."""
+        """The death of a peer's process is known in time although a fork of it lives on.
+
+        The forked child keeps the inherited sockets open, so no connection is closed.
+        """
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process)
         if lab.refuses(op, peer, copies):
@@ -175,7 +183,11 @@ class ProcessTests(ContractSettings):
     def test_a_stopped_peer_ends_by_the_deadline(
         self, lab: Workbench, process: Process, op: str, when: str
     ) -> None:
-        """One-sided memory may still be served; if it is not, ``disconnect`` returns."""
+        """A transfer with a stopped peer is DONE, or ``disconnect`` ends within ``patience``.
+
+        DONE is possible because one-sided access may reach the memory of a stopped process.
+        ``disconnect`` may raise if the transfer has not ended. ``poll`` does not block meanwhile.
+        """
         content = process.get()
         peer = lab.transport.connect(process.address())
         copies = lab.whole(process) if when == "before" else lab.lasting(process)
@@ -208,7 +220,7 @@ class ProcessTests(ContractSettings):
     @staticmethod
     def _get_away(lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
         before = time.monotonic()
-        # An error says that the deadline passed; then the transfer stays failing.
+        # An error means that the transfer did not end in time; then it stays FAILING.
         with contextlib.suppress(TransportError):
             lab.transport.disconnect(peer)
         assert time.monotonic() - before < lab.settings.patience
@@ -232,7 +244,10 @@ class ProcessTests(ContractSettings):
     def test_a_stopped_peer_does_not_keep_notify_waiting(
         self, lab: Workbench, process: Process
     ) -> None:
-        """Accepted notifications arrive when the peer continues; a full queue may raise."""
+        """``notify`` to a stopped peer does not block; it may raise once its queue is full.
+
+        The notifications that it has accepted arrive in order when the peer continues.
+        """
         if not lab.notifies:
             return
         peer = lab.transport.connect(process.address())
@@ -250,7 +265,11 @@ class ProcessTests(ContractSettings):
 
 
 def _in_use_until_final(lab: Workbench, transfer: TransferId) -> None:
-    """A transfer that is FAILING until ``disconnect`` uses its memory, and keeps its record."""
+    """Assert that a transfer that is FAILING until ``disconnect`` keeps its memory and record.
+
+    The transport must refuse to deregister ``mine`` and to forget the transfer. If the transfer is
+    in another state, or becomes final by itself, nothing is asserted.
+    """
     failing = lab.state(transfer) is State.FAILING
     if failing and lab.capabilities.quiescence is Quiescence.AFTER_DISCONNECT:
         refused(lab.transport.deregister, lab.mine.region)

@@ -1,4 +1,4 @@
-"""The memory of a final transfer: the driver neither reads nor writes it any more."""
+"""After a transfer is final, the driver neither reads nor writes the transfer's memory any more."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _NOTICED_SECONDS = 3.0
 
 
 class QuiescenceTests(ContractSettings):
-    """After every way a transfer can end, both sides are overwritten, watched and compared.
+    """After every way in which a transfer can end, no byte of its memory changes any more.
 
-    They are watched for ``quiet_seconds``, with a peer in every place at once, and polled on.
+    A test ends a transfer with each kind of peer, overwrites the memory of both sides with new
+    bytes, polls for ``quiet_seconds``, and compares the memory with those bytes.
     """
 
     def test_quiet_after_done(
         self, lab: Workbench, everywhere: list[TransportPeer], op: str
     ) -> None:
-        """New bytes of the source do not arrive, and new bytes of the target stay."""
+        """After DONE, new bytes of the source do not arrive, and new bytes of the target stay."""
         watch = MemoryWatch(lab)
         for remote in everywhere:
             mine = _mine(lab)
@@ -42,7 +43,7 @@ class QuiescenceTests(ContractSettings):
             content = source.get().copy()
             lab.finish(lab.start(op, peer, copies))
             watch.overwrite(source)
-            # One half is left as it arrived: nothing of the new source may get there.
+            # The target's other half stays as it arrived: no new byte of the source may get there.
             content[:HALF] = lab.fresh(HALF)
             target.put(content[:HALF])
             watch.expect(target, content)
@@ -51,7 +52,10 @@ class QuiescenceTests(ContractSettings):
     def test_quiet_after_a_cancel(
         self, lab: Workbench, everywhere: list[TransportPeer], op: str
     ) -> None:
-        """Cancel one transfer at once, and another when some of its bytes have arrived."""
+        """After ``cancel`` and a final state, no byte changes any more.
+
+        One transfer is cancelled at once, another when some of its bytes have arrived.
+        """
         for under_way in (False, True)[: 1 + lab.capabilities.cancel]:
             watch = MemoryWatch(lab)
             for remote in everywhere:
@@ -89,7 +93,7 @@ class QuiescenceTests(ContractSettings):
     ) -> None:
         watch = MemoryWatch(lab)
         if op not in lab.ops:
-            return  # it is refused, which is tested with the transport under test
+            return  # other tests check that the transport under test refuses it
         for remote in everywhere:
             transport = lab.make()
             mine = lab.buffer(MIB, transport)
@@ -100,7 +104,10 @@ class QuiescenceTests(ContractSettings):
         watch.see()
 
     def test_quiet_after_a_failure(self, lab: Workbench, process: Process, op: str) -> None:
-        """The peer deregisters its memory during the transfer, which some drivers notice."""
+        """After a transfer whose peer deregistered memory meanwhile, no byte changes any more.
+
+        With some drivers the transfer fails because of that; with others it is cancelled here.
+        """
         mine = _mine(lab)
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process, mine.region)
@@ -144,7 +151,7 @@ class QuiescenceTests(ContractSettings):
     def test_quiet_after_a_stopped_peer_was_disconnected(
         self, lab: Workbench, process: Process, op: str
     ) -> None:
-        """The peer continues afterwards; what it still sends for the transfer comes too late."""
+        """Once a stopped peer is disconnected, no byte changes even when the peer continues."""
         mine = _mine(lab)
         peer = lab.transport.connect(process.address())
         copies = lab.lasting(process, mine.region)
@@ -152,7 +159,7 @@ class QuiescenceTests(ContractSettings):
             return
         transfer = lab.start(op, peer, copies)
         process.stop()
-        # An error says that the deadline has passed.
+        # An error means that the transfer did not end in time.
         with contextlib.suppress(TransportError):
             lab.transport.disconnect(peer)
         final = lab.state(transfer).final
@@ -167,20 +174,26 @@ class QuiescenceTests(ContractSettings):
 
 
 def _mine(lab: Workbench) -> Buffer:
-    """Return a new registered buffer with a pattern."""
+    """Return a new buffer of 1 MiB of a pattern, registered with the transport under test."""
     buffer = lab.buffer(MIB, lab.transport)
     buffer.put(lab.fresh())
     return buffer
 
 
 def _again(mine: Buffer, remote: TransportPeer, times: int) -> Copies:
-    """Return a batch that copies the same MiB repeatedly."""
+    """Return a batch that copies the same MiB ``times`` times."""
     starts = np.zeros(times, np.uint64)
     return batch(mine.region, remote.region, starts, starts, starts + np.uint64(MIB))
 
 
 def _await_some(lab: Workbench, transfer: TransferId, target: Buffer | TransportPeer) -> None:
-    """Wait for a short time until a transfer has moved some bytes."""
+    """Wait until a transfer has moved some bytes or is final, but not longer than half a second.
+
+    Args:
+        lab: The workbench of the test.
+        transfer: The id of the transfer.
+        target: The memory that the bytes arrive in.
+    """
     before = target.get()
     lab.until(
         lambda: lab.state(transfer).final or not np.array_equal(target.get(), before),

@@ -43,21 +43,27 @@ class ContractSettings:
 
     @pytest.fixture
     def lab(self) -> Iterator[Workbench]:
-        """The transport under test with a registered buffer of 1 MiB, and helpers for both."""
+        """A ``Workbench``: the transport under test with a registered buffer, and helpers."""
         with Workbench(settings_of(self)) as lab:
             yield lab
 
     @pytest.fixture(scope="class")
     @classmethod
     def lasting_process(cls) -> Iterator[Process]:
-        """A peer's process that the tests of a class share."""
+        """A peer in a process of its own, which the tests of a class share.
+
+        Tests use it through ``shared_process``.
+        """
         parameters = settings_of(cls)
         with Process(parameters.factory, parameters.options, parameters.memory, MIB) as process:
             yield process
 
     @pytest.fixture
     def shared_process(self, lab: Workbench, lasting_process: Process) -> Iterator[Process]:
-        """The process that the tests of a class share, for tests that neither kill nor stop it."""
+        """A peer in a process of its own, for tests that neither kill nor stop the process.
+
+        The tests of a class share the process; each begins with the buffer's first content.
+        """
         lasting_process.meanwhile = lab.turn
         lasting_process.patience = lab.settings.patience
         lasting_process.reset()
@@ -67,7 +73,7 @@ class ContractSettings:
     @pytest.fixture(scope="class")
     @classmethod
     def spares(cls) -> Iterator[Spares]:
-        """Processes that start in advance, for tests that kill theirs."""
+        """The supply of processes for ``process``; they start before a test needs them."""
         parameters = settings_of(cls)
         spares = Spares(
             lambda: Process(
@@ -79,7 +85,7 @@ class ContractSettings:
 
     @pytest.fixture
     def process(self, lab: Workbench, spares: Spares) -> Iterator[Process]:
-        """A process for one test, which may kill or stop it."""
+        """A peer in a process of its own, for one test, which may kill or stop the process."""
         with spares.take() as process:
             process.meanwhile = lab.turn
             process.patience = lab.settings.patience
@@ -87,7 +93,11 @@ class ContractSettings:
 
     @pytest.fixture(params=PEER_KINDS)
     def remote(self, request: pytest.FixtureRequest, lab: Workbench) -> TransportPeer:
-        """A peer with 1 MiB of a pattern: the transport itself, another one here, or a process."""
+        """A peer with a buffer of 1 MiB of a pattern. A test runs once for each kind of peer.
+
+        The kinds are the transport under test itself, another transport of this process, and a
+        transport of another process.
+        """
         if request.param == "other process":
             process: Process = request.getfixturevalue("shared_process")
             return process
@@ -95,11 +105,15 @@ class ContractSettings:
 
     @pytest.fixture
     def everywhere(self, lab: Workbench, shared_process: Process) -> list[TransportPeer]:
-        """A peer of each kind that ``remote`` has: the transport itself, another one, a process."""
+        """A list with a peer of each kind that ``remote`` has."""
         return [LocalPeer(lab, lab.transport), LocalPeer(lab, lab.make()), shared_process]
 
     @pytest.fixture(params=["read", "write"])
     def op(self, request: pytest.FixtureRequest) -> str:
-        """Each direction of a transfer, also one that the driver lacks."""
+        """The operation: a test runs once with ``read`` and once with ``write``.
+
+        A driver that lacks one of them must refuse it, which the tests check with
+        ``Workbench.refuses``.
+        """
         direction: str = request.param
         return direction

@@ -1,8 +1,8 @@
-"""A driver compared with a model of it: calls in any order, and their outcomes.
+"""A driver compared with a model of a driver: calls in any order, and their outcomes.
 
-Two transports of this process, each with a few regions of slots. Transfers move whole slots, at
-odd places inside them, several at once; the model knows what every slot must hold once nothing
-that is under way touches it.
+There are two transports in this process. Each has ``REGIONS`` regions of ``SLOTS`` *slots* of
+``SLOT`` bytes each. A transfer copies between pairs of slots, from and to unaligned places within
+them. The model has the bytes that each slot must contain once no unfinished transfer uses the slot.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvferry.testing.memory import Buffer, Bytes, pattern
 REGIONS, SLOTS, SLOT = 3, 16, 4096
 _STEPS = 40
 FREE, BOUND = 0, 1
+"""The sorts of notifications: sent with ``notify``, or bound to a transfer."""
 
 Slot = tuple[int, int]
 """The index of a region, and the index of a slot in that region."""
@@ -42,13 +43,14 @@ pairs = st.lists(
     max_size=6,
     unique_by=(lambda pair: pair[0], lambda pair: pair[1]),
 )
+"""Strategy of the copies of one transfer: the local and the remote slot of each."""
 
 
 class StateMachineTests(ContractSettings):
-    """Hypothesis chooses the calls, and prints a failure as its shortest program."""
+    """Hypothesis chooses sequences of calls, and prints the shortest sequence that fails."""
 
     examples = 12
-    """How many programs Hypothesis tries."""
+    """How many sequences of calls Hypothesis tries."""
 
     def test_any_order_of_calls_does_what_the_model_does(self) -> None:
         made = settings_of(self)
@@ -71,7 +73,15 @@ class StateMachineTests(ContractSettings):
 
 @dataclass(slots=True, eq=False)
 class ModelledTransport:
-    """A transport, its buffers, their expected content, and which of them are registered."""
+    """A transport with its buffers, and what the model knows of them.
+
+    Attributes:
+        transport: The transport.
+        buffers: The memory of each region.
+        model: The bytes that each region must contain, except in slots that unfinished transfers
+            use.
+        registered: The indices of the regions that are registered.
+    """
 
     transport: Transport
     buffers: list[Buffer]
@@ -79,7 +89,12 @@ class ModelledTransport:
     registered: set[int] = field(default_factory=set)
 
     def put(self, slot: Slot, content: Bytes) -> None:
-        """Write a slot in memory and in the model."""
+        """Overwrite a slot, in memory and in the model.
+
+        Args:
+            slot: The slot.
+            content: The new bytes, ``SLOT`` of them.
+        """
         region, index = slot
         self.model[region][index * SLOT : (index + 1) * SLOT] = content
         self.buffers[region].put(content, index * SLOT)
@@ -87,7 +102,17 @@ class ModelledTransport:
 
 @dataclass(slots=True, eq=False)
 class ModelledTransfer:
-    """A transfer that has not ended in the model."""
+    """A transfer that has not ended in the model.
+
+    Attributes:
+        op: ``read`` or ``write``.
+        pairs: The local and the remote slot of each copy.
+        shift: The offset in bytes of each copy within its local slot; in its remote slot the offset
+            is 64 minus ``shift``.
+        nbytes: The length of each copy in bytes.
+        notify: The payload that is bound to the transfer, or ``None``.
+        cancelled: Whether the transfer was cancelled, or its peer disconnected: it may then fail.
+    """
 
     op: str
     pairs: list[tuple[Slot, Slot]]
@@ -97,12 +122,29 @@ class ModelledTransfer:
     cancelled: bool = False
 
     def touches(self, local: set[Slot], remote: set[Slot]) -> bool:
-        """Return whether the transfer uses one of the slots."""
+        """Return whether the transfer uses one of these local or remote slots."""
         return any(one in local or other in remote for one, other in self.pairs)
 
 
 class DriverMachine(RuleBasedStateMachine):
-    """The rules: calls that are allowed at any time, and their outcomes."""
+    """The calls that Hypothesis chooses from, and the outcome that each must have.
+
+    Attributes:
+        lab: The workbench.
+        seeds: Yields numbers that were not used before, for patterns and payloads.
+        here: The transport under test, which starts all transfers.
+        there: The other transport.
+        peer: The id of ``there`` at ``here``; ``None`` while it is not connected.
+        gone: The ids of earlier connections.
+        known: The indices of the regions of ``there`` that ``here`` has been told of.
+        moving: The transfers that have not ended in the model.
+        ended: The final states of the transfers that have ended and are not forgotten.
+        forgotten: The ids of the forgotten transfers.
+        free: The payloads of the notifications that were sent with ``notify``, in order.
+        bound: The payloads bound to transfers that are DONE.
+        perhaps: Payloads that may or may not arrive.
+        received: All payloads that ``there`` has received, in order.
+    """
 
     def __init__(self, lab: Workbench) -> None:
         super().__init__()
@@ -116,7 +158,6 @@ class DriverMachine(RuleBasedStateMachine):
         self.moving: dict[TransferId, ModelledTransfer] = {}
         self.ended: dict[TransferId, State] = {}
         self.forgotten: list[TransferId] = []
-        # Free notifications in order, bound ones, and those that may or may not arrive.
         self.free: list[bytes] = []
         self.bound: list[bytes] = []
         self.perhaps: set[bytes] = set()
@@ -133,7 +174,7 @@ class DriverMachine(RuleBasedStateMachine):
         return side
 
     def teardown(self) -> None:
-        """End every transfer, compare all memory, and close."""
+        """End every transfer, compare all memory with the model, and close the transports."""
         try:
             self._end_all()
             self._all_arrived()
@@ -161,7 +202,7 @@ class DriverMachine(RuleBasedStateMachine):
     @rule(region=st.integers(0, REGIONS - 1))
     def register_there(self, region: int) -> None:
         self.there.transport.register(self.there.buffers[region].region)
-        # A region that came back is another one: what was known of it is no longer said to hold.
+        # A region that is registered again counts as another region, which ``here`` does not know.
         if region not in self.there.registered:
             self.known.discard(region)
         self.there.registered.add(region)
@@ -180,7 +221,12 @@ class DriverMachine(RuleBasedStateMachine):
 
     @rule(slot=slots, here=st.booleans())
     def write_memory(self, slot: Slot, here: bool) -> None:
-        """Write the caller's bytes into a slot that no transfer uses."""
+        """Overwrite a slot, after ending the transfers that use it.
+
+        Args:
+            slot: The slot.
+            here: Whether the slot is one of ``here``, not of ``there``.
+        """
         self._end_those({slot} if here else set(), set() if here else {slot})
         (self.here if here else self.there).put(slot, pattern(SLOT, next(self.seeds)))
 
@@ -238,7 +284,7 @@ class DriverMachine(RuleBasedStateMachine):
         if self._is_a_mistake(pairs):
             refused(self.lab.start, op, self.peer, copies)
             return
-        # Targets are nobody else's, and sources are nobody's target.
+        # End the transfers that use one of these slots: their outcomes would depend on the order.
         self._end_those({one for one, _ in pairs}, {other for _, other in pairs})
         if len(self.moving) >= (self.lab.capabilities.max_outstanding or 64):
             self._end_all()
@@ -252,7 +298,13 @@ class DriverMachine(RuleBasedStateMachine):
         return not (here <= self.here.registered and there <= self.known)
 
     def _copies(self, pairs: list[tuple[Slot, Slot]], shift: int, nbytes: int) -> Copies:
-        """Return copies with one segment for each pair of regions."""
+        """Return a batch with one copy, in a segment of its own, for each pair of slots.
+
+        Args:
+            pairs: The local and the remote slot of each copy.
+            shift: As ``ModelledTransfer.shift``.
+            nbytes: The length of each copy in bytes.
+        """
         cuts = [
             batch(
                 self.here.buffers[one].region,
@@ -308,7 +360,11 @@ class DriverMachine(RuleBasedStateMachine):
         self.here.transport.notify(self.peer, self.free[-1])
 
     def _payload(self, sort: int) -> bytes:
-        """Return a new payload, whose last bit distinguishes free from bound notifications."""
+        """Return a new payload for a sort of notification, whose last bit tells the sort.
+
+        Args:
+            sort: ``FREE`` or ``BOUND``.
+        """
         return self.lab.payload(2 * next(self.seeds) + sort)
 
     @rule()
@@ -388,7 +444,7 @@ class DriverMachine(RuleBasedStateMachine):
                 theirs[:] = mine
 
     def _all_arrived(self) -> None:
-        """Wait for free notifications and those of DONE transfers."""
+        """Assert that all free notifications and those of DONE transfers arrive."""
 
         def there() -> bool:
             self.receive()

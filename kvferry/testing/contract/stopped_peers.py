@@ -1,6 +1,8 @@
-"""A stopped peer: bytes that have reached its sockets land when it continues, not before.
+"""Transfers with a peer whose process is stopped, and how they end.
 
-Its buffer is memory that the test maps too, and overwrites while the peer is stopped.
+Bytes that have reached the sockets of a stopped process land when the process continues. So the
+tests map the peer's buffer themselves, overwrite it while the process is stopped, and look for
+bytes that land after a transfer was final.
 """
 
 from __future__ import annotations
@@ -21,15 +23,25 @@ from kvferry.testing.memory import Buffer, SharedBuffer
 from kvferry.testing.peers import Process
 
 _UNDER_WAY_SECONDS = 0.5
+"""How long to wait until some bytes of a transfer have arrived."""
 _PILES_UP_SECONDS = 0.1
+"""How long a transfer goes on after its peer was stopped."""
 _SOON_SECONDS = 1.0
+"""How long a cancelled transfer may take to be final without its peer."""
 _MOST_BYTES = 64 << 20
+"""About how many bytes of notifications are sent to a stopped peer at most."""
 _MOST_MESSAGES = 5000
+"""How many notifications are sent to a stopped peer at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppablePeer:
-    """A peer's process, and its buffer as this process maps it."""
+    """A peer in another process, whose buffer this process can access while the peer is stopped.
+
+    Attributes:
+        process: The peer.
+        memory: The peer's buffer, mapped into this process.
+    """
 
     process: Process
     memory: Buffer
@@ -37,7 +49,19 @@ class StoppablePeer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Caught:
-    """A transfer whose peer was stopped while it ran."""
+    """A transfer whose peer is stopped while the transfer runs.
+
+    Making the object starts the transfer, waits until some bytes have arrived, and stops the peer.
+
+    Attributes:
+        lab: The workbench of the test.
+        there: The peer.
+        op: ``read`` or ``write``.
+        transport: The transport that starts the transfer.
+        mine: The transfer's local buffer, registered with ``transport``.
+        peer: The id of the peer.
+        transfer: The id of the transfer.
+    """
 
     lab: Workbench
     there: StoppablePeer
@@ -69,7 +93,7 @@ class Caught:
         return self.lab.state(self.transfer, self.transport).final
 
     def keeps(self, region: Region) -> None:
-        """Assert that memory cannot be deregistered before the transfer is final."""
+        """Assert that a region of the transfer cannot be deregistered before it is final."""
         if self.final:
             return
         with contextlib.suppress(TransportUsageError):
@@ -77,7 +101,7 @@ class Caught:
             assert self.final, "memory that an unfinished transfer uses was deregistered"
 
     def quiet(self) -> None:
-        """Overwrite both sides, let the peer continue, and assert that nothing changes."""
+        """Overwrite both buffers, let the peer continue, and assert that the buffers stay so."""
         watch = MemoryWatch(self.lab)
         watch.overwrite(self.mine, self.there.memory)
         self.there.process.go_on()
@@ -89,7 +113,7 @@ class StoppedPeerTests(ContractSettings):
 
     @pytest.fixture
     def stoppable(self, lab: Workbench) -> Iterator[StoppablePeer]:
-        """A peer whose memory this process maps as well."""
+        """A peer for one test, whose memory this process maps, too."""
         if CPU not in lab.capabilities.memory:
             pytest.skip("of a stopped process, only CPU memory can be looked at")
         made = settings_of(self)
@@ -102,7 +126,10 @@ class StoppedPeerTests(ContractSettings):
     def test_a_stopped_peer_keeps_what_was_cancelled_in_use(
         self, lab: Workbench, stoppable: StoppablePeer, op: str
     ) -> None:
-        """Its memory cannot be deregistered before the transfer is final, and is quiet after."""
+        """A cancelled transfer with a stopped peer keeps its memory in use until it is final.
+
+        Until then the memory cannot be deregistered; afterwards no byte of it changes any more.
+        """
         if not lab.capabilities.cancel or op not in lab.ops:
             return  # what is refused is tested elsewhere
         caught = Caught(lab=lab, there=stoppable, op=op, transport=lab.transport)
@@ -117,7 +144,11 @@ class StoppedPeerTests(ContractSettings):
     def test_a_stopped_peer_is_disconnected_and_then_quiet_or_failing(
         self, lab: Workbench, stoppable: StoppablePeer, op: str
     ) -> None:
-        """An expired deadline is an error, and does not end the use of memory."""
+        """``disconnect`` of a stopped peer makes the transfer final and quiet, or raises.
+
+        If it raises, because the transfer has not ended in time, the transfer stays FAILING and its
+        memory stays in use.
+        """
         if op not in lab.ops:
             return
         caught = Caught(lab=lab, there=stoppable, op=op, transport=lab.transport)
@@ -143,14 +174,17 @@ class StoppedPeerTests(ContractSettings):
         try:
             transport.close()
         except TransportError:
-            stoppable.process.go_on()  # what it says is that bytes may still land
+            stoppable.process.go_on()  # the error means that bytes may still land
         else:
             caught.quiet()
 
     def test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order(
         self, lab: Workbench, process: Process
     ) -> None:
-        """Long and short ones in turn, until the driver accepts no more."""
+        """All notifications that ``notify`` accepted for a stopped peer arrive, in order.
+
+        Long and short notifications are sent in turn, until the driver accepts no more.
+        """
         if not lab.notifies:
             return
         peer = lab.transport.connect(process.address())

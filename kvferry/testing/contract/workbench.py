@@ -97,7 +97,7 @@ def settings_of(contract: Contract) -> ContractParameters:
 class Workbench:
     """The transport under test with a registered buffer, and the test's other transports.
 
-    It owns all of them, and closes them when the ``with`` block ends.
+    The workbench owns all of them, and closes the transports when its ``with`` block ends.
 
     Attributes:
         settings: The settings of the tests.
@@ -132,7 +132,7 @@ class Workbench:
     # Transports and buffers.
 
     def make(self) -> Transport:
-        """Return another transport, which is closed at the end of the test."""
+        """Return a new transport of the driver, which the workbench closes at the test's end."""
         transport: Transport = imported(self.settings.factory)(**self.settings.options)
         self._made.append(transport)
         return transport
@@ -173,7 +173,7 @@ class Workbench:
         """Wait until a condition holds, or the time is up.
 
         Args:
-            holds: The condition.
+            holds: Returns whether the condition holds; called again and again.
             seconds: How long to wait; by default ``patience``.
 
         Returns:
@@ -203,11 +203,11 @@ class Workbench:
         return statuses
 
     def state(self, transfer: TransferId, transport: Transport | None = None) -> State:
-        """Return the state of one transfer."""
+        """Poll one transfer, as ``poll``, and return its state."""
         return self.poll([transfer], transport)[0].state
 
     def _check(self, transport: Transport, transfer: TransferId, status: Status) -> None:
-        """Assert that a status is consistent, and may follow the one before it."""
+        """Assert that a status is consistent, and may follow the transfer's last known status."""
         bad = status.state in (State.FAILING, State.FAILED)
         assert isinstance(status.error, TransportError) == bad, f"error does not fit: {status}"
         assert bad or status.error is None, f"error does not fit: {status}"
@@ -222,7 +222,15 @@ class Workbench:
     def known(
         self, transfer: TransferId, transport: Transport | None = None, seconds: float | None = None
     ) -> Status:
-        """Wait until a transfer is not PENDING, and return its status."""
+        """Wait until a transfer is not PENDING, and return its status.
+
+        Fails the test if the transfer stays PENDING.
+
+        Args:
+            transfer: The id of the transfer.
+            transport: Its transport; by default the transport under test.
+            seconds: How long to wait at most; by default ``patience``.
+        """
         found = self.until(
             lambda: self.state(transfer, transport) is not State.PENDING,
             seconds,
@@ -232,9 +240,14 @@ class Workbench:
         return status
 
     def settled(self, transfer: TransferId, peer: PeerId) -> Status:
-        """Wait until a transfer is final, and return its status.
+        """Wait until a transfer of the transport under test is final, and return its status.
 
-        If it is FAILING and ``quiescence`` is AFTER_DISCONNECT, its peer is disconnected.
+        If the transfer is FAILING and the driver's ``quiescence`` is AFTER_DISCONNECT, this
+        disconnects its peer. Fails the test if the transfer does not become final.
+
+        Args:
+            transfer: The id of the transfer.
+            peer: The id of its peer.
         """
         status = self.known(transfer)
         if status.state is State.FAILING:
@@ -251,12 +264,24 @@ class Workbench:
         return status
 
     def settled_or_gone(self, transfer: TransferId, peer: PeerId) -> Status:
-        """Return the final status of one of several transfers of a peer, which may be gone."""
+        """As ``settled``, for a peer that an earlier call may have disconnected already.
+
+        So a test that has several transfers with one peer can call this for each of them.
+
+        Args:
+            transfer: The id of the transfer.
+            peer: The id of its peer, which may be connected no longer if the transfer is final.
+        """
         (status,) = self.poll([transfer])
         return status if status.state.final else self.settled(transfer, peer)
 
     def finish(self, transfer: TransferId, transport: Transport | None = None) -> None:
-        """Wait until a transfer is DONE, and forget it."""
+        """Wait until a transfer is DONE, and forget it; fail the test if it is not DONE.
+
+        Args:
+            transfer: The id of the transfer.
+            transport: Its transport; by default the transport under test.
+        """
         status = self.known(transfer, transport)
         assert status.state is State.DONE, f"it failed: {status}"
         (transport or self.transport).forget(transfer)
@@ -266,12 +291,27 @@ class Workbench:
     def start(
         self, op: str, peer: PeerId, copies: Copies, notify: bytes | None = None
     ) -> TransferId:
-        """Start a read or write of the transport under test."""
+        """Start a transfer of the transport under test, and return its id.
+
+        Args:
+            op: ``read`` or ``write``.
+            peer: The id of a connected peer.
+            copies: The copies to make.
+            notify: A payload to bind to the transfer, or ``None``.
+        """
         begin = self.transport.read if op == "read" else self.transport.write
         return begin(peer, copies, notify)
 
     def refuses(self, op: str, peer: PeerId, copies: Copies) -> bool:
-        """Return whether the driver lacks an operation, and assert that it then refuses it."""
+        """Return whether the driver lacks an operation.
+
+        If so, assert that the driver refuses the operation and that no byte of ``mine`` changes.
+
+        Args:
+            op: ``read`` or ``write``.
+            peer: The id of a connected peer.
+            copies: The copies to attempt.
+        """
         if op in self.capabilities.ops:
             return False
         before = self.mine.get()
@@ -296,25 +336,34 @@ class Workbench:
         return self.capabilities.max_notification > 0
 
     def payload(self, number: int) -> bytes:
-        """Return a payload for a notification, different for each number if the limit allows."""
+        """Return ``number`` as a payload for a notification: 4 bytes, or the limit if it is less.
+
+        With fewer bytes, several numbers may have the same payload.
+        """
         size = min(4, self.capabilities.max_notification)
         return (number % (1 << 8 * size)).to_bytes(size, "big")
 
     def bound(self, number: int = 7) -> bytes | None:
-        """Return a payload to bind to a transfer, or ``None`` without notifications."""
+        """Return a payload to bind to a transfer; ``None`` if the driver has no notifications.
+
+        Args:
+            number: The number to make the payload of, as in ``payload``.
+        """
         return self.payload(number) if self.notifies else None
 
     def moves(
         self, op: str, remote: TransportPeer, here: Offsets, there: Offsets, sizes: Offsets
     ) -> None:
-        """Run one transfer between ``mine`` and a peer, and compare every byte of both sides.
+        """Assert that a transfer between ``mine`` and a peer moves the right bytes and no others.
+
+        If the driver lacks the operation, assert that the driver refuses it.
 
         Args:
             op: ``read`` or ``write``.
             remote: The peer.
-            here: The copies' offsets in ``mine``.
-            there: Their offsets in the peer's buffer.
-            sizes: Their lengths in bytes.
+            here: Each copy's offset in ``mine``, in bytes.
+            there: Each copy's offset in the peer's buffer, in bytes.
+            sizes: Each copy's length in bytes.
         """
         mine, theirs = pattern(MIB, 77), remote.get()
         self.mine.put(mine)
@@ -331,24 +380,34 @@ class Workbench:
         np.testing.assert_array_equal(remote.get(), theirs, "the peer's memory")
 
     def whole(self, remote: TransportPeer) -> Copies:
-        """Return one copy between the whole buffers of both sides."""
+        """Return a batch of one copy: between all of ``mine`` and all of a peer's buffer."""
         return batch(self.mine.region, remote.region, [0], [0], [MIB])
 
     def lasting(self, remote: TransportPeer, local: Region | None = None) -> Copies:
-        """Return copies that take long: ``lasting_bytes``, the same MiB repeatedly."""
+        """Return a batch that takes long: it copies the same MiB often, ``lasting_bytes`` in all.
+
+        Args:
+            remote: The peer.
+            local: The local region of the copies; by default that of ``mine``.
+        """
         n = max(1, self.settings.lasting_bytes // MIB)
         zeros = np.zeros(n, np.uint64)
         return batch(local or self.mine.region, remote.region, zeros, zeros, zeros + np.uint64(MIB))
 
     def works(self, remote: TransportPeer) -> None:
-        """Assert that the transport can still move bytes from or to a peer."""
+        """Assert that the transport under test can still move bytes from or to a peer."""
         self.mine.put(np.zeros(MIB, np.uint8))
         peer = self.transport.connect(remote.address())
         self.finish(self.start(self.an_op, peer, self.whole(remote)))
         np.testing.assert_array_equal(self.mine.get(), remote.get())
 
     def receive(self, transport: Transport, count: int) -> list[Notification]:
-        """Return ``count`` notifications of a transport here, and assert that no more arrive."""
+        """Wait for notifications, assert that there are ``count`` and no more, and return them.
+
+        Args:
+            transport: A transport of this process, which receives the notifications.
+            count: How many notifications were sent to it.
+        """
         arrived: list[Notification] = []
 
         def enough() -> bool:
@@ -364,12 +423,24 @@ class Workbench:
     # Watching memory.
 
     def stays(self, buffer: Buffer | TransportPeer, content: Bytes, seconds: float = 0.05) -> None:
-        """Assert that memory does not change for a while."""
+        """Assert that memory has a certain content after a while.
+
+        Args:
+            buffer: The memory.
+            content: Its expected content.
+            seconds: How long to wait before looking.
+        """
         self.until(lambda: False, seconds)
         np.testing.assert_array_equal(buffer.get(), content, "memory has changed")
 
     def quiet(self, *sides: Buffer | TransportPeer) -> None:
-        """Overwrite memory after a final state, and assert that it stays so."""
+        """Assert that no byte of a final transfer lands any more.
+
+        Overwrites memory with new bytes, and compares it after ``quiet_seconds``.
+
+        Args:
+            sides: The memory that the transfer could still change.
+        """
         watch = MemoryWatch(self)
         watch.overwrite(*sides)
         watch.see()
@@ -383,13 +454,15 @@ class Workbench:
                     transport.poll(transfers)
 
     def fresh(self, nbytes: int = MIB) -> Bytes:
-        """Return bytes that this test has not used yet."""
+        """Return ``nbytes`` bytes of a pattern that this test has not used yet."""
         return pattern(nbytes, next(self._seeds))
 
 
 @dataclass(slots=True, eq=False)
 class MemoryWatch:
-    """Memory of several transfers that must not change any more, watched in one quiet period.
+    """Watches memory of several final transfers, which must not change any more.
+
+    One period of ``quiet_seconds`` serves for all of the memory.
 
     Attributes:
         lab: The workbench of the test.
@@ -399,18 +472,21 @@ class MemoryWatch:
     _wanted: list[tuple[Buffer | TransportPeer, Bytes]] = field(default_factory=list)
 
     def overwrite(self, *sides: Buffer | TransportPeer) -> None:
-        """Overwrite memory with new bytes, so that bytes that arrive late differ."""
+        """Overwrite memory with new bytes, and expect them at the end.
+
+        Bytes that arrive late differ from the new bytes.
+        """
         for side in sides:
             content = self.lab.fresh()
             side.put(content)
             self.expect(side, content)
 
     def expect(self, side: Buffer | TransportPeer, content: Bytes) -> None:
-        """Set what memory must contain at the end."""
+        """Expect that memory has this content at the end."""
         self._wanted.append((side, content))
 
     def see(self) -> None:
-        """Poll for the quiet period, then compare."""
+        """Poll for ``quiet_seconds``, then assert that all memory is as expected."""
         deadline = time.monotonic() + self.lab.settings.quiet_seconds
         while time.monotonic() < deadline:
             self.lab.poll_all()
@@ -420,7 +496,7 @@ class MemoryWatch:
 
 
 def refused(call: Callable[..., object], *args: object) -> None:
-    """Assert that a call raises ``TransportUsageError`` with a message."""
+    """Assert that a call with these arguments raises ``TransportUsageError`` with a message."""
     with pytest.raises(TransportUsageError) as caught:
         call(*args)
     assert str(caught.value), f"{call} refuses without a word"
