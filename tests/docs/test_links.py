@@ -132,7 +132,7 @@ def test_the_navigation_lists_the_pages_of_a_folder() -> None:
     decisions = inner["Decisions"]
     assert decisions[:2] == [
         "adr/README.md",
-        "adr/0001-tokens-per-page-belong-to-the-group.md",
+        "adr/0001-block-size-belongs-to-the-group.md",
     ]
     assert len(decisions) == len(list(Path(ROOT / "docs/adr").glob("*.md")))
 

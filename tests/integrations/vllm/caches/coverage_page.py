@@ -1,7 +1,7 @@
-"""What is described, opaque or refused, as a page for people: ``docs/coverage.md``.
+"""Write ``docs/coverage.md``: which caches of vLLM are described, opaque or refused.
 
-Written by ``python -m tests.integrations.vllm.caches.coverage_page`` from the tables that an
-engine uses and from the source of the vLLM that is installed.
+``python -m tests.integrations.vllm.caches.coverage_page`` writes the page from the tables that an
+engine uses and from the source of the installed vLLM.
 """
 
 from __future__ import annotations
@@ -18,45 +18,48 @@ PAGE = Path(__file__).parents[4] / "docs" / "coverage.md"
 COMMAND = "python -m tests.integrations.vllm.caches.coverage_page"
 
 INTRODUCTION = """\
-# What of vLLM is covered
+# Which of vLLM's caches are covered
 
-Made by `{command}` from the tables that an
-engine uses, and from the source of vLLM {version}.
-`make test` fails while it is out of date, or when vLLM has something that none of the tables names.
+`{command}` makes this page from the tables
+that an engine uses and from the source of vLLM {version}. `make test` fails if the page is out of
+date, or if vLLM has something that none of the tables names.
 
-- **described**: the layout says where each element is, so that engines with other parallelism,
-  block size, order or backend can exchange it.
-- **opaque**: a page moves as a whole between engines that keep it in exactly the same way (backend,
-  type, shape, strides and processor), and a pair that does not is refused at handshake. So is every
-  backend that is in no table.
-- **refused**: an engine that has it does not start with this connector.
+- **described**: the layout says where each element is, so engines with different parallelism, block
+  size, order or backend can exchange the cache.
+- **opaque**: a page moves as a whole between engines that store it in exactly the same way
+  (backend, type, shape, strides and processor). Other pairs of engines are refused at the
+  handshake. Backends that are in no table are opaque, too.
+- **refused**: an engine with such a cache does not start with this connector.
 
-What was described was read in vLLM's source; tests write through the backend's own expressions and
-find the same bytes through the layout, in each order that vLLM offers with it. Kernels themselves
-were asked on CPUs only.
+The descriptions come from vLLM's source. Tests write through the backend's own expressions and find
+the same bytes through the layout, in each order that vLLM offers with the backend. The kernels
+themselves were run on CPUs only.
 """
 
 KINDS = """\
 ## Kinds of cache
 
 vLLM's `KVCacheSpec` classes: `kvferry/integrations/vllm/caches/cache_specs.py`.
+
+A **paged** cache is handled by its attention backend (next section), a **state** by its own backend
+(last section), and **members** by the spec of each layer. A *hole* is a position without a page.
 """
 
 BACKENDS = """\
 ## Attention backends
 
 By the name that vLLM gives them: `kvferry/integrations/vllm/caches/attention_pages.py`. The orders
-are those of `VLLM_KV_CACHE_LAYOUT` that vLLM offers with a backend; names beside `any` are what is
-left on some processors or with some settings. Between equal engines an order that leads with B
-costs one copy per block; one that leads with L, one per page of each layer, and where H stands
-before B, one per head of it.
+are the values of `VLLM_KV_CACHE_LAYOUT` that vLLM offers with a backend; names beside `any` are the
+orders that remain on some processors or with some settings. Between equal engines, an order that
+begins with B needs one copy per block. An order that begins with L needs one copy per page of each
+layer, and if H stands before B, one per head of each page.
 """
 
 RECURRENT = """\
 ## States
 
-`kvferry/integrations/vllm/caches/state_pages.py`. What cannot be taken apart moves as a whole
-between engines that split it alike.
+By the name that vLLM gives the backend: `kvferry/integrations/vllm/caches/state_pages.py`. A state
+that cannot be divided moves as a whole between engines that split it in the same way.
 """
 
 
