@@ -37,8 +37,8 @@ PYTHONS ?= 3.12 3.13
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit pythons faults nixl ucx mooncake vllm upgrade from bench docs \
-	docs-serve build venv clean
+.PHONY: help demo test lint types unit pythons integration faults nixl ucx mooncake vllm upgrade from \
+	bench docs docs-serve build venv clean
 
 help: ## Show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,7 +46,7 @@ help: ## Show this text
 demo: $(STAMP) ## Hand KV caches from one real vLLM engine to another, and prove it
 	$(BIN)/python examples/vllm_disaggregated.py
 
-test: lint types docs unit faults vllm nixl mooncake ## Everything that has to pass before a change goes in
+test: lint types docs unit integration mooncake ## Everything that has to pass before a change goes in
 
 lint: $(STAMP) ## Code style, formatting, the direction of imports, links, undocumented names
 	$(BIN)/ruff check .
@@ -65,13 +65,18 @@ unit: $(STAMP) ## The quick tests, which need neither vLLM nor NIXL nor UCX
 pythons: ## The quick tests on other versions of Python, in environments under .cache
 	$(PYTHON) tests/pythons.py $(PYTHONS)
 
+# One process per suite (SUITES in tests/conftest.py). Most tests wait for other processes, so side by
+# side the suites take half as long as one after the other.
+integration: $(STAMP) ## The four suites that follow, side by side
+	$(BIN)/pytest -n 6 --dist loadgroup -m '(faults or vllm or nixl or ucx) and not slow'
+
 faults: $(STAMP) ## Peers that fail at any stage, and drivers with planted faults
 	$(BIN)/pytest -m 'faults and not slow and not nixl'
 
 nixl: $(STAMP) ## The tests of the driver nixl: the conformance suite on it, and vLLM over it
 	$(BIN)/pytest -m 'nixl and not slow'
 
-ucx: $(STAMP) ## Likewise of the driver ucx (not yet in 'test'), and between two networks
+ucx: $(STAMP) ## Likewise of the driver ucx, also between two networks
 	$(BIN)/pytest -m 'ucx and not slow and not faults' --ignore tests/drivers/ucx/test_namespaces.py
 # UCX reads a process's routes once, and these tests have others.
 	$(BIN)/pytest -m 'ucx and not slow and not faults' tests/drivers/ucx/test_namespaces.py

@@ -144,6 +144,9 @@ class Agent:
         agent, self._agent = self._agent, None
         if quiet and not self._failed:
             _unpin(agent.agent)
+        else:
+            # A progress thread whose peer was killed may spin for as long as the agent lives.
+            self._own.run_last()
         # So that a reference to NIXL's Python object, in a traceback say, does not keep the native
         # agent alive.
         agent.agent = None

@@ -7,9 +7,10 @@ the connection: a thread may still be in the middle of a copy. So this module wa
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _COPY_SECONDS = 0.03
@@ -35,6 +36,16 @@ class NativeThreads:
         before = set(os.listdir(_TASKS))
         yield
         self._ids |= set(os.listdir(_TASKS)) - before
+
+    def run_last(self) -> None:
+        """Let the threads have a processor only while no other thread of the machine wants it.
+
+        Python's threads are left alone: one may have started at the same time as the library's.
+        """
+        ours = {str(thread.native_id) for thread in threading.enumerate()}
+        for thread in self._ids.intersection(os.listdir(_TASKS)) - ours:
+            with suppress(OSError):  # the thread has ended
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
     def wait_idle(self, deadline: float) -> bool:
         """Wait until the copies that the threads are making now have ended.
