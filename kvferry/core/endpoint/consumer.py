@@ -431,7 +431,7 @@ class LoadManager:
         )
 
     def _on_lost(self, action: Action, error: KVFerryError) -> None:
-        """Process the failure of the read of an action; no more of its bytes will land."""
+        """Fail the load of a read that has failed, of which no more bytes will land."""
         self._loads.lost(action.load, action.rank, error)
         self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
 
