@@ -251,7 +251,7 @@ class LoadRecord:
 
     @property
     def stages(self) -> dict[Stage, float]:
-        """Stage to the seconds spent in it, without the handshake, which loads may share."""
+        """Seconds spent in each stage except the handshake, which several loads may share."""
         return {
             Stage.WAIT: self.wait_seconds,
             Stage.CHECK: self.check_seconds,

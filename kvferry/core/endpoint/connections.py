@@ -182,7 +182,7 @@ class Connections:
         """End one use of a connection; when the last use ends, the connection is closed."""
         connection = self._by_peer.get(peer)
         if connection is None or connection.state is not _State.OPEN:
-            return  # it was closed under its users
+            return  # it was closed although it had users
         connection.users -= 1
         if not connection.users:
             self._close(connection)
@@ -210,7 +210,10 @@ class Connections:
     # Opening.
 
     def _go_on(self, acquisitions: Iterable[_Acquisition]) -> None:
-        """Advance acquisitions: in a loop, not recursively, as an engine may have 1,000 ranks."""
+        """Advance acquisitions, each until it is over or has to wait.
+
+        A loop and not a recursion, because an engine may have a thousand ranks.
+        """
         self._resumed.extend(acquisitions)
         if self._is_advancing:
             return
@@ -222,7 +225,7 @@ class Connections:
             self._is_advancing = False
 
     def _advance(self, one: _Acquisition) -> None:
-        """Connect the ranks of an acquisition in turn until all are, or one has to wait."""
+        """Connect the ranks of an acquisition one by one, until it is over or has to wait."""
         while one.left and one.error is None:
             rank, address = one.left[0]
             connection = self._by_address.get(address)
@@ -295,7 +298,7 @@ class Connections:
         del self._by_address[made.address]
         try:
             connection = self._opened(made, outcome)
-        except Exception as exc:  # noqa: BLE001  whatever a driver raises fails who waits for this
+        except Exception as exc:  # noqa: BLE001  whatever it is, it fails all who wait
             for one in waiting:
                 one.fail(exc)
         else:
@@ -360,7 +363,7 @@ class Connections:
         )
 
     def _closed(self, connection: _Connection, peer: PeerId, error: Exception | None) -> None:
-        """Process the end of the driver's ``disconnect``, and advance what waited for it.
+        """Process the end of the driver's ``disconnect``, and advance the acquisitions that waited.
 
         Args:
             connection: the connection.
@@ -368,7 +371,7 @@ class Connections:
             error: what the driver raised; ``None`` if it raised nothing.
         """
         connection.is_in_call = False
-        is_closed = error is None or isinstance(error, TransportUsageError)  # or was already
+        is_closed = error is None or isinstance(error, TransportUsageError)  # closed before
         self._transfers.end_disconnect(peer, closed=is_closed)
         waiting, connection.waiting = connection.waiting, []
         if error is None or is_closed:

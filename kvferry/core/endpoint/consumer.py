@@ -146,13 +146,13 @@ class LoadManager:
     # What the integration asks for.
 
     def join(self, own: Sequence[RankPayload]) -> None:
-        """Set what all ranks of this engine publish, in rank order, before the first load."""
+        """Set what all ranks of this engine publish, in rank order. Call it before any load."""
         self._peers.join(own, self._own.rank)
 
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer and renew its hold while the request waits for pages.
 
-        Nothing is reported if that fails: the load that follows will fail.
+        A failure is not reported; if it lasts, the load that follows fails.
         """
         if ticket.engine != self._own.engine:
             self._pending_tickets.add(ticket)
@@ -162,8 +162,8 @@ class LoadManager:
 
         Args:
             load: what to read, and the pages to fill.
-            error: why the load has failed before it began, and is only reported; ``None`` if it has
-                not failed.
+            error: why the load has failed before it began, so that no page is touched; ``None`` if
+                it has not failed.
         """
         if load.shared and not load.reads and not load.report:
             self._pending_tickets.take(load.ticket)
@@ -279,7 +279,10 @@ class LoadManager:
         )
 
     def _count_quarantined(self, now: float) -> None:
-        """Count the pages of loads that are not over and use a connection that cannot be closed."""
+        """Update the number of quarantined pages.
+
+        These are the pages of loads that are not over and have a connection that failed to close.
+        """
         del now
         if not self._connections.not_quiesced and not self._quarantined:
             return
@@ -353,7 +356,12 @@ class LoadManager:
         self._touched.add(load_id)
 
     def _on_connected(self, load_id: LoadId, peer: Peer) -> None:
-        """Check a load's ticket against its producer, zero what no read will fill, and go on."""
+        """Check a load's ticket against its producer, zero what no read will fill, and read.
+
+        Args:
+            load_id: the load.
+            peer: its producer, which is connected now.
+        """
         state = self._states[load_id]
         state.peer, state.handshake_succeeded = peer, time.perf_counter()
         peer.acquire(PeerUse.LOAD)
@@ -363,7 +371,7 @@ class LoadManager:
             if state.load.reads and self._loads.wanted(load_id):
                 # Before the first read is posted: what it writes must not be zeroed again.
                 self._zero(unwritten_spans(self._own.layout, peer.plan, state.request))
-        except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own
+        except Exception as exc:  # noqa: BLE001  zeroing may raise any type
             self._on_not_connected(load_id, as_ours(exc))
         else:
             self._renew(load_id, state, peer)
@@ -466,7 +474,7 @@ class LoadManager:
             self._on_peer_failing(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close the connection of a failing read if nothing less proves that its bytes have landed.
+        """Close the connection of a failing read if nothing less proves that no more bytes land.
 
         The connection is closed also if the peer was given up, because other peers may have kept it
         open.
@@ -493,7 +501,8 @@ class LoadManager:
         """
         for peer in self._peers.using(connection):
             self._give_up_peer(peer, error)
-        self._connections.close(connection)  # a peer that is being connected may use it
+        # Also if no peer uses it: a peer that is being connected may have it.
+        self._connections.close(connection)
 
     def _give_up_peer(self, peer: Peer, error: KVFerryError) -> None:
         """Give a peer up, and fail all loads from it.
@@ -514,9 +523,9 @@ class LoadManager:
 
     def _cancel(self, action: Action, state: LoadState) -> None:
         tag: _Tag = action.load, action.rank
-        if self._slot_reads.remove(tag):  # it was not posted yet, and is simply not made
+        if self._slot_reads.remove(tag):  # it was not posted yet
             self._loads.lost(action.load, action.rank, EndpointClosedError("cancelled"))
-        if state.grace is None:  # one for all ranks, which are cancelled at once
+        if state.grace is None:  # one for the reads from all ranks, cancelled together
             state.grace = Grace(escalate=partial(self._end_lingering, state))
         self._transfers.cancel(tag, state.grace)
 
@@ -564,7 +573,7 @@ class LoadManager:
             try:
                 if rank in peer.ids:
                     self._transport.notify(peer.ids[rank], encode(batch))
-            except Exception as exc:  # noqa: BLE001  whatever a driver raises: the lease ends it
+            except Exception as exc:  # noqa: BLE001  whatever it is: the lease ends the hold
                 self._metrics.add(UNTOLD, len(batch), peer=peer.key.engine[:MAX_NAME])
                 log_messages.untold(peer, rank, len(batch), as_ours(exc))
 

@@ -62,7 +62,7 @@ class DeviceSync:
     def add(self, load: Load, passed: Callable[[], bool]) -> None:
         """Begin a load as soon as the device has finished earlier work on its pages.
 
-        The load waits also until those added before it have begun.
+        Loads that were added before begin first.
 
         Args:
             load: the load.
@@ -100,11 +100,11 @@ class DeviceSync:
             self._begin(one.load, EndpointClosedError("given up by this engine"))
 
     def _check(self, one: _WaitingLoad) -> tuple[bool, KVFerryError | None]:
-        """Return whether a load's wait is over, and the error if the load has failed by waiting."""
+        """Return whether a load's wait is over, and the error to fail it with, or ``None``."""
         try:
             if one.passed():
                 return True, None
-        except Exception as exc:  # a device library's own, of any type
+        except Exception as exc:  # a device library may raise any type
             logger.exception("cannot tell whether the work for %s has passed", one.load.request)
             return True, EndpointClosedError(f"the device does not say when it is done: {exc}")
         if self._clock() < one.until:

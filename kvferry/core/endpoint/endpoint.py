@@ -328,8 +328,8 @@ class Endpoint:
         """End all loads and holds, and close the transport. A second call does nothing.
 
         Args:
-            drain: the most seconds to wait first until no pages are held for other engines any
-                more.
+            drain: the most seconds to wait, before anything is ended, until no pages are held for
+                other engines any more.
 
         Raises:
             TransportError: a call of the driver does not return, or the transport cannot end its
@@ -427,7 +427,7 @@ class Endpoint:
                 self._wake.clear()
             self._wind_down()
         except BaseException as exc:
-            # Whatever it was, the engine must hear of it: every later call raises from it.
+            # The engine must learn of any failure: every later call raises an error caused by it.
             logger.exception("the endpoint of engine %s has failed", self._identity.engine)
             self._failure = exc
             self._results.fail()
@@ -532,7 +532,7 @@ class Endpoint:
 
 
 class _ResultQueue:
-    """Requests and loads that have ended and that the engine has not taken yet. Thread-safe."""
+    """Keep the requests and loads that have ended until the engine takes them. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

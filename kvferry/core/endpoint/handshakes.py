@@ -53,8 +53,8 @@ class PeerKey(NamedTuple):
         engine: the producer's id.
         host, port: the producer's side channel.
         key: public key of the side channel; empty without encryption.
-        routed: a second address, (host, port), to ask if the first does not answer; ``None`` for
-            none.
+        routed: a second address, (host, port), to ask if the first does not answer; ``None`` if
+            there is none.
         ticket_key: the public key that proves the ticket; empty if the ticket has no proof.
     """
 
@@ -290,7 +290,7 @@ class HandshakeWorker:
             rank: index of this rank.
         """
         self._planner, self._rank = PlanCache([payload.layout for payload in own], rank), rank
-        self._own = tuple(own)  # last: with it, other threads begin to use the rest
+        self._own = tuple(own)  # set last: other threads use the rest once it is set
 
     def used(self, result: HandshakeResult) -> None:
         """Stop counting the memory of a result as waiting, as the endpoint's thread has it now.
@@ -346,8 +346,8 @@ class HandshakeWorker:
 
         Args:
             key: the producer.
-            turn: an open stack. It is given the turn to have a decoded reply in memory (see
-                ``ReplyLimits.turn``), which ends when the caller closes the stack.
+            turn: receives the turn to have a decoded reply in memory (see ``ReplyLimits.turn``).
+                The turn ends when the caller closes this stack.
 
         Returns:
             The address that answered, and its answer.
@@ -365,8 +365,8 @@ class HandshakeWorker:
                     fetched = attempt.enter_context(
                         fetching(dialer, place.engine, self._reply_limits)
                     )
-                    # Where another key is published, an engine of the same name may listen: every
-                    # host has a loopback address of its own.
+                    # Another key means another engine with the same id: a loopback address, for
+                    # instance, leads to another engine on each host.
                     if fetched.info.ticket_key == key.ticket_key or not places:
                         turn.push(attempt.pop_all())
                         return place, fetched

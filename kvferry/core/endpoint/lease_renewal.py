@@ -115,18 +115,18 @@ class LeaseRenewal:
             hold: the ticket's hold at that producer.
             now: seconds, on the clock of ``progress``.
             at_once: whether to renew now; otherwise the first renewal is due after
-                ``FIRST_SECONDS`` or a third of the lease.
+                ``FIRST_SECONDS`` or a third of the lease, whichever is shorter.
             ended: called at most once, with the error, when a renewal finds the hold gone.
 
         Returns:
-            Identifies the renewals of the hold, for ``settle`` and ``end``; ``None`` if the build
-            of some producer rank does not know renewals, and then nothing is renewed.
+            The id of the hold's renewals, for ``settle`` and ``end``; ``None`` if the build of some
+            producer rank does not know renewals, and then nothing is renewed.
         """
         if peer.lease is None:
             return None
         renewal = self._renewals.begin(peer.parties, lease=peer.lease, now=now, at_once=at_once)
         self._targets[renewal] = _Target(peer=peer, hold=hold, ended=ended)
-        if not self._peers:  # most loads are over before, and cost no heartbeat
+        if not self._peers:  # not at once: most loads are over before
             self._next_heartbeat = now + HEARTBEAT_SECONDS
         self._peers[peer] += 1
         return renewal
@@ -141,6 +141,8 @@ class LeaseRenewal:
 
     def settle(self, renewal: RenewalId | None, rank: int) -> None:
         """Stop renewing a hold with one producer rank, where its fence is about to be posted.
+
+        The fence is the read of the slot word after the data.
 
         Args:
             renewal: what ``begin`` returned; ``None`` is ignored.
@@ -212,7 +214,7 @@ class LeaseRenewal:
                 target.ended(gone())
 
         def failing(error: KVFerryError) -> None:
-            if not isinstance(error, TransferCancelledError):  # else it has its grace
+            if not isinstance(error, TransferCancelledError):  # a cancelled read has its grace
                 self._failing(peer, request.rank, error)
 
         def lost(error: KVFerryError) -> None:

@@ -175,7 +175,7 @@ class LivenessCheck:
         if self._deadline is None:
             self._deadline = now + self._options.liveness_interval
         elif not self._is_reached and not self._is_second:
-            # libzmq does not report it if nobody listened any more when it connected.
+            # Connect once more: libzmq does not report it if nobody listened when it connected.
             self._is_second = True
             self.close()
             self._try(now)
@@ -325,7 +325,7 @@ class _Poller:
             self._posted.append(command)
             try:
                 self._waker.send(b"\0")
-            except BlockingIOError:  # it has been woken often enough
+            except BlockingIOError:  # the socket is full: the thread will wake
                 return
 
     def add(self, check: LivenessCheck, lost: Lost) -> None:

@@ -78,8 +78,8 @@ class Results:
         sent: requests whose pages nobody reads any more, so that the engine may free them.
         received: requests whose load is over, successfully or not: no byte lands in their pages any
             more.
-        failed: those requests of ``received`` whose load failed, so that their pages must not be
-            used, to the reason.
+        failed: request to the reason, for the requests of ``received`` whose load failed: their
+            pages must not be used.
         loads: figures of every load that is over, also of loads without ``Load.report``.
     """
 

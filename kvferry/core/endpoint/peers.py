@@ -170,7 +170,7 @@ class Peer:
 
     @property
     def heartbeats(self) -> dict[int, PeerId]:
-        """Return index of a producer rank to its connection, for ranks that know heartbeats."""
+        """Return the connections of the producer ranks that know heartbeats, by rank index."""
         return {rank: peer for rank, peer in self.ids.items() if self.payloads[rank].heartbeats}
 
     @property
@@ -405,7 +405,14 @@ class Peers:
     def _after_handshake(
         self, key: PeerKey, result: HandshakeResult | KVFerryError, ready: Ready, failed: Failed
     ) -> None:
-        """Connect to the producer of a handshake, unless that failed or it is connected already."""
+        """Connect to the producer of a handshake that succeeded, unless it is connected already.
+
+        Args:
+            key: the producer.
+            result: the outcome of the handshake; with an error, ``failed`` is called.
+            ready: from ``reach``.
+            failed: from ``reach``.
+        """
         if isinstance(result, KVFerryError):
             self._status.lost(key.engine)
             failed(result)
@@ -555,7 +562,7 @@ class Peers:
                 numeric=result.numeric,
                 memory=result.memory,
             )
-        except Exception as exc:  # noqa: BLE001  of what a peer published: only it fails
+        except Exception as exc:  # noqa: BLE001  what this peer published fails only it
             self._memory.remove(result.memory)
             for connection in ids.values():
                 self._connections.release(connection)
@@ -601,7 +608,7 @@ class Peers:
             self._stop_watching[peer] = self._liveness.start(
                 peer.key, peer.numeric, Incarnation(peer.incarnation), lost=lost
             )
-        except (OSError, RuntimeError) as exc:  # no file descriptor, or no thread, is to be had
+        except (OSError, RuntimeError) as exc:  # no file descriptor or no thread is left
             return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {RAISE_LIMITS}")
         return None
 

@@ -88,7 +88,7 @@ class _ComputingHold:
         """
         try:
             return self.passed()
-        except Exception:  # a device library's own, of any type
+        except Exception:  # a device library may raise any type
             if not self.has_failed:
                 logger.exception(
                     "cannot tell whether the work for %s has passed (stage held, cause device): "
@@ -224,10 +224,11 @@ class HoldServer:
     def _take(self, note: Note) -> None:
         """Process a consumer's message, and count it if it came too late or fits no hold."""
         if isinstance(note, Renewal):
-            self._holds.renew(note, self._clock())  # the slot word says how it went
+            self._holds.renew(note, self._clock())  # the consumer sees the outcome in the slot word
             return
         if isinstance(note, Heartbeat):
-            self._holds.heartbeat(note, self._clock())  # an engine may have ended its last claim
+            # UNKNOWN is not counted: the last claim of the engine may have ended just now.
+            self._holds.heartbeat(note, self._clock())
             return
         verdict = self._holds.release(note)
         if verdict is NoteOutcome.LATE:

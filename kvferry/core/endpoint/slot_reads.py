@@ -149,7 +149,9 @@ class SlotReads:
         return is_removed
 
     def post(self, transfers: Transfers, max_notification: int) -> None:
-        """Post the waiting reads in batches. A batch that the scratch memory cannot take waits on.
+        """Post the waiting reads in batches.
+
+        A batch for which the scratch memory has no room waits for the next call.
 
         Args:
             transfers: posts the batches.
@@ -164,7 +166,7 @@ class SlotReads:
         for reads in groups.values():
             try:
                 batches = self._batches(reads, max_notification)
-            except Exception as exc:  # noqa: BLE001  what cannot be said to one rank fails there
+            except Exception as exc:  # noqa: BLE001  it fails the reads from this rank
                 error = self._containment.caught("making a notification", exc)
                 for read in reads:
                     self._lose(read, error)
@@ -407,7 +409,8 @@ def _problem(peer: Peer, words: dict[tuple[int, int], int]) -> HandshakeError | 
             connected ranks.
 
     Returns:
-        ``None`` if all ranks have the fingerprint of the key; the error for a rank that has not.
+        ``None`` if all ranks have the fingerprint of the key; otherwise the error, about the
+        first rank that has not.
     """
     expected = fingerprint(peer.ticket_key)
     for rank in peer.ids:

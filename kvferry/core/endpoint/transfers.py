@@ -248,7 +248,7 @@ class Transfers:
     def _cancel(self, transfer: TransferId) -> None:
         try:
             self._transport.cancel(transfer)
-        except Exception as exc:  # noqa: BLE001  a driver's bug: the read goes on, as some do
+        except Exception as exc:  # noqa: BLE001  a driver's bug: the read goes on
             self._containment.caught("the driver's cancel", exc)
 
     def _end(self, reads: Sequence[Read], error: KVFerryError) -> None:

@@ -33,6 +33,8 @@ class _Use:
 class HoldUsers:
     """Count the users of each hold: the requests that have a ticket for it and are not over.
 
+    The message "done" tells the producer that nobody needs the hold any more.
+
     Not thread-safe: the caller serialises. A request has at most one ticket at a time.
     """
 

@@ -157,7 +157,7 @@ class Loads:
     """Keep the states of all loads of one consumer rank.
 
     The methods after ``begin`` pass in what happened to a load, which is named by the id that
-    ``begin`` returned; they are ignored if the load is over. Not thread-safe: the caller
+    ``begin`` returned. Their calls are ignored if the load is over. Not thread-safe: the caller
     serialises.
     """
 
@@ -462,7 +462,7 @@ class Loads:
 
 
 def gone() -> StaleError:
-    """Return the error of a request whose hold has ended, as a renewal found out."""
+    """Return the error for a request when a renewal finds that its hold has ended."""
     return _stale("when their lease was to be renewed")
 
 

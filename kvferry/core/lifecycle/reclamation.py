@@ -76,6 +76,7 @@ def _together(silences: list[Silence]) -> Silence:
 class BlockPressure:
     """Decide when to ask the ranks for silent holds, and how many pages to free.
 
+    A silent hold is a ticketed hold without a sign of life of its consumer for ``GONE_SECONDS``.
     Used by the producer's scheduler half.
 
     Args:
