@@ -38,6 +38,8 @@ Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
 
 
 class _State(enum.Enum):
+    """The state of a connection."""
+
     DIALLING = enum.auto()
     OPEN = enum.auto()
     CLOSING = enum.auto()

@@ -42,6 +42,8 @@ class HoldOrders:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
+    """The hold of a request, and whether the request has its ticket."""
+
     hold: Hold
     ticketed: bool = False
     pages: frozenset[int] = frozenset()

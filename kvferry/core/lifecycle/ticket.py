@@ -43,7 +43,8 @@ class Ticket:
         pages: per group of the producer, the ids of the request's pages, in block order; 0 is a
             hole, a block without a page.
         first_index: per group, the block index within the request of the first entry in ``pages``.
-        tokens: T, number of tokens that the pages cover; a state page holds the state after all T.
+        tokens: number of tokens that the pages cover; a state page holds the state after all of
+            them.
         digest: digest of everything that the content of the pages depends on; see
             ``kvferry.core.lifecycle.digest``.
         computed: whether the pages were complete when the ticket was made, so that a read needs no
@@ -141,8 +142,8 @@ def page_limits(payloads: Sequence[RankPayload]) -> tuple[int, ...]:
         payloads: the payload of every rank of the engine.
 
     Returns:
-        Per group, the smallest number of pages that a rank has; 0 if no rank has a field of the
-        group.
+        Per group, the smallest number of pages among the ranks that have a field of the group; 0
+        if no rank has one.
     """
     limits = [0] * len(payloads[0].layout.groups)
     for first in (some.first for payload in payloads for some in payload.layout.field_sets):

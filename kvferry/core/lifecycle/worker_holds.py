@@ -289,6 +289,9 @@ class WorkerHolds:
         Distinct ranks are counted per consumer engine. The hold ends when as many ranks of one
         engine have sent the message as ``message.expected`` says. Messages also count before
         ``ready`` is called, because a consumer is often faster than the scheduler's order.
+
+        Returns:
+            ``COUNTED``, ``ENDED`` or ``REPEATED``; ``LATE`` or ``UNKNOWN`` if nothing was counted.
         """
         held = self._named(message)
         if held is None:
