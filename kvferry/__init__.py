@@ -1,11 +1,11 @@
 """Moves the KV cache between LLM serving engines: any layout to any layout, over any transport.
 
-What an integration needs is exported here, and imported when it is first asked for: importing this
-package does no work. The rest is in ``kvferry.core``; drivers register under the entry-point group
-``kvferry.drivers``. ``examples/two_endpoints.py`` is the place to start.
+The names that an integration needs are exported here. Each is imported when it is first used, so
+that importing this package does no work. The rest is in ``kvferry.core``; drivers register under
+the entry-point group ``kvferry.drivers``. ``examples/two_endpoints.py`` is the place to start.
 """
 
-TYPE_CHECKING = False  # as type checkers know it, without importing typing
+TYPE_CHECKING = False  # type checkers take this name for true, so typing need not be imported
 if TYPE_CHECKING:
     from kvferry.core.endpoint import Endpoint, EndpointOptions, Identity, Load, Results
     from kvferry.core.errors import KVFerryError
@@ -65,9 +65,10 @@ _SOURCES = {
     "paged_layout": "core.layout.paged_layout:paged_layout",
     "region_of": "core.memory:region_of",
 }
-"""Where each exported name comes from; the imports above say the same to type checkers."""
+"""Exported name to "module:attribute", where the module is relative to this package. The imports
+above say the same to type checkers."""
 
-# Hidden from type checkers, for which any attribute would exist otherwise.
+# Hidden from type checkers: with a module __getattr__, they would accept any attribute.
 if not TYPE_CHECKING:
 
     def __getattr__(name):  # noqa: ANN001, ANN202

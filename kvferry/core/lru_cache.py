@@ -14,8 +14,9 @@ class LRUCache(Generic[V]):
     """Keep the most recently used values by key. Safe to use from any thread.
 
     Args:
-        max_entries: how many values are kept at most.
-        max_weight: how much all of them may weigh together; ``None`` for no limit.
+        max_entries: the most values that are kept.
+        max_weight: the most that the weights of all kept values may add up to, in the unit of
+            ``put``'s ``weight``; ``None`` for no limit.
     """
 
     def __init__(self, max_entries: int, max_weight: int | None = None) -> None:
@@ -29,16 +30,20 @@ class LRUCache(Generic[V]):
         return len(self._entries)
 
     def get(self, key: Hashable) -> V | None:
-        """Return the value of a key, or ``None``, and mark it as just used."""
+        """Return the value of a key, which counts as used now; ``None`` if there is no value."""
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
             return self._entries.get(key, (None, 0))[0]
 
     def put(self, key: Hashable, value: V, weight: int = 0) -> None:
-        """Store a value, and drop the least recently used ones while a limit is exceeded.
+        """Store a value, and drop the least recently used values while a limit is exceeded.
 
-        A value that is heavier than ``max_weight`` is dropped at once.
+        Args:
+            key: the key; a value that it had before is replaced.
+            value: the value.
+            weight: what the value counts against ``max_weight``, in any unit. If it exceeds
+                ``max_weight`` alone, all values are dropped, this one included.
         """
         with self._lock:
             self._weight += weight - self._entries.get(key, (None, 0))[1]

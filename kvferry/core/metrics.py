@@ -1,8 +1,8 @@
-"""What an endpoint did, in numbers: each load's, and figures of all of them for whoever monitors.
+"""The metrics of an endpoint, and the figures of each load.
 
-``FIGURES`` says what is counted. An endpoint counts into ``Metrics``, which give out what is new
-since the last time as ``Data``: plain dictionaries, so that they can be sent anywhere and added up
-there (``merge``).
+``FIGURES`` lists the metrics. An endpoint counts into a ``Metrics`` object, which returns the
+changes since the last call as ``Data``: plain dictionaries, which can be sent to another process
+and added up there with ``merge``. ``LoadRecord`` has the figures of one load.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ from kvferry.core.error_causes import cause_of
 from kvferry.core.errors import KVFerryError
 
 Data = dict[str, Any]
-"""Figure name to label value to the next label's value and so on, and there the figure itself: a
-number, or for a distribution the list of what was observed."""
+"""Values of metrics, as nested dictionaries: the key of the outermost one is the metric's name, and
+the key of each further one is the value of the metric's next label. The innermost values are a
+number, or, for a histogram, the list of the observed values."""
 
 
 class Stage(enum.StrEnum):
     """The stages of a load, in which it spends its time or fails."""
 
     WAIT = "wait"
-    """The request waits for pages to load into."""
+    """Before the load begins: the request waits for pages to load into."""
     HANDSHAKE = "handshake"
-    """Until its producer is known and connected."""
+    """From the start of the load until its producer is connected."""
     CHECK = "check"
-    """Until its read is posted: the producer has computed the pages, and it is this read's turn."""
+    """Until the read is posted: the load waits for the producer to compute the pages, and the read
+    for its turn."""
     POST = "post"
-    """The copies are computed and given to the driver."""
+    """The copies are computed and passed to the driver."""
     TRANSFER = "transfer"
-    """The bytes move."""
+    """The driver moves the bytes."""
     FENCE = "fence"
-    """The slot word is read: whether the pages were held throughout."""
+    """After the data, the hold's slot word is read, which says whether the pages were held all the
+    time."""
 
 
 class MetricKind(enum.StrEnum):
-    """How a figure changes; the names are Prometheus's."""
+    """How a metric changes; the names are those of Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -48,14 +51,16 @@ class MetricKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """Something that is counted.
+    """The definition of a metric.
 
     Attributes:
-        name: unique.
-        kind: how it changes, and so how two of it are added: the later one of two gauges counts.
-        text: what it says.
-        labels: by what it is told apart, in the order of ``Data``. ``driver`` is the transport's
-            name, ``rank`` the own one, ``peer`` the id of a producer engine.
+        name: unique name, without a prefix.
+        kind: how the metric changes, and so how ``merge`` adds two of its values: counters are
+            summed, lists of observed values are joined, and of two gauges the later one counts.
+        text: the description for people.
+        labels: names of the labels, in the order of the keys in ``Data``. The label ``driver`` is
+            the name of the transport's driver, ``rank`` the index of the rank that counts, and
+            ``peer`` the id of a producer engine.
     """
 
     name: str
@@ -182,40 +187,43 @@ FIGURES = (
     LATE,
     IGNORED,
 )
-"""What an endpoint counts."""
+"""All metrics of an endpoint."""
 
 MAX_OBSERVED = 1 << 14
-"""Values of a distribution that are kept until somebody takes them: nobody may ever do."""
+"""The most observed values that are kept for one histogram and its labels until they are taken;
+further values are dropped, because it may be that nobody ever takes them."""
 MAX_PEERS = 32
-"""So many producers are told apart in a figure; see ``PeerNames``."""
+"""How many producers have a ``peer`` label of their own; see ``PeerNames``."""
 OTHER = "other"
-"""The label of the producers beyond."""
+"""The ``peer`` label of all further producers."""
 UNREACHED = "unreached"
-"""The label of producers that were never connected: only a client's ticket names them."""
+"""The ``peer`` label of producers that were not connected when the load ended. Their names come
+from clients' tickets only, so they must not become labels."""
 MAX_NAME = 64
-"""Characters of an engine's id in a label."""
+"""The most characters of an engine's id in a label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord:
-    """One load from begin to report.
+    """The figures of one load on one rank.
 
     Attributes:
         request: the consumer's id of the request.
-        engine: the producer, as the ticket names it.
-        reached: whether the producer was connected.
-        path: what carried the bytes, in the driver's words; empty if it cannot tell.
+        engine: the producer's id, as the ticket names it.
+        reached: whether the load's handshake succeeded, so that the producer was connected.
+        path: what carried the bytes, in the driver's words; empty if the driver cannot tell.
         error: why the load failed; ``None`` if it succeeded.
         stage: the stage in which the load failed; ``None`` if it succeeded.
         reads: whether there was anything to pull; if not, the producer was only notified.
         tokens: number of tokens to pull, in the group with the most.
-        copies, nbytes: number of copies and bytes that this rank read.
-        seconds: time from begin to report.
-        wait_seconds: time that the request waited for pages before the load began; 0 without
-            ``prepare``.
+        copies, nbytes: number of copies that this rank read, and their bytes in total.
+        seconds: time from the start of the load to its report.
+        wait_seconds: time that the request waited for pages before the load began; 0 if
+            ``Endpoint.prepare`` was not called for it.
         handshake_seconds: the part of ``seconds`` until the producer was connected.
-        check_seconds, post_seconds, transfer_seconds, fence_seconds: of the others, those of each
-            stage; where several ranks are read from, of the one that took longest.
+        check_seconds, post_seconds, transfer_seconds, fence_seconds: the parts of ``seconds`` in
+            the other stages; where several producer ranks are read from, the longest such part of
+            any of them.
     """
 
     request: str
@@ -238,12 +246,12 @@ class LoadRecord:
 
     @property
     def peer(self) -> str:
-        """The producer as a label: bounded in length, and a client cannot make names up."""
+        """The producer's ``peer`` label: ``engine`` cut to ``MAX_NAME``, or ``UNREACHED``."""
         return self.engine[:MAX_NAME] if self.reached else UNREACHED
 
     @property
     def stages(self) -> dict[Stage, float]:
-        """Seconds of the stages that every load has."""
+        """Seconds spent in each stage except the handshake, which several loads may share."""
         return {
             Stage.WAIT: self.wait_seconds,
             Stage.CHECK: self.check_seconds,
@@ -254,10 +262,11 @@ class LoadRecord:
 
 
 class Metrics:
-    """What happened since the last ``take``. From any thread.
+    """Count what happens, and return what has changed since the last ``take``. Thread-safe.
 
     Args:
-        common: labels that are the same for all that is counted here: the driver, the rank.
+        common: label name to value, for the labels whose value is always the same here: ``driver``
+            and ``rank``. The methods' ``labels`` give the metric's other labels.
     """
 
     def __init__(self, **common: str) -> None:
@@ -267,18 +276,36 @@ class Metrics:
         self._lock = threading.Lock()
 
     def add(self, figure: Metric, value: float = 1, **labels: str) -> None:
-        """Add to a counter; adding 0 does nothing."""
+        """Add a value to a counter; adding 0 does nothing.
+
+        Args:
+            figure: the counter.
+            value: in the metric's unit.
+            labels: label name to value.
+        """
         if value:
             with self._lock:
                 self._put(figure, value, labels)
 
     def observe(self, figure: Metric, value: float, **labels: str) -> None:
-        """Add a value to a distribution."""
+        """Add an observed value to a histogram.
+
+        Args:
+            figure: the histogram.
+            value: in the metric's unit.
+            labels: label name to value.
+        """
         with self._lock:
             self._put(figure, [value], labels)
 
     def set(self, figure: Metric, value: float, **labels: str) -> None:
-        """Set a gauge; ``take`` returns it only if it changed, or was never set and is not 0."""
+        """Set a gauge, which is 0 until it is set; ``take`` returns only gauges that have changed.
+
+        Args:
+            figure: the gauge.
+            value: in the metric's unit.
+            labels: label name to value, in the same order in each call.
+        """
         key = (figure.name, *labels.values())
         with self._lock:
             if self._gauges.get(key, 0) != value:
@@ -286,7 +313,11 @@ class Metrics:
                 self._put(figure, value, labels)
 
     def take(self) -> Data | None:
-        """Return what changed since the last call, owned by the caller; ``None`` if nothing did."""
+        """Return the values that were added or set since the last call.
+
+        Returns:
+            A dictionary that belongs to the caller; ``None`` if nothing has changed.
+        """
         with self._lock:
             taken, self._new = self._new, {}
         return taken or None
@@ -305,7 +336,13 @@ class Metrics:
             self.count_stage(stage, seconds, record.peer)
 
     def count_stage(self, stage: Stage, seconds: float, peer: str) -> None:
-        """Add the time that a stage took, in seconds."""
+        """Add the time that a stage took.
+
+        Args:
+            stage: the stage.
+            seconds: its time.
+            peer: id of the producer engine, or its label; cut to ``MAX_NAME``.
+        """
         self.observe(STAGE_SECONDS, seconds, stage=stage.value)
         self.add(PEER_SECONDS, seconds, peer=peer[:MAX_NAME], stage=stage.value)
 
@@ -316,6 +353,13 @@ class Metrics:
             self.add(STALE, peer=record.peer)
 
     def _put(self, figure: Metric, value: Any, labels: Mapping[str, str]) -> None:  # noqa: ANN401
+        """Add a value to those that ``take`` returns next; the caller has the lock.
+
+        Args:
+            figure: the metric.
+            value: a number, or for a histogram the list of observed values.
+            labels: label name to value, for the labels that are not common.
+        """
         at = self._new.setdefault(figure.name, {})
         *outer, last = figure.labels
         for name in outer:
@@ -324,14 +368,22 @@ class Metrics:
 
 
 class PeerNames:
-    """Which producers are told apart: the first ``limit``; the others are one."""
+    """Limit the number of ``peer`` labels: producers after the first ``limit`` share one label.
+
+    Args:
+        limit: how many producers get a label of their own.
+    """
 
     def __init__(self, limit: int = MAX_PEERS) -> None:
         self._limit = limit
         self._known: set[str] = {UNREACHED}
 
     def __call__(self, peer: str) -> str:
-        """The label of a producer."""
+        """Return the label of a producer: its own, or ``OTHER``.
+
+        Args:
+            peer: the producer's label as it was counted.
+        """
         if peer in self._known:
             return peer
         if len(self._known) > self._limit:
@@ -341,12 +393,13 @@ class PeerNames:
 
 
 def merge(figures: Mapping[str, Metric], into: Data, other: Data) -> None:
-    """Add what was counted elsewhere, or later; ``other`` is left as it is.
+    """Add the values of ``other``, which were counted elsewhere or later, to those of ``into``.
 
     Args:
-        figures: those that ``other`` may have, by name; what is none of them is left out.
-        into: is changed.
-        other: later than ``into``, where a figure is of one moment.
+        figures: metric name to metric. Values in ``other`` with another name are left out.
+        into: the values to add to, which are changed.
+        other: the values to add, which are not changed. The gauges in them replace those of
+            ``into``.
     """
     for name, values in other.items():
         if name in figures:
@@ -355,11 +408,21 @@ def merge(figures: Mapping[str, Metric], into: Data, other: Data) -> None:
 
 
 def flat(figure: Metric, data: Data) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """A figure's values, each with the values of its labels, in their order."""
+    """Yield the values of a metric one by one.
+
+    Args:
+        figure: the metric.
+        data: the values of any metrics.
+
+    Yields:
+        The values of the metric's labels, in the order of ``Metric.labels``; and the metric's
+        value for them, as in ``Data``.
+    """
     yield from _leaves(data.get(figure.name, {}), len(figure.labels))
 
 
 def _leaves(values: Any, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:  # noqa: ANN401
+    """Yield (label values, value) from ``depth`` levels of nested dictionaries; see ``Data``."""
     if depth == 0:
         yield (), values
         return
@@ -369,7 +432,14 @@ def _leaves(values: Any, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:  
 
 
 def _added(kind: MetricKind, mine: Any, theirs: Any, depth: int) -> Any:  # noqa: ANN401
-    """Both together; ``mine`` may be changed, and nothing of ``theirs`` is kept."""
+    """Add the values of ``theirs`` to those of ``mine``, and return ``mine``.
+
+    Args:
+        kind: the kind of the metric.
+        mine: nested dictionaries, as in ``Data`` below the metric's name; changed.
+        theirs: likewise; not changed, and no part of it becomes a part of ``mine``.
+        depth: number of labels that are still to come, at least 1.
+    """
     if depth > 1:
         for label, inner in theirs.items():
             mine[label] = _added(kind, mine.get(label, {}), inner, depth - 1)
@@ -380,6 +450,14 @@ def _added(kind: MetricKind, mine: Any, theirs: Any, depth: int) -> Any:  # noqa
 
 
 def _add_to(values: Data, kind: MetricKind, label: str, value: Any) -> None:  # noqa: ANN401
+    """Add a value in an innermost dictionary.
+
+    Args:
+        values: value of the last label to the metric's value; changed.
+        kind: the kind of the metric.
+        label: value of the last label.
+        value: what to add; for a histogram, a list of observed values.
+    """
     if kind is MetricKind.COUNTER:
         values[label] = values.get(label, 0) + value
     elif kind is MetricKind.GAUGE:

@@ -1,4 +1,4 @@
-"""An engine of one rank: its endpoint, its holds and its side channel, put together."""
+"""An engine of one rank: an endpoint, its requests' holds, and a side channel, in one object."""
 
 from __future__ import annotations
 
@@ -23,33 +23,35 @@ from kvferry.core.transport.registry import create
 class SingleRankEngine:
     """Hand requests over to other engines and load requests from them, as an engine of one rank.
 
-    For an engine that is one process with its cache in CPU memory. It can prefill for others and
-    decode what others prefilled, also at the same time. One thread calls it, the engine's own: no
-    call but ``results`` with a timeout, and ``close``, waits for anything.
+    For an engine that is one process with its cache in CPU memory. The engine can prefill for
+    others and decode what others prefilled, also at the same time. Call all methods from one
+    thread. Only ``results`` with a timeout, and ``close``, block.
 
     An engine with several ranks, with memory of a device, or with more than one group of fields
-    puts the same parts together itself, as ``kvferry.integrations.vllm`` does: an ``Endpoint`` in
-    every worker, and one ``SchedulerHolds`` and one ``HandshakeServer`` beside its scheduler.
+    cannot use this class. It needs the same parts, as ``kvferry.integrations.vllm`` has them: an
+    ``Endpoint`` in every worker, and one ``SchedulerHolds`` and one ``HandshakeServer`` beside its
+    scheduler.
 
-    Its tickets carry neither a proof nor a signature: whoever passes them on must be trusted
-    (docs/security.md).
+    The tickets of this engine carry neither a proof nor a signature, so everybody who passes them
+    on must be trusted (docs/security.md).
 
     Args:
         name: the engine's id, which no other engine has.
-        layout: the rank's cache, such as ``paged_layout`` describes it: one group of pages in CPU
-            memory. The caller keeps that memory alive until ``close`` has returned.
-        driver: the name of an installed driver; engines that exchange pages use the same one.
-        driver_options: passed to the driver.
+        layout: the rank's cache: one group of pages in CPU memory, as ``paged_layout`` describes
+            it. The caller keeps that memory alive until ``close`` has returned.
+        driver: the name of an installed driver; engines that exchange pages use the same driver.
+        driver_options: option name to value, passed to the driver; ``None`` for its defaults.
         host: the address on which the side channel listens. It goes into tickets, so other engines
             must be able to reach it.
         port: the port on which the side channel listens; 0 takes a free one.
-        options: times, and who is admitted.
+        options: times, keys, and the networks that peers may be in; ``None`` for the defaults.
 
     Raises:
-        LayoutError: the layout has several groups, states, or memory of a device.
+        LayoutError: the layout does not have exactly one group, of pages, or has memory other than
+            CPU memory.
         DriverError: the driver does not exist or does not start.
-        TransportError: the driver cannot reach the memory.
-        HandshakeError: the address cannot be bound.
+        TransportError: the driver cannot register the memory.
+        HandshakeError: the side channel cannot be bound to its address.
     """
 
     def __init__(
@@ -99,11 +101,12 @@ class SingleRankEngine:
         Call it before the first of the request's pages is written.
 
         Args:
-            request: what this engine calls it.
+            request: this engine's id of the request.
 
         Returns:
-            Whether there can be a ticket for it. Not if as many requests are held as there are
-            pages, or if an earlier request of this name is; serve it like any other then.
+            Whether there can be a ticket for the request. There cannot if as many requests are held
+            as the engine has pages, or if an earlier request with this id is still held; serve the
+            request without a hand-over then.
         """
         hold = self._holds.take_on(RequestId(request))
         self._endpoint.apply(self._holds.drain())
@@ -112,13 +115,13 @@ class SingleRankEngine:
     def finish_prefill(self, request: str, prompt: Sequence[int], pages: Sequence[int]) -> Ticket:
         """Make the ticket with which another engine loads a request's pages.
 
-        The pages belong to the hand-over until ``results`` names the request as sent: leave them as
-        they are. That happens when they were read, or when nobody renewed the lease
-        (``EndpointOptions.lease``).
+        Do not write to the pages until ``results`` returns the request as sent. It does so when
+        another engine has read the pages, or when the lease (``EndpointOptions.lease``) has expired
+        without a renewal.
 
         Args:
-            request: one for which ``begin_prefill`` returned true.
-            prompt: its token ids, all of which are computed and in the pages.
+            request: a request for which ``begin_prefill`` returned ``True``.
+            prompt: its token ids; the pages have the finished cache of all of them.
             pages: the ids of its pages, in the order of the prompt.
 
         Raises:
@@ -148,7 +151,7 @@ class SingleRankEngine:
         )
 
     def cancel_prefill(self, request: str) -> None:
-        """Forget a request that was begun and ends without a ticket."""
+        """End the hold of a request that was passed to ``begin_prefill`` and gets no ticket."""
         self._holds.drop(RequestId(request))
         self._endpoint.apply(self._holds.drain())
 
@@ -157,12 +160,12 @@ class SingleRankEngine:
     ) -> None:
         """Start to load a request's pages from the engine that made the ticket.
 
-        The pages belong to the load until ``results`` names the request as received.
+        Do not use the pages until ``results`` returns the request as received.
 
         Args:
-            request: what this engine calls it.
+            request: this engine's id of the request.
             ticket: the ticket from the engine that computed the request.
-            prompt: the request's token ids, for which the ticket must have been made.
+            prompt: the request's token ids; the ticket must have been made for the same ids.
             pages: the ids of this engine's pages to fill, in the order of the prompt; as many as
                 the prompt needs.
 
@@ -188,11 +191,11 @@ class SingleRankEngine:
         """Return the requests and loads that have ended since the last call.
 
         Args:
-            timeout: seconds to wait if nothing is over yet.
+            timeout: the most seconds to wait if no request has ended yet.
 
         Returns:
-            Requests whose pages were sent and may be used again; requests whose pages were
-            received, and why some of these failed; and figures of every load.
+            The requests whose pages may be reused because nobody reads them any more; the requests
+            whose loads are over, with the error of each that failed; and the figures of each load.
         """
         self._endpoint.wait(timeout)
         results = self._endpoint.results()
@@ -201,15 +204,17 @@ class SingleRankEngine:
         return results
 
     def close(self) -> None:
-        """Stop serving and loading. After that, nobody touches the cache any more.
+        """End all loads and holds. After that, nobody touches the cache's memory any more.
 
         Raises:
-            TransportError: bytes may still land, so the memory must stay allocated.
+            TransportError: transfers could not be ended, so bytes may still land: the memory must
+                stay allocated.
         """
         self._server.close()
         self._endpoint.close()
 
     def _serve(self, host: str, port: int) -> HandshakeServer:
+        """Start the side channel, which serves the endpoint's payload, at this address."""
         payload = self._endpoint.payload
         return HandshakeServer(
             [encode(payload)],
@@ -223,6 +228,7 @@ class SingleRankEngine:
 
 
 def _check_layout(layout: Layout) -> None:
+    """Refuse a layout other than one group of pages in CPU memory."""
     kinds = [group.kind.value for group in layout.groups]
     if kinds != [GroupKind.PAGED]:
         raise LayoutError(

@@ -1,12 +1,13 @@
 """A bound on the work that data published by a peer can cause.
 
 A few megabytes from an untrusted peer can describe layouts whose checks, or whose plan, would take
-hours. So work is counted as it is done, mostly before it is done, and refused beyond a limit. It is
-counted in steps and not in seconds: every machine refuses the same.
+hours. So work is counted in steps, in most places before it is done, and refused beyond a limit.
+Steps are counted and not seconds, so that every machine refuses the same data.
 
-All costs stand in this module. Linear work that a limit on sizes already bounds is not counted:
-splitting a field set by memory device, for instance, takes at most one pass over its fields for
-each device, and every part is counted once it is compared (``OVERLAP_SET_STEPS``).
+All costs stand in this module. Linear work that a limit on sizes already bounds is not counted. For
+instance, splitting a field set (fields of a rank that differ only in a few numbers) by memory
+device takes at most one pass over its fields for each device, and is not counted; comparing each
+resulting set is (``OVERLAP_SET_STEPS``).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from __future__ import annotations
 from kvferry.core.errors import KVFerryError
 
 MAX_STEPS = 10_000_000
-"""The limit for all that one engine publishes, and for one plan. A step is about a tenth of a
-microsecond, so this is about a second. An engine of 8 ranks and 80 layers takes some hundred
-thousand steps, one of 64 ranks a million."""
+"""The most steps for checking everything that one engine publishes, and the most for one plan. A
+step takes about a tenth of a microsecond, so the limit is about a second. An engine of 8 ranks and
+80 layers takes some hundred thousand steps, an engine of 64 ranks a million."""
 
-# What things cost, in steps. Each is an upper estimate of what was measured.
+# The cost of each kind of work, in steps, unless the name says PER_STEP. Each cost is an upper
+# estimate of what was measured.
 
 LOOP_STEPS = 10
 """One turn of a short Python loop."""
@@ -28,7 +30,7 @@ LOOP_STEPS = 10
 PAYLOAD_BYTES_PER_STEP = 8
 """Bytes of an encoded payload that are decoded per step; checks of its content cost extra."""
 FACT_STEPS = 20
-"""One key of an agreement, which is compared with both neighbours' ranks."""
+"""One key of a rank's ``agreement``, which is compared with the ranks before and after it."""
 
 # Checking a layout (layout.layout, layout.fields, layout.overlap_check).
 
@@ -37,48 +39,49 @@ FIELD_STEPS = 40
 REGION_STEPS = 20
 """Decoding one region and checking it."""
 KIND_STEPS = 1
-"""Comparing one field with one more kind: hashes of untrusted data may all collide."""
+"""Comparing one field with one kind of field. Every field is counted for every kind, because the
+hashes of untrusted data may all collide."""
 OVERLAP_SET_STEPS = 500
 """Preparing one set of strided bytes for an overlap check."""
 OVERLAP_CLUSTER_STEPS = 100
-"""Comparing one cluster of sets whose address ranges meet."""
+"""Comparing one cluster of sets of bytes whose address ranges meet."""
 OVERLAP_MEMBER_STEPS = 5
-"""One member of such a cluster."""
+"""One set of bytes in such a cluster."""
 OVERLAP_RUN_STEPS = 8
-"""One contiguous run of a set that has to be enumerated."""
+"""One run (contiguous range of bytes) of a set whose runs have to be enumerated."""
 
 # Assigning who reads what (planner.coverage).
 
 HOLDING_STEPS = 50
-"""What one rank holds of a tensor."""
+"""Recording which part of a tensor one rank holds, or comparing that part with another rank's."""
 SPLIT_STEPS = 50
-"""One field, where field sets have to be split because they differ between ranks."""
+"""Splitting field sets that differ between ranks, for each field in them."""
 
 # Finding strips (planner.strips, planner.coalesce).
 
 SHAPE_STEPS = 500
-"""One shape of overlapping fields that was not met before."""
+"""Finding the strips of overlapping fields whose combination of shapes was not met before."""
 MERGE_BOXES_STEPS = 500
 """Merging one list of boxes once."""
 MERGE_RUN_STEPS = 3
-"""One run in such a list."""
+"""One run in a list of boxes that is merged."""
 SELECTED_RUNS_PER_STEP = 20
-"""Runs that are looked at per step to select those of one length."""
+"""Number of runs that are looked at per step when the runs of one length are selected."""
 STRIP_STEPS = 5
 """Making one strip."""
 BATCH_STEPS = 1000
-"""One batch of strips: every request goes through all of them."""
+"""Making one batch of strips. It costs much because every request goes through all batches."""
 
 
 class WorkBudget:
-    """Counts the steps that one task takes, and refuses those above ``MAX_STEPS``.
+    """Count the steps that one task takes, and raise an error when they exceed ``MAX_STEPS``.
 
     Args:
-        error: type of the error that is raised when the budget is exceeded.
-        task: what takes the steps, for the message: "checking a layout".
+        error: type of the error to raise.
+        task: the task, as the subject of the error's message: "checking a layout".
 
     Attributes:
-        steps: how many steps were spent.
+        steps: number of steps that were spent.
     """
 
     __slots__ = ("_error", "_task", "steps")
@@ -89,14 +92,15 @@ class WorkBudget:
         self.steps = 0
 
     def spend(self, steps: int, where: str) -> None:
-        """Count steps before they are taken.
+        """Count steps, in general before the work that they stand for is done.
 
         Args:
-            steps: how many.
-            where: what they are taken for, for the message.
+            steps: number of steps.
+            where: the work that the steps stand for, for the error's message.
 
         Raises:
-            KVFerryError: of the type given, if more than ``MAX_STEPS`` steps were spent in all.
+            KVFerryError: more than ``MAX_STEPS`` steps were spent in all. It has the type that was
+                passed to the constructor.
         """
         self.steps += steps
         if self.steps > MAX_STEPS:

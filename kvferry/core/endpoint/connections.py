@@ -1,8 +1,8 @@
-"""Connections to producers' transports, from dialling to closing; peers may share them.
+"""Connections to producers' transports, from connecting to closing; peers may share them.
 
 ``Transport.connect`` returns the same ``PeerId`` for the same transport, however many engines
-publish its address. So users are counted here, and the connection is closed when the last one
-releases it. ``BlockingCalls`` makes the driver's calls, which may take seconds.
+publish its address. So the users of each connection are counted here, and the connection is closed
+when its last user releases it. ``BlockingCalls`` makes the driver's calls, which may take seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvferry.core.transport import PeerId, Transport
 logger = logging.getLogger(__name__)
 
 LONGEST_SECONDS = 60.0
-"""The longest pause between two tries to close a connection that does not fall silent."""
+"""The longest pause between two tries to close a connection whose bytes may still land."""
 
 STUCK_SECONDS = 30.0
 """A driver's call that has not returned after this time is reported as a health problem: drivers
@@ -34,9 +34,12 @@ promise to return sooner."""
 T = TypeVar("T")
 
 Acquired = Callable[[dict[int, PeerId] | KVFerryError], None]
+"""Called with producer rank index to connection, or with the error."""
 
 
 class _State(enum.Enum):
+    """The state of a connection."""
+
     DIALLING = enum.auto()
     OPEN = enum.auto()
     CLOSING = enum.auto()
@@ -48,10 +51,11 @@ class _Acquisition:
 
     Attributes:
         engine: id of the engine, for errors.
-        left: (rank, address) pairs that are not connected yet; the first is under way.
+        left: (rank index, transport address) of each rank that is not connected yet; the first is
+            the rank that is being connected.
         over: called with the outcome.
-        ids: rank to connection, for the ranks that are connected.
-        error: why the acquisition fails; ``None`` while it does not.
+        ids: rank index to connection, for the ranks that are connected.
+        error: why the acquisition fails; ``None`` while it has not failed.
     """
 
     engine: str
@@ -61,23 +65,23 @@ class _Acquisition:
     error: KVFerryError | None = None
 
     def fail(self, error: Exception) -> None:
-        """Fail with the error of the first rank in ``left``."""
+        """Set the acquisition's error, because its rank that is being connected has failed."""
         rank, _ = self.left[0]
         self.error = ConnectError(f"cannot connect to rank {rank} of engine {self.engine}: {error}")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Connection:
-    """One connection, or a dial that is to give one.
+    """A connection: dialling (the driver's ``connect`` runs), open, or closing.
 
     Attributes:
-        address: the transport address with which it was dialled last.
-        engine: id of the engine for which it was dialled first, for log lines.
+        address: the transport address with which the connection was dialled last.
+        engine: id of the engine for which the connection was dialled first, for log lines.
         state: dialling, open, or closing.
-        peer: the driver's id; ``None`` while it is being dialled.
-        users: how many acquisitions use it and have not released it.
-        waiting: acquisitions that go on when the dial, or the closing, is over.
-        due: when to try again to close it, if the driver's ``disconnect`` has failed.
+        peer: the driver's id; ``None`` while the connection is being dialled.
+        users: number of acquisitions that use the connection and have not released it.
+        waiting: acquisitions that go on when dialling, or closing, is over.
+        due: when to try again to close the connection, if the driver's ``disconnect`` has failed.
         tries: how often the driver's ``disconnect`` has failed.
         is_in_call: whether the driver's ``disconnect`` is under way.
     """
@@ -100,8 +104,8 @@ class Connections:
 
     Args:
         transport: the transport that makes the connections.
-        transfers: the reads of ``transport``; those of a connection fail when it is closed.
-        blocking_calls: makes the calls that open and close them.
+        transfers: the reads of ``transport``; the reads over a connection fail when it is closed.
+        blocking_calls: makes the driver's calls that open and close connections.
         clock: seconds, monotonic.
     """
 
@@ -122,7 +126,8 @@ class Connections:
         # Other threads read this without a lock.
         self._not_quiesced = 0
         self._closed_meanwhile: set[PeerId] = set()
-        """Connections closed since a dial that is under way began; it may return one of them."""
+        """The connections that were closed while any dial has been under way. A dial may return the
+        id of one of them, which must not be used."""
         self._resumed: deque[_Acquisition] = deque()
         self._is_advancing = False
 
@@ -133,7 +138,7 @@ class Connections:
 
     @property
     def not_quiesced(self) -> int:
-        """Return how many connections could not be closed, so that bytes may still land.
+        """Return the number of connections whose closing has failed, so that bytes may still land.
 
         May be read from any thread.
         """
@@ -150,7 +155,7 @@ class Connections:
         )
 
     def has_not_quiesced(self, peer: PeerId) -> bool:
-        """Return whether the driver has failed to close a connection, which is still not closed."""
+        """Return whether the driver has failed to close a connection, so that bytes may land."""
         connection = self._by_peer.get(peer)
         return connection is not None and connection.tries > 0
 
@@ -160,16 +165,17 @@ class Connections:
         return connection is not None and connection.state is _State.OPEN
 
     def acquire(self, addresses: Mapping[int, bytes], engine: str, over: Acquired) -> None:
-        """Connect to the ranks of an engine; connections that are open are shared.
+        """Connect to the ranks of an engine; connections that are open already are shared.
 
         The ranks are connected one after the other, so that an address that hangs delays only the
-        engines that publish it. If a connection is being closed, its rank waits for that.
+        engines that publish it. If the connection to a rank's address is being closed, the rank is
+        connected anew when it is closed.
 
         Args:
-            addresses: rank to transport address, as the engine publishes them.
+            addresses: rank index to transport address, as the engine publishes them.
             engine: id of the engine, for errors and log lines.
-            over: called once: with rank to connection, each of which the caller releases once; or
-                with an error, and then there is nothing to release.
+            over: called once: with rank index to connection, and then the caller must release each
+                connection once; or with an error, and then there is nothing to release.
         """
         left = deque(sorted(addresses.items()))
         self._go_on([_Acquisition(engine=engine, left=left, over=over)])
@@ -178,7 +184,7 @@ class Connections:
         """End one use of a connection; when the last use ends, the connection is closed."""
         connection = self._by_peer.get(peer)
         if connection is None or connection.state is not _State.OPEN:
-            return  # it was closed under its users
+            return  # it was closed although it had users
         connection.users -= 1
         if not connection.users:
             self._close(connection)
@@ -190,7 +196,11 @@ class Connections:
             self._close(connection)
 
     def progress(self, now: float) -> None:
-        """Try again to close the connections whose next try is due."""
+        """Try again to close the connections whose next try is due.
+
+        Args:
+            now: seconds, on this object's clock.
+        """
         for connection in list(self._by_peer.values()):
             if (
                 connection.state is _State.CLOSING
@@ -202,7 +212,10 @@ class Connections:
     # Opening.
 
     def _go_on(self, acquisitions: Iterable[_Acquisition]) -> None:
-        """Advance acquisitions. In a loop, not recursively: an engine may have a thousand ranks."""
+        """Advance acquisitions, each until it is over or has to wait.
+
+        A loop and not a recursion, because an engine may have a thousand ranks.
+        """
         self._resumed.extend(acquisitions)
         if self._is_advancing:
             return
@@ -214,7 +227,7 @@ class Connections:
             self._is_advancing = False
 
     def _advance(self, one: _Acquisition) -> None:
-        """Take connections for an acquisition until it has all, or one has to be waited for."""
+        """Connect the ranks of an acquisition one by one, until it is over or has to wait."""
         while one.left and one.error is None:
             rank, address = one.left[0]
             connection = self._by_address.get(address)
@@ -230,12 +243,20 @@ class Connections:
         self._end(one)
 
     def _wait(self, one: _Acquisition, connection: _Connection) -> None:
+        """Let an acquisition wait for a dial or a closing; fail it if closing has failed before."""
         if connection.tries:
             one.error = ConnectError(f"the last connection to {one.engine} does not fall silent")
         else:
             connection.waiting.append(one)
 
     def _use(self, one: _Acquisition, rank: int, connection: _Connection) -> None:
+        """Give an acquisition the open connection of its first rank in ``left``.
+
+        Args:
+            one: the acquisition; it fails if another of its ranks has the same connection.
+            rank: index of its first rank in ``left``.
+            connection: the connection to the rank's address.
+        """
         if connection.peer is None:
             one.fail(ConnectError("it has no connection"))
             return
@@ -248,6 +269,7 @@ class Connections:
         connection.users += 1
 
     def _end(self, one: _Acquisition) -> None:
+        """Report the outcome of an acquisition; if it failed, release its connections before."""
         if one.error is None and not all(map(self.is_open, one.ids.values())):
             one.error = ConnectError(
                 f"a connection to engine {one.engine} was lost while the next was made"
@@ -258,6 +280,7 @@ class Connections:
         one.over(one.ids if one.error is None else one.error)
 
     def _dial(self, one: _Acquisition, address: bytes) -> None:
+        """Have the driver connect to a transport address, and let an acquisition wait for that."""
         made = _Connection(address=address, engine=one.engine, waiting=[one])
         self._by_address[address] = made
         self._dialling += 1
@@ -266,13 +289,18 @@ class Connections:
         )
 
     def _dialled(self, made: _Connection, outcome: object) -> None:
-        """Process what the driver's ``connect`` has returned or raised."""
+        """Advance the acquisitions that waited for a dial, because it is over.
+
+        Args:
+            made: the connection that was being dialled.
+            outcome: what the driver's ``connect`` has returned or raised.
+        """
         self._dialling -= 1
         waiting, made.waiting = made.waiting, []
         del self._by_address[made.address]
         try:
             connection = self._opened(made, outcome)
-        except Exception as exc:  # noqa: BLE001  whatever a driver raises fails who waits for this
+        except Exception as exc:  # noqa: BLE001  whatever it is, it fails all who wait
             for one in waiting:
                 one.fail(exc)
         else:
@@ -285,15 +313,24 @@ class Connections:
         self._go_on(waiting)
 
     def _opened(self, made: _Connection, outcome: object) -> _Connection:
-        """Return the connection that a dial gave: a new one, or one that is known already.
+        """Return the connection whose id the driver's ``connect`` has returned.
 
         Two addresses may lead to the same transport. The driver uses the address that it was given
-        last, so the connection is found by that one; an engine with the other address dials again.
+        last, so from then on the connection is looked up by that address; an engine that publishes
+        the other address dials again.
+
+        Args:
+            made: the connection that was being dialled.
+            outcome: what the driver's ``connect`` has returned or raised.
+
+        Returns:
+            ``made``, which is open now; or the connection that has this id already, which is open
+            or closing.
 
         Raises:
             Exception: what the driver raised.
             TypeError: the driver returned no id.
-            ConnectError: the connection was closed meanwhile.
+            ConnectError: the connection was closed while ``connect`` ran.
         """
         if isinstance(outcome, Exception):
             raise outcome
@@ -328,8 +365,15 @@ class Connections:
         )
 
     def _closed(self, connection: _Connection, peer: PeerId, error: Exception | None) -> None:
+        """Process the end of the driver's ``disconnect``, and advance the acquisitions that waited.
+
+        Args:
+            connection: the connection.
+            peer: the driver's id of the connection.
+            error: what the driver raised; ``None`` if it raised nothing.
+        """
         connection.is_in_call = False
-        is_closed = error is None or isinstance(error, TransportUsageError)  # or was already
+        is_closed = error is None or isinstance(error, TransportUsageError)  # closed before
         self._transfers.end_disconnect(peer, closed=is_closed)
         waiting, connection.waiting = connection.waiting, []
         if error is None or is_closed:
@@ -346,6 +390,7 @@ class Connections:
         self._go_on(waiting)
 
     def _on_not_quiesced(self, connection: _Connection, peer: PeerId, error: Exception) -> None:
+        """Schedule the next try to close a connection, because the driver raised ``error``."""
         if not connection.tries:
             self._not_quiesced += 1
             ours = as_ours(error)
@@ -368,7 +413,8 @@ class BlockingCalls:
     Used by the endpoint's thread only, except for ``stuck``, ``problems`` and ``wait``.
 
     Args:
-        threads: whether calls may run on threads of their own. If not, the endpoint waits for each.
+        threads: whether each call runs on a thread of its own. If not, the endpoint's thread makes
+            the calls itself, one after the other.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
     """
@@ -384,11 +430,12 @@ class BlockingCalls:
         self._post = post
         self._clock = clock
         self._running: dict[threading.Thread, float] = {}
-        """Thread to when its call began. Replaced and never changed, as other threads read it."""
+        """Thread to the time when its call began. Other threads read this dictionary without a
+        lock, so it is replaced and never changed."""
 
     @property
     def stuck(self) -> int:
-        """Return how many calls have run for more than ``STUCK_SECONDS``. Thread-safe."""
+        """Return the number of calls that have run longer than ``STUCK_SECONDS``. Thread-safe."""
         now = self._clock()
         return sum(now - begun > STUCK_SECONDS for begun in self._running.values())
 
@@ -403,12 +450,12 @@ class BlockingCalls:
         )
 
     def run(self, call: Callable[[], T], over: Callable[[T | Exception], None]) -> None:
-        """Make a call.
+        """Make a call of the driver.
 
         Args:
-            call: the call to make.
-            over: called on the endpoint's thread with what ``call`` returned or raised; before
-                ``run`` returns if calls do not run on threads of their own.
+            call: makes the call; runs on a thread of its own if these are allowed.
+            over: called on the endpoint's thread with what ``call`` returned or raised. Without
+                threads, it is called before ``run`` returns.
         """
         if not self._threads:
             over(_outcome(call))
@@ -431,7 +478,7 @@ class BlockingCalls:
             until: when to stop waiting, by ``time.monotonic``.
 
         Returns:
-            Whether all have returned.
+            Whether all these calls have returned.
         """
         running = list(self._running)
         for thread in running:
@@ -441,6 +488,7 @@ class BlockingCalls:
     def _run(
         self, thread: threading.Thread, call: Callable[[], T], over: Callable[[T | Exception], None]
     ) -> None:
+        """Make a call on ``thread``, and post its outcome to the endpoint's thread."""
         outcome = _outcome(call)
 
         def back() -> None:
@@ -454,6 +502,7 @@ class BlockingCalls:
 
 
 def _outcome(call: Callable[[], T]) -> T | Exception:
+    """Make a call, and return what it returned or raised."""
     try:
         return call()
     except Exception as exc:  # noqa: BLE001  whatever a driver raises concerns only this call

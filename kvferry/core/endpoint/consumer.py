@@ -47,12 +47,14 @@ from kvferry.core.transport import PeerId, Quiescence, Transport
 from kvferry.core.transport.copies import Copies
 
 TICK_SECONDS = 0.002
-"""How often deadlines are checked, and holds whose pages are still being computed asked again."""
+"""Time between two checks of deadlines, and between two checks whether a hold's pages are computed
+already."""
 
 _Tag = tuple[LoadId, int]
-"""A load and a producer rank: tags the load's reads from that rank."""
+"""A load and the index of a producer rank: tags the load's reads from that rank."""
 
 Reported = Callable[[Load, KVFerryError | None, LoadRecord], None]
+"""Called with a load that is over, its error (``None`` if it succeeded), and its figures."""
 
 
 class LoadManager:
@@ -60,7 +62,7 @@ class LoadManager:
 
     Args:
         own: what this rank publishes.
-        transport: sends "done" and "abandon"; its capabilities are read.
+        transport: sends the notifications "done" and "abandon", and says what the driver can do.
         transfers: makes the reads over ``transport``.
         connections: the connections of ``transport``.
         containment: logs unexpected exceptions; the loads that they concern fail.
@@ -70,7 +72,7 @@ class LoadManager:
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
         metrics: counts handshakes, peers, quarantined pages and failed notifications.
-        reported: called once for each load, when it is over, with its error and its figures.
+        reported: called once for each load that is over.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class LoadManager:
         )
         self._pending_tickets = PendingTickets(self._peers, self._lease_renewal, clock)
         self._touched: set[LoadId] = set()
-        """Loads with an event since the last ``_drop_ended``; they may be over."""
+        """Loads that something happened to since the last ``_drop_ended``, so they may be over."""
         self._next_tick = 0.0
         self._quarantined = 0
 
@@ -144,13 +146,13 @@ class LoadManager:
     # What the integration asks for.
 
     def join(self, own: Sequence[RankPayload]) -> None:
-        """Set what the ranks of this engine publish, in rank order."""
+        """Set what all ranks of this engine publish, in rank order. Call it before any load."""
         self._peers.join(own, self._own.rank)
 
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer and renew its hold while the request waits for pages.
 
-        A failure is reported by the load that follows.
+        A failure is not reported; if it lasts, the load that follows fails.
         """
         if ticket.engine != self._own.engine:
             self._pending_tickets.add(ticket)
@@ -159,9 +161,9 @@ class LoadManager:
         """Start a load.
 
         Args:
-            load: what to read.
-            error: why the load has failed before it began; no page is touched then. ``None`` if it
-                has not failed.
+            load: what to read, and the pages to fill.
+            error: why the load has failed before it began, so that no page is touched; ``None`` if
+                it has not failed.
         """
         if load.shared and not load.reads and not load.report:
             self._pending_tickets.take(load.ticket)
@@ -194,7 +196,7 @@ class LoadManager:
         )
 
     def abort(self, request: RequestId) -> None:
-        """Give up the latest load of a request."""
+        """Give up the latest load of a request, if there is one that is not over."""
         latest_first = reversed(self._states.values())
         states = (state for state in latest_first if state.load.request == request)
         if (state := next(states, None)) is not None:
@@ -234,7 +236,7 @@ class LoadManager:
         return busy
 
     def _tick(self, now: float) -> None:
-        """Do the periodic work. Each step is contained: deadlines are kept whatever else fails."""
+        """Do the periodic work. An error in one step does not keep the other steps from running."""
         for activity, step in (
             ("looking after peers", self._peers.progress),
             ("closing connections", self._connections.progress),
@@ -249,15 +251,16 @@ class LoadManager:
     def _end_lingering(self, state: LoadState, reads: Sequence[Read]) -> bool:
         """Close the connections of cancelled reads that go on, because nothing less ends them.
 
-        Closing also ends other loads on these connections, which engines may share. So while there
-        are other loads, the reads may go on until the deadline of their own load.
+        Closing a connection also ends the other loads that read over it, even from other engines.
+        So while there are such loads, the cancelled reads may go on until the deadline of their own
+        load.
 
         Args:
             state: the load that was cancelled.
             reads: the reads of the load that have not ended within their grace.
 
         Returns:
-            ``True``: ``Transfers`` calls again as long as the reads go on.
+            ``True``, so that ``Transfers`` calls again as long as any of the reads goes on.
         """
         connections = {read.peer for read in reads if self._connections.is_open(read.peer)}
         is_late = self._loads.is_late(state.load_id, self._clock())
@@ -268,7 +271,7 @@ class LoadManager:
         return True
 
     def _are_wanted(self, connections: Collection[PeerId]) -> bool:
-        """Return whether loads that have not failed use any of these connections."""
+        """Return whether any load that has not failed uses one of these connections."""
         peers = {peer for each in connections for peer in self._peers.using(each)}
         return any(
             state.peer in peers and self._loads.wanted(load_id)
@@ -276,6 +279,10 @@ class LoadManager:
         )
 
     def _count_quarantined(self, now: float) -> None:
+        """Update the number of quarantined pages.
+
+        These are the pages of loads that are not over and have a connection that failed to close.
+        """
         del now
         if not self._connections.not_quiesced and not self._quarantined:
             return
@@ -307,7 +314,14 @@ class LoadManager:
     def _do(
         self, action: Action, state: LoadState, releases: dict[tuple[Peer, int], list[Release]]
     ) -> None:
-        """Perform an action; releases are only added to ``releases``, and reports are left out."""
+        """Perform an action other than a report; "done" and "abandon" are only collected.
+
+        Args:
+            action: the action; reports are ignored.
+            state: the load that the action is for.
+            releases: (producer, index of its rank) to the "done" and "abandon" messages to send
+                there; added to.
+        """
         if action.op is LoadAction.READ:
             self._read(action, state)
         elif action.op in (LoadAction.CHECK, LoadAction.FENCE):
@@ -322,8 +336,13 @@ class LoadManager:
     def _fail(self, action: Action, error: KVFerryError) -> None:
         """Tell ``Loads`` that an action could not be performed.
 
-        If the action was a read, the read was never posted, so the load is over on that rank. If it
-        was a cancel, the read goes on until it ends or its connection is closed.
+        If the action was a read (check, data or fence), the read was never posted, so the load is
+        over on that rank. If it was a cancel, ``Loads`` is told nothing: the read goes on until it
+        ends or its connection is closed.
+
+        Args:
+            action: the action.
+            error: why it could not be performed.
         """
         if action.op in (LoadAction.READ, LoadAction.CHECK, LoadAction.FENCE):
             self._loads.lost(action.load, action.rank, error)
@@ -331,11 +350,18 @@ class LoadManager:
     # Handshake.
 
     def _on_not_connected(self, load_id: LoadId, error: KVFerryError) -> None:
+        """Fail a load whose producer cannot be connected, or does not fit the load's ticket."""
         self._loads.handshake_failed(load_id, error)
         self._loads.abort(load_id, error)  # if the handshake succeeded, and the failure came later
         self._touched.add(load_id)
 
     def _on_connected(self, load_id: LoadId, peer: Peer) -> None:
+        """Check a load's ticket against its producer, zero what no read will fill, and read.
+
+        Args:
+            load_id: the load.
+            peer: its producer, which is connected now.
+        """
         state = self._states[load_id]
         state.peer, state.handshake_succeeded = peer, time.perf_counter()
         peer.acquire(PeerUse.LOAD)
@@ -345,13 +371,14 @@ class LoadManager:
             if state.load.reads and self._loads.wanted(load_id):
                 # Before the first read is posted: what it writes must not be zeroed again.
                 self._zero(unwritten_spans(self._own.layout, peer.plan, state.request))
-        except Exception as exc:  # noqa: BLE001  zeroing may raise a device library's own
+        except Exception as exc:  # noqa: BLE001  zeroing may raise any type
             self._on_not_connected(load_id, as_ours(exc))
         else:
             self._renew(load_id, state, peer)
             self._loads.handshake_succeeded(load_id, peer.parties)
 
     def _renew(self, load_id: LoadId, state: LoadState, peer: Peer) -> None:
+        """Begin to renew the lease of a load's hold, if the load reads anything."""
         if state.load.reads and self._loads.wanted(load_id):
             state.renewal = self._lease_renewal.begin(
                 peer,
@@ -398,7 +425,7 @@ class LoadManager:
             self._on_lost(action, outcome.error)
 
     def _slot_read(self, action: Action, state: LoadState) -> SlotRead:
-        """Return the slot read of a check, or of a fence, to which "done" is bound if it is due."""
+        """Return the slot read of a check or a fence; to a fence, "done" is bound if it is due."""
         tells = action.op is LoadAction.FENCE and not state.load.shared
         return SlotRead(
             tag=(action.load, action.rank),
@@ -412,11 +439,18 @@ class LoadManager:
         )
 
     def _on_lost(self, action: Action, error: KVFerryError) -> None:
+        """Fail the load of a read that has failed, of which no more bytes will land."""
         self._loads.lost(action.load, action.rank, error)
         self._on_peer_error(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_error(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close the connection to a lost rank; mark the peer as suspect after another failure."""
+        """Close the connection to a rank that is lost; for other failures, suspect the peer.
+
+        Args:
+            peer: the producer.
+            rank: index of the producer rank that was read from.
+            error: why the read failed. A read that was cancelled changes nothing.
+        """
         if not peer.connected:
             return
         if isinstance(error, PeerLostError):
@@ -425,20 +459,30 @@ class LoadManager:
             peer.suspect = True
 
     def _on_failing(self, action: Action, error: KVFerryError) -> None:
-        """Tell ``Loads`` of a read that will fail but whose bytes may still land.
+        """Fail the load of a read that will fail but whose bytes may still land.
 
         ``Loads`` then cancels the load's reads. A read that was cancelled, or whose state the
-        driver cannot tell, gets its grace to end by itself; for any other error the connection may
-        be closed at once.
+        driver cannot tell, is given time to end by itself (see ``Grace``); for any other error its
+        connection may be closed at once.
+
+        Args:
+            action: the action that the read is for.
+            error: why the read will fail.
         """
         self._loads.failing(action.load, action.rank, error)
         if not isinstance(error, (TransferCancelledError, StatusUnknownError)):
             self._on_peer_failing(self._states[action.load].known_peer, action.rank, error)
 
     def _on_peer_failing(self, peer: Peer, rank: int, error: KVFerryError) -> None:
-        """Close a connection if only that proves that a failing read writes no more bytes.
+        """Close the connection of a failing read if nothing less proves that no more bytes land.
 
-        This holds also for a peer that was given up: other peers may use the connection.
+        The connection is closed also if the peer was given up, because other peers may have kept it
+        open.
+
+        Args:
+            peer: the producer.
+            rank: index of the producer rank that is read from.
+            error: why the read will fail.
         """
         after_disconnect = self._quiescence is Quiescence.AFTER_DISCONNECT
         if after_disconnect or isinstance(error, StatusUnknownError):
@@ -448,15 +492,27 @@ class LoadManager:
     def _close_connection(self, connection: PeerId, error: KVFerryError) -> None:
         """Close a connection that is lost, or that must be closed to end a read.
 
-        All peers that use the connection are given up, also those without a failure, because their
-        reads end too. The next ticket of such a peer connects it anew.
+        All peers that use the connection are given up, because closing it also ends the reads of
+        those without a failure. The next ticket of such a peer connects to it anew.
+
+        Args:
+            connection: the connection.
+            error: why it is closed, with which all loads from these peers fail.
         """
         for peer in self._peers.using(connection):
             self._give_up_peer(peer, error)
-        self._connections.close(connection)  # a peer that is being connected may use it
+        # Also if no peer uses it: a peer that is being connected may have it.
+        self._connections.close(connection)
 
     def _give_up_peer(self, peer: Peer, error: KVFerryError) -> None:
-        """Give a peer up: its loads fail now, and are reported when none of their reads goes on."""
+        """Give a peer up, and fail all loads from it.
+
+        The loads are reported when none of their reads goes on.
+
+        Args:
+            peer: the producer; ignored if it was given up before.
+            error: why.
+        """
         if not peer.connected:
             return
         log_messages.given_up(peer, error)
@@ -467,13 +523,20 @@ class LoadManager:
 
     def _cancel(self, action: Action, state: LoadState) -> None:
         tag: _Tag = action.load, action.rank
-        if self._slot_reads.remove(tag):  # it was not posted yet, and is simply not made
+        if self._slot_reads.remove(tag):  # it was not posted yet
             self._loads.lost(action.load, action.rank, EndpointClosedError("cancelled"))
-        if state.grace is None:  # one for all ranks, which are cancelled at once
+        if state.grace is None:  # one for the reads from all ranks, cancelled together
             state.grace = Grace(escalate=partial(self._end_lingering, state))
         self._transfers.cancel(tag, state.grace)
 
     def _on_word(self, action: Action, value: int, seconds: float) -> None:
+        """Process the slot word that a check or a fence has read.
+
+        Args:
+            action: the check or the fence.
+            value: the slot word.
+            seconds: how long the read took.
+        """
         if action.op is LoadAction.CHECK:
             self._loads.checked(action.load, action.rank, value)
         else:
@@ -484,6 +547,7 @@ class LoadManager:
     # "done" and "abandon".
 
     def _release(self, action: Action, state: LoadState) -> Release:
+        """Return the "abandon" message if the action is ``ABANDON``; otherwise "done"."""
         ticket = state.load.ticket
         return Release(
             incarnation=ticket.incarnation,
@@ -496,18 +560,27 @@ class LoadManager:
         )
 
     def _notify(self, peer: Peer, rank: int, releases: list[Release]) -> None:
-        """Send "done" and "abandon" to a rank of a peer. If that fails, leases end the holds."""
+        """Send "done" and "abandon" messages to a producer rank.
+
+        If that fails, the holds end when their leases expire.
+
+        Args:
+            peer: the producer.
+            rank: index of the producer rank.
+            releases: the messages.
+        """
         for batch in fitting(releases, self._max_notification):
             try:
                 if rank in peer.ids:
                     self._transport.notify(peer.ids[rank], encode(batch))
-            except Exception as exc:  # noqa: BLE001  whatever a driver raises: the lease ends it
+            except Exception as exc:  # noqa: BLE001  whatever it is: the lease ends the hold
                 self._metrics.add(UNTOLD, len(batch), peer=peer.key.engine[:MAX_NAME])
                 log_messages.untold(peer, rank, len(batch), as_ours(exc))
 
     # The end.
 
     def _report(self, action: Action, state: LoadState) -> None:
+        """Report a load as over, with the error and the stage of the action."""
         load = state.load
         self._lease_renewal.end(state.renewal)
         if action.error is None and state.peer is not None and load.reads:
@@ -515,7 +588,10 @@ class LoadManager:
         self._reported(load, action.error, state.record(action.error, action.stage))
 
     def _drop_ended(self) -> None:
-        """Forget the loads in ``_touched`` that are over; their actions have been performed."""
+        """Forget the loads in ``_touched`` that are over.
+
+        The caller has performed all their actions.
+        """
         for load_id in self._touched:
             if load_id not in self._loads and load_id in self._states:
                 peer = self._states.pop(load_id).peer

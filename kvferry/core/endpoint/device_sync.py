@@ -16,6 +16,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WaitingLoad:
+    """A load that has not begun.
+
+    Attributes:
+        load: the load.
+        passed: returns whether the device has finished the earlier work on the load's pages.
+        until: when the load fails if the device has still not finished.
+    """
+
     load: Load
     passed: Callable[[], bool]
     until: float
@@ -29,8 +37,8 @@ class DeviceSync:
     endpoint's thread only.
 
     Args:
-        begin: called with a load to start it, or with a load and an error to have it reported as
-            failed without touching a page.
+        begin: called with a load and ``None`` to start the load, or with a load and an error to
+            report the load as failed without touching a page.
         clock: seconds, monotonic.
         patience: seconds that a load may wait for the device before it fails.
     """
@@ -52,17 +60,25 @@ class DeviceSync:
         return len(self._waiting)
 
     def add(self, load: Load, passed: Callable[[], bool]) -> None:
-        """Begin a load as soon as ``passed`` returns ``True``."""
+        """Begin a load as soon as the device has finished earlier work on its pages.
+
+        Loads that were added before begin first.
+
+        Args:
+            load: the load.
+            passed: returns whether the device has finished; polled.
+        """
         until = self._clock() + self._patience
         self._waiting.append(_WaitingLoad(load=load, passed=passed, until=until))
 
     def progress(self) -> bool:
-        """Begin, in order, the loads that need not wait any more or that have failed.
+        """Begin, in order, the loads whose wait is over; a load that waited too long fails.
 
-        Stops at the first load that must still wait, even if later ones need not.
+        Stops at the first load that must still wait, even if the device has finished the work for
+        later loads.
 
         Returns:
-            Whether any load was begun.
+            Whether any load was begun, also as failed.
         """
         begun = False
         while self._waiting:
@@ -74,7 +90,7 @@ class DeviceSync:
         return begun
 
     def give_up(self, request: RequestId | None = None) -> None:
-        """Fail loads that have not begun; they touch no page.
+        """Fail loads that have not begun, without touching a page.
 
         Args:
             request: the request whose loads to fail; ``None`` for all requests.
@@ -84,11 +100,11 @@ class DeviceSync:
             self._begin(one.load, EndpointClosedError("given up by this engine"))
 
     def _check(self, one: _WaitingLoad) -> tuple[bool, KVFerryError | None]:
-        """Return whether a load's wait is over, and the error if it has failed."""
+        """Return whether a load's wait is over, and the error to fail it with, or ``None``."""
         try:
             if one.passed():
                 return True, None
-        except Exception as exc:  # a device library's own, of any type
+        except Exception as exc:  # a device library may raise any type
             logger.exception("cannot tell whether the work for %s has passed", one.load.request)
             return True, EndpointClosedError(f"the device does not say when it is done: {exc}")
         if self._clock() < one.until:

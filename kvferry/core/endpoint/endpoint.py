@@ -1,9 +1,9 @@
-"""The endpoint of one rank: it makes the rank's pages readable by others and loads pages from them.
+"""The endpoint of one rank: it lets other engines read the rank's pages, and loads pages from them.
 
 An endpoint owns its transport. It makes most calls of the transport on one thread of its own, so
 that an engine's step never waits for a driver. Where the driver allows it, each ``connect`` and
 ``disconnect`` runs on a further thread, so that no peer waits for another. An endpoint knows
-nothing of the engine: requests are names, pages are numbers.
+nothing about the engine: requests are names, and pages are numbers.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from kvferry.core.transport import Notification, Transport
 logger = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.0002
-"""Pause between polls while transfers are under way, or the device has work on a load's pages."""
+"""Pause between two rounds of the thread while transfers are under way, or while the device has
+work on a load's pages."""
 LOADING_SECONDS = 5 * BUSY_SECONDS
-"""Pause while loads wait for something else: a handshake, or pages that are being computed."""
+"""Pause while loads only wait for a handshake, or for the producer to compute their pages."""
 LISTEN_SECONDS = 0.001
 """Least time between two calls of the transport's ``notifications``."""
 HELD_SECONDS = 0.005
@@ -67,11 +68,12 @@ class Endpoint:
         driver: name of the transport's driver; peers must use the same driver.
         transport: the transport; the endpoint owns it from now on and closes it.
         layout: this rank's memory. The caller keeps the memory alive until ``close`` has returned.
-        slots: how many requests can be held at once: as many as the engine has blocks.
+        slots: the most requests whose pages can be held for other engines at once: as many as the
+            engine has blocks.
         options: times, keys, and which differences from peers are accepted.
-        zero: zeroes the bytes of a load's pages that its reads may leave unwritten. It is called
-            before the load's first read, and must return only when the bytes are zero. The default
-            handles CPU memory only.
+        zero: zeroes those bytes of a load's pages that its reads may leave unwritten, which are
+            passed as address ranges. It is called before the load's first read, and must return
+            only when the bytes are zero. The default handles CPU memory only.
         clock: seconds, monotonic.
 
     Attributes:
@@ -148,18 +150,18 @@ class Endpoint:
 
     @property
     def held(self) -> int:
-        """Return for how many requests this rank holds pages for others to read."""
+        """Return the number of requests whose pages this rank holds for other engines to read."""
         return self._hold_server.held
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None = None) -> None:
         """Carry out the scheduler half's hold orders for this step.
 
         Args:
-            orders: ``drops``, ``take_ons`` and ``ends`` take effect before this returns, ``ready``
-                when ``passed`` has returned ``True``.
+            orders: ``drops``, ``take_ons`` and ``ends`` take effect before this method returns,
+                ``ready`` when ``passed`` has returned ``True``.
             passed: returns whether the device has finished the work that fills the pages of
-                ``orders.ready``; polled on the endpoint's thread. ``None`` if it has finished
-                already.
+                ``orders.ready``; polled on the endpoint's thread. ``None`` if the device has
+                finished already.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -170,10 +172,11 @@ class Endpoint:
             self._wake.set()
 
     def silent(self) -> list[Silence]:
-        """Return the ticketed holds whose consumers have been silent for ``GONE_SECONDS``.
+        """Return the ticketed holds whose consumers gave no sign of life for ``GONE_SECONDS``.
 
-        When requests wait for pages, the scheduler may give up the holds that every rank returns.
-        Visits every hold, so do not call it in every step.
+        A ticketed hold keeps a request's pages for the consumer that has the ticket. When requests
+        wait for pages, the scheduler may give up the holds that every rank returns. This method
+        visits every hold, so do not call it in every step.
 
         Returns:
             At most ``MAX_SILENT`` holds, the longest silent first.
@@ -183,8 +186,8 @@ class Endpoint:
     def prove(self, ticket_key: bytes) -> None:
         """Publish the fingerprint of the key that proves this engine's tickets.
 
-        It is written in front of the slot table, where peers read it. Call this on every rank,
-        before the first ticket is made.
+        The fingerprint is written in front of the slot table, where peers read it. Call this method
+        on every rank, before the first ticket is made.
 
         Args:
             ticket_key: the public key that the engine's side channel publishes.
@@ -194,7 +197,7 @@ class Endpoint:
     # The consumer's side.
 
     def join(self, payloads: Sequence[RankPayload]) -> None:
-        """Tell this endpoint what all ranks of its engine publish; call it before the first load.
+        """Tell this endpoint what all ranks of its engine publish. Call it before the first load.
 
         Args:
             payloads: the ``payload`` of every rank's endpoint, in rank order.
@@ -207,7 +210,7 @@ class Endpoint:
     def prepare(self, ticket: Ticket) -> None:
         """Connect to a ticket's producer and renew its hold while the request waits for pages.
 
-        For each call, one ``load`` with the ticket must follow, even if it reads nothing.
+        For each call, one ``load`` with the ticket must follow, even if that load reads nothing.
 
         Args:
             ticket: the ticket of the request that waits.
@@ -224,8 +227,8 @@ class Endpoint:
             load: what to read, and the pages to fill. The pages belong to the load until it is
                 reported.
             passed: returns whether the device has finished all work on the load's pages that was
-                enqueued before this call; nothing is read before it has. ``None`` if it has
-                finished already.
+                enqueued before this call; polled on the endpoint's thread, and nothing is read
+                before it has returned ``True``. ``None`` if the device has finished already.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -248,10 +251,12 @@ class Endpoint:
         self._results.add_received(request, error)
 
     def abort(self, request: RequestId) -> None:
-        """Give a request's load up; it is reported once no byte can land in its pages any more.
+        """Give a request's load up.
+
+        The load is reported as failed once no byte can land in its pages any more.
 
         Args:
-            request: the request. Nothing happens if no load of it is under way.
+            request: the request. Nothing happens if it has no load that is under way.
 
         Raises:
             EndpointClosedError: the endpoint is closed, or has failed.
@@ -283,7 +288,7 @@ class Endpoint:
 
     @property
     def pending(self) -> int:
-        """Return how many loads with ``Load.report`` are not over."""
+        """Return the number of loads with ``Load.report`` that are not over."""
         return self._results.expected
 
     def results(self) -> Results:
@@ -297,24 +302,25 @@ class Endpoint:
         return self._results.take()
 
     def take_figures(self) -> Data | None:
-        """Return the metrics that changed since the last call.
+        """Return the values of metrics that were counted since the last call.
 
         Returns:
-            Values for the names in ``kvferry.core.metrics.FIGURES``, owned by the caller from now
-            on; ``None`` if none changed.
+            Values of the metrics in ``kvferry.core.metrics.FIGURES``; the dictionary belongs to the
+            caller. ``None`` if nothing was counted.
         """
         return self._metrics.take()
 
     def wait(self, timeout: float) -> bool:
-        """Sleep until ``results`` has a request to return.
+        """Block until ``results`` has a request to return.
 
-        For an engine's step that has nothing else to run: meanwhile this endpoint's thread works.
+        Call it in an engine's step that has nothing else to run, so that this endpoint's thread
+        gets the processor.
 
         Args:
-            timeout: seconds to wait at most.
+            timeout: the most seconds to wait.
 
         Returns:
-            Whether there is such a request, or the endpoint has failed.
+            ``True`` if ``results`` has a request to return, or if the endpoint has failed.
         """
         return self._results.wait(timeout)
 
@@ -322,12 +328,12 @@ class Endpoint:
         """End all loads and holds, and close the transport. A second call does nothing.
 
         Args:
-            drain: seconds to wait, before anything is ended, for other engines to read what is held
-                here.
+            drain: the most seconds to wait, before anything is ended, until no pages are held for
+                other engines any more.
 
         Raises:
             TransportError: a call of the driver does not return, or the transport cannot end its
-                transfers: bytes may still land, so the memory must stay allocated.
+                transfers. Bytes may still land, so the memory must stay allocated.
         """
         if self._closing:
             return
@@ -355,13 +361,20 @@ class Endpoint:
             until: when to stop waiting, by ``time.monotonic``.
 
         Returns:
-            Whether all have returned: only then may the transport be closed.
+            Whether all these calls have returned: only then may the transport be closed.
         """
         self._load_manager.close()
         return self._blocking_calls.wait(until)
 
     def _publish(self, driver: str, layout: Layout) -> RankPayload:
-        """Register all memory, and return what peers need to read it."""
+        """Register all memory with the transport, and return the payload that peers need.
+
+        If that fails, the transport is closed.
+
+        Args:
+            driver: name of the transport's driver.
+            layout: this rank's memory.
+        """
         try:
             own = (self._slot_table.region, self._slot_table.header, self._scratch.region)
             for region in (*layout.regions, *own):
@@ -396,6 +409,7 @@ class Endpoint:
         self._wake.set()
 
     def _command(self, command: Callable[[], None]) -> None:
+        """Run a command on the endpoint's thread, soon; raise if the endpoint is closed."""
         self._check_open()
         self._post(command)
 
@@ -413,13 +427,13 @@ class Endpoint:
                 self._wake.clear()
             self._wind_down()
         except BaseException as exc:
-            # Whatever it was, the engine must hear of it: every later call raises from it.
+            # The engine must learn of any failure: every later call raises an error caused by it.
             logger.exception("the endpoint of engine %s has failed", self._identity.engine)
             self._failure = exc
             self._results.fail()
 
     def _wind_down(self) -> None:
-        """Give up all loads, and wait ``WIND_DOWN_SECONDS`` at most for their reads to end."""
+        """Give up all loads, and wait up to ``WIND_DOWN_SECONDS`` for their reads to end."""
         until = time.monotonic() + WIND_DOWN_SECONDS
         while time.monotonic() < until:
             self._run_commands()
@@ -433,8 +447,9 @@ class Endpoint:
     def _round(self) -> bool:
         """Do one round of the thread's work.
 
-        Each step contains the errors of a single load, peer or message. Any other error is
-        contained here, so that there is a next round: deadlines are kept by the rounds.
+        Each step of the round handles the errors of a single load, peer or message itself. Any
+        other error is logged here and does not end the thread, because deadlines are kept only
+        while there are further rounds.
 
         Returns:
             Whether anything was done, so that the next round should follow at once.
@@ -450,6 +465,10 @@ class Endpoint:
         return busy
 
     def _step(self, activity: str, step: Callable[[], bool]) -> bool:
+        """Do one step of a round, named ``activity`` in log messages; return what it returns.
+
+        If the step raises an exception, log it and return ``False``.
+        """
         return self._containment.run(activity, step, False, serves_all=True)
 
     def _run_commands(self) -> bool:
@@ -461,7 +480,7 @@ class Endpoint:
         return busy
 
     def _listen(self) -> None:
-        """Process the transport's notifications, update the holds, and collect what was sent."""
+        """Process the notifications from peers, update the holds, and collect the sent requests."""
         run, now = self._containment.run, self._clock()
         notifications = run(
             "the driver's notifications", self._take_notifications, None, serves_all=True
@@ -488,6 +507,7 @@ class Endpoint:
         self._load_manager.abort_all()
 
     def _on_load_over(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
+        """Count and log a load that is over, and queue its result for the engine."""
         count = partial(self._count, load, error, record)
         self._containment.run("counting a load", count, None)
         self._results.add_load(load, error, record)
@@ -512,7 +532,7 @@ class Endpoint:
 
 
 class _ResultQueue:
-    """Requests and loads that have ended and that the engine has not taken yet. Thread-safe."""
+    """Keep the requests and loads that have ended until the engine takes them. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -529,12 +549,18 @@ class _ResultQueue:
             return self._expected
 
     def expect(self) -> None:
-        """Count one more load that will be reported."""
+        """Count one more load with ``Load.report`` that is not over."""
         with self._changed:
             self._expected += 1
 
     def add_load(self, load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-        """Add the record of a load that is over, and its request if the load is to be reported."""
+        """Add the record of a load that is over; with ``Load.report``, add its request, too.
+
+        Args:
+            load: the load.
+            error: why it failed; ``None`` if it succeeded.
+            record: its figures.
+        """
         with self._changed:
             self._records.append(record)
             if load.report:
@@ -543,7 +569,7 @@ class _ResultQueue:
                 self._changed.notify_all()
 
     def add_received(self, request: RequestId, error: KVFerryError) -> None:
-        """Add a request that has failed without a load."""
+        """Add a request that has failed without a load, with the reason."""
         with self._changed:
             self._received[request] = error
             self._changed.notify_all()
@@ -575,12 +601,19 @@ class _ResultQueue:
         )
 
     def wait(self, timeout: float) -> bool:
-        """Wait for a request; return whether there is one, or the endpoint has failed."""
+        """Wait until a request can be taken or the endpoint has failed.
+
+        Args:
+            timeout: the most seconds to wait.
+
+        Returns:
+            Whether there is a request to take, or the endpoint has failed.
+        """
         with self._changed:
             return self._changed.wait_for(self._is_worth_waking, timeout)
 
     def wait_for_change(self, timeout: float) -> None:
-        """Wait until something is added, ``timeout`` seconds at most."""
+        """Wait until a request is added or the endpoint fails, up to ``timeout`` seconds."""
         with self._changed:
             self._changed.wait(timeout)
 

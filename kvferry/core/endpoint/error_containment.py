@@ -14,11 +14,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 REPEATED = 3
-"""After so many failures in a row, an activity is reported as a health problem."""
+"""After this number of failures in a row, an activity is reported as a health problem."""
 
 
 def as_ours(exc: Exception) -> KVFerryError:
-    """Return a ``KVFerryError`` unchanged, and any other exception as the cause of one."""
+    """Return an exception unchanged if it is a ``KVFerryError``; otherwise as the cause of one."""
     if isinstance(exc, KVFerryError):
         return exc
     error = TransportError(f"unexpected {type(exc).__name__}: {exc}")
@@ -29,9 +29,9 @@ def as_ours(exc: Exception) -> KVFerryError:
 class ErrorContainment:
     """Log and count the unexpected exceptions of one endpoint's thread.
 
-    This class fails nothing itself: the code that catches an exception fails the load, peer or
-    message that it concerns. An activity is named by a fixed text, which is the subject of a
-    sentence: "the driver's poll".
+    This class only logs and counts. The code that catches an exception must itself fail the load,
+    peer or message that the exception concerns. An activity (a kind of work, such as polling) is
+    named by a fixed text that can be the subject of a sentence: "the driver's poll".
 
     Used by the endpoint's thread only, except for ``problems``.
     """
@@ -39,6 +39,7 @@ class ErrorContainment:
     def __init__(self) -> None:
         self._logged: set[tuple[str, type[Exception]]] = set()
         self._streaks: dict[str, tuple[int, Exception]] = {}
+        """Activity to its number of failures in a row, and the first of their exceptions."""
         self._problems: tuple[str, ...] = ()
 
     @property
@@ -54,11 +55,11 @@ class ErrorContainment:
         """Log an exception with its traceback, once for each activity and exception type.
 
         Args:
-            activity: what failed.
+            activity: the name of the activity that failed.
             error: the exception.
-            serves_all: whether more than one load, peer or message depends on the activity. Only
-                then the failure counts for ``problems``, so that no single peer can make this
-                engine unhealthy.
+            serves_all: whether more than one load, peer or message depends on the activity. If so,
+                the failure counts for ``problems``. Other failures do not, so that no single peer
+                can make this engine unhealthy.
 
         Returns:
             The exception as a ``KVFerryError``; see ``as_ours``.
@@ -80,7 +81,7 @@ class ErrorContainment:
         return as_ours(error)
 
     def succeeded(self, activity: str) -> None:
-        """Note that an activity has succeeded, and count its failures from 0 again."""
+        """Count an activity's failures from 0 again, because it has succeeded."""
         count, _ = self._streaks.pop(activity, (0, None))
         if count >= REPEATED:
             self._publish()
@@ -88,10 +89,10 @@ class ErrorContainment:
     def run(
         self, activity: str, call: Callable[[], T], otherwise: T, *, serves_all: bool = False
     ) -> T:
-        """Make a call, and contain what it raises.
+        """Make a call; if it raises an exception, log it and return a default.
 
         Args:
-            activity: as for ``caught``.
+            activity: the name of the activity, as for ``caught``.
             call: the call to make.
             otherwise: what to return if the call raises.
             serves_all: as for ``caught``.

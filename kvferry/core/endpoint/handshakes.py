@@ -31,27 +31,30 @@ from kvferry.core.security.proof import load_library
 logger = logging.getLogger(__name__)
 
 MAX_HANDSHAKES = 64
-"""How many handshakes run at once. Many, because clients choose which hosts tickets name, and hosts
-that never answer must not make others wait; but each may receive a reply of
-``MAX_SHORT_REPLY_BYTES``, which is in memory two or three times while it is received."""
+"""The most handshakes that run at once. The number is high because clients choose which hosts
+tickets name, and hosts that never answer must not delay others. It is limited because each
+handshake may receive a reply of ``MAX_SHORT_REPLY_BYTES``, which is in memory two or three times
+while it is received."""
 FIRST_BACKOFF_SECONDS = 0.1
 LONGEST_BACKOFF_SECONDS = 5.0
-"""The pause after a failed handshake with an engine doubles from the first to the longest."""
+"""The pause after a failed handshake with an engine doubles with each failure, from
+``FIRST_BACKOFF_SECONDS`` to ``LONGEST_BACKOFF_SECONDS``."""
 MAX_REMEMBERED = 1 << 12
 """The most engines whose failures are remembered."""
 
 
 class PeerKey(NamedTuple):
-    """The producer that a ticket names, and where it is; identifies a handshake.
+    """The producer that a ticket names, and its address; identifies a handshake.
 
-    The two keys are part of it so that failures of a forged ticket do not delay a genuine one.
+    It contains both keys, so that failed handshakes for a forged ticket do not delay the handshake
+    for a genuine one.
 
     Attributes:
         engine: the producer's id.
         host, port: the producer's side channel.
         key: public key of the side channel; empty without encryption.
-        routed: a second address, (host, port), to ask if the first does not answer; ``None`` for
-            none.
+        routed: a second address, (host, port), to ask if the first does not answer; ``None`` if
+            there is none.
         ticket_key: the public key that proves the ticket; empty if the ticket has no proof.
     """
 
@@ -64,7 +67,7 @@ class PeerKey(NamedTuple):
 
     @property
     def places(self) -> tuple[PeerKey, ...]:
-        """Return the addresses to ask in this order, each as a ``PeerKey`` without ``routed``."""
+        """Return the addresses to ask, in order, each as a ``PeerKey`` without ``routed``."""
         if self.routed is None:
             return (self,)
         host, port = self.routed
@@ -77,13 +80,14 @@ class HandshakeResult:
 
     Attributes:
         payloads: what the producer's ranks publish, in rank order.
-        plan: how this rank reads from them.
-        overridden: differences that the operator allows.
+        plan: how this rank reads from the producer's ranks.
+        overridden: a text for each difference between the two engines that the operator allows.
         begun: when the handshake began, by ``time.perf_counter``.
         place: the address that answered, one of ``PeerKey.places``; ``None`` if not recorded.
-        ticket_key: the key by which the producer proves its tickets; empty if it proves none.
+        ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
+            if it publishes none.
         numeric: the numeric address of the side channel.
-        memory: estimated bytes of the objects to keep, by their ``id``; see ``memory_of``.
+        memory: ``id`` of each object to keep, to its estimated bytes; see ``memory_of``.
     """
 
     payloads: tuple[RankPayload, ...]
@@ -97,31 +101,42 @@ class HandshakeResult:
 
 
 DECODED = 5
-"""A decoded payload takes at most so many times the bytes of the encoded one."""
+"""The fields of a decoded payload take at most this many times the bytes of the encoded payload."""
 RANK_BYTES, REGION_BYTES, FACT_BYTES, CUT_BYTES = 2000, 200, 200, 100
+"""Estimated bytes of memory of a payload without its parts, of a region, of an entry of
+``agreement``, and of a cut of a batch of strips."""
 
 Heard = Callable[[HandshakeResult | KVFerryError], None]
+"""Called with the outcome of a handshake: its result, or the error."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Backoff:
+    """The failures in a row of handshakes with one producer.
+
+    Attributes:
+        failures: how many times the pause was set, each time to a longer one.
+        until: when the next handshake may begin.
+    """
+
     failures: int = 0
     until: float = 0.0
 
 
 class Handshakes:
-    """Start handshakes: one for all callers that ask for the same, and not too many at once.
+    """Start handshakes, at most ``MAX_HANDSHAKES`` at once.
 
-    After a failure the next handshake with that engine waits a little, so that an engine that
-    restarts is soon used again, and one that is gone costs little. Used by the endpoint's thread
-    only; the handshakes run on threads of their own.
+    All callers that ask for a handshake with the same producer share one. After a failure, the next
+    handshake with that producer waits. The wait begins short, so that an engine that restarts is
+    soon used again, and grows, so that an engine that is gone costs little. Used by the endpoint's
+    thread only; the handshakes run on threads of their own.
 
     Args:
         shake: performs a handshake; called on a thread of its own, may block and may raise.
         post: runs a callable on the endpoint's thread, soon.
         clock: seconds, monotonic.
-        used: called with the result of each handshake that succeeded, before the callers of ``ask``
-            hear of it.
+        used: called with the result of each handshake that succeeded, before the callbacks that
+            were passed to ``ask``.
     """
 
     def __init__(
@@ -143,15 +158,15 @@ class Handshakes:
         self._is_turn_of_oldest = False
 
     def __len__(self) -> int:
-        """Return how many handshakes have been asked for and are not over."""
+        """Return the number of handshakes that were asked for and are not over."""
         return len(self._asked)
 
     def ask(self, key: PeerKey, heard: Heard) -> None:
-        """Ask for a handshake; all who ask for the same before it is over share it.
+        """Ask for a handshake with a producer, unless one is waiting or under way already.
 
         Args:
             key: the producer.
-            heard: called with the result, or with the error.
+            heard: called once, on the endpoint's thread, with the outcome of the handshake.
         """
         asked = self._asked.setdefault(key, [])
         asked.append(heard)
@@ -161,7 +176,11 @@ class Handshakes:
             self.progress(self._clock())
 
     def progress(self, now: float) -> None:
-        """Start the handshakes that are due."""
+        """Start the handshakes whose pause is over, as far as ``MAX_HANDSHAKES`` allows.
+
+        Args:
+            now: seconds, on this object's clock.
+        """
         for key in [key for key, due in self._delayed.items() if due <= now]:
             del self._delayed[key]
             self._queued.append(key)
@@ -169,7 +188,7 @@ class Handshakes:
             self._start(self._take())
 
     def failed(self, key: PeerKey) -> None:
-        """Delay the next handshake with an engine that could not be reached or used."""
+        """Delay the next handshake with a producer that could not be reached or used."""
         now = self._clock()
         if key not in self._backoffs and len(self._backoffs) >= MAX_REMEMBERED:
             del self._backoffs[next(iter(self._backoffs))]
@@ -180,20 +199,20 @@ class Handshakes:
             backoff.until = now + min(seconds, LONGEST_BACKOFF_SECONDS)
 
     def succeeded(self, key: PeerKey) -> None:
-        """Forget the failures of an engine that is connected: its next handshake begins at once."""
+        """Forget the failures of a producer that is connected, so that no pause delays it."""
         self._backoffs.pop(key, None)
 
     def close(self) -> None:
-        """Start no more handshakes; return without waiting for those under way."""
+        """Start no more handshakes. Return without waiting for the handshakes under way."""
         self._queued.clear()
         self._delayed.clear()
 
     def _take(self) -> PeerKey:
-        """Remove the next engine from the queue and return it.
+        """Remove the next producer from the queue and return it.
 
-        Every other turn goes to the engine with the fewest failures, so that engines that never
-        answer do not delay others. The turns between go to the engine that has waited longest, so
-        that new names, of which tickets may bring any number, do not delay others for ever.
+        Every second call returns the producer with the fewest failures, so that producers that
+        never answer do not delay others. The other calls return the producer that has waited
+        longest, so that tickets with ever new engine names do not delay it for ever.
         """
         oldest, self._is_turn_of_oldest = self._is_turn_of_oldest, not self._is_turn_of_oldest
         key = self._queued[0] if oldest else min(self._queued, key=self._failures)
@@ -201,6 +220,7 @@ class Handshakes:
         return key
 
     def _failures(self, key: PeerKey) -> int:
+        """Return how often a producer has failed since it was last connected."""
         backoff = self._backoffs.get(key)
         return backoff.failures if backoff is not None else 0
 
@@ -236,9 +256,9 @@ class Handshakes:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error, whose frames would keep all that was decoded in memory.
+    """Drop the tracebacks of an error and its causes, whose frames would keep decoded replies.
 
-    The error itself lives until the requests that it fails are reported.
+    The error itself is kept until the requests that it fails are reported.
     """
     while error is not None:
         error.__traceback__ = None
@@ -251,7 +271,8 @@ class HandshakeWorker:
     ``perform`` may run on many threads at once; the endpoint's thread calls the other methods.
 
     Args:
-        options: the handshake timeout, the access control, and the differences that are accepted.
+        options: the handshake timeout, this engine's keys and the networks that it may connect to,
+            and the differences between engines that are accepted.
     """
 
     def __init__(self, options: EndpointOptions) -> None:
@@ -262,16 +283,27 @@ class HandshakeWorker:
         self._reply_limits = ReplyLimits()
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """Set what the ranks of this engine publish, in rank order, and the index of this rank."""
+        """Set what this engine publishes, without which ``perform`` refuses every handshake.
+
+        Args:
+            own: the payloads of all ranks of this engine, in rank order.
+            rank: index of this rank.
+        """
         self._planner, self._rank = PlanCache([payload.layout for payload in own], rank), rank
-        self._own = tuple(own)  # last: with it, other threads begin to use the rest
+        self._own = tuple(own)  # set last: other threads use the rest once it is set
 
     def used(self, result: HandshakeResult) -> None:
-        """Stop counting a result as unused: it has reached the endpoint's thread."""
+        """Stop counting the memory of a result as waiting, as the endpoint's thread has it now.
+
+        While too much memory of results waits for the endpoint's thread, no further reply is
+        decoded; see ``ReplyLimits``.
+        """
         self._reply_limits.used(sum(result.memory.values()))
 
     def perform(self, key: PeerKey) -> HandshakeResult:
-        """Perform one handshake: all of connecting that needs no transport. Blocks.
+        """Perform one handshake: fetch what a producer publishes, check it, and plan the reads.
+
+        Blocks. Nothing is connected with the transport.
 
         Args:
             key: the producer.
@@ -309,17 +341,19 @@ class HandshakeWorker:
     def _fetch(self, key: PeerKey, turn: ExitStack) -> tuple[PeerKey, EngineReply]:
         """Ask at each address of a producer until one answers as the engine of the ticket.
 
-        The addresses share the handshake's timeout, so that a silent one leaves time for the next.
+        The addresses share the handshake's timeout, so that an address that does not answer leaves
+        time for the next.
 
         Args:
             key: the producer.
-            turn: receives the turn to have a decoded reply in memory, which ends when it is closed.
+            turn: receives the turn to have a decoded reply in memory (see ``ReplyLimits.turn``).
+                The turn ends when the caller closes this stack.
 
         Returns:
             The address that answered, and its answer.
 
         Raises:
-            HandshakeError: no address answered; the message says why, for each.
+            HandshakeError: no address answered; the message says why, for each address.
         """
         deadline = time.monotonic() + self._options.handshake_timeout
         places, failures = list(key.places), list[HandshakeError]()
@@ -331,8 +365,8 @@ class HandshakeWorker:
                     fetched = attempt.enter_context(
                         fetching(dialer, place.engine, self._reply_limits)
                     )
-                    # Where another key is published, an engine of the same name may listen: every
-                    # host has a loopback address of its own.
+                    # Another key means another engine with the same id: a loopback address, for
+                    # instance, leads to another engine on each host.
                     if fetched.info.ticket_key == key.ticket_key or not places:
                         turn.push(attempt.pop_all())
                         return place, fetched
@@ -342,6 +376,7 @@ class HandshakeWorker:
                     raise type(exc)("; and ".join(map(str, failures))) from exc
 
     def _dialer(self, place: PeerKey, timeout: float) -> Dialer:
+        """Return a ``Dialer`` for the address of a side channel, with a timeout in seconds."""
         return Dialer(
             host=place.host,
             port=place.port,
@@ -355,15 +390,16 @@ class HandshakeWorker:
 def memory_of(
     payloads: Sequence[RankPayload], sizes: Sequence[int], plan: Plan
 ) -> Mapping[int, int]:
-    """Estimate the memory that keeping a producer takes.
+    """Estimate the memory that a producer's payloads and plan take while they are kept.
 
     Args:
-        payloads: the decoded payload of each of its ranks.
-        sizes: bytes of each encoded payload.
+        payloads: the decoded payload of each rank of the producer.
+        sizes: the number of bytes of each encoded payload, in the same order.
         plan: the plan of reading from the producer.
 
     Returns:
-        Estimated bytes by the ``id`` of the object that takes them; valid while the objects live.
+        ``id`` of each object to its estimated bytes; valid while the objects live. Objects that
+        several producers share have the same ``id``.
     """
     memory = {id(plan): sum(map(_own_bytes, payloads))}
     for payload, size in zip(payloads, sizes, strict=True):
@@ -377,7 +413,7 @@ def memory_of(
 
 
 def _own_bytes(payload: RankPayload) -> int:
-    """Return the bytes of a payload that it shares with no other."""
+    """Estimate the bytes of a decoded payload without its fields, which payloads may share."""
     texts = sum(len(name) + len(value) for name, value in payload.agreement.items())
     return (
         RANK_BYTES

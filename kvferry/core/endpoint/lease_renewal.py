@@ -1,10 +1,12 @@
 """Renewal of the leases of holds that a rank waits for, before its loads and during them.
 
-To renew a hold, a rank reads its slot word with a ``Renewal`` message bound to the read. The word
+A hold stands for a request's pages on the producer, which keeps them until the lease expires. To
+renew a hold, a rank reads its slot word with a ``Renewal`` message bound to the read. The slot word
 is the answer: the hold is gone, or it stands for another lease. Answering costs the producer
-nothing. A renewal also claims the hold for this engine, which then sends a heartbeat every second.
-``Renewals`` decides when to renew, ``LeaseRenewal`` makes the reads, and ``PendingTickets`` starts
-renewals for tickets whose requests wait for pages.
+nothing. A renewal also claims the hold for this engine: it tells the producer that this engine
+waits for the pages, and will send a heartbeat every second. ``Renewals`` decides when to renew,
+``LeaseRenewal`` makes the reads, and ``PendingTickets`` starts renewals for tickets whose requests
+wait for pages.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from kvferry.core.transport import PeerId
 logger = logging.getLogger(__name__)
 
 SEARCH_SECONDS = 0.1
-"""How often the pending tickets without a connected producer are looked for."""
+"""Time between two searches for pending tickets whose producer is not connected."""
 
 _Key = tuple[str, int, Hold, Proof | None]
 """Engine, incarnation, hold and proof of a ticket. The proof keeps a forged ticket apart from a
@@ -42,7 +44,7 @@ genuine one that names the same hold."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """The hold of one renewal, its producer, and the callback for when it is gone."""
+    """A hold that is renewed, its producer, and the callback for when the hold is gone."""
 
     peer: Peer
     hold: Hold
@@ -56,14 +58,17 @@ class LeaseRenewal:
     endpoint's thread only.
 
     Args:
-        engine: id of this engine, which the producer records as a user of the hold.
+        engine: id of this engine, for which the producer records the claims.
         life: incarnation of this engine, recorded with ``engine``.
-        notify: sends bytes to a peer; used for heartbeats. Its exceptions are ignored.
+        notify: sends a notification with these bytes over a connection; used for heartbeats. Its
+            exceptions are ignored.
         slot_reads: makes the reads of slot words.
         transfers: cancels reads that take too long.
-        lost: called with peer, rank and error when the read of a renewal has failed and is over.
-        failing: called with peer, rank and error when the driver knows that the read of a renewal
-            will fail, but bytes may still land; if the read was cancelled, only after its grace.
+        lost: called with the producer, the index of its rank and the error when the read of a
+            renewal has failed and no more of its bytes will land.
+        failing: called likewise when the driver knows that the read of a renewal will fail, but
+            bytes may still land; for a read that was cancelled, only if it goes on for longer than
+            its grace.
     """
 
     def __init__(
@@ -88,10 +93,10 @@ class LeaseRenewal:
         self._renewals = Renewals()
         self._targets: dict[RenewalId, _Target] = {}
         self._peers = Counter[Peer]()
-        """Producer to how many of its holds are renewed; there may be thousands."""
+        """Producer to the number of its holds that are renewed, which may be thousands."""
 
     def __len__(self) -> int:
-        """Return how many holds are renewed."""
+        """Return the number of holds that are being renewed."""
         return len(self._renewals)
 
     def begin(
@@ -109,23 +114,25 @@ class LeaseRenewal:
             peer: the producer.
             hold: the ticket's hold at that producer.
             now: seconds, on the clock of ``progress``.
-            at_once: whether to renew now; otherwise the first renewal is due a little later.
+            at_once: whether to renew now; otherwise the first renewal is due after
+                ``FIRST_SECONDS`` or a third of the lease, whichever is shorter.
             ended: called at most once, with the error, when a renewal finds the hold gone.
 
         Returns:
-            The renewal, for ``end``; ``None`` where the producer knows no renewals.
+            The id of the hold's renewals, for ``settle`` and ``end``; ``None`` if the build of some
+            producer rank does not know renewals, and then nothing is renewed.
         """
         if peer.lease is None:
             return None
         renewal = self._renewals.begin(peer.parties, lease=peer.lease, now=now, at_once=at_once)
         self._targets[renewal] = _Target(peer=peer, hold=hold, ended=ended)
-        if not self._peers:  # most loads are over before, and cost no heartbeat
+        if not self._peers:  # not at once: most loads are over before
             self._next_heartbeat = now + HEARTBEAT_SECONDS
         self._peers[peer] += 1
         return renewal
 
     def end(self, renewal: RenewalId | None) -> None:
-        """Stop renewing a hold; ``None`` is ignored."""
+        """Stop renewing a hold. ``None``, which ``begin`` may have returned, is ignored."""
         if renewal is not None:
             self._renewals.end(renewal)
             target = self._targets.pop(renewal, None)
@@ -133,12 +140,23 @@ class LeaseRenewal:
                 self._forget(target.peer)
 
     def settle(self, renewal: RenewalId | None, rank: int) -> None:
-        """Stop renewing a hold with one producer rank, whose fence is about to be posted."""
+        """Stop renewing a hold with one producer rank, where its fence is about to be posted.
+
+        The fence is the read of the slot word after the data.
+
+        Args:
+            renewal: what ``begin`` returned; ``None`` is ignored.
+            rank: index of the producer rank.
+        """
         if renewal is not None:
             self._renewals.settle(renewal, rank)
 
     def progress(self, now: float) -> None:
-        """Make the renewals that are due, cancel those without an answer, and send heartbeats."""
+        """Make the renewals that are due, cancel those without an answer, and send heartbeats.
+
+        Args:
+            now: seconds, on the clock of ``begin``.
+        """
         due, overdue = self._renewals.take_due(now)
         for request in overdue:
             peer = self._targets[request.renewal].peer
@@ -152,12 +170,17 @@ class LeaseRenewal:
                 self._say_alive(peer)
 
     def _end_lingering(self, peer: Peer, rank: int, reads: Sequence[Read]) -> bool:
-        """Call ``failing`` for a cancelled read that goes on, if the driver says that it will fail.
+        """Call ``failing`` if the driver says that a cancelled read that goes on will fail.
 
         Otherwise the read is left alone: a renewal has no deadline and may still be answered.
 
+        Args:
+            peer: the producer.
+            rank: index of the producer rank that is read from.
+            reads: the cancelled reads of the renewal that have not ended within their grace.
+
         Returns:
-            Whether ``Transfers`` is to call again if the read still goes on.
+            Whether ``Transfers`` is to call again if any of the reads still goes on.
         """
         failures = [read.failure for read in reads if read.failure is not None]
         for failure in failures[:1]:
@@ -165,13 +188,13 @@ class LeaseRenewal:
         return not failures
 
     def _forget(self, peer: Peer) -> None:
-        """Count one renewed hold of a peer less."""
+        """Subtract one from the number of renewed holds of a producer."""
         self._peers[peer] -= 1
         if not self._peers[peer]:
             del self._peers[peer]
 
     def _say_alive(self, peer: Peer) -> None:
-        """Send each rank of a peer one heartbeat, which counts for all holds claimed there."""
+        """Send a heartbeat to each rank of a producer; it counts for all holds claimed there."""
         note = Heartbeat(incarnation=peer.incarnation, engine=self._engine, life=self._life)
         payload = encode([note])
         for peer_id in peer.heartbeats.values():
@@ -181,6 +204,7 @@ class LeaseRenewal:
                 logger.debug("no heartbeat to engine %s", peer.key.engine, exc_info=True)
 
     def _read(self, request: RenewalRequest, target: _Target) -> SlotRead:
+        """Return the read of a hold's slot word with a renewal bound to it."""
         peer, hold = target.peer, target.hold
 
         def landed(word: int, seconds: float) -> None:
@@ -190,7 +214,7 @@ class LeaseRenewal:
                 target.ended(gone())
 
         def failing(error: KVFerryError) -> None:
-            if not isinstance(error, TransferCancelledError):  # else it has its grace
+            if not isinstance(error, TransferCancelledError):  # a cancelled read has its grace
                 self._failing(peer, request.rank, error)
 
         def lost(error: KVFerryError) -> None:
@@ -223,11 +247,11 @@ class _PendingTicket:
         ticket: the ticket that the first of the requests brought.
         begun: when the first request came, by ``time.perf_counter``.
         requests: number of requests that wait.
-        peer: the producer, while it is connected.
-        renewal: the renewal of the hold, while there is one.
+        peer: the producer; ``None`` while it is not connected.
+        renewal: identifies the renewals of the hold; ``None`` while it is not renewed.
         is_reaching: whether ``Peers`` is connecting to the producer.
-        is_over: whether there is nothing to renew: the hold is gone, or the ticket was refused.
-        gone: the error with which loads will fail, if the hold is gone.
+        is_over: whether nothing is renewed any more: the hold is gone, or the ticket was refused.
+        gone: the error with which loads will fail if the hold is gone; otherwise ``None``.
     """
 
     ticket: Ticket
@@ -261,7 +285,7 @@ class PendingTickets:
         self._next_search = 0.0
 
     def add(self, ticket: Ticket) -> None:
-        """Add a request that waits with this ticket; ``take`` ends its wait."""
+        """Add a request that waits for pages with this ticket; ``take`` ends its wait."""
         begun = time.perf_counter()
         pending = self._tickets.setdefault(_key(ticket), _PendingTicket(ticket=ticket, begun=begun))
         pending.requests += 1
@@ -272,8 +296,8 @@ class PendingTickets:
         """End the wait of one request with this ticket.
 
         Returns:
-            Seconds since the first request waited with the ticket (0 if none did), and the error if
-            the hold is known to be gone.
+            Seconds since the first request began to wait with the ticket (0 if no request waits
+            with it), and the error if the hold is gone, or ``None``.
         """
         pending = self._tickets.get(_key(ticket))
         if pending is None:
@@ -285,7 +309,11 @@ class PendingTickets:
         return time.perf_counter() - pending.begun, pending.gone
 
     def progress(self, now: float) -> None:
-        """Connect to the producers of tickets that have no connected producer."""
+        """Connect to the producers of pending tickets that are not connected.
+
+        Args:
+            now: seconds, on this object's clock.
+        """
         if now < self._next_search:
             return
         self._next_search = now + SEARCH_SECONDS
@@ -304,11 +332,15 @@ class PendingTickets:
         )
 
     def _unreached(self, pending: _PendingTicket, error: KVFerryError) -> None:
-        """Leave the next attempt to ``progress``, unless the ticket was refused."""
+        """Record that a ticket's producer could not be connected.
+
+        ``progress`` tries again, unless the error says that the ticket was refused.
+        """
         pending.is_reaching = False
         pending.is_over = isinstance(error, TicketError)  # the load will say so
 
     def _reached(self, pending: _PendingTicket, peer: Peer) -> None:
+        """Check a ticket against its producer, which is connected now, and renew its hold."""
         pending.is_reaching = False
         if self._tickets.get(_key(pending.ticket)) is not pending or pending.is_over:
             return
@@ -328,10 +360,12 @@ class PendingTickets:
         )
 
     def _gone(self, pending: _PendingTicket, error: KVFerryError) -> None:
+        """Keep the error for the loads with a ticket whose hold is gone."""
         pending.gone, pending.is_over = error, True
         self._stop(pending)
 
     def _stop(self, pending: _PendingTicket) -> None:
+        """Stop renewing a ticket's hold, and stop counting as a user of its producer."""
         self._lease_renewal.end(pending.renewal)
         pending.renewal = None
         if pending.peer is not None:

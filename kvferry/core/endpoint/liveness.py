@@ -1,8 +1,8 @@
 """Liveness checks: one thread pings all producers over their side channels.
 
-A producer costs two file descriptors, libzmq's for its socket and for the connection. The thread
-never waits for a single producer: it connects without blocking, to the numeric address that the
-handshake found, so that no name has to be looked up.
+Each producer takes two file descriptors, which libzmq uses for its socket and for the connection.
+The thread never waits for a single producer: it connects without blocking, to the numeric address
+that the handshake found, so that no name has to be looked up.
 """
 
 from __future__ import annotations
@@ -35,20 +35,24 @@ from kvferry.core.messages import MAX_PONG_BYTES, Ping, Pong, Refusal, Reply, en
 logger = logging.getLogger(__name__)
 
 QUICK_SECONDS = 0.1
-"""Pause after a missed ping. A miss that is known at once (the connection was closed, or nobody
-listens any more) then leads to the next within this time, and not after a whole interval: so a
-process that has ended is soon given up."""
+"""Pause after a missed ping. If a ping is missed at once (because the connection was closed, or
+nobody listens any more), the next ping follows after this pause and not after a whole interval, so
+that a process that has ended is soon given up."""
 
 Lost = Callable[[KVFerryError], None]
+"""Called with the error when a producer is lost."""
 
 
 class LivenessCheck:
-    """The pings of one producer. Used by the thread of its ``LivenessChecks``.
+    """Ping one producer. Used by the thread of its ``LivenessChecks`` only.
+
+    A check has no thread of its own: ``turn`` takes the next step, without blocking.
 
     Args:
         key: the producer.
         numeric: the numeric address of its side channel, found by the handshake.
-        incarnation: the engine's incarnation; if another one answers, the producer is lost.
+        incarnation: the random number that identifies the start of the engine; if another start
+            answers, the producer is lost.
         options: how often to ping, and how many misses in a row mean that the producer is dead.
         polled: the epoll object of the thread; the check registers its descriptor there.
     """
@@ -79,32 +83,35 @@ class LivenessCheck:
         self._name = f"engine {key.engine}"
         self._misses = 0
         self._attempt: socket.socket | None = None
-        """A plain connection that is being made, to see whether somebody listens."""
+        """A plain TCP connection that is being made, to see whether somebody listens."""
         self._channel: Socket | None = None
+        """The ZMQ socket over which pings are sent; made once ``_attempt`` has succeeded."""
         self._descriptor = -1
-        """The descriptor of the attempt or the channel, whichever exists; -1 for neither."""
+        """The descriptor of ``_attempt`` or ``_channel``, whichever exists; -1 if neither does."""
         self._unanswered = 0
+        """Number of pings without an answer that were sent over ``_channel``."""
         self._is_reached = False
-        """Whether an answer came over this connection."""
+        """Whether any answer has come over ``_channel``."""
         self._is_second = False
-        """Whether this is the second connection made for the same unanswered ping."""
+        """Whether ``_channel`` is the second connection made for the same unanswered ping."""
         self._deadline: float | None = None
-        """When the ping that is under way counts as missed; ``None`` without such a ping."""
+        """When the ping that is under way counts as missed; ``None`` if no ping is under way."""
         self.due = 0.0
-        """When the next turn is due, unless the descriptor is ready before (``time.monotonic``)."""
+        """When the next turn is due, by ``time.monotonic``. A turn also follows as soon as the
+        descriptor is ready."""
         self.queued: float | None = None
         """The time under which the check is in the thread's queue; ``None`` if it is not queued."""
 
     @property
     def descriptor(self) -> int:
-        """Return the descriptor that is polled for this producer now; -1 for none."""
+        """Return the file descriptor that is polled for this producer now; -1 if there is none."""
         return self._descriptor
 
     def turn(self, now: float) -> None:
         """Take the next step, because the descriptor is ready or ``due`` has come.
 
         Args:
-            now: by ``time.monotonic``.
+            now: seconds, by ``time.monotonic``.
 
         Raises:
             PeerLostError: the producer is dead or was restarted, or refuses pings.
@@ -134,7 +141,7 @@ class LivenessCheck:
             self._channel = None
 
     def _try(self, now: float) -> None:
-        """Begin a plain TCP connection: libzmq would retry for ever without an error."""
+        """Begin to make a plain TCP connection; libzmq would retry for ever without an error."""
         family = socket.AF_INET6 if ":" in self._numeric else socket.AF_INET
         self._attempt = socket.socket(family, socket.SOCK_STREAM)
         self._attempt.setblocking(False)
@@ -145,6 +152,7 @@ class LivenessCheck:
         self._poll(self._attempt.fileno(), select.EPOLLOUT)
 
     def _reach(self, attempt: socket.socket, now: float) -> None:
+        """If the plain connection is made, open a channel instead and ping; raise if it failed."""
         status = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not status and not _is_writable(attempt):
             if now < self.due:
@@ -160,14 +168,14 @@ class LivenessCheck:
         self._listen(self._channel, now)
 
     def _listen(self, channel: Socket, now: float) -> None:
-        """Process what arrived, and send a ping if one is due."""
+        """Process the answers that have arrived, and send a ping if one is due."""
         self._hear(channel, now)
         if now < self.due:
             return
         if self._deadline is None:
             self._deadline = now + self._options.liveness_interval
         elif not self._is_reached and not self._is_second:
-            # libzmq does not report it if nobody listened any more when it connected.
+            # Connect once more: libzmq does not report it if nobody listened when it connected.
             self._is_second = True
             self.close()
             self._try(now)
@@ -184,6 +192,7 @@ class LivenessCheck:
         self._hear(channel, now)  # sending may consume the event of an arrival
 
     def _hear(self, channel: Socket, now: float) -> None:
+        """Process the answers that have arrived; raise if the connection was closed."""
         while (events := int(channel.getsockopt(zmq.EVENTS))) & zmq.POLLIN:
             try:
                 reply = answer(channel)
@@ -201,6 +210,7 @@ class LivenessCheck:
             raise HandshakeError("the connection was closed: the engine has ended, or refuses this")
 
     def _check(self, reply: Reply) -> None:
+        """Refuse an answer that is not the ``Pong`` of this start of the engine."""
         if isinstance(reply, Refusal):
             raise PeerLostError(f"{self._name} is not at its address any more: {reply.reason}")
         if not isinstance(reply, Pong):
@@ -209,6 +219,15 @@ class LivenessCheck:
             raise PeerLostError(f"{self._name} was restarted: what it held is gone")
 
     def _miss(self, why: str, now: float) -> None:
+        """Count a missed ping, close the connection, and schedule the next ping.
+
+        Args:
+            why: why the ping was missed, for the error.
+            now: seconds, by ``time.monotonic``.
+
+        Raises:
+            PeerLostError: too many pings in a row were missed.
+        """
         self.close()
         self._is_second = False
         self._misses += 1
@@ -218,12 +237,13 @@ class LivenessCheck:
         self.due = now + QUICK_SECONDS
 
     def _poll(self, descriptor: int, events: int) -> None:
+        """Have the thread poll a file descriptor for these events of ``select.epoll``."""
         self._polled.register(descriptor, events)
         self._descriptor = descriptor
 
 
 class LivenessChecks:
-    """Ping producers on one thread, which is started with the first producer.
+    """Ping producers on one thread, which is started for the first of them.
 
     Args:
         options: how often to ping, and how many misses in a row mean that a producer is dead.
@@ -241,11 +261,12 @@ class LivenessChecks:
         Args:
             key: the producer.
             numeric: the numeric address of its side channel, found by the handshake.
-            incarnation: the engine's incarnation.
-            lost: called once, on the pinging thread, when the producer is dead or was restarted.
+            incarnation: the random number that identifies the start of the engine.
+            lost: called at most once, on the pinging thread, when the producer is dead or was
+                restarted, or refuses pings.
 
         Returns:
-            A function that ends the check and returns at once; a second call does nothing.
+            A function that ends the check. It returns at once, and a second call does nothing.
 
         Raises:
             OSError: no file descriptor is left for the thread.
@@ -261,7 +282,7 @@ class LivenessChecks:
         return lambda: poller.post(lambda: poller.remove(check))
 
     def close(self) -> None:
-        """End all checks; returns at once."""
+        """End all checks, and return at once."""
         if self._poller is not None:
             self._poller.post(self._poller.end)
             self._poller = None
@@ -285,7 +306,9 @@ class _Poller:
         self._lock = threading.Lock()
         self._checks: dict[LivenessCheck, Lost] = {}
         self._polling: dict[int, LivenessCheck] = {}
+        """File descriptor that is polled to its check."""
         self._due: list[tuple[float, int, LivenessCheck]] = []
+        """Heap of (time by ``time.monotonic``, number that orders equal times, check)."""
         self._numbers = itertools.count()
         self._ended = False
         try:
@@ -295,26 +318,29 @@ class _Poller:
             raise
 
     def post(self, command: Callable[[], None]) -> None:
-        """Run a command on the pinging thread, soon; ignored once that has ended. Thread-safe."""
+        """Run a command on the pinging thread, soon; ignored if the thread has ended."""
         with self._lock:
             if self._ended:
                 return
             self._posted.append(command)
             try:
                 self._waker.send(b"\0")
-            except BlockingIOError:  # it has been woken often enough
+            except BlockingIOError:  # the socket is full: the thread will wake
                 return
 
     def add(self, check: LivenessCheck, lost: Lost) -> None:
+        """Begin a check; ``lost`` is called when its producer is lost."""
         self._checks[check] = lost
         self._turn(check, time.monotonic())
 
     def remove(self, check: LivenessCheck) -> None:
+        """End a check, without calling its ``lost``; ignored if the check was ended before."""
         if self._checks.pop(check, None) is not None:
             self._polling.pop(check.descriptor, None)
             check.close()
 
     def end(self) -> None:
+        """End all checks and the thread."""
         for check in list(self._checks):
             self.remove(check)
         self._close()
@@ -349,7 +375,7 @@ class _Poller:
         return max(math.ceil((self._due[0][0] - time.monotonic()) * 1e3), 0) / 1e3
 
     def _is_meant(self, entry: tuple[float, int, LivenessCheck]) -> bool:
-        """Return whether a queue entry is current: its check goes on and was not rescheduled."""
+        """Return whether an entry of ``_due`` is current: its check goes on with this due time."""
         due, _, check = entry
         return check in self._checks and check.queued == due == check.due
 
@@ -362,6 +388,7 @@ class _Poller:
             self._posted.popleft()()
 
     def _catch_up(self, now: float) -> None:
+        """Let all checks that are due take their next step."""
         while self._due and self._due[0][0] <= now:
             entry = heapq.heappop(self._due)
             if self._is_meant(entry):
@@ -369,7 +396,7 @@ class _Poller:
                 self._turn(entry[2], now)
 
     def _turn(self, check: LivenessCheck, now: float) -> None:
-        """Let one check take its next step; an error ends this check and no other."""
+        """Let one check take its next step; an error ends only this check."""
         self._polling.pop(check.descriptor, None)
         try:
             check.turn(now)
@@ -387,6 +414,7 @@ class _Poller:
             heapq.heappush(self._due, (check.due, next(self._numbers), check))
 
     def _give_up(self, check: LivenessCheck, error: KVFerryError) -> None:
+        """End a check because its producer is lost, and call its ``lost``."""
         lost = self._checks.get(check)
         self.remove(check)
         if lost is not None:
@@ -394,12 +422,12 @@ class _Poller:
 
 
 def _is_writable(attempt: socket.socket) -> bool:
-    """Return whether a non-blocking connect is over: it has succeeded or failed."""
+    """Return whether a socket's non-blocking connect is over, with success or failure."""
     polled = select.poll()
     polled.register(attempt, select.POLLOUT)
     return bool(polled.poll(0))
 
 
 def _os_error(status: int) -> OSError:
-    """Return the error that a system call with this status would raise."""
+    """Return the exception for an error number of a system call."""
     return OSError(status, os.strerror(status))

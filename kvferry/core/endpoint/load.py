@@ -25,17 +25,19 @@ class Load:
 
     Attributes:
         request: this engine's id of the request.
-        ticket: from the producer.
-        ranges: per local group, the tokens ``[first, last)`` to pull, or ``None`` for none of the
-            group; ``(0, T)`` for a state.
-        local: per local group, the pages to fill, with their positions. They belong to the load
+        ticket: the ticket that the producer made for the request. Its hold stands for the pages on
+            the producer.
+        ranges: per local group, ``(first, last)``: indices in the prompt of the first token to pull
+            and of the token after the last one. ``None`` to pull nothing for the group; for a
+            state, ``(0, ticket.tokens)``.
+        local: per local group, the pages to fill, with their block indices. They belong to the load
             until it is reported.
-        report: whether the outcome is reported. A load that pulls nothing (the prompt was cached
-            here) only tells the producer that the hold is over.
-        shared: whether other requests of this engine may still load under the same hold. Then this
-            load sends the producer neither "done" nor "abandon"; a later load that is not shared
-            must. A shared load that pulls nothing and is not reported contacts nobody: it only
-            ends one ``prepare`` of the ticket.
+        report: whether the outcome is reported. A load that pulls nothing, because the prompt was
+            cached here, needs no report: it only tells the producer "done".
+        shared: whether other requests of this engine may still load under the same hold. If so,
+            this load sends the producer neither "done" nor "abandon"; a later load that is not
+            shared must. A shared load that pulls nothing and is not reported contacts nobody: it
+            only ends one ``prepare`` of the ticket.
     """
 
     request: RequestId
@@ -55,15 +57,15 @@ class Load:
 class LoadState:
     """The endpoint's record of one load, until it is over and all its actions are performed.
 
-    The state machine ``Loads`` keeps its progress per producer rank.
+    How far the load is on each producer rank is kept by the state machine ``Loads``.
 
     Attributes:
         load_id: its id in ``Loads``.
         load: what was asked for.
         begun: when the load began, by ``time.perf_counter``.
-        grace: the grace of its cancelled reads; ``None`` if none was cancelled.
-        peer: the producer, once the load's handshake has succeeded.
-        renewal: the id of the renewal of its hold, if one was begun.
+        grace: the time that its cancelled reads have to end; ``None`` if no read was cancelled.
+        peer: the producer; ``None`` until the load's handshake has succeeded.
+        renewal: identifies the renewals of its hold; ``None`` if the hold is not renewed for it.
         handshake_succeeded: when the handshake succeeded, by ``time.perf_counter``; 0 before.
         copies, nbytes: number of copies and bytes in the reads that have ended.
         failed_at: ``Stage.WAIT`` if the load had failed before it began; else ``Loads`` knows.
@@ -90,7 +92,7 @@ class LoadState:
 
     @property
     def request(self) -> ReadRequest:
-        """Return the planner's request; valid only once the ticket has been checked."""
+        """Return what the planner needs to know of the load. The caller has checked the ticket."""
         if self._request is None:
             ticket = self.load.ticket
             remote = tuple(
@@ -114,13 +116,14 @@ class LoadState:
 
     @property
     def pages(self) -> int:
-        """Return how many local pages belong to the load, holes left out."""
+        """Return the number of local pages that belong to the load, without holes."""
         return sum(int(np.count_nonzero(pages.ids != HOLE)) for pages in self.load.local)
 
     def add(self, outcome: Outcome) -> None:
-        """Count a read of the load's pages that has ended.
+        """Count the outcome of the read of the load's pages on one producer rank.
 
-        Copies and bytes of all producer ranks are added up; of their times, the longest counts.
+        The numbers of copies and bytes of all producer ranks are added up. Of their times, the
+        longest counts for each stage.
         """
         self.copies += outcome.copies
         self.nbytes += outcome.nbytes
@@ -134,8 +137,8 @@ class LoadState:
         """Return the figures of a load that is over.
 
         Args:
-            error: why it failed; ``None`` if it succeeded.
-            stage: the stage in which ``Loads`` saw it fail.
+            error: why the load failed; ``None`` if it succeeded.
+            stage: the stage in which ``Loads`` saw the load fail; ``None`` if it succeeded.
         """
         now = time.perf_counter()
         return LoadRecord(

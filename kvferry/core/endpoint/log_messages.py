@@ -1,7 +1,7 @@
-"""The log messages of an endpoint.
+"""The log messages of an endpoint about its loads and peers.
 
-Every failure is logged in one line, with the request, the peer, the stage, the cause, and what to
-do.
+Every failure is logged in one line, with the request, the peer, the stage, the cause, and what an
+operator can do about it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 def loaded(load: Load, error: KVFerryError | None, record: LoadRecord) -> None:
-    """Log that a load is over; ``error`` is ``None`` if it succeeded."""
+    """Log that a load is over.
+
+    Args:
+        load: the load.
+        error: why it failed; ``None`` if it succeeded.
+        record: the figures of the load.
+    """
     if error is not None:
         _not_loaded(load, error, record)
     elif not load.reads:
@@ -52,7 +58,10 @@ def _not_loaded(load: Load, error: KVFerryError, record: LoadRecord) -> None:
 
 
 def given_up(peer: Peer, error: KVFerryError) -> None:
-    """Log that a producer is given up. Each of its loads is logged when it is over."""
+    """Log that a producer is given up, with the error that led to it.
+
+    The loads from the producer are not logged here: each is logged when it is over.
+    """
     logger.warning(
         "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
         on_one_line(peer.key.engine),
@@ -64,7 +73,14 @@ def given_up(peer: Peer, error: KVFerryError) -> None:
 
 
 def untold(peer: Peer, rank: int, count: int, error: KVFerryError) -> None:
-    """Log that a rank of a producer could not be told that ``count`` requests are over."""
+    """Log that "done" or "abandon" could not be sent to a rank of a producer.
+
+    Args:
+        peer: the producer.
+        rank: index of the producer rank.
+        count: number of requests that the message was about.
+        error: why it could not be sent.
+    """
     logger.warning(
         "%d requests: rank %d of engine %s was not told that they are over (stage release, cause "
         "%s): %s; their leases end them, so nothing is to be done",

@@ -19,10 +19,12 @@ class Identity:
 
     Attributes:
         engine: the engine's id.
-        incarnation: one random number for all ranks of one start of the engine.
+        incarnation: the random number that identifies this start of the engine; the same on all
+            ranks.
         rank: index of this rank among the engine's ranks.
         coordinates: position of this rank in the parallel layout of the engine.
-        agreement: facts that must be equal on two engines that exchange pages, name to value.
+        agreement: name to value, for everything that must be equal on two engines that exchange
+            pages (model, cache dtype, ...).
     """
 
     engine: str
@@ -38,15 +40,16 @@ class EndpointOptions:
 
     Attributes:
         handshake_timeout: time within which a producer must have answered a handshake.
-        lease: time for which a renewal extends one of this rank's holds. (The first lease comes
-            with ``HoldOrders``.)
+        lease: time for which this rank keeps a hold (a request's pages, for a consumer) after a
+            renewal. The time before the first renewal is in ``HoldOrders``.
         load_timeout: time after which a load that is not over fails.
         liveness_interval: time between two pings of a producer; 0 for no pings.
         liveness_misses: number of pings in a row without an answer after which a producer counts
             as dead.
         engine_ttl: time after which a producer that no load and no waiting request uses is
             disconnected.
-        judgements: an operator's decisions about differences between two engines.
+        judgements: which differences between two engines an operator may allow, and whether the
+            operator does.
         access: this engine's keys, and the networks that it may connect to.
     """
 
@@ -61,19 +64,22 @@ class EndpointOptions:
 
 
 DEFAULTS = EndpointOptions()
+"""The options of an endpoint that is given none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
     """The requests and loads that have ended since the last ``Endpoint.results``.
 
-    Each request is in ``sent`` exactly once if it was held for others, and in ``received`` exactly
-    once if its pages were loaded from others.
+    Over all calls, a request whose pages were held for other engines is in ``sent`` exactly once,
+    and a request whose pages were loaded from another engine is in ``received`` exactly once.
 
     Attributes:
         sent: requests whose pages nobody reads any more, so that the engine may free them.
-        received: requests whose load is over: no byte lands in their pages any more.
-        failed: the requests of ``received`` whose pages must not be used, with the reason.
+        received: requests whose load is over, successfully or not: no byte lands in their pages any
+            more.
+        failed: request to the reason, for the requests of ``received`` whose load failed: their
+            pages must not be used.
         loads: figures of every load that is over, also of loads without ``Load.report``.
     """
 

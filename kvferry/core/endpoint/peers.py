@@ -1,8 +1,8 @@
-"""The producer engines that a rank knows: how they are reached, used, released and given up.
+"""The producer engines of a rank (its peers): how they are connected, used and given up.
 
-A ticket names a producer. ``Peers`` shakes hands with it, connects to its ranks, checks its
-fingerprint, and from then on pings it. A peer is released when it is idle, or when another one
-needs its room.
+A ticket names a producer. ``Peers`` makes a handshake with it, connects to its ranks, checks its
+fingerprint, and from then on pings it. A peer is given up when it fails, when it was idle for long,
+or when another producer needs its room.
 """
 
 from __future__ import annotations
@@ -42,25 +42,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 1024
-"""The most engines that a rank is connected to; fewer where the process may open few files. A
-deployment may have a thousand producers (``docs/scale.md``), and each one that is released costs a
-handshake when it is used again."""
+"""The most engines that a rank is connected to; fewer if the process may open few files. The number
+is high because a deployment may have a thousand producers (``docs/scale.md``), and each producer
+that is released costs a handshake when it is used again."""
 FILES_PER_PEER = 8
-"""One peer is allowed per so many file descriptors of the process. Its liveness check takes two, so
-all checks take a quarter at most, and the driver and incoming connections have room."""
+"""For each peer, the process must be allowed this many file descriptors. The liveness check of a
+peer takes two, so all checks take a quarter of the descriptors at most, and leave room for the
+driver and for incoming connections."""
 MAX_KEPT_BYTES = 48 << 20
-"""The most memory for what all peers publish and for the plans of reading from them. An engine of 8
-ranks and 80 layers takes 2 MB, a further one with the same layout some 20 kB."""
+"""The most memory, in bytes, for what all peers publish and for the plans of reading from them. An
+engine of 8 ranks and 80 layers takes 2 MB, a further engine with the same layout some 20 kB."""
 MAX_DOWN = 1 << 12
-"""The most engines that are remembered as down: clients choose which engines tickets name."""
+"""The most engines that are counted as down. There is a limit because clients choose which engines
+tickets name."""
 
 Name = tuple[str, int, bytes]
-"""Engine, incarnation and ticket key of a producer. Without the key, the first process to claim an
-engine's name would be taken for that engine."""
+"""Engine id, incarnation and ticket key of a producer. Without the key, the first process that
+claims an engine's id would be taken for that engine."""
 
 
 class PeerUse(enum.Enum):
-    """What keeps a producer from being released."""
+    """What keeps a producer from being released when it is idle or its room is needed."""
 
     LOAD = enum.auto()
     """A load from the producer that is not over."""
@@ -76,22 +78,23 @@ class Peer:
         key: the producer, with the side-channel address that answered.
         payloads: what the producer's ranks publish, in rank order.
         plan: how this rank reads from the producer.
-        ids: producer rank to connection, for the ranks that this rank reads or notifies; empty once
-            the peer is given up.
+        ids: index of a producer rank to its connection, for the ranks that this rank reads from or
+            notifies; empty once the peer is given up.
         links: what ``ids`` was before the peer was given up; kept, because reads may still be under
             way on these connections.
-        sources: producer rank to the part of the plan that reads from it.
-        page_limits: per group, the number that page ids must stay below.
+        sources: index of a producer rank to the part of the plan that reads from the rank.
+        page_limits: per group of the producer, the number that page ids must stay below.
         last_used: when the peer was last used, on the endpoint's clock.
         connected: ``False`` once the peer was given up.
         suspect: whether a read from the peer has failed. A suspect peer is connected anew as soon
             as it has no loads, and new loads wait until then.
         numeric: the numeric address of the producer's side channel.
-        memory: estimated bytes of the objects kept for the peer, by their ``id``; peers may share
-            objects.
+        memory: ``id`` of each object that is kept for the peer, to its estimated bytes; peers may
+            share objects.
         path: what carries the peer's bytes, in the driver's words; ``None`` until ``Peers.path``
-            has asked.
-        ticket_key: the key by which the producer proves its tickets; empty if it proves none.
+            has asked the driver.
+        ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
+            if it publishes none.
     """
 
     key: PeerKey
@@ -116,16 +119,16 @@ class Peer:
         self.page_limits = page_limits(self.payloads)
 
     def acquire(self, use: PeerUse) -> None:
-        """Count one more use, which ends with ``release``."""
+        """Count one more use, which keeps the peer from being released until ``release``."""
         self._uses[use] += 1
 
     def release(self, use: PeerUse) -> None:
-        """End one use."""
+        """End one use that ``acquire`` has counted."""
         self._uses[use] -= 1
 
     @property
     def loads(self) -> int:
-        """Return how many loads from the peer are not over."""
+        """Return the number of loads from the peer that are not over."""
         return self._uses[PeerUse.LOAD]
 
     @property
@@ -135,12 +138,12 @@ class Peer:
 
     @property
     def incarnation(self) -> int:
-        """Return the random number of this start of the engine."""
+        """Return the random number that identifies this start of the producer."""
         return self.payloads[0].incarnation
 
     @property
     def name(self) -> Name:
-        """Return the engine, its incarnation and its ticket key."""
+        """Return the producer's id, its incarnation and its ticket key."""
         return self.key.engine, self.incarnation, self.ticket_key
 
     def check(self, ticket: Ticket) -> None:
@@ -153,31 +156,37 @@ class Peer:
 
     @property
     def lease(self) -> float | None:
-        """Return the shortest lease of any rank, in seconds; ``None`` if one knows no renewals."""
+        """Return the shortest lease of any producer rank, in seconds.
+
+        Returns:
+            The lease; ``None`` if the build of some rank does not know renewals.
+        """
         leases = [payload.lease for payload in self.payloads if payload.lease is not None]
         return min(leases) if len(leases) == len(self.payloads) else None
 
     def gone(self) -> PeerLostError:
-        """Return the error with which reads fail once the peer is given up."""
+        """Return the error for reads that would begin after the peer was given up."""
         return PeerLostError(f"engine {self.key.engine} was disconnected")
 
     @property
     def heartbeats(self) -> dict[int, PeerId]:
-        """Return rank to connection, for the ranks that understand heartbeats."""
+        """Return the connections of the producer ranks that know heartbeats, by rank index."""
         return {rank: peer for rank, peer in self.ids.items() if self.payloads[rank].heartbeats}
 
     @property
     def parties(self) -> tuple[RemoteRank, ...]:
-        """Return the producer ranks that this rank reads or notifies."""
+        """Return the producer ranks that this rank reads from or notifies, in rank order."""
         return tuple(RemoteRank(rank=rank, reads=rank in self.sources) for rank in sorted(self.ids))
 
 
 Ready = Callable[[Peer], None]
+"""Called with a producer that is connected."""
 Failed = Callable[[KVFerryError], None]
+"""Called with the error if a producer cannot be connected."""
 
 
 class Peers:
-    """Reach, keep and release the producers that tickets name.
+    """Connect to the producers that tickets name, keep the connections, and release them.
 
     Used by the endpoint's thread only. Handshakes and liveness checks run on threads of their own,
     and so do connecting and disconnecting where the driver allows it.
@@ -191,7 +200,8 @@ class Peers:
         clock: seconds, monotonic.
         options: times, and the networks that may be connected to.
         metrics: counts handshakes, and peers that are up, down and lost.
-        lost: called when a peer is dead or was restarted; it must give the peer up.
+        lost: called with a peer and the error when its liveness check says that the peer is dead,
+            was restarted, or refuses pings; it must give the peer up.
     """
 
     def __init__(
@@ -221,7 +231,7 @@ class Peers:
         self._by_name: dict[Name, Peer] = {}
         self._liveness = LivenessChecks(options)
         self._stop_watching: dict[Peer, Callable[[], None]] = {}
-        """Peer to the function that ends its liveness check."""
+        """Peer to the function that ends the peer's liveness check."""
         self._memory = PeerMemoryBudget()
         self._handshake_worker = HandshakeWorker(options)
         self._handshakes = Handshakes(
@@ -230,10 +240,15 @@ class Peers:
         self._connections = connections
         self._connecting: dict[Name, list[tuple[Ready, Failed]]] = {}
         self._deferred: dict[Peer, list[Callable[[], None]]] = {}
-        """Calls of ``reach`` that wait until a suspect peer has no loads."""
+        """Suspect peer to the calls of ``reach`` that wait until the peer has no loads."""
 
     def join(self, own: Sequence[RankPayload], rank: int) -> None:
-        """Set what the ranks of this engine publish, in rank order, and the index of this rank."""
+        """Set what this engine publishes, before the first call of ``reach``.
+
+        Args:
+            own: the payloads of all ranks of this engine, in rank order.
+            rank: index of this rank.
+        """
         self._rank = rank
         self._handshake_worker.join(own, rank)
 
@@ -241,14 +256,15 @@ class Peers:
         """Connect to a ticket's producer unless it is connected; call ``ready`` or ``failed``.
 
         If no producer with the ticket's incarnation is connected, the engine may be new or
-        restarted, or the ticket old; only a handshake with the engine can tell.
+        restarted, or the ticket old. Only a handshake with the engine can tell.
 
         Args:
             ticket: names the producer and its address.
-            ready: called with the producer, at once or when it is connected.
+            ready: called with the producer, at once or when the producer is connected.
             failed: called if the producer cannot be connected, or if ``ready`` raises.
-            loads: whether the call is for a load. Loads wait while other loads from a suspect
-                producer go on: otherwise overlapping loads would keep it from being connected anew.
+            loads: whether the call is for a load. If so, and the producer is suspect, the call
+                waits until the other loads from the producer are over; otherwise loads that overlap
+                would keep the producer from being connected anew.
         """
         peer = self._by_name.get((ticket.engine, ticket.incarnation, ticket.ticket_key))
         if peer is not None and peer.suspect and not peer.loads:
@@ -281,6 +297,15 @@ class Peers:
         ready: Ready,
         failed: Failed,
     ) -> None:
+        """Check a ticket against the outcome of a handshake, and connect to the producer.
+
+        Args:
+            key: the producer that the handshake was with.
+            ticket: the ticket for which it was made.
+            result: the outcome of the handshake.
+            ready: from ``reach``.
+            failed: from ``reach``.
+        """
         try:
             if isinstance(result, HandshakeResult):  # before anything is connected
                 check_maker(ticket, result.payloads, result.ticket_key)
@@ -291,15 +316,16 @@ class Peers:
             failed(self._containment.caught("a handshake that is over", exc))
 
     def _call_ready(self, peer: Peer, ready: Ready, failed: Failed) -> None:
+        """Call ``ready``; if it raises, call ``failed``."""
         try:
             ready(peer)
         except Exception as exc:  # noqa: BLE001  it fails this ticket, and no other
             failed(self._containment.caught("a ticket whose producer is reached", exc))
 
     def _forget_with_idle(self, peer: Peer) -> None:
-        """Give up all peers without loads on the connections of a suspect peer, itself included.
+        """Give up a suspect peer, and all peers without loads that share its connections.
 
-        That closes the connections, except those over which other peers are read.
+        That closes the connections, except those that are shared with a peer that has loads.
         """
         for connection in list(peer.ids.values()):
             for other in self.using(connection):
@@ -307,9 +333,9 @@ class Peers:
                     self.forget(other)
 
     def forget(self, peer: Peer) -> None:
-        """Give a peer up; the next of its tickets shakes hands again.
+        """Give a peer up, so that its next ticket leads to a new handshake.
 
-        Its connections are closed, which ends their transfers, unless other peers use them.
+        The peer's connections that no other peer uses are closed, which ends their transfers.
         """
         name = peer.name
         if self._by_name.get(name) is peer:
@@ -325,17 +351,22 @@ class Peers:
             self._connections.release(connection)
 
     def lose(self, peer: Peer) -> None:
-        """Give a peer up, as ``forget`` does, because it failed."""
+        """Give a peer up because it failed: count it as lost and down, then ``forget`` it."""
         self._metrics.add(LOST_PEERS, peer=peer.key.engine[:MAX_NAME])
         self._status.lost(peer.key.engine)
         self.forget(peer)
 
     def using(self, connection: PeerId) -> list[Peer]:
-        """Return the peers that use a connection."""
+        """Return the peers that use a connection, which engines may share."""
         return [peer for peer in self._by_name.values() if connection in peer.ids.values()]
 
     def path(self, peer: Peer) -> str:
-        """Return what carries a peer's bytes, in the driver's words; empty if unknown."""
+        """Return what carries a peer's bytes, in the driver's words.
+
+        Returns:
+            The text, cut to ``MAX_NAME``; empty if the driver cannot tell. It is kept in
+            ``Peer.path``.
+        """
         if peer.path is None:
             try:
                 paths = {self._transport.path(peer_id) for peer_id in peer.ids.values()}
@@ -345,7 +376,11 @@ class Peers:
         return peer.path
 
     def progress(self, now: float) -> None:
-        """Do what is due: start handshakes, end slow fingerprint checks, release idle peers."""
+        """Do what is due: start handshakes, fail slow fingerprint checks, release idle peers.
+
+        Args:
+            now: seconds, on this object's clock.
+        """
         self._handshakes.progress(now)
         self._fingerprints.progress(now)
         self._status.progress(now)
@@ -360,9 +395,9 @@ class Peers:
                 self.forget(peer)
 
     def close(self) -> None:
-        """End the liveness checks and start no more handshakes; return at once.
+        """End the liveness checks, and start no more handshakes; return at once.
 
-        The connections end when the transport is closed.
+        Connections stay open; they are closed with the transport.
         """
         self._handshakes.close()
         self._liveness.close()
@@ -370,6 +405,14 @@ class Peers:
     def _after_handshake(
         self, key: PeerKey, result: HandshakeResult | KVFerryError, ready: Ready, failed: Failed
     ) -> None:
+        """Connect to the producer of a handshake that succeeded, unless it is connected already.
+
+        Args:
+            key: the producer.
+            result: the outcome of the handshake; with an error, ``failed`` is called.
+            ready: from ``reach``.
+            failed: from ``reach``.
+        """
         if isinstance(result, KVFerryError):
             self._status.lost(key.engine)
             failed(result)
@@ -379,7 +422,14 @@ class Peers:
             self._connect(key, result, ready, failed)
 
     def _connect(self, key: PeerKey, result: HandshakeResult, ready: Ready, failed: Failed) -> None:
-        """Connect to a producer, once for all tickets that ask for it meanwhile."""
+        """Connect to a producer, unless that is under way for another ticket already.
+
+        Args:
+            key: the producer.
+            result: the result of the handshake with it.
+            ready: called with the producer when it is connected.
+            failed: called if the producer cannot be connected, or if ``ready`` raises.
+        """
         ranks = {source.remote for source in result.plan.sources} | set(result.plan.notified_ranks)
         addresses = {rank: result.payloads[rank].address for rank in ranks}
         waiting = self._connecting.setdefault(_name(key, result), [])
@@ -394,10 +444,14 @@ class Peers:
             )
 
     def _make_room(self, result: HandshakeResult) -> ConnectError | None:
-        """Give up idle peers until the result's producer fits, the least recently used first.
+        """Give up idle peers, the least recently used first, until there is room for a producer.
+
+        Args:
+            result: the result of the handshake with the producer, whose memory is counted from now
+                on unless there is an error.
 
         Returns:
-            ``None`` if it fits; otherwise the error: too many other peers are in use.
+            ``None`` if there is room; the error if too many other peers are in use.
         """
         self._memory.add(result.memory)
         idle = (peer for peer in list(self._by_name.values()) if not peer.is_used)
@@ -424,7 +478,13 @@ class Peers:
     def _on_acquired(
         self, key: PeerKey, result: HandshakeResult, acquired: dict[int, PeerId] | KVFerryError
     ) -> None:
-        """Process the outcome of connecting to a producer: its connections, or an error."""
+        """Make a peer of a connected producer, and check its fingerprint if it has a ticket key.
+
+        Args:
+            key: the producer.
+            result: the result of the handshake with it.
+            acquired: producer rank index to connection; or the error.
+        """
         if isinstance(acquired, KVFerryError):
             self._memory.remove(result.memory)
             self._on_outcome(key, result, acquired)
@@ -440,7 +500,14 @@ class Peers:
     def _on_fingerprint(
         self, key: PeerKey, result: HandshakeResult, peer: Peer, error: KVFerryError | None
     ) -> None:
-        """Process the outcome of a peer's fingerprint check; ``None`` is success."""
+        """Process the outcome of a fingerprint check, and give the peer up if it has failed.
+
+        Args:
+            key: the producer.
+            result: the result of the handshake with it.
+            peer: the producer, which is connected and cannot be used yet.
+            error: why the check failed; ``None`` if the fingerprint is right.
+        """
         if error is None and not all(map(self._connections.is_open, peer.ids.values())):
             error = ConnectError(f"a connection to engine {key.engine} was lost meanwhile")
         if error is not None:
@@ -450,7 +517,13 @@ class Peers:
     def _on_outcome(
         self, key: PeerKey, result: HandshakeResult, outcome: Peer | KVFerryError
     ) -> None:
-        """Call ``ready`` or ``failed`` of everybody who waits for a producer."""
+        """Call ``ready`` or ``failed`` of all calls of ``reach`` that wait for a producer.
+
+        Args:
+            key: the producer.
+            result: the result of the handshake with it.
+            outcome: the producer, which is connected and checked; or the error.
+        """
         waiting = self._connecting.pop(_name(key, result))
         if isinstance(outcome, Peer):
             outcome = self._admit(key, result, outcome)
@@ -467,9 +540,16 @@ class Peers:
     def _make_peer(
         self, key: PeerKey, result: HandshakeResult, ids: dict[int, PeerId]
     ) -> Peer | KVFerryError:
-        """Return the producer that is connected now, or the error if it cannot be used.
+        """Make a ``Peer`` for a producer that is connected.
 
-        With an error, its connections and its memory have been released.
+        Args:
+            key: the producer.
+            result: the result of the handshake with it.
+            ids: producer rank index to connection.
+
+        Returns:
+            The peer; or the error if what the producer publishes cannot be used. With an error, its
+            connections and its memory have been released.
         """
         try:
             return Peer(
@@ -482,17 +562,23 @@ class Peers:
                 numeric=result.numeric,
                 memory=result.memory,
             )
-        except Exception as exc:  # noqa: BLE001  of what a peer published: only it fails
+        except Exception as exc:  # noqa: BLE001  what this peer published fails only it
             self._memory.remove(result.memory)
             for connection in ids.values():
                 self._connections.release(connection)
             return self._containment.caught("a producer that is connected", exc)
 
     def _admit(self, key: PeerKey, result: HandshakeResult, peer: Peer) -> Peer | KVFerryError:
-        """Add a producer to those that can be used.
+        """Add a producer to those that can be used, and begin its liveness check.
+
+        Args:
+            key: the producer.
+            result: the result of the handshake with it.
+            peer: the producer, which is connected and checked.
 
         Returns:
-            The producer; or the error if it cannot be watched, and then it was given up.
+            The producer; or the error if its liveness check cannot be started, and then the
+            producer was given up.
         """
         name = _name(key, result)
         if (error := self._watch(peer)) is not None:
@@ -510,7 +596,7 @@ class Peers:
         """Begin the liveness check of a peer, if the options ask for one.
 
         Returns:
-            ``None``, or the error if no check can be started.
+            ``None``; or the error if the check cannot be started.
         """
         if not self._options.liveness_interval:
             return None
@@ -522,12 +608,19 @@ class Peers:
             self._stop_watching[peer] = self._liveness.start(
                 peer.key, peer.numeric, Incarnation(peer.incarnation), lost=lost
             )
-        except (OSError, RuntimeError) as exc:  # no file descriptor, or no thread, is to be had
+        except (OSError, RuntimeError) as exc:  # no file descriptor or no thread is left
             return ConnectError(f"cannot watch engine {peer.key.engine}: {exc}; {RAISE_LIMITS}")
         return None
 
     def _warn(self, name: Name, result: HandshakeResult) -> None:
-        """Log the accepted differences, once per start of a producer and on rank 0 only."""
+        """Log the differences between a producer and this engine that the operator allows.
+
+        They are logged once per start of a producer, and on rank 0 of this engine only.
+
+        Args:
+            name: the producer.
+            result: the result of the handshake with it.
+        """
         if result.overridden and self._rank == 0 and name not in self._warned:
             self._warned.add(name)
             logger.warning(
@@ -538,7 +631,7 @@ class Peers:
             )
 
     def _forget_earlier(self, engine: str) -> None:
-        """Give up earlier starts of an engine, except those from which loads still go on."""
+        """Give up peers that are earlier starts of an engine, except those with loads."""
         for (name, *_), peer in list(self._by_name.items()):
             if name == engine and not peer.loads:
                 self.forget(peer)
@@ -552,9 +645,9 @@ class PeerStatus:
     """Count the engines that are up and down, for the metrics. Used by the endpoint's thread only.
 
     Args:
-        metrics: told of every change.
+        metrics: receives the counts after every change.
         clock: seconds, monotonic.
-        keep: seconds after its last failure for which an engine counts as down.
+        keep: for how many seconds after its last failure an engine counts as down.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float], keep: float) -> None:
@@ -565,7 +658,12 @@ class PeerStatus:
         self._down: dict[str, float] = {}
 
     def connected(self, engine: str, start: Hashable) -> None:
-        """Count a start of an engine as up."""
+        """Count a start of an engine as up, and the engine not as down any more.
+
+        Args:
+            engine: the engine's id.
+            start: identifies this start of the engine.
+        """
         self._up.add(start)
         self._down.pop(engine, None)
         self._tell()
@@ -576,7 +674,7 @@ class PeerStatus:
         self._tell()
 
     def lost(self, engine: str) -> None:
-        """Count an engine as down: it could not be reached, or failed."""
+        """Count an engine as down for ``keep`` seconds: it could not be reached, or failed."""
         self._down.pop(engine, None)
         if len(self._down) >= MAX_DOWN:
             del self._down[next(iter(self._down))]
@@ -584,7 +682,11 @@ class PeerStatus:
         self._tell()
 
     def progress(self, now: float) -> None:
-        """Forget the engines whose last failure is ``keep`` seconds ago or longer."""
+        """Stop counting engines as down whose last failure is ``keep`` seconds ago or longer.
+
+        Args:
+            now: seconds, on this object's clock.
+        """
         over = [engine for engine, until in self._down.items() if until <= now]
         for engine in over:
             del self._down[engine]
@@ -599,12 +701,12 @@ class PeerStatus:
 class PeerMemoryBudget:
     """Count the bytes that are kept for peers; an object that peers share counts once.
 
-    A producer chooses how much it publishes, so the total must be limited. The engines of a
-    deployment publish equal fields, which are kept in one object; so bytes are counted per object
-    and not per peer.
+    A producer chooses how much it publishes, so the total must be limited. Engines of one
+    deployment publish equal fields, which are kept only once, as a shared object. So bytes are
+    counted per object and not per peer.
 
     Attributes:
-        nbytes: the bytes of all objects.
+        nbytes: the estimated bytes of all objects.
     """
 
     def __init__(self) -> None:
@@ -613,7 +715,11 @@ class PeerMemoryBudget:
         self.nbytes = 0
 
     def add(self, memory: Mapping[int, int]) -> None:
-        """Count the objects of one more peer; ``memory`` is what ``memory_of`` returned."""
+        """Count the objects of one more peer.
+
+        Args:
+            memory: ``id`` of each object to its estimated bytes, from ``memory_of``.
+        """
         for key, nbytes in memory.items():
             self._users[key] += 1
             if self._users[key] == 1:
@@ -621,7 +727,11 @@ class PeerMemoryBudget:
                 self.nbytes += nbytes
 
     def remove(self, memory: Mapping[int, int]) -> None:
-        """Stop counting the objects of a peer; ``memory`` is what was added."""
+        """Stop counting the objects of a peer.
+
+        Args:
+            memory: what was passed to ``add``.
+        """
         for key in memory:
             self._users[key] -= 1
             if not self._users[key]:
@@ -630,7 +740,7 @@ class PeerMemoryBudget:
 
 
 def most_peers() -> int:
-    """Return how many engines a rank in this process may be connected to."""
+    """Return the most engines that a rank in this process may be connected to."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return MAX_PEERS

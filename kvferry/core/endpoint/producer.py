@@ -1,7 +1,8 @@
 """The producer half of an endpoint: the slot table, and the messages that renew and end holds.
 
-``HoldServer`` passes the engine's orders and the consumers' messages to ``WorkerHolds``, which
-decides which holds stand.
+A hold stands for a request's pages that another engine will read; its word in the slot table says
+whether it still stands. ``HoldServer`` passes the engine's orders and the consumers' messages to
+``WorkerHolds``, which decides when each hold ends.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from kvferry.core.transport import Notification
 logger = logging.getLogger(__name__)
 
 FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
+"""Number of 8-byte words of a fingerprint."""
 
 
 class SlotTable:
     """One 8-byte word per slot, in CPU memory that peers read one-sidedly.
 
-    In front of the words is a header: the fingerprint of the key that proves the engine's tickets,
-    or zeros. The table owns its memory, whose address never changes.
+    In front of the words is a header with the fingerprint of the key that proves the engine's
+    tickets; the header is zero until ``write_fingerprint`` is called. The table owns its memory,
+    whose address never changes.
 
     Args:
         slots: number of slots.
@@ -51,7 +54,7 @@ class SlotTable:
         self.header: Region = region_of(self._header)
 
     def write_fingerprint(self, fingerprint: bytes) -> None:
-        """Write a fingerprint into the header."""
+        """Write a fingerprint of ``FINGERPRINT_BYTES`` into the header."""
         self._header[:] = np.frombuffer(fingerprint, dtype="<u8")
 
     def __len__(self) -> int:
@@ -79,14 +82,13 @@ class _ComputingHold:
     has_failed: bool = False
 
     def has_passed(self) -> bool:
-        """Return whether the device has finished the work.
+        """Return whether the device has finished the work; ``False`` if ``passed`` raises.
 
-        If ``passed`` raises, return ``False``. If it always does, the hold never becomes ready and
-        its lease ends it.
+        If ``passed`` always raises, the hold never becomes ready, and ends when its lease expires.
         """
         try:
             return self.passed()
-        except Exception:  # a device library's own, of any type
+        except Exception:  # a device library may raise any type
             if not self.has_failed:
                 logger.exception(
                     "cannot tell whether the work for %s has passed (stage held, cause device): "
@@ -105,7 +107,7 @@ class HoldServer:
 
     Args:
         table: the slot table, which peers read.
-        incarnation: which start of the engine this is.
+        incarnation: the random number that identifies this start of the engine.
         clock: seconds, monotonic.
         metrics: counts leases that expired, and messages that came too late or fit no hold.
     """
@@ -132,12 +134,12 @@ class HoldServer:
             return self._holds.held
 
     def apply(self, orders: HoldOrders, passed: Callable[[], bool] | None) -> None:
-        """Carry out orders. The slot words of holds that start or end are written on return.
+        """Carry out orders. The slot words of holds that end or begin are written on return.
 
         Args:
             orders: from the scheduler half.
             passed: returns whether the device has finished all work that fills the pages of
-                ``orders.ready``; ``None`` if it has finished already.
+                ``orders.ready``; polled by ``tick``. ``None`` if the device has finished already.
         """
         with self._lock:
             self._holds.apply(orders, self._clock())
@@ -165,12 +167,17 @@ class HoldServer:
                     self._take(note)
 
     def listened(self, until: float) -> None:
-        """Note that all messages that arrived up to ``until``, by the clock, were processed."""
+        """Record up to when all messages were processed, so that ``silent`` counts no later time.
+
+        Args:
+            until: all messages that had arrived by then were processed; seconds, on this object's
+                clock.
+        """
         with self._lock:
             self._listened = until
 
     def tick(self) -> None:
-        """Make holds ready whose pages have been computed, and end those whose lease is over."""
+        """Make holds ready whose pages are computed, and end holds whose lease has expired."""
         with self._lock:
             now = self._clock()
             computing = []
@@ -193,30 +200,35 @@ class HoldServer:
             )
 
     def silent(self) -> list[Silence]:
-        """Return the ticketed holds whose consumers seem to be gone, the longest silent first.
+        """Return the ticketed holds without a sign of life for ``GONE_SECONDS``.
 
-        Silence counts up to the time when this rank last processed messages, so that a rank that
-        hangs does not take its consumers for gone.
+        Time counts only up to when this rank last processed messages, so that a rank that hangs
+        does not take its consumers for gone.
+
+        Returns:
+            At most ``MAX_SILENT`` holds, the longest silent first.
         """
         with self._lock:
             return self._holds.silent(self._listened, GONE_SECONDS, MAX_SILENT)
 
     def take_sent(self) -> list[RequestId]:
-        """Return the requests whose holds have ended since the last call, except dropped ones."""
+        """Return the requests whose ticketed holds have ended since the last call."""
         with self._lock:
             return self._holds.take_sent()
 
     def close(self) -> None:
-        """End all holds: every slot word is cleared, so that later fences refuse their reads."""
+        """End all holds. Every slot word is cleared, so that consumers refuse what they read."""
         with self._lock:
             self._holds.end_all()
 
     def _take(self, note: Note) -> None:
+        """Process a consumer's message, and count it if it came too late or fits no hold."""
         if isinstance(note, Renewal):
-            self._holds.renew(note, self._clock())  # the slot word says how it went
+            self._holds.renew(note, self._clock())  # the consumer sees the outcome in the slot word
             return
         if isinstance(note, Heartbeat):
-            self._holds.heartbeat(note, self._clock())  # an engine may have ended its last claim
+            # UNKNOWN is not counted: the last claim of the engine may have ended just now.
+            self._holds.heartbeat(note, self._clock())
             return
         verdict = self._holds.release(note)
         if verdict is NoteOutcome.LATE:

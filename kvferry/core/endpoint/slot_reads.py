@@ -1,8 +1,9 @@
-"""Reads of peers' slot words: checks before the data, fences after it, renewals meanwhile.
+"""Reads of producers' slot words: checks before the data, fences after it, renewals meanwhile.
 
-The slot words of several requests on one producer rank are read in one batch, and the notes about
-these requests ("done", or renewals) are bound to that read as a notification. The fingerprint in
-front of a producer's slot table is read in the same way, once per connected peer.
+A slot word says whether the producer still holds a request's pages. The slot words of several
+requests on one producer rank are read in one batch, and the notes about these requests ("done", or
+renewals) are bound to that read as one notification. The fingerprint in front of a producer's slot
+table is read in the same way, once per connected peer.
 """
 
 from __future__ import annotations
@@ -29,27 +30,33 @@ from kvferry.core.transport.copies import Copies, copies_between
 T = TypeVar("T")
 
 Checked = Callable[[KVFerryError | None], None]
+"""Called with ``None`` if a fingerprint is right; otherwise with the error."""
 
 MAX_BATCH = 64
 """The most slot words in one batch, and the most notes in one notification."""
 SCRATCH_WORDS = 1 << 12
 """The most slot words whose reads are under way at once."""
 FINGERPRINT_WORDS = FINGERPRINT_BYTES // WORD_BYTES
+"""Number of 8-byte words of a fingerprint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotRead:
-    """A read of one slot word.
+    """A read of one slot word, or of one word of a fingerprint.
 
     Attributes:
-        tag: identifies who wants the word; see ``SlotReads.remove`` and ``Transfers.cancel``.
-        peer, rank, slot: where the word is.
+        tag: identifies what the word is read for, so that the read can be dropped by
+            ``SlotReads.remove`` or cancelled by ``Transfers.cancel``.
+        peer, rank, slot: where the word is: the producer, the index of its rank, and the index of
+            the slot.
         note: the note sent with the read: "done" with a fence, a renewal with a renewal's read,
             ``None`` with a check.
         landed: called with the word and the seconds that the read took.
-        lost: called instead of ``landed`` if the read failed; no more bytes will land.
-        failing: called before ``lost`` if it is known earlier that the read will fail.
-        is_header: whether the word is part of the fingerprint; ``slot`` is its index in it then.
+        lost: called with the error instead of ``landed`` if the read failed; no more bytes land.
+        failing: called with the error before ``lost`` if the driver knows earlier that the read
+            will fail, while bytes may still land.
+        is_header: whether the word is part of the fingerprint; if so, ``slot`` is the word's index
+            in the fingerprint.
     """
 
     tag: Hashable
@@ -70,13 +77,13 @@ class SlotRead:
 
 
 class ScratchWords:
-    """The local memory that slot words are read into. Owns it.
+    """Keep the local memory that slot words are read into.
 
     Args:
         words: number of 8-byte words.
 
     Attributes:
-        region: the memory of all words.
+        region: the memory of all words, which this object owns.
     """
 
     def __init__(self, words: int = SCRATCH_WORDS) -> None:
@@ -86,13 +93,14 @@ class ScratchWords:
 
     @property
     def free(self) -> int:
-        """Return how many words can be taken now."""
+        """Return the number of words that can be taken now."""
         return len(self._free)
 
     def take(self) -> int:
-        """Return the index of a free word, which is the caller's until ``give_back``.
+        """Return the index of a free word, which belongs to the caller until ``give_back``.
 
-        The word is cleared, so that without a read it never looks valid.
+        The word is set to ``NOTHING``, so that a word that was never read into looks like a slot
+        without a hold. At least one word must be free.
         """
         index = self._free.pop()
         self._words[index] = NOTHING
@@ -104,7 +112,7 @@ class ScratchWords:
         return int(self._words[index])
 
     def address(self, index: int) -> int:
-        """Return the address of a word."""
+        """Return the address of the word with this index."""
         return self.region.address + index * WORD_BYTES
 
 
@@ -113,7 +121,7 @@ class SlotReads:
 
     Args:
         scratch: the memory that the words are read into.
-        containment: logs what the callbacks of a read raise; other reads go on.
+        containment: logs exceptions that the callbacks of a read raise, so that other reads go on.
     """
 
     def __init__(self, scratch: ScratchWords, containment: ErrorContainment) -> None:
@@ -122,7 +130,7 @@ class SlotReads:
         self._waiting: list[SlotRead] = []
 
     def __len__(self) -> int:
-        """Return how many reads wait to be posted."""
+        """Return the number of reads that wait to be posted."""
         return len(self._waiting)
 
     def add(self, read: SlotRead) -> None:
@@ -141,7 +149,9 @@ class SlotReads:
         return is_removed
 
     def post(self, transfers: Transfers, max_notification: int) -> None:
-        """Post the waiting reads in batches; batches without room in the scratch memory wait on.
+        """Post the waiting reads in batches.
+
+        A batch for which the scratch memory has no room waits for the next call.
 
         Args:
             transfers: posts the batches.
@@ -156,7 +166,7 @@ class SlotReads:
         for reads in groups.values():
             try:
                 batches = self._batches(reads, max_notification)
-            except Exception as exc:  # noqa: BLE001  what cannot be said to one rank fails there
+            except Exception as exc:  # noqa: BLE001  it fails the reads from this rank
                 error = self._containment.caught("making a notification", exc)
                 for read in reads:
                     self._lose(read, error)
@@ -165,7 +175,12 @@ class SlotReads:
                     self._post_batch(batch, transfers)
 
     def _batches(self, reads: list[SlotRead], max_notification: int) -> list[list[SlotRead]]:
-        """Split reads of one kind so that the notes of each batch fit into one notification."""
+        """Split reads into batches, so that the notes of each batch fit into one notification.
+
+        Args:
+            reads: reads from one producer rank, all with a note of the same type or without one.
+            max_notification: the most bytes in a notification of the driver.
+        """
         notes = [read.note for read in reads if read.note is not None]
         if not notes:
             return list(_chunks(reads, MAX_BATCH))
@@ -174,6 +189,7 @@ class SlotReads:
         return [list(islice(iterator, size)) for size in sizes]
 
     def _post_batch(self, batch: list[SlotRead], transfers: Transfers) -> None:
+        """Post a batch; keep it if the scratch memory is full, fail it if the peer was given up."""
         first = batch[0]
         if first.rank not in first.peer.ids:
             for read in batch:
@@ -184,15 +200,18 @@ class SlotReads:
             transfers.add(self._batch_read(batch))
 
     def _lose(self, read: SlotRead, error: KVFerryError) -> None:
+        """Call a read's ``lost``; what it raises is logged."""
         self._containment.run("a slot word that was not read", lambda: read.lost(error), None)
 
     def _land(self, read: SlotRead, value: int, seconds: float) -> None:
+        """Call a read's ``landed`` with the word; if it raises, call ``lost``."""
         try:
             read.landed(value, seconds)
         except Exception as exc:  # noqa: BLE001  the others of the batch must hear of theirs
             self._lose(read, self._containment.caught("a slot word that was read", exc))
 
     def _batch_read(self, batch: Sequence[SlotRead]) -> Read:
+        """Return one read of the words of a batch into scratch words, with the batch's notes."""
         first = batch[0]
         words = [self._scratch.take() for _ in batch]
         notes = [read.note for read in batch if read.note is not None]
@@ -234,8 +253,11 @@ def fitting(notes: Sequence[Note], max_notification: int) -> Iterator[list[Note]
     """Yield the notes in lists, each of which fits into one notification.
 
     Args:
-        notes: in the order in which they are sent.
+        notes: the notes to send, in order.
         max_notification: the most bytes in a notification of the driver.
+
+    Yields:
+        Up to ``MAX_BATCH`` notes, at least one.
     """
     if notes:
         one = max(len(encode([note])) for note in notes)
@@ -243,6 +265,7 @@ def fitting(notes: Sequence[Note], max_notification: int) -> Iterator[list[Note]
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    """Yield the items in lists of ``size`` items; the last list may be shorter."""
     iterator = iter(items)
     while part := list(islice(iterator, size)):
         yield part
@@ -250,26 +273,33 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Check:
+    """A check of a producer's fingerprint that is not over.
+
+    ``deadline`` is when the check fails, on the clock of ``FingerprintReads``.
+    """
+
     peer: Peer
     checked: Checked
     deadline: float
     words: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(producer rank, index in the fingerprint) to the word, for those that have arrived."""
+    """(producer rank index, index in the fingerprint) to the word, for words that have arrived."""
 
 
 class FingerprintReads:
     """Check that the memory which a producer's payloads name belongs to that producer.
 
-    A hostile process may serve the payloads of another engine together with its own ticket key. But
-    in front of its slot table, every engine has the fingerprint of its own key. So this is read and
-    compared once per connected peer, before any other read. Used by the endpoint's thread only.
+    A hostile process may serve the payloads of another engine together with a ticket key of its
+    own. But every engine writes the fingerprint of its ticket key in front of its slot table. So
+    the fingerprint is read once per connected peer, before any other read, and compared with the
+    key that was served. Used by the endpoint's thread only.
 
     Args:
         slot_reads: makes the reads.
         clock: seconds, monotonic.
         patience: seconds after which a check fails.
-        failing: called with peer, rank and error when it is known that a read will fail although
-            bytes may still land. The check has failed by then.
+        failing: called with the producer, the index of its rank and the error when the driver knows
+            that a read of a check will fail, but bytes may still land. The check has failed by
+            then.
     """
 
     def __init__(
@@ -287,13 +317,13 @@ class FingerprintReads:
         self._checks: set[_Check] = set()
 
     def check(self, peer: Peer, checked: Checked) -> None:
-        """Read the fingerprint of every rank of a peer that is connected.
+        """Compare the fingerprints in a connected producer's memory with its ticket key.
 
         Args:
-            peer: the peer, all of whose ranks publish where their fingerprint is.
-            checked: called once: with ``None`` if every rank has the fingerprint of the peer's
-                ticket key; otherwise with the error. Then the caller must give the peer up; reads
-                of the check may still be under way.
+            peer: the producer, all of whose ranks publish where their fingerprint is.
+            checked: called once: with ``None`` if every connected rank has the fingerprint of the
+                ticket key; otherwise with the error. With an error, the caller must give the peer
+                up, and reads of the check may still be under way.
         """
         check = _Check(peer=peer, checked=checked, deadline=self._clock() + self._patience)
         self._checks.add(check)
@@ -304,7 +334,11 @@ class FingerprintReads:
                 self._slot_reads.add(self._read(check, rank, index))
 
     def progress(self, now: float) -> None:
-        """End the checks that take too long."""
+        """Fail the checks that have taken longer than ``patience``.
+
+        Args:
+            now: seconds, on this object's clock.
+        """
         for check in [each for each in self._checks if each.deadline <= now]:
             engine = check.peer.key.engine
             self._end(
@@ -316,6 +350,14 @@ class FingerprintReads:
             )
 
     def _read(self, check: _Check, rank: int, index: int) -> SlotRead:
+        """Return the read of one word of a fingerprint.
+
+        Args:
+            check: the check that the word is for.
+            rank: index of the producer rank.
+            index: index of the word in the fingerprint.
+        """
+
         def failing(error: KVFerryError) -> None:
             self._end(check, error)
             self._failing(check.peer, rank, error)
@@ -333,12 +375,25 @@ class FingerprintReads:
         )
 
     def _landed(self, check: _Check, rank: int, index: int, word: int) -> None:
+        """Store a word of a fingerprint, and end its check if it was the last.
+
+        Args:
+            check: the check that the word is for.
+            rank: index of the producer rank.
+            index: index of the word in the fingerprint.
+            word: the word.
+        """
         check.words[rank, index] = word
         if len(check.words) == len(check.peer.ids) * FINGERPRINT_WORDS:
             self._end(check, _problem(check.peer, check.words))
 
     def _end(self, check: _Check, error: KVFerryError | None) -> None:
-        """End a check unless it is over, and drop its reads that have not been posted."""
+        """End a check, unless it is over, and drop its reads that have not been posted.
+
+        Args:
+            check: the check.
+            error: why it has failed; ``None`` if the fingerprint is right.
+        """
         if check in self._checks:
             self._checks.remove(check)
             self._slot_reads.remove(check)
@@ -346,7 +401,17 @@ class FingerprintReads:
 
 
 def _problem(peer: Peer, words: dict[tuple[int, int], int]) -> HandshakeError | None:
-    """Return the error if these words are not the fingerprint of the peer's key, or ``None``."""
+    """Compare the fingerprints that were read with the producer's ticket key.
+
+    Args:
+        peer: the producer.
+        words: (producer rank index, index in the fingerprint) to the word, for all words of all
+            connected ranks.
+
+    Returns:
+        ``None`` if all ranks have the fingerprint of the key; otherwise the error, about the
+        first rank that has not.
+    """
     expected = fingerprint(peer.ticket_key)
     for rank in peer.ids:
         actual = b"".join(

@@ -24,8 +24,9 @@ CANCEL_SECONDS = 1.0
 LONG_SECONDS = 0.001
 """After a post that took longer than this, the driver is polled before the next post."""
 UNDER_WAY_BYTES = 32 << 20
-"""While so many bytes are under way from a peer, its next read waits. So many keep the link busy,
-and if no more share it, reads end one after the other instead of all at the end."""
+"""While at least this many bytes are under way over a connection, its next read waits. This many
+keep the link busy. If more shared the link, all reads would end late, instead of one after the
+other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +34,13 @@ class Outcome:
     """How a read ended. Once there is an outcome, the read writes no more bytes.
 
     Attributes:
-        error: why it failed; ``None`` if all bytes arrived.
+        error: why the read failed; ``None`` if all bytes arrived.
         copies: number of copies in the read; 0 if they were never built.
-        nbytes: their bytes in total.
+        nbytes: bytes of all copies in total.
         begun: when posting began, by ``time.perf_counter``; 0 if the read ended before that.
-        seconds: time from ``begun`` to the end; 0 if the read was never posted.
-        post_seconds: the part of ``seconds`` before the driver had accepted the read; all of it if
-            the driver did not.
+        seconds: time from ``begun`` to the end; 0 if posting never began.
+        post_seconds: the part of ``seconds`` until the driver had accepted the read; all of
+            ``seconds`` if the driver did not accept it.
     """
 
     error: KVFerryError | None
@@ -55,8 +56,8 @@ class Grace:
     """The time that cancelled reads are given to end before ``escalate`` is called.
 
     Attributes:
-        escalate: called with the posted reads that have still not ended when the time is over, and
-            again every ``CANCEL_SECONDS`` until all have ended or it returns ``False``.
+        escalate: called with the posted reads that have not ended when the time is over, and again
+            every ``CANCEL_SECONDS`` until all of them have ended or it returns ``False``.
         until: when the time is over, on the clock of ``Transfers``, which sets it.
         reads: the cancelled reads that have not ended, in the order in which they were cancelled;
             kept by ``Transfers``.
@@ -74,15 +75,17 @@ class Read:
     Attributes:
         peer: the connection to read over.
         build: returns the copies. It is called when the read is posted, because the arrays may be
-            a workspace that the next read fills again. If it raises, the read fails with that.
-        finished: called once, when the read has ended.
-        failing: called at most once, when the driver knows that the read will fail but bytes may
-            still land.
-        notify: payload of the notification that is bound to the read; ``None`` for none.
-        urgent: whether the read goes before all others and ignores ``UNDER_WAY_BYTES``; for reads
-            of a few bytes.
-        tags: identify who wants the read; ``Transfers.cancel`` removes them.
-        graces: the graces given when the read was cancelled, until it has ended.
+            a workspace that the next read fills again. If it raises, the read fails with that
+            exception.
+        finished: called once, with the outcome, when the read has ended.
+        failing: called at most once, with the error, when the driver knows that the read will fail
+            but bytes may still land.
+        notify: payload of the notification that is bound to the read; ``None`` for no notification.
+        urgent: whether the read is posted before all others and ignores ``UNDER_WAY_BYTES``; for
+            reads of a few bytes.
+        tags: what the read is for. ``Transfers.cancel`` removes a tag, and cancels the read when no
+            tag is left.
+        graces: the graces that the read was given when it was cancelled; empty once it has ended.
         started: when posting began, by ``time.perf_counter``; 0 before that.
         posted: when the driver had accepted the read, by ``time.perf_counter``; 0 before that.
         copies: number of copies; 0 until they are built.
@@ -132,10 +135,10 @@ class Transfers:
         self._closed: set[PeerId] = set()
         """Closed connections that have reads whose outcome the driver has not reported yet."""
         self._graces: dict[Grace, None] = {}
-        """The graces with reads that have not ended, the earliest first."""
+        """The graces with reads that have not ended, as keys, the earliest first."""
 
     def __len__(self) -> int:
-        """Return how many reads are queued or under way."""
+        """Return the number of reads that are queued or under way."""
         return len(self._urgent) + sum(map(len, self._queued.values())) + len(self._posted)
 
     def add(self, read: Read) -> None:
@@ -146,13 +149,13 @@ class Transfers:
             self._queued.setdefault(read.peer, deque()).append(read)
 
     def progress(self) -> bool:
-        """Poll the posted reads. If none has news, post queued ones, and poll again.
+        """Poll the posted reads. If no status has changed, post queued reads, and poll again.
 
-        Polling comes first so that the successor of a read that has ended (the fence, after the
-        data) is queued before others are posted.
+        Polling comes first so that when a read has ended, the read that follows it (the fence,
+        after the data) is queued before other reads are posted.
 
         Returns:
-            Whether a read has ended, will fail, or was posted.
+            Whether a read has ended, was found to fail, or was posted.
         """
         if self._poll():
             return True
@@ -165,15 +168,16 @@ class Transfers:
         return posted and (self._poll() or posted)
 
     def cancel(self, tag: Hashable, grace: Grace | None = None) -> None:
-        """Remove a tag from all reads, and cancel those that have no tag left.
+        """Remove a tag from all reads, and cancel the reads that have no tag left.
 
-        A queued read ends at once. For a posted read the driver is asked to cancel it; it may end
-        later, or go on to its normal end.
+        A queued read ends at once. A posted read is cancelled by the driver, after which it may end
+        soon, late, or as if it had not been cancelled.
 
         Args:
             tag: the tag to remove.
-            grace: is given to the reads that had the tag; its time starts now, or started with the
-                first ``cancel`` that it was passed to. ``None`` for no grace.
+            grace: the time that the reads with the tag have to end, before ``Grace.escalate`` is
+                called. It starts with the first ``cancel`` that this grace is passed to. ``None``
+                to let the reads take as long as they need.
         """
         waiting = [read for read in self._waiting() if tag in read.tags]
         posted = [(each, read) for each, read in self._posted.items() if tag in read.tags]
@@ -188,7 +192,7 @@ class Transfers:
                 self._cancel(transfer)
 
     def escalate(self, now: float) -> None:
-        """Call ``Grace.escalate`` of each grace that is over and has posted reads.
+        """Call ``Grace.escalate`` of each grace whose time is over and that has posted reads.
 
         Args:
             now: seconds, on this object's clock.
@@ -202,26 +206,27 @@ class Transfers:
     def begin_disconnect(self, peer: PeerId) -> None:
         """Fail the reads queued for a connection, because the driver is about to close it.
 
-        Its posted reads are not polled or cancelled until ``end_disconnect``, because the driver
-        must not be called about them meanwhile.
+        The connection's posted reads are neither polled nor cancelled until ``end_disconnect`` is
+        called, because the driver allows no calls about them while its ``disconnect`` runs.
         """
         self._disconnecting.add(peer)
         gone = [read for read in self._waiting() if read.peer == peer]
         self._end(gone, PeerLostError("its peer was disconnected"))
 
     def end_disconnect(self, peer: PeerId, *, closed: bool) -> None:
-        """Poll a connection's reads again, because the driver's ``disconnect`` is over.
+        """Resume polling a connection's posted reads, because the driver's ``disconnect`` is over.
 
         Args:
             peer: the connection.
-            closed: whether the connection is closed; otherwise the driver could not end its
-                transfers.
+            closed: ``True`` if the connection is closed, so that none of its reads can write any
+                more; ``False`` if the driver failed to end the reads, so that they may.
         """
         self._disconnecting.discard(peer)
         if closed and peer in self._peers_under_way():
             self._closed.add(peer)
 
     def _begin_grace(self, grace: Grace, read: Read) -> None:
+        """Give a read a grace, whose time starts now unless it has started before."""
         if grace not in self._graces:
             grace.until = self._clock() + CANCEL_SECONDS
             self._graces[grace] = None
@@ -237,12 +242,13 @@ class Transfers:
         read.graces.clear()
 
     def _peers_under_way(self) -> set[PeerId]:
+        """Return the connections of the posted reads."""
         return {read.peer for read in self._posted.values()}
 
     def _cancel(self, transfer: TransferId) -> None:
         try:
             self._transport.cancel(transfer)
-        except Exception as exc:  # noqa: BLE001  a driver's bug: the read goes on, as some do
+        except Exception as exc:  # noqa: BLE001  a driver's bug: the read goes on
             self._containment.caught("the driver's cancel", exc)
 
     def _end(self, reads: Sequence[Read], error: KVFerryError) -> None:
@@ -266,10 +272,10 @@ class Transfers:
             del self._queued[read.peer]
 
     def _next(self) -> Read | None:
-        """Remove the next read to post from its queue: urgent ones first, then peers in turn.
+        """Remove the next read to post from its queue: urgent reads first, then peers in turn.
 
         Returns:
-            The read; ``None`` if none may be posted now.
+            The read; ``None`` if no read may be posted now.
         """
         if self._limit is not None and len(self._posted) >= self._limit:
             return None
@@ -311,7 +317,7 @@ class Transfers:
         return has_news
 
     def _statuses(self, ids: Sequence[TransferId]) -> list[Status]:
-        """Return the status of each transfer; where the driver's poll fails, poll each alone."""
+        """Return the status of each transfer; if the driver's ``poll`` raises, poll one by one."""
         try:
             statuses = self._ask(ids)
         except Exception as exc:  # noqa: BLE001  a driver's bug, perhaps with one transfer only
@@ -321,6 +327,12 @@ class Transfers:
         return statuses
 
     def _ask(self, ids: Sequence[TransferId]) -> list[Status]:
+        """Return what the driver's ``poll`` returns, one ``Status`` per transfer, in order.
+
+        Raises:
+            TypeError: it returned anything else.
+            Exception: what the driver raised.
+        """
         statuses = self._transport.poll(ids)
         if len(statuses) != len(ids) or not all(isinstance(each, Status) for each in statuses):
             raise TypeError(f"poll of {len(ids)} transfers returned {statuses!r:.200}")
@@ -329,8 +341,8 @@ class Transfers:
     def _status(self, transfer: TransferId) -> Status:
         """Return the status of one transfer.
 
-        If the driver's ``poll`` fails, the status is FAILING, as bytes may still land; or FAILED
-        once the connection is closed.
+        If the driver's ``poll`` raises, the status is ``FAILED`` if the connection is closed;
+        otherwise ``FAILING``, because bytes may still land.
         """
         try:
             return self._ask([transfer])[0]
@@ -340,7 +352,15 @@ class Transfers:
             return Status(state=State.FAILED if closed else State.FAILING, error=error)
 
     def _on_status(self, transfer: TransferId, status: Status) -> bool:
-        """Process the status of a transfer, and return whether it says anything new."""
+        """Process the status of a posted read.
+
+        Args:
+            transfer: the driver's id of the read.
+            status: its status.
+
+        Returns:
+            Whether the read has ended, or was not known before to fail.
+        """
         read = self._posted[transfer]
         error = status.error or TransportError("the transfer failed and the driver gave no reason")
         if status.state is State.FAILING and read.failure is None:
@@ -363,6 +383,7 @@ class Transfers:
         return True
 
     def _finish(self, read: Read, error: KVFerryError | None) -> None:
+        """Call ``finished`` of a read that has ended; ``error`` is ``None`` if it succeeded."""
         self._end_graces(read)
         now = time.perf_counter()
         outcome = Outcome(

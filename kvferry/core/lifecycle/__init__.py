@@ -1,1 +1,1 @@
-"""The request protocol as pure state machines: no I/O, no transport, an injected clock."""
+"""The request protocol as pure state machines: no I/O and no transport; callers pass the time."""

@@ -15,9 +15,9 @@ def digest(token_ids: Sequence[int] | np.ndarray, *extra: object) -> bytes:
     """Return the BLAKE2b digest of token ids (little-endian int64) and of ``extra`` as msgpack.
 
     Args:
-        token_ids: the prompt's tokens that the pages cover.
-        extra: all else that changes the pages: LoRA, multimodal hashes, cache salt; in an order
-            that both engines share. ``None`` stands for one that is absent.
+        token_ids: ids of the prompt's tokens that the pages cover, in order.
+        extra: everything else that changes the pages' content (LoRA, multimodal hashes, cache
+            salt), in the same order on both engines. Pass ``None`` for a value that is absent.
 
     Returns:
         16 bytes.

@@ -1,9 +1,10 @@
-"""Count the requests of a consumer engine that use a hold, and decide which of them ends it.
+"""Count the requests of a consumer engine that use a hold, and decide which of them ends the hold.
 
-Used by the scheduler half, which alone knows all requests. Several requests may come with one
-ticket: the samples of one prompt, or those of a client that asks more than once. The engine's first
-complete "done" ends the hold for all of them, so it is sent after the last request. No I/O happens
-here, and no clock is read.
+A hold stands for one request's pages on the producer. Used by the consumer's scheduler half, which
+alone knows all requests. Several requests may come with one ticket: the samples of one prompt, or
+requests of a client that asks more than once. The first "done" that all ranks of this engine have
+sent ends the hold for all of these requests, so "done" must wait for the last of them. No I/O
+happens here, and no clock is read.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 
 _Key = tuple[str, int, Hold]
+"""The producer engine, its incarnation, and the hold, as a ticket names them."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Use:
+    """The users of one hold."""
+
     ticket: Ticket
-    """The ticket that "done" is ordered with."""
+    """The ticket with which "done" will be ordered."""
     requests: dict[RequestId, Ticket] = field(default_factory=dict)
-    """The users, each with its own ticket."""
+    """Each request that uses the hold, to the ticket that it came with."""
     is_done_bound: bool = False
-    """Whether a load that does not share the hold sends "done" or "abandon"."""
+    """Whether a load was ordered that sends "done" or "abandon" itself."""
 
 
 class HoldUsers:
-    """Count the users of each hold, from an accepted ticket until their loads are over.
+    """Count the users of each hold: the requests that have a ticket for it and are not over.
+
+    The message "done" tells the producer that nobody needs the hold any more.
 
     Not thread-safe: the caller serialises. A request has at most one ticket at a time.
     """
@@ -38,7 +44,7 @@ class HoldUsers:
         self._unused: dict[_Key, None] = {}
 
     def __len__(self) -> int:
-        """Return how many holds have users or a "done" that is still to be ordered."""
+        """Return the number of holds that have users or for which "done" must still be ordered."""
         return len(self._uses)
 
     @property
@@ -47,9 +53,14 @@ class HoldUsers:
         return bool(self._unused)
 
     def add(self, request: RequestId, ticket: Ticket) -> None:
-        """Count a request whose ticket was accepted.
+        """Count a request as a user of the hold that its ticket names.
 
-        A "done" that was not ordered yet waits for this request, too.
+        If the hold has no users left but its "done" has not been ordered yet, "done" now waits for
+        this request.
+
+        Args:
+            request: the request, which is not counted yet.
+            ticket: the ticket that the request came with, which this engine has accepted.
         """
         key = (ticket.engine, ticket.incarnation, ticket.hold)
         self._keys[request] = key
@@ -57,15 +68,16 @@ class HoldUsers:
         self._unused.pop(key, None)
 
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
-        """Decide whether a request's load shares the hold, when that load is ordered.
+        """Record that a request's load is being ordered, and decide whether it shares its hold.
 
         Args:
-            request: the request; it was added.
+            request: the request, which was passed to ``add`` before.
             siblings: whether more requests with the same ticket are to come.
 
         Returns:
-            Whether the load shares the hold. If so, it must not notify the producer; otherwise its
-            request is the only user, and it sends "done" or "abandon" itself.
+            Whether the load shares the hold with other requests. A load that shares its hold must
+            not notify the producer. Any other load sends "done" or "abandon" itself, because its
+            request is the hold's only user.
         """
         use = self._uses[self._keys[request]]
         shared = siblings or len(use.requests) > 1
@@ -73,12 +85,13 @@ class HoldUsers:
         return shared
 
     def over(self, request: RequestId, *, loaded: bool) -> None:
-        """Stop counting a request: all ranks have reported its load, or there will be none.
+        """Stop counting a request whose load all ranks have reported, or that is not to be loaded.
 
         Args:
             request: the request; ignored if it is not counted.
-            loaded: whether its load succeeded. That proves its ticket, which "done" is then ordered
-                with; the tickets of other users came through clients and may be wrong.
+            loaded: whether its load succeeded. If so, its ticket is genuine, and "done" will be
+                ordered with that ticket; the tickets of other users may have been altered by
+                clients.
         """
         key = self._keys.pop(request, None)
         if key is None:
@@ -95,7 +108,10 @@ class HoldUsers:
             self._unused[key] = None
 
     def take_unused(self) -> list[Ticket]:
-        """Return, once, a ticket of each hold that has no users left and needs a "done" now."""
+        """Return a ticket of each hold that has no users left and for which nobody sends "done".
+
+        Each such hold is returned once; the caller must order its "done".
+        """
         tickets = [self._uses.pop(key).ticket for key in self._unused]
         self._unused.clear()
         return tickets

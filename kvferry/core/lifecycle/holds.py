@@ -1,6 +1,7 @@
-"""Holds and the slot words that stand for them (docs/protocol.md, "Identities").
+"""Holds and their slot words (docs/protocol.md, "Identities").
 
-A producer rank keeps one 8-byte word per slot in registered memory. Consumers read the word with
+A hold is the producer's promise to keep one request's pages. While it stands, it occupies a slot:
+on every producer rank, one 8-byte word in registered memory. Consumers read this slot word with
 one-sided reads, as they read the pages, and so find out whether the pages were still held.
 """
 
@@ -20,9 +21,10 @@ RequestId = NewType("RequestId", str)
 """An engine's id for a request. Ids are reused, so they prove nothing."""
 
 NOTHING = 0
-"""The slot word where no pages are held."""
+"""The value of a slot word while no hold occupies the slot."""
 
 _READY = 1
+"""The bit of a slot word that says that the pages may be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -30,11 +32,11 @@ class Hold:
     """One request's pages on the producer, identified by a slot and a random generation.
 
     Attributes:
-        slot: index of the slot.
-        generation: random number that distinguishes the hold from earlier ones of the slot.
+        slot: index of the slot in the slot table of every producer rank.
+        generation: random number that distinguishes the hold from earlier holds of the slot.
 
     Raises:
-        TicketError: a number is out of bounds.
+        TicketError: the slot or the generation is out of bounds.
     """
 
     slot: int
@@ -58,7 +60,7 @@ class Hold:
         return self.computing | _READY
 
     def stands(self, word: int) -> bool:
-        """Return whether a slot word says that this hold has the slot."""
+        """Return whether a slot word, computing or ready, has the generation of this hold."""
         return word >> 1 == self.generation
 
 
@@ -68,5 +70,5 @@ def random_generation() -> int:
 
 
 def random_incarnation() -> Incarnation:
-    """Return an incarnation for an engine that starts now."""
+    """Return a new incarnation: the random number that identifies one start of an engine."""
     return Incarnation(random_generation())

@@ -5,6 +5,9 @@ actions that ``take_actions`` returns. A load is reported exactly once, and only
 arrive in its pages any more.
 
     begin -> HANDSHAKE -> per producer rank: (CHECK ->) READ -> FENCE -> over -> report
+
+CHECK and FENCE read the hold's slot word on the producer rank: CHECK finds out before the data is
+read whether the pages are computed, and FENCE after it whether they were held all the time.
 """
 
 from __future__ import annotations
@@ -26,19 +29,21 @@ class LoadAction(enum.Enum):
     """The kinds of actions that the endpoint performs."""
 
     CHECK = "check"
-    """Read the slot word, without a notification."""
+    """Read the slot word before the pages, without a notification."""
     READ = "read"
     """Read the pages, without a notification."""
     FENCE = "fence"
-    """Read the slot word, and send "done" with the read unless the load shares its hold."""
+    """Read the slot word after the pages, and bind "done" to this read unless the load shares its
+    hold."""
     CANCEL = "cancel"
-    """Try to end the transfer with this rank; its outcome is still awaited."""
+    """Try to end the read from the rank that is under way (check, data or fence). Its outcome must
+    still be passed to ``Loads``."""
     DONE = "done"
-    """Send "done" to a rank that was not read from."""
+    """Send "done" to a rank from which nothing was read."""
     ABANDON = "abandon"
     """Send "abandon" to a rank, because the load failed."""
     REPORT = "report"
-    """Report the load as ended: failed if ``error`` is set, received otherwise."""
+    """Report the load as over: as failed if ``Action.error`` is set, otherwise as received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +53,7 @@ class Action:
     Attributes:
         op: the kind of action.
         load: the load.
-        rank: the producer rank that the action concerns; -1 for a report.
+        rank: index of the producer rank that the action concerns; -1 for a report.
         error: in a report, why the load failed; ``None`` otherwise.
         stage: in a report, the stage in which the load failed; ``None`` otherwise.
     """
@@ -74,6 +79,11 @@ class RemoteRank:
 
 
 class _At(enum.Enum):
+    """How far a load is on one producer rank.
+
+    RECHECK: a check found the pages still being computed; the next ``tick`` checks again.
+    """
+
     CHECKING = enum.auto()
     RECHECK = enum.auto()
     READING = enum.auto()
@@ -82,12 +92,12 @@ class _At(enum.Enum):
 
     @property
     def waits(self) -> bool:
-        """Return whether the outcome of a read is still awaited."""
+        """Return whether a read (check, data or fence) is under way."""
         return self in (_At.CHECKING, _At.READING, _At.FENCING)
 
     @property
     def stage(self) -> Stage | None:
-        """Return the stage for the metrics; ``None`` if the load is over on the rank."""
+        """Return the stage as the metrics name it; ``None`` if the load is over on the rank."""
         return _STAGES[self]
 
 
@@ -102,6 +112,17 @@ _STAGES = {
 
 @dataclass(slots=True, kw_only=True)
 class _Load:
+    """One load; see ``Loads.begin`` for the first six fields.
+
+    Attributes:
+        parties: the producer ranks that concern the load; ``None`` until its handshake is over,
+            empty if the handshake failed.
+        at: producer rank index to how far the load is there, for the ranks that are read from.
+        failure: the first error; ``None`` while the load has not failed.
+        failed_at: the stage in which the load failed.
+        reported: whether the load's ``REPORT`` was returned or is queued.
+    """
+
     request: RequestId
     hold: Hold
     computed: bool
@@ -116,22 +137,28 @@ class _Load:
 
     @property
     def stage(self) -> Stage | None:
-        """Return the stage of the first producer rank that is not over; ``None`` if all are."""
+        """Return the stage of the load on the first producer rank where it is not over.
+
+        Returns:
+            The stage; ``Stage.HANDSHAKE`` before the handshake is over; ``None`` if the load is
+            over on every rank.
+        """
         if self.parties is None:
             return Stage.HANDSHAKE
         return next((at.stage for at in self.at.values() if at is not _At.OVER), None)
 
     @property
     def is_computing(self) -> bool:
-        """Return whether a check has found that the producer still computes the pages."""
+        """Return whether some rank's last check found that the pages are still being computed."""
         return _At.RECHECK in self.at.values()
 
 
 class Loads:
     """Keep the states of all loads of one consumer rank.
 
-    Not thread-safe: the caller serialises. Every event names a load that ``begin`` returned; an
-    event of a load that has ended is ignored.
+    The methods after ``begin`` pass in what happened to a load, which is named by the id that
+    ``begin`` returned. Their calls are ignored if the load is over. Not thread-safe: the caller
+    serialises.
     """
 
     def __init__(self) -> None:
@@ -144,31 +171,36 @@ class Loads:
         return sum(not load.reported for load in self._loads.values())
 
     def __contains__(self, load_id: LoadId) -> bool:
-        """Return whether a load has not ended, or its handshake still goes on."""
+        """Return whether a load is kept: it is not reported, or its handshake still goes on."""
         return load_id in self._loads
 
     def take_actions(self) -> list[Action]:
-        """Return the actions to perform, in order; each once."""
+        """Return the actions since the last call, in the order in which to perform them."""
         actions, self._actions = self._actions, []
         return actions
 
     def stage(self, load_id: LoadId) -> Stage | None:
-        """Return the stage that a load is in; ``None`` if it is over."""
+        """Return the stage that a load is in; ``None`` if the load is over."""
         load = self._loads.get(load_id)
         return None if load is None or load.reported else load.stage
 
     def is_computing(self, load_id: LoadId) -> bool:
-        """Return whether a check has found that the producer still computes the pages."""
+        """Return whether some rank's last check found that the pages are still being computed."""
         load = self._loads.get(load_id)
         return load is not None and load.is_computing
 
     def wanted(self, load_id: LoadId) -> bool:
-        """Return whether a load still owns its pages: it has neither failed nor ended."""
+        """Return whether a load's data is wanted: it has neither failed nor been reported."""
         load = self._loads.get(load_id)
         return load is not None and load.failure is None and not load.reported
 
     def is_late(self, load_id: LoadId, now: float) -> bool:
-        """Return whether a load has not ended although its deadline has passed."""
+        """Return whether a load is still kept although its deadline has passed.
+
+        Args:
+            load_id: the load.
+            now: seconds, on the clock of the load's deadline.
+        """
         load = self._loads.get(load_id)
         return load is not None and now >= load.deadline
 
@@ -185,17 +217,17 @@ class Loads:
         """Start a load whose handshake is under way.
 
         Args:
-            request: the request that it is reported for.
-            hold: from the ticket.
-            computed: from the ticket; if set, the pages were complete and no check precedes the
-                read.
+            request: the request for which the load is reported.
+            hold: the ticket's hold.
+            computed: the ticket's ``computed``: whether the pages were complete when it was made,
+                so that no check precedes the read.
             reads: whether the load reads anything; if not, it only notifies the producer.
-            deadline: when the load fails if it has not ended, on the clock of ``tick``.
-            shared: whether other requests of this engine use the hold. Then no rank is notified,
-                whatever the outcome.
+            deadline: when the load fails if it is not over, in seconds on the clock of ``tick``.
+            shared: whether other requests of this engine use the hold. If so, no rank is notified,
+                whatever the outcome of this load.
 
         Returns:
-            The id of the load for all further events.
+            The id of the load, for all other methods.
         """
         load_id = LoadId(next(self._ids))
         self._loads[load_id] = _Load(
@@ -209,11 +241,18 @@ class Loads:
         return load_id
 
     def request(self, load_id: LoadId) -> RequestId:
-        """Return the request of a load that has not ended."""
+        """Return the request of a load that is still kept.
+
+        Raises:
+            KeyError: the load is not kept any more.
+        """
         return self._loads[load_id].request
 
     def handshake_succeeded(self, load_id: LoadId, parties: tuple[RemoteRank, ...]) -> None:
-        """Process a successful handshake.
+        """Start the checks or reads of a load whose handshake has succeeded.
+
+        A load that reads nothing is over at once. If the load was reported as failed during the
+        handshake, its producer ranks are told "abandon" instead.
 
         Args:
             load_id: the load.
@@ -233,7 +272,14 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def handshake_failed(self, load_id: LoadId, error: KVFerryError) -> None:
-        """Process a handshake that failed or rules the load out: no rank can be notified."""
+        """Fail a load whose handshake failed, or showed that the load is impossible.
+
+        No producer rank is notified.
+
+        Args:
+            load_id: the load.
+            error: why the load fails, unless it has failed before.
+        """
         load = self._loads.get(load_id)
         if load is None or load.parties is not None:
             return
@@ -246,7 +292,13 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def checked(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Process the slot word that a check has read."""
+        """Process the slot word that a check has read: read the pages, check again later, or fail.
+
+        Args:
+            load_id: the load.
+            rank: index of the producer rank.
+            word: the slot word.
+        """
         load = self._at(load_id, rank, _At.CHECKING)
         if load is None:
             return
@@ -258,7 +310,12 @@ class Loads:
             load.at[rank] = _At.RECHECK
 
     def read(self, load_id: LoadId, rank: int) -> None:
-        """Process the end of a read: all data from this rank has arrived, and none will follow."""
+        """Start the fence on a rank whose data has arrived; if the load has failed, end it there.
+
+        Args:
+            load_id: the load.
+            rank: index of the producer rank, of whose data no more bytes will arrive.
+        """
         load = self._at(load_id, rank, _At.READING)
         if load is None:
             return
@@ -268,7 +325,13 @@ class Loads:
             self._do(load_id, load, rank, _At.FENCING, LoadAction.FENCE)
 
     def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
-        """Process the slot word that a fence has read."""
+        """Process the slot word that a fence has read: the data is valid, or the load fails.
+
+        Args:
+            load_id: the load.
+            rank: index of the producer rank.
+            word: the slot word.
+        """
         load = self._at(load_id, rank, _At.FENCING)
         if load is None:
             return
@@ -276,25 +339,46 @@ class Loads:
         self._over(load_id, load, rank, None if held else _stale("when the read ended"))
 
     def lost(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        """Process a failed transfer with this rank, of which no more bytes will arrive."""
+        """Fail a load because a read (check, data or fence) failed; no more of its bytes arrive.
+
+        Args:
+            load_id: the load.
+            rank: index of the producer rank that was read from.
+            error: why the read failed.
+        """
         load = self._loads.get(load_id)
         if load is not None and load.at.get(rank, _At.OVER).waits:
             self._over(load_id, load, rank, error)
 
     def failing(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
-        """Process a transfer with this rank that will fail, but of which bytes may still arrive."""
+        """Fail a load because a read will fail; until ``lost``, bytes of the read may still arrive.
+
+        Args:
+            load_id: the load.
+            rank: index of the producer rank that is read from.
+            error: why the read will fail.
+        """
         load = self._loads.get(load_id)
         if load is not None and load.at.get(rank, _At.OVER).waits:
             self._fail(load_id, load, error)
 
     def abort(self, load_id: LoadId, error: KVFerryError) -> None:
-        """Give a load up; it is reported when no more bytes can arrive."""
+        """Fail a load, and cancel its reads; it is reported when no more bytes can arrive.
+
+        Args:
+            load_id: the load.
+            error: why it is given up.
+        """
         load = self._loads.get(load_id)
         if load is not None and not load.reported:
             self._fail(load_id, load, error)
 
     def tick(self, now: float) -> None:
-        """Repeat checks that found the pages still being computed, and fail loads that are late."""
+        """Repeat checks that found pages still being computed; fail loads past their deadline.
+
+        Args:
+            now: seconds, on the clock of the deadlines.
+        """
         for load_id, load in list(self._loads.items()):
             if load.reported:
                 continue
@@ -305,20 +389,31 @@ class Loads:
                 self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
 
     def _at(self, load_id: LoadId, rank: int, at: _At) -> _Load | None:
+        """Return a load if its state on a producer rank is ``at``; otherwise ``None``."""
         load = self._loads.get(load_id)
         return load if load is not None and load.at.get(rank) is at else None
 
     def _step(self, load_id: LoadId, load: _Load, rank: int, *, first: bool = False) -> None:
+        """Queue the read of a rank's pages, or the check before it.
+
+        Args:
+            load_id: the id of ``load``.
+            load: the load.
+            rank: index of the producer rank.
+            first: whether nothing was done on the rank yet, so that a check may have to come first.
+        """
         if first and not load.computed:
             self._do(load_id, load, rank, _At.CHECKING, LoadAction.CHECK)
         else:
             self._do(load_id, load, rank, _At.READING, LoadAction.READ)
 
     def _do(self, load_id: LoadId, load: _Load, rank: int, at: _At, op: LoadAction) -> None:
+        """Queue the action ``op`` for a producer rank, and set the load's state there to ``at``."""
         load.at[rank] = at
         self._actions.append(Action(op=op, load=load_id, rank=rank))
 
     def _over(self, load_id: LoadId, load: _Load, rank: int, error: KVFerryError | None) -> None:
+        """End a load on one producer rank; with an ``error``, fail the load as a whole."""
         if error is not None:
             load.failed_at = load.failed_at or load.at[rank].stage
         load.at[rank] = _At.OVER
@@ -328,7 +423,7 @@ class Loads:
             self._finish_if_over(load_id, load)
 
     def _fail(self, load_id: LoadId, load: _Load, error: KVFerryError) -> None:
-        """Fail a load, unless it failed before, and cancel what is under way."""
+        """Fail a load, unless it has failed before, and cancel its reads on all ranks."""
         if load.failure is None:
             load.failure, load.failed_at = error, load.failed_at or load.stage
             for rank, at in load.at.items():
@@ -339,6 +434,7 @@ class Loads:
         self._finish_if_over(load_id, load)
 
     def _finish_if_over(self, load_id: LoadId, load: _Load) -> None:
+        """Notify the producer and report a load if it is over on every rank."""
         if load.reported or any(at is not _At.OVER for at in load.at.values()):
             return
         if load.parties is None and load.failure is None:
@@ -359,17 +455,19 @@ class Loads:
             self._actions.append(Action(op=LoadAction.ABANDON, load=load_id, rank=party.rank))
 
     def _tell_done(self, load_id: LoadId, load: _Load) -> None:
+        """Queue "done" for the ranks that were not read from; others got it with the fence."""
         for party in () if load.shared else load.parties or ():
             if not (load.reads and party.reads):
                 self._actions.append(Action(op=LoadAction.DONE, load=load_id, rank=party.rank))
 
 
 def gone() -> StaleError:
-    """Return the error for requests whose renewal finds that the hold is gone."""
+    """Return the error for a request when a renewal finds that its hold has ended."""
     return _stale("when their lease was to be renewed")
 
 
 def _late(load: _Load) -> DeadlineError:
+    """Return the error of a load that was not over at its deadline."""
     computing = ", the producer still computes the pages" if load.is_computing else ""
     return DeadlineError(
         f"the load was not over within load_timeout (stage: {load.stage}{computing}): look at what "
@@ -378,6 +476,7 @@ def _late(load: _Load) -> DeadlineError:
 
 
 def _stale(when: str) -> StaleError:
+    """Return the error of a load whose hold has ended; ``when`` says at which moment, as text."""
     return StaleError(
         f"the producer did not hold the pages any more {when}; what was read is discarded. A "
         "ticket is good once, and for the producer's kv_lease_duration unless a consumer renews "

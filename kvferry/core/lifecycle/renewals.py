@@ -1,7 +1,8 @@
 """The consumer's side of leases: decide when each hold that a rank waits for is renewed.
 
-A hold is renewed from when its producer is known until its fence is posted. After that, the slot
-word may have changed because this engine itself sent "done". No I/O happens here.
+A hold is renewed from when its producer is connected until the fence is posted, which is the read
+of the slot word after the data. After that, the slot word may have changed because this engine
+itself sent "done". No I/O happens here.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import NewType
 from kvferry.core.lifecycle.loads import RemoteRank
 
 RenewalId = NewType("RenewalId", int)
-"""Identifies one hold that one rank renews for one request."""
+"""Identifies the series of renewals of one hold, for one request or ticket of this rank."""
 
 LEASE_PART = 3
 """A hold is renewed each time a third of its lease is over, so that two renewals may be lost."""
 FIRST_SECONDS = 1.0
-"""The first renewal of a load comes after this time, or sooner if its lease is short. Most loads
-have ended by then, but the ticket may have been under way for long."""
+"""A load's first renewal is due after this time, or after a third of the lease if that is shorter.
+Most loads are over by then. Waiting longer could be too late for a ticket that was long on its
+way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -29,8 +31,8 @@ class RenewalRequest:
     """A renewal that is due.
 
     Attributes:
-        renewal: the hold to renew.
-        rank: the producer rank to renew it with.
+        renewal: identifies the hold to renew.
+        rank: index of the producer rank with which to renew it.
     """
 
     renewal: RenewalId
@@ -39,8 +41,17 @@ class RenewalRequest:
 
 @dataclass(slots=True, kw_only=True)
 class _Renewed:
+    """A hold that is being renewed.
+
+    Attributes:
+        ranks: producer rank index to whether pages of that rank are read; those of a replica are
+            not.
+        interval: seconds between two renewals.
+        due: when the next renewal is due.
+        asked: indices of the producer ranks that have not answered the last renewal.
+    """
+
     ranks: dict[int, bool]
-    """Producer rank to whether its pages are needed; those of a replica are not."""
     interval: float
     due: float
     asked: set[int] = field(default_factory=set)
@@ -49,14 +60,14 @@ class _Renewed:
 class Renewals:
     """Schedule the renewals of one consumer rank.
 
-    Not thread-safe: the caller serialises. Calls about a renewal that has ended are ignored.
+    Not thread-safe: the caller serialises. Calls with the id of an ended renewal are ignored.
     """
 
     def __init__(self) -> None:
         self._renewed: dict[RenewalId, _Renewed] = {}
         self._ids = itertools.count(1)
         self._soonest = math.inf
-        """No renewal is due earlier: saves scanning thousands of holds in each turn."""
+        """No renewal is due earlier than this: saves scanning thousands of holds in each turn."""
 
     def __len__(self) -> int:
         """Return how many holds are being renewed."""
@@ -68,10 +79,10 @@ class Renewals:
         """Start to renew a hold.
 
         Args:
-            parties: the producer ranks that concern this rank.
-            lease: for how many seconds a renewal extends the hold.
-            now: on the clock of ``take_due``.
-            at_once: whether the first renewal is due now.
+            parties: the producer ranks that this rank reads from or notifies.
+            lease: seconds for which the producer keeps a hold after a renewal.
+            now: seconds, on the clock of ``take_due``.
+            at_once: whether the first renewal is due now; otherwise see ``FIRST_SECONDS``.
 
         Returns:
             The id for ``settle`` and ``end``.
@@ -89,16 +100,26 @@ class Renewals:
         self._renewed.pop(renewal, None)
 
     def settle(self, renewal: RenewalId, rank: int) -> None:
-        """Stop renewing a hold with one producer rank, whose fence is posted."""
+        """Stop renewing a hold with one producer rank, because the fence there is being posted.
+
+        Args:
+            renewal: identifies the hold.
+            rank: index of the producer rank.
+        """
         found = self._renewed.get(renewal)
         if found is not None:
             found.ranks.pop(rank, None)
 
     def take_due(self, now: float) -> tuple[list[RenewalRequest], list[RenewalRequest]]:
-        """Return the renewals to make now, and those to cancel.
+        """Return the renewals that are due, each once.
 
-        A renewal is to be cancelled if the previous one with the same rank has had no answer; no
-        new one is made with that rank meanwhile.
+        Args:
+            now: seconds, on the clock of ``begin``.
+
+        Returns:
+            Two lists: the renewals to make now; and the renewals of which the previous one, with
+            the same hold and rank, has had no answer. For the latter, cancel that previous one, and
+            make no new one.
         """
         due: list[RenewalRequest] = []
         overdue: list[RenewalRequest] = []
@@ -116,11 +137,14 @@ class Renewals:
         return due, overdue
 
     def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
-        """Process an answer, and return whether needed pages are lost.
+        """Record that a rank has answered a renewal, so that the next one can be made.
 
         Args:
             ask: the renewal that was answered.
             stands: whether the slot word says that the hold still stands.
+
+        Returns:
+            Whether pages that this rank still has to read are lost.
         """
         found = self._renewed.get(ask.renewal)
         if found is None:
@@ -129,7 +153,7 @@ class Renewals:
         return found.ranks.get(ask.rank, False) and not stands
 
     def unanswered(self, ask: RenewalRequest) -> None:
-        """Process a failed renewal; it is tried again when the next one is due."""
+        """Record that a renewal has failed, so that another one is made when it is due."""
         found = self._renewed.get(ask.renewal)
         if found is not None:
             found.asked.discard(ask.rank)

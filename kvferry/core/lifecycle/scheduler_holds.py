@@ -1,7 +1,9 @@
 """The holds of a producer as its scheduler half keeps them.
 
-The scheduler half shares no memory with the workers: it sends them ``HoldOrders``, one batch per
-engine step.
+A hold stands for the pages of one request that another engine will decode. It occupies a slot of
+every worker's slot table, whose word there tells consumers whether the hold still stands. The
+scheduler half shares no memory with the workers: it sends them ``HoldOrders``, one batch per engine
+step.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from kvferry.core.lifecycle.reclamation import Silence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldOrders:
-    """The orders of the scheduler half to every worker in one step, applied in this order.
+    """The orders of the scheduler half to every worker in one step.
+
+    A worker carries them out in the order of the attributes.
 
     Attributes:
-        drops: holds that end while their pages are being computed, without a ticket.
+        drops: holds to end although their request has no ticket; nothing is reported for them.
         take_ons: (request, hold) of each request computed for another engine from this step on.
-        ready: (hold, lease in seconds) of each hold whose pages may be read once the device has
-            finished all work before this step.
+        ready: (hold, lease in seconds) of each hold whose ticket was made, and whose pages may be
+            read once the device has finished all work enqueued before this step.
         ends: ticketed holds to end now (after a reset, because too many pages are held, or because
             the consumer is gone); their requests are still reported as sent.
     """
@@ -38,10 +42,13 @@ class HoldOrders:
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
+    """The hold of a request, and whether the request has its ticket."""
+
     hold: Hold
     ticketed: bool = False
     pages: frozenset[int] = frozenset()
-    """The pages that count against the limit; empty without a ticket or once it is given up."""
+    """Ids of the pages that count against ``max_pages``; empty before the request has its ticket,
+    and after the ticket was given up."""
 
 
 class SchedulerHolds:
@@ -50,8 +57,8 @@ class SchedulerHolds:
     Args:
         slots: number of slots in each worker's table; as many as the engine has blocks.
         draw: returns a random generation for a new hold.
-        max_pages: how many pages all tickets together may hold; ``None`` for no limit. Clients
-            cause tickets, and must not be able to use up the engine's pages.
+        max_pages: how many pages all tickets together may hold; ``None`` for no limit. The limit
+            keeps clients, whose requests lead to tickets, from using up the engine's pages.
     """
 
     def __init__(
@@ -63,7 +70,8 @@ class SchedulerHolds:
     ) -> None:
         self._max_pages = max_pages
         self._pages = Counter[int]()
-        """Page to number of tickets that hold it: requests with a common prefix share pages."""
+        """Page id to the number of tickets that hold the page: requests with a common prefix share
+        pages."""
         self._evicted: list[RequestId] = []
         self._oldest: dict[RequestId, None] = {}
         """Requests with a ticket that was not given up, the oldest first."""
@@ -75,11 +83,11 @@ class SchedulerHolds:
         self._ready: list[tuple[Hold, float]] = []
         self._ends: list[Hold] = []
         self._ending: set[RequestId] = set()
-        """Requests whose holds were ordered to end and are not sent yet."""
+        """Requests whose holds were ordered to end and that are not reported as sent yet."""
 
     @property
     def held(self) -> int:
-        """Number of requests that have a hold, computing or ticketed."""
+        """Number of requests that have a hold, with or without a ticket."""
         return len(self._entries)
 
     @property
@@ -94,15 +102,18 @@ class SchedulerHolds:
 
     @property
     def ending(self) -> bool:
-        """Whether there are holds that were ordered to end and are not sent yet."""
+        """Whether any request whose hold was ordered to end is not reported as sent yet."""
         return bool(self._ending)
 
     def take_on(self, request: RequestId) -> Hold | None:
-        """Return a hold for a request to be decoded elsewhere; the same one after preemption.
+        """Give a hold to a request that another engine will decode.
+
+        A request that comes back after preemption keeps its hold.
 
         Returns:
-            The hold; ``None`` if no slot is free or an earlier request of this id is still held.
-            Then the request is served like any other, without a ticket.
+            The hold; ``None`` if no slot is free, or if an earlier request with this id has a
+            ticket and is not reported as sent. If ``None``, the request is served like any other,
+            without a ticket.
         """
         entry = self._entries.get(request)
         if entry is not None:
@@ -117,18 +128,19 @@ class SchedulerHolds:
     def ticket(
         self, request: RequestId, lease: float, pages: frozenset[int] = frozenset()
     ) -> Hold | None:
-        """Make the hold of a computed request a ticketed one: its pages stay until ``sent``.
+        """Return the hold to put into the ticket of a computed request, and order its lease.
 
-        If too many pages are held then, the oldest tickets are given up.
+        The request's pages must stay until ``sent`` is called for it. If all tickets together then
+        hold more than ``max_pages``, the oldest are given up.
 
         Args:
             request: the request.
             lease: its lease in seconds.
-            pages: its pages.
+            pages: ids of its pages.
 
         Returns:
             The hold; ``None`` if the request was never taken on, has its ticket already, or has
-            more pages than may be held at all.
+            more than ``max_pages`` pages.
         """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed or not self.fits(len(pages)):
@@ -141,16 +153,23 @@ class SchedulerHolds:
         return entry.hold
 
     def fits(self, pages: int) -> bool:
-        """Return whether a request with this number of pages can have a ticket."""
+        """Return whether ``max_pages`` allows a ticket for a request with this number of pages."""
         return self._max_pages is None or pages <= self._max_pages
 
     def take_evicted(self) -> list[RequestId]:
-        """Return requests whose tickets ``max_pages`` has ended since the last call."""
+        """Return the requests whose tickets were given up since the last call.
+
+        Only those that were given up to keep to ``max_pages`` are returned.
+        """
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def drop(self, request: RequestId) -> bool:
-        """End a hold without a ticket, and return whether there was one."""
+        """End the hold of a request that will get no ticket.
+
+        Returns:
+            Whether the request had a hold without a ticket; if not, nothing has changed.
+        """
         entry = self._entries.get(request)
         if entry is None or entry.ticketed:
             return False
@@ -173,7 +192,10 @@ class SchedulerHolds:
             self._ending.discard(request)
 
     def reset(self) -> None:
-        """Give up every ticketed hold: tickets become stale, and pages come back."""
+        """Give up every ticketed hold: all tickets become stale.
+
+        The pages may be freed as each request is reported as sent.
+        """
         ticketed = {r: entry for r, entry in self._entries.items() if entry.ticketed}
         self._ends.extend(sorted({entry.hold for entry in ticketed.values()} - set(self._ends)))
         self._ending.update(ticketed)
@@ -185,7 +207,7 @@ class SchedulerHolds:
         """Give up silent holds until enough pages are freed.
 
         Args:
-            silent: the holds to give up, in this order; those that have ended or were given up
+            silent: the holds to give up, in this order; holds that have ended or were given up
                 before are skipped.
             pages: number of pages to free.
 
@@ -203,7 +225,10 @@ class SchedulerHolds:
         return given
 
     def drain(self) -> HoldOrders:
-        """Return the orders since the last call. Slots of dropped holds are free from now on."""
+        """Return the orders since the last call, which the caller sends to every worker.
+
+        From now on, the slots of the dropped holds are free for new holds.
+        """
         orders = HoldOrders(
             drops=tuple(self._drops),
             take_ons=tuple(self._take_ons),
@@ -216,14 +241,21 @@ class SchedulerHolds:
         return orders
 
     def _make_room(self) -> None:
-        """Give up the oldest tickets while they exceed the limit; the newest alone fits."""
+        """Give up the oldest tickets until all together hold at most ``max_pages`` pages.
+
+        The newest ticket alone never holds more, because ``ticket`` has checked that it ``fits``.
+        """
         while self._max_pages is not None and len(self._pages) > self._max_pages:
             oldest = next(iter(self._oldest))
             self._give_up(oldest)
             self._evicted.append(oldest)
 
     def _give_up(self, request: RequestId) -> None:
-        """Give up a ticket. Its pages no longer count, but are free only once it is sent."""
+        """Give up a request's ticket, and order its hold to end.
+
+        The request's pages no longer count against ``max_pages``, but may be freed only once the
+        request is reported as sent.
+        """
         del self._oldest[request]
         entry = self._entries[request]
         self._let_go(entry)
@@ -231,6 +263,7 @@ class SchedulerHolds:
         self._ending.add(request)
 
     def _let_go(self, entry: _Entry) -> None:
+        """Stop counting an entry's pages against ``max_pages``."""
         self._pages.subtract(entry.pages)
         for page in entry.pages:
             if not self._pages[page]:

@@ -1,7 +1,8 @@
 """The ticket that a producer hands to a consumer, through the router, for one request.
 
-It passes through a client's hands, so nothing in it is trusted before it is checked: first its
-form, then by the consumer's scheduler (digest), then against the producer's handshake.
+A ticket passes through a client's hands, so nothing in it is trusted before it is checked: first
+its form, then its digest by the consumer's scheduler, then the rest against the producer's
+handshake.
 """
 
 from __future__ import annotations
@@ -30,27 +31,32 @@ MAX_TEXT = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """One request's pages on one producer engine.
+    """What a consumer needs to know to load one request's pages from one producer engine.
 
     Attributes:
-        engine, incarnation: the producer engine and the start of it that made the ticket.
+        engine, incarnation: id of the producer engine, and the random number that identifies the
+            start of the engine that made the ticket.
         request: the producer's id of the request; for logs only.
-        host, port: the producer's side channel; as the producer stated it if there is a proof.
-        hold: identifies the pages in the producer's slot tables.
-        pages: per group, page ids of the producer's layout; 0 is a hole.
+        host, port: the address of the producer's side channel; if there is a proof, as the producer
+            itself stated it.
+        hold: the slot and generation that stand for the pages in the producer's slot tables.
+        pages: per group of the producer, the ids of the request's pages, in block order; 0 is a
+            hole, a block without a page.
         first_index: per group, the block index within the request of the first entry in ``pages``.
-        tokens: T, number of tokens that the pages cover; a state page holds the state after all T.
-        digest: digest of all that the pages depend on; see ``kvferry.core.lifecycle.digest``.
+        tokens: number of tokens that the pages cover; a state page holds the state after all of
+            them.
+        digest: digest of everything that the content of the pages depends on; see
+            ``kvferry.core.lifecycle.digest``.
         computed: whether the pages were complete when the ticket was made, so that a read needs no
             check before it.
         tp_size: the producer's tensor-parallel size, which is compared with the handshake.
         key: the public key of the side channel, 32 bytes; empty if the channel is not encrypted.
-        routed: (host, port) of the side channel as a router gave it, asked second; ``None`` if it
-            gave none or the same.
+        routed: (host, port) of the side channel as a router gave it, which is asked if the first
+            address does not answer; ``None`` if the router gave no address or the same.
         proof: proves that the producer made the ticket; ``None`` from builds without proofs.
 
     Raises:
-        TicketError: a value is out of bounds, or a page occurs twice in a list.
+        TicketError: a value is out of bounds, or a page occurs twice in a group.
     """
 
     engine: str
@@ -80,6 +86,7 @@ class Ticket:
 
 
 def _identity_problems(ticket: Ticket) -> Iterator[str]:
+    """Yield a text for each value but the pages that is out of bounds."""
     for name in ("engine", "request", "host"):
         text = getattr(ticket, name)
         if not 1 <= len(text) <= MAX_TEXT:
@@ -105,6 +112,7 @@ def _identity_problems(ticket: Ticket) -> Iterator[str]:
 
 
 def _page_problems(ticket: Ticket) -> Iterator[str]:
+    """Yield a text for each problem with ``pages`` and ``first_index``."""
     if len(ticket.pages) > MAX_GROUPS:
         yield f"blocks of {len(ticket.pages)} groups; {MAX_GROUPS} are allowed"
     if len(ticket.first_index) != len(ticket.pages):
@@ -126,13 +134,16 @@ def _page_problems(ticket: Ticket) -> Iterator[str]:
 
 
 def page_limits(payloads: Sequence[RankPayload]) -> tuple[int, ...]:
-    """Return the page limit of each group of an engine.
+    """Return the number that page ids must stay below, for each group of an engine.
 
-    Visits every kind of field of every rank, so call it once per handshake, not per ticket.
+    Visits every set of equal fields of every rank, so call it once per handshake, not per ticket.
+
+    Args:
+        payloads: the payload of every rank of the engine.
 
     Returns:
-        Per group, the number that page ids must stay below on every rank; 0 if no rank has a field
-        of the group.
+        Per group, the smallest number of pages among the ranks that have a field of the group; 0
+        if no rank has one.
     """
     limits = [0] * len(payloads[0].layout.groups)
     for first in (some.first for payload in payloads for some in payload.layout.field_sets):
@@ -152,14 +163,15 @@ def check_against(
 
     Args:
         ticket: untrusted, from a client.
-        payloads: payloads of all ranks of the producer.
+        payloads: what every rank of the producer publishes.
         limits: ``page_limits(payloads)``.
-        ticket_key: the key by which the producer proves its tickets; empty if it proves none.
+        ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
+            if it publishes none.
 
     Raises:
         TicketError: the incarnation, the number of groups or the tensor-parallel size differ; the
-            proof is missing, does not fit, or is there although the producer proves none; or a slot
-            or block lies past the end of the producer's.
+            proof is missing, does not fit, or is there although the producer publishes no key; or
+            the ticket names a slot or a block that the producer does not have.
     """
     check_maker(ticket, payloads, ticket_key)
     for problem in _handshake_problems(ticket, payloads, limits):
@@ -167,16 +179,19 @@ def check_against(
 
 
 def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: bytes) -> None:
-    """Check that the engine that answered the handshake made the ticket; reads no layout.
+    """Check that the engine that answered the handshake is the one that made the ticket.
+
+    Unlike ``check_against``, this function compares nothing with the producer's layouts.
 
     Args:
         ticket: untrusted, from a client.
-        payloads: payloads of all ranks of the producer.
-        ticket_key: the key by which the producer proves its tickets; empty if it proves none.
+        payloads: what every rank of the producer publishes.
+        ticket_key: the public key that the producer publishes for the proofs of its tickets; empty
+            if it publishes none.
 
     Raises:
         TicketError: the incarnation differs; or the proof is missing, does not fit, or is there
-            although the producer proves none.
+            although the producer publishes no key.
     """
     for incarnation in {payload.incarnation for payload in payloads} - {ticket.incarnation}:
         raise TicketError(
@@ -190,6 +205,10 @@ def check_maker(ticket: Ticket, payloads: Sequence[RankPayload], ticket_key: byt
 def _handshake_problems(
     ticket: Ticket, payloads: Sequence[RankPayload], limits: Sequence[int]
 ) -> Iterator[str]:
+    """Yield a text for each value of a ticket that does not fit what the producer publishes.
+
+    The arguments are those of ``check_against``.
+    """
     tp_size = 1 + max(payload.coordinates.tp for payload in payloads)
     if ticket.tp_size != tp_size:
         yield f"the ticket says tp_size {ticket.tp_size}, the handshake {tp_size}"

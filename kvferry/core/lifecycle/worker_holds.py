@@ -1,8 +1,9 @@
 """The holds of a producer rank: its slot table, and when a request's pages may be freed.
 
-Each rank keeps its own holds, timed by its own clock. A hold always ends in the same order, so that
-no late reader takes stale pages for valid: first its slot word is cleared, then its request is
-reported as sent.
+A hold stands for the pages of one request that another engine will decode; its word in the slot
+table tells consumers whether the hold still stands. Each rank keeps its own holds, timed by its own
+clock. When a hold ends, its slot word is always cleared before its request is reported as sent, so
+that no late reader takes stale pages for valid.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.messages import Heartbeat, Release, Renewal
 
 MAX_READERS = 64
-"""How many consumer engines may send "done" for one hold, and how many may claim it. One complete
-engine is enough to end the hold."""
+"""The most consumer engines that may send "done" for one hold, and the most that may claim it (say
+by a renewal that they wait for it). The first engine whose ranks have all sent "done" ends the
+hold."""
 MAX_CLAIMANTS = 1 << 12
-"""How many consumer engines may claim holds. Only renewals count as signs of life of others."""
+"""The most consumer engines that may have claims at once. Heartbeats of further engines are
+ignored; their renewals still count as signs of life."""
 ANONYMOUS_PART = 3
 """A renewal without a claim counts as a sign of life for a third of the lease, because a consumer
 that knows no heartbeats renews that often."""
@@ -37,39 +40,48 @@ class SlotWords(Protocol):
 
 
 class NoteOutcome(enum.Enum):
-    """The effect of a "done", an "abandon" or a renewal."""
+    """The effect of a message from a consumer: "done", "abandon", a renewal or a heartbeat."""
 
     COUNTED = "counted"
+    """A "done" or "abandon" was counted; other ranks of the consumer engine must still send it."""
     ENDED = "ended"
-    """It was the last that its consumer engine had to send: the hold has ended."""
+    """The last "done" or "abandon" of a consumer engine came: the hold has ended."""
     REPEATED = "repeated"
+    """The consumer rank had sent "done" or "abandon" for the hold before; nothing has changed."""
     RENEWED = "renewed"
+    """A renewal or a heartbeat was taken as a sign of life."""
     LATE = "late"
-    """A "done" after the lease had expired; the consumer's fence will have refused the read."""
+    """A "done" came after the lease had expired; the consumer's fence has refused the read."""
     UNKNOWN = "unknown"
-    """The incarnation or generation does not match, the hold has ended, or a limit is reached."""
+    """The message was ignored: its incarnation or generation does not match, the hold has ended, a
+    heartbeat's engine has no claim, or ``MAX_READERS`` engines have sent "done" for the hold."""
 
 
 _Claimant = tuple[str, int]
-"""A consumer engine and its incarnation."""
+"""A consumer engine that claims holds: its id and its incarnation."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
+    """A hold that has not ended."""
+
     request: RequestId
     hold: Hold
     lease: float | None = None
     """Seconds; ``None`` while there is no ticket."""
     deadline: float | None = None
-    """On this rank's clock, once there is a ticket."""
+    """When the lease ends, on this rank's clock; ``None`` while there is no ticket."""
     is_ready: bool = False
+    """Whether the slot word says that the pages may be read."""
     readers: dict[str, set[int]] = field(default_factory=dict)
-    """Consumer engine to those of its ranks that no longer need the hold."""
+    """Consumer engine id to the indices of its ranks that have sent "done" or "abandon"."""
     alive: float = -math.inf
-    """When its ticket was made or its pages became ready."""
+    """The later of the times at which the ticket was ordered and the pages became ready."""
     renewed: float = -math.inf
-    """When it was last renewed without a claim; often before its ticket is known here."""
+    """When the hold was last renewed without a claim; often before this rank heard of its
+    ticket."""
     claimants: set[_Claimant] = field(default_factory=set)
+    """The consumer engines that have said in a renewal that they wait for the hold."""
 
 
 class WorkerHolds:
@@ -78,8 +90,8 @@ class WorkerHolds:
     Not thread-safe: the caller serialises.
 
     Args:
-        words: the slot table, all zero; belongs to the caller.
-        incarnation: incarnation of this engine.
+        words: the slot table, all zero; its memory belongs to the caller.
+        incarnation: the random number that identifies this start of the engine.
     """
 
     def __init__(self, words: SlotWords, incarnation: Incarnation) -> None:
@@ -87,14 +99,14 @@ class WorkerHolds:
         self._incarnation = incarnation
         self._held: dict[int, _Held] = {}
         self._soonest = math.inf
-        """No lease expires earlier: saves scanning thousands of holds in each turn."""
+        """No lease expires earlier than this: saves scanning thousands of holds in each turn."""
         self._sent: list[RequestId] = []
         self._expired: dict[int, int] = {}
-        """Slot to the generation of its last expired hold, to recognise a late "done"."""
+        """Slot to the generation of the slot's last expired hold, to recognise a late "done"."""
         self._claims = Counter[_Claimant]()
-        """How many holds each consumer engine claims, at least one."""
+        """Consumer engine to the number of holds that it claims, at least 1."""
         self._heard: dict[_Claimant, float] = {}
-        """When each consumer engine with a claim last gave a sign of life."""
+        """Consumer engine with a claim to the time of its last sign of life."""
 
     @property
     def held(self) -> int:
@@ -111,7 +123,15 @@ class WorkerHolds:
         return self._find(hold) is not None
 
     def apply(self, orders: HoldOrders, now: float) -> None:
-        """Carry out the orders of a step. The caller calls ``ready`` later for ``orders.ready``."""
+        """Carry out the orders of a step.
+
+        For each hold in ``orders.ready``, the caller calls ``ready`` when the device has finished
+        the request's work.
+
+        Args:
+            orders: from the scheduler half.
+            now: seconds, on this rank's clock.
+        """
         for hold in orders.drops:
             self.drop(hold)
         for request, hold in orders.take_ons:
@@ -124,20 +144,27 @@ class WorkerHolds:
     def take_on(self, request: RequestId, hold: Hold) -> None:
         """Start a hold for a request that is computed from this step on.
 
-        Must be called before the step's work ends.
+        Its slot word says from now on that the pages are being computed. The caller calls this
+        before the step's work ends.
         """
         self._held[hold.slot] = _Held(request=request, hold=hold)
         self._words[hold.slot] = hold.computing
 
     def drop(self, hold: Hold) -> None:
-        """End a hold without a ticket; nothing is reported."""
+        """End a hold without a ticket; nothing is reported. Ignored if the hold has ended."""
         if self._find(hold):
             self._clear(hold)
 
     def order(self, hold: Hold, lease: float, now: float) -> None:
-        """Note that a ticket was made; ``ready`` follows when the request's work has finished.
+        """Start the lease of a hold, because the scheduler half has made a ticket for it.
 
-        If it never does (the device failed), the lease ends the hold nevertheless.
+        The caller calls ``ready`` when the device has finished the request's work. If it never does
+        so (because the device failed), the hold ends when its lease expires.
+
+        Args:
+            hold: the hold; ignored if it has ended.
+            lease: seconds.
+            now: seconds, on this rank's clock.
         """
         held = self._find(hold)
         if held:
@@ -145,7 +172,14 @@ class WorkerHolds:
             self._set_deadline(held, now + lease)
 
     def ready(self, hold: Hold, now: float) -> None:
-        """Allow an ordered hold to be read, since all its work has finished; its lease starts."""
+        """Let consumers read the pages of a hold, all of whose work the device has finished.
+
+        Its lease starts anew. Ignored if the hold has ended, or was not passed to ``order``.
+
+        Args:
+            hold: the hold.
+            now: seconds, on this rank's clock.
+        """
         held = self._find(hold)
         if held and held.lease is not None and not held.is_ready:
             held.is_ready, held.alive = True, max(held.alive, now)
@@ -153,9 +187,17 @@ class WorkerHolds:
             self._words[hold.slot] = hold.ready
 
     def renew(self, message: Renewal, now: float) -> NoteOutcome:
-        """Start the lease of a ready hold anew, because a consumer rank still waits for it.
+        """Start the lease of a hold anew, because a consumer rank still waits for the pages.
 
-        A renewal that names its engine claims the hold for that engine.
+        Only the lease of a hold that is ready starts anew. A renewal that names its engine also
+        claims the hold for that engine, whose heartbeats then count as signs of life.
+
+        Args:
+            message: the renewal.
+            now: seconds, on this rank's clock.
+
+        Returns:
+            ``RENEWED``, or ``UNKNOWN`` if the renewal names no hold of this rank.
         """
         held = self._named(message)
         if held is None:
@@ -167,7 +209,17 @@ class WorkerHolds:
         return NoteOutcome.RENEWED
 
     def heartbeat(self, message: Heartbeat, now: float) -> NoteOutcome:
-        """Note a sign of life of a consumer engine for all its claims; renews no lease."""
+        """Record a sign of life of a consumer engine for all holds that it claims.
+
+        No lease is renewed.
+
+        Args:
+            message: the heartbeat.
+            now: seconds, on this rank's clock.
+
+        Returns:
+            ``RENEWED``, or ``UNKNOWN`` if the engine claims no hold of this rank.
+        """
         claimant = message.engine, message.life
         if message.incarnation != self._incarnation or claimant not in self._claims:
             return NoteOutcome.UNKNOWN
@@ -177,23 +229,28 @@ class WorkerHolds:
     def age(self, hold: Hold, now: float) -> float | None:
         """Return the time since the last sign of life for a ticketed hold.
 
-        The latest of these counts: a sign of life of any engine that claims it, when it was ordered
-        or became ready, and a third of the lease after a renewal without a claim.
+        The latest of these times counts: the last sign of life of any engine that claims the hold;
+        the time of ``order`` and of ``ready``; and, after a renewal without a claim, the time of
+        the renewal plus a third of the lease.
+
+        Args:
+            hold: the hold.
+            now: seconds, on this rank's clock.
 
         Returns:
-            Seconds, at least 0; ``None`` if there is no such hold or no ticket for it yet.
+            Seconds, at least 0; ``None`` if the hold has ended or has no ticket yet.
         """
         held = self._find(hold)
         return None if held is None or held.lease is None else self._age(held, held.lease, now)
 
     def silent(self, now: float, beyond: float, limit: int) -> list[Silence]:
-        """Return the ticketed holds without a sign of life, the longest silent first.
+        """Return the ticketed holds without a recent sign of life, the longest silent first.
 
-        Visits every hold, so it is not meant for every step.
+        Visits every hold, so do not call it in every step.
 
         Args:
-            now: on this rank's clock.
-            beyond: least ``age``, in seconds, of the holds to return.
+            now: seconds, on this rank's clock.
+            beyond: the least ``age`` of the holds to return, in seconds.
             limit: the most holds to return.
         """
         aged = [
@@ -213,7 +270,7 @@ class WorkerHolds:
         ]
 
     def end(self, hold: Hold) -> None:
-        """End a ticketed hold and report its request as sent; ignored if the hold has ended."""
+        """End a ticketed hold and report its request as sent. Ignored if the hold has ended."""
         held = self._find(hold)
         if held:
             self._over(held)
@@ -229,9 +286,12 @@ class WorkerHolds:
     def release(self, message: Release) -> NoteOutcome:
         """Count a consumer rank that no longer needs a hold ("done" and "abandon" alike).
 
-        Distinct ranks are counted per consumer engine. The hold ends when one engine has sent as
-        many as the message expects. Messages count before ``ready``, too, because consumers are
-        often faster than the scheduler's order.
+        Distinct ranks are counted per consumer engine. The hold ends when as many ranks of one
+        engine have sent the message as ``message.expected`` says. Messages also count before
+        ``ready`` is called, because a consumer is often faster than the scheduler's order.
+
+        Returns:
+            ``COUNTED``, ``ENDED`` or ``REPEATED``; ``LATE`` or ``UNKNOWN`` if nothing was counted.
         """
         held = self._named(message)
         if held is None:
@@ -248,7 +308,14 @@ class WorkerHolds:
         return NoteOutcome.ENDED
 
     def expire(self, now: float) -> list[RequestId]:
-        """End the holds whose lease has expired, and return their requests."""
+        """End the holds whose lease has expired, and report their requests as sent.
+
+        Args:
+            now: seconds, on this rank's clock.
+
+        Returns:
+            The requests of the holds that have ended.
+        """
         if now < self._soonest:
             return []
         due = [(h.deadline, h) for h in self._held.values() if h.deadline is not None]
@@ -260,7 +327,10 @@ class WorkerHolds:
         return [held.request for held in over]
 
     def take_sent(self) -> list[RequestId]:
-        """Return the requests to report as sent, each exactly once."""
+        """Return the requests to report as sent: those of ticketed holds that have ended.
+
+        Each is returned once.
+        """
         sent, self._sent = self._sent, []
         return sent
 
@@ -269,16 +339,28 @@ class WorkerHolds:
         self._soonest = min(self._soonest, deadline)
 
     def _named(self, message: Release | Renewal) -> _Held | None:
+        """Return the hold that a message names; ``None`` if this start of the engine has none."""
         held = self._held.get(message.slot)
         known = held is not None and held.hold.generation == message.generation
         return held if known and message.incarnation == self._incarnation else None
 
     def _age(self, held: _Held, lease: float, now: float) -> float:
+        """Return ``age`` of a hold that has a ticket; ``lease`` is ``held.lease``."""
         signs = max((self._heard[claimant] for claimant in held.claimants), default=-math.inf)
         return max(0.0, now - max(signs, held.alive, held.renewed + lease / ANONYMOUS_PART))
 
     def _claim(self, held: _Held, message: Renewal, now: float) -> bool:
-        """Claim a hold for the engine of a renewal; return whether the engine now has a claim."""
+        """Claim a hold for the engine of a renewal.
+
+        Args:
+            held: the hold that the renewal names.
+            message: the renewal.
+            now: seconds, on this rank's clock.
+
+        Returns:
+            Whether the engine now claims the hold. It does not if the renewal names no engine, or
+            if too many engines have claims.
+        """
         claimant = message.engine, message.life
         if not message.engine:
             return False
@@ -292,13 +374,14 @@ class WorkerHolds:
         return True
 
     def _disclaim(self, held: _Held) -> None:
-        """Drop the claims on a hold, and forget engines without any other."""
+        """Remove the claims on a hold, and forget the engines that claim no other hold."""
         for claimant in held.claimants:
             self._claims[claimant] -= 1
             if not self._claims[claimant]:
                 del self._claims[claimant], self._heard[claimant]
 
     def _is_late(self, message: Release) -> bool:
+        """Return whether a message is a "done" for a hold whose lease has expired."""
         if message.abandoned or message.incarnation != self._incarnation:
             return False
         return self._expired.get(message.slot) == message.generation
@@ -308,9 +391,11 @@ class WorkerHolds:
         return held if held is not None and held.hold == hold else None
 
     def _clear(self, hold: Hold) -> None:
+        """Clear the slot word of a hold, and forget the hold."""
         self._words[hold.slot] = NOTHING
         self._disclaim(self._held.pop(hold.slot))
 
     def _over(self, held: _Held) -> None:
+        """Clear the slot word of a hold, and only then report its request as sent."""
         self._clear(held.hold)
         self._sent.append(held.request)
