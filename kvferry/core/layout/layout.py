@@ -46,7 +46,7 @@ class GroupKind(enum.StrEnum):
     PAGED = "paged"
     """Tokens: page *i* of a request holds the *i*-th run of ``block_tokens`` tokens."""
     STATE = "state"
-    """A recurrent state after a request's tokens: one page per request, read whole or not at all."""
+    """A recurrent state after a request's tokens: one page per request, read whole or not read."""
     OPAQUE = "opaque"
     """Tokens in a packing that strides cannot describe: only whole pages move, between equal
     layouts."""
