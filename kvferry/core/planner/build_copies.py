@@ -153,6 +153,8 @@ class Workspace:
 class _Places:
     """Where s sub-blocks of a request lie in the pages of the local or of the remote rank.
 
+    A sub-block is a run of tokens that lies within one page on both sides.
+
     Attributes:
         ids: (s,) int64, id of the page of each sub-block.
         within: (s,) int64, index of each sub-block within its page.
@@ -171,7 +173,8 @@ class _Places:
 class _Part:
     """n strips, each of which is copied at s places: n * s copies.
 
-    A place is a sub-block of the request, or several that lie one after another on both sides.
+    A strip is a run of bytes in one sub-block. A place is a sub-block of the request, or several
+    sub-blocks that lie one after another on both sides.
 
     Attributes:
         batch: the strips.
@@ -196,8 +199,9 @@ def build_copies(
 ) -> Copies:
     """Return the copies that read one request's pages from one remote rank.
 
-    The ends of a range are rounded outwards to whole sub-blocks (see ``token_blocks``). Copies that
-    are neighbours on both sides are joined, also across pages.
+    The ends of a range of tokens are rounded outwards to whole sub-blocks (runs of tokens that lie
+    within one page on both sides). Copies that are neighbours on both sides are joined, also across
+    pages.
 
     Args:
         source: one of the plan's ``sources``: what the local rank reads from the remote rank.

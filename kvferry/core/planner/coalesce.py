@@ -82,6 +82,8 @@ def outer_sums(parts: Sequence[I64Array]) -> I64Array:
 def absorb_dims(nbytes: int, dims: JointDims) -> tuple[int, JointDims]:
     """Return the longest run and the fewest dims that make the same box.
 
+    A box is a run of bytes that is repeated along dims.
+
     Args:
         nbytes: length of the box's run.
         dims: the dims that the run is repeated along, in any order.
@@ -102,6 +104,8 @@ def absorb_dims(nbytes: int, dims: JointDims) -> tuple[int, JointDims]:
 
 def merge_boxes(boxes: list[Boxes], budget: WorkBudget) -> list[Boxes]:
     """Return the same bytes in as few boxes as can be found.
+
+    A box is a run of bytes that is repeated along dims.
 
     Args:
         boxes: the boxes, grouped by dims; the runs of a group may differ in length.
@@ -141,7 +145,7 @@ def concatenate(parts: Sequence[CoalescedRuns]) -> CoalescedRuns:
 
 
 def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
-    """Sort runs by pair and local address, and join those that are neighbours on both sides."""
+    """Sort runs by region pair and local address, and join those that touch on both sides."""
     runs = runs.select(np.lexsort((runs.local, runs.pair)))
     apart = (
         (np.diff(runs.pair) != 0)
@@ -155,7 +159,7 @@ def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
 
 
 def count_runs(boxes: Sequence[Boxes]) -> int:
-    """Return the number of runs when all dims are enumerated: the most that ``unfold`` returns."""
+    """Return the number of runs in boxes before neighbours are joined, as ``unfold`` joins them."""
     return sum(len(runs) * math.prod(dim[0] for dim in dims) for dims, runs in boxes)
 
 

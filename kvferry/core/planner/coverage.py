@@ -19,12 +19,13 @@ from kvferry.core.work_budget import HOLDING_STEPS, LOOP_STEPS, SPLIT_STEPS, Wor
 
 
 class Holding(NamedTuple):
-    """The part of a tensor that one rank holds, with all that the assignment depends on.
+    """The part of a tensor that one rank holds, and how the rank stores it.
 
     Attributes:
         rank: index of the rank in its engine.
         group: index of the tensor's group in the rank's layout.
-        shard: global range ``[start, stop)`` of the shard axis.
+        shard: the part, as a range ``[start, stop)`` of the whole tensor's shard axis (KV heads,
+            for example).
         dtype, unit, inner, tokens_per_state, packing, encoding: as in ``Field``.
     """
 
@@ -44,7 +45,7 @@ class Piece(NamedTuple):
 
     Attributes:
         holding: index of the holding among the other engine's holdings of the tensor.
-        shard: the part, as a global range ``[start, stop)`` of the shard axis.
+        shard: the part, as a range ``[start, stop)`` of the whole tensor's shard axis.
     """
 
     holding: int
@@ -107,7 +108,11 @@ class EngineHoldings:
             del self.holdings[key]
 
     def held(self, key: str) -> str:
-        """Return a text for errors that says which ranks hold which part of a tensor."""
+        """Return a text for error messages: the ranks that hold a tensor, and which parts of it.
+
+        Args:
+            key: key of the tensor.
+        """
         holdings = self.holdings.get(key, [])
         return f"{self.name} ranks {_held(holdings)}" if holdings else f"no {self.name} rank"
 
@@ -181,6 +186,9 @@ def _have_equal_sets(parts: Iterable[_RankFields]) -> bool:
     """Return whether every field is in an equal set on all ranks that have it.
 
     Sets are equal if they have the same keys with the same encodings.
+
+    Args:
+        parts: the field sets of all ranks of both engines.
     """
     distinct = {(field_set.keys, field_set.encodings) for _, _, field_set in parts}
     keys = [key for some, _ in distinct for key in some]
@@ -188,9 +196,15 @@ def _have_equal_sets(parts: Iterable[_RankFields]) -> bool:
 
 
 def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
-    """Yield the same fields, split into sets that are equal on all ranks that have them.
+    """Split field sets so that every field is in an equal set on all ranks that have it.
 
     A field whose encoding differs between ranks gets a set of its own, so that the error names it.
+
+    Args:
+        parts: the field sets of all ranks of both engines.
+
+    Yields:
+        The smaller sets of all ranks.
     """
     # A peer publishes thousands of fields, and all that is made per field here is an integer: a
     # list or tuple for each field would start the garbage collector again and again.
@@ -297,8 +311,8 @@ def _pieces(
         position: index of the holding among ``reader.holdings[key]``.
         reader: the engine that reads.
         holder: the engine that is read.
-        turns: for each context-parallel rank of ``holder``, its holdings of the tensor, each after
-            its index among ``holder.holdings[key]``.
+        turns: for each context-parallel rank of ``holder``, its holdings of the tensor, as pairs of
+            the index among ``holder.holdings[key]`` and the holding.
     """
     wanted = reader.holdings[key][position]
     context = reader.context(wanted)
@@ -333,8 +347,8 @@ def _covered(
         holder: the engine that is read.
         wanted: the holding whose range is covered.
         share: the context-parallel share of the tokens that ``holders`` have.
-        holders: the holdings to read from, in order of preference, each after its index among
-            ``holder.holdings[key]``.
+        holders: the holdings to read from, in order of preference, as pairs of the index among
+            ``holder.holdings[key]`` and the holding.
 
     Raises:
         PlanError: no holder has some part of the range, or the field only moves whole and is held

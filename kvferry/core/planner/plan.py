@@ -27,7 +27,7 @@ windows."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
-    """The overlaps of the fields of one local group with those of one remote group.
+    """What is read from one remote group into one local group.
 
     Attributes:
         local_group: index of the local group.
@@ -36,7 +36,8 @@ class Match:
         local_pages: upper bound of local page ids, exclusive.
         remote_pages: upper bound of remote page ids, exclusive.
         parts: the overlapping fields, grouped by kind.
-        batches: the strips of the overlapping fields.
+        batches: the strips of the overlapping fields: runs of bytes that are contiguous on both
+            sides.
     """
 
     local_group: int
@@ -97,8 +98,8 @@ class Plan:
     Attributes:
         rank: index of the local rank.
         sources: one per remote rank that this rank reads from, ascending.
-        readers: per remote rank, how many local ranks notify it when they are done: all that read
-            from it, or 1 if none does.
+        readers: per remote rank, the number of local ranks that notify it when they are done: all
+            that read from it, or 1 if no local rank does.
         notified_ranks: remote ranks that no local rank reads from, and that this rank notifies,
             ascending.
         local_groups: per local group, the part that this rank holds.
@@ -116,7 +117,7 @@ class Plan:
     def unread_strips(
         self, layout: Layout, group: int, window: tuple[int, int] | None, *, read: bool | None
     ) -> tuple[StripBatch, ...]:
-        """Return strips that cover a part of this rank's own pages, so that it can be zeroed.
+        """Return strips that cover a part of this rank's own pages, so that the part can be zeroed.
 
         Args:
             layout: the layout of this rank.

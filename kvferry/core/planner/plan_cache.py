@@ -42,10 +42,13 @@ class PlanCache:
         )
 
     def plan(self, remote: Sequence[Layout]) -> Plan:
-        """Return the plan for reading from the engine that has these layouts, by rank.
+        """Return the plan for reading from another engine.
 
-        If a plan was kept for layouts with the same groups and fields, it is moved to the new
-        addresses. Otherwise ``make_plan`` is called.
+        If a plan is kept that was made for the same groups and fields, it is moved to the addresses
+        of the other engine. Otherwise ``make_plan`` is called.
+
+        Args:
+            remote: the layouts of all ranks of the other engine, by rank.
 
         Raises:
             PlanError: as ``make_plan``.
@@ -77,7 +80,7 @@ def _differs_in_addresses_only(one: Layout, other: Layout) -> bool:
 
 
 def with_remote_layouts(plan: Plan, remote: Sequence[Layout]) -> Plan:
-    """Return a plan moved to remote layouts that differ from its own only in addresses.
+    """Return a plan moved to remote layouts that differ only in addresses from those it is for.
 
     Args:
         plan: the plan, which is not changed.

@@ -60,7 +60,8 @@ class Overlap:
     Attributes:
         local: the field that is filled.
         remote: the field that is read.
-        shard: the part, as a global range ``[start, stop)`` of the shard axis.
+        shard: the part, as a range ``[start, stop)`` of the whole tensor's shard axis (KV heads,
+            for example).
     """
 
     local: Field
@@ -77,8 +78,8 @@ class Overlaps:
     Attributes:
         local: the fields that are filled.
         remote: the fields that are read, in the same order.
-        shard: the part of each tensor, as a global range ``[start, stop)`` of the shard axis; equal
-            for all overlaps.
+        shard: the part of each tensor, as a range ``[start, stop)`` of the whole tensor's shard
+            axis; equal for all overlaps.
     """
 
     local: FieldSet
@@ -100,7 +101,9 @@ class Overlaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strides:
-    """How far apart a strip lies in different sub-blocks, in the memory of one side.
+    """Distances from sub-block to sub-block, in the memory of one side.
+
+    A sub-block is a run of tokens that lies within one page on both sides.
 
     Attributes:
         page: bytes from one page to the next.
@@ -114,12 +117,14 @@ class Strides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStrides:
-    """How far apart a strip lies in different sub-blocks, in local and in remote memory.
+    """Distances from sub-block to sub-block, in local and in remote memory.
+
+    A sub-block is a run of tokens that lies within one page on both sides.
 
     Attributes:
         granularity: number of tokens in a sub-block.
-        local: strides in local memory.
-        remote: strides in remote memory.
+        local: distances in local memory.
+        remote: distances in remote memory.
     """
 
     granularity: int
@@ -131,8 +136,11 @@ class BlockStrides:
 class StripBatch:
     """n strips of equal length and equal strides, sorted by region pair and local address.
 
+    A strip is a run of bytes, contiguous on both sides, in each sub-block (a run of tokens within
+    one page on both sides).
+
     Attributes:
-        strides: where each strip lies in the other sub-blocks.
+        strides: the distances from a strip to the same strip in other sub-blocks.
         nbytes: length of each strip in one sub-block.
         local: (n,) int64, local address of each strip in sub-block 0 of page 0.
         remote: (n,) int64, remote address of each strip in sub-block 0 of page 0.
@@ -150,13 +158,13 @@ class StripBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shape:
-    """What one sub-block of an overlap consists of, wherever the two fields start.
+    """The bytes of one sub-block of an overlap, relative to where its two fields start.
 
-    It consists of n boxes: runs of bytes that are repeated along dims. Equal layers of a model have
+    The bytes are n boxes: runs of bytes that are repeated along dims. Equal layers of a model have
     equal shapes.
 
     Attributes:
-        strides: where the boxes lie in the other sub-blocks.
+        strides: the distances from a box to the same box in other sub-blocks.
         local: (n,) int64, bytes from the start of the local field to each box.
         remote: (n,) int64, bytes from the start of the remote field to each box.
         nbytes: length of the run of each box.
@@ -180,6 +188,9 @@ def find_strips(
     budget: WorkBudget | None = None,
 ) -> tuple[StripBatch, ...]:
     """Return the strips of the overlapping fields of one local and one remote group.
+
+    A strip is a run of bytes that is contiguous on both sides, in each sub-block (a run of tokens
+    that lies within one page on both sides).
 
     Args:
         parts: the overlaps, at least one.
@@ -269,7 +280,7 @@ def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Sha
 
 
 def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
-    """Return the greatest length of sub-blocks in which entries lie alike, all along a page.
+    """Return the greatest length of sub-blocks that are all laid out alike, on both sides.
 
     Args:
         near: dims of the local field's token axis, merged.
@@ -277,7 +288,7 @@ def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
         entries: an upper bound, as a number of token entries; the result divides it.
 
     Returns:
-        The number of token entries in a sub-block.
+        The length of the sub-blocks, as a number of token entries.
     """
     while (fewer := uniform_run(far, uniform_run(near, entries))) != entries:
         entries = fewer
@@ -285,7 +296,7 @@ def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
 
 
 def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
-    """Return two walks: along the shard axis, and along the bytes of one entry.
+    """Return where the shared shard range lies in both fields, and where one entry's bytes lie.
 
     An entry is what a field has for one token entry and one shard index.
     """
@@ -308,11 +319,11 @@ def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
 
 
 def _inner_dims(f: Field, unit: int) -> Dims:
-    """Return the dims of a field for one token entry and one shard index.
+    """Return the dims along which the bytes of one token entry and one shard index lie.
 
     Args:
         f: the field.
-        unit: the length in bytes of what the dims repeat; a divisor of ``f.unit``.
+        unit: number of contiguous bytes at each position of the dims; a divisor of ``f.unit``.
     """
     dims = tuple((dim.extent, dim.stride) for axis in f.inner for dim in axis)
     return merge_dims((*dims, (f.unit // unit, unit)))
