@@ -95,20 +95,23 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
     collection stops the whole process; a field refers to nothing that could refer back to it.
 
     The byte of (page *p*, token entry *t*, shard index *s*, inner indices, byte *b* of the unit) is
-    ``regions[region].address + offset + p * page_stride`` plus the strides of its dims plus *b*.
+    at ``regions[region].address + offset + p * page_stride + b``, plus position times stride for
+    each dim of the axes.
 
     Attributes:
-        key: global name, equal on every rank that holds a part of this tensor.
+        key: name of the tensor, equal on every rank of every engine that holds a part of it.
         group: index into ``Layout.groups``.
         region: index into ``Layout.regions``.
         offset: bytes from the region's start to the first byte of this field in page 0.
         page_stride: bytes from one page to the next.
         pages: number of pages; page ids are below this number.
         dtype: element type, a key of ``ELEMENT_BYTES``.
-        unit: bytes that are contiguous under all axes, a multiple of the element's size.
+        unit: number of contiguous bytes at each index of all axes, a multiple of the element's
+            size.
         tokens: the token axis, ``block_tokens / tokens_per_state`` entries; empty in a state.
         shard: the shard axis (KV heads, channels), ``shard_range[1] - shard_range[0]`` entries.
-        shard_range: the global indices ``[start, stop)`` of the shard axis that this rank holds.
+        shard_range: the part that this rank holds, as a range ``[start, stop)`` of the whole
+            tensor's shard axis.
         inner: axes that every rank holds whole, in an order that both engines share; together with
             the unit they give the bytes of one (token entry, shard index) in one logical order.
         tokens_per_state: number of tokens that one entry of the token axis stands for: 1, or more
@@ -150,7 +153,7 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def byte_span(self) -> int:
-        """Number of bytes from the field's first byte in a page to just after its last there."""
+        """Number of bytes from the field's first byte in a page to just after its last byte."""
         return self.unit + sum((d.extent - 1) * d.stride for d in self.dims)
 
 

@@ -235,6 +235,8 @@ def _field_error(key: str, problem: str) -> LayoutError:
 def _check_kind(layout: Layout, f: Field) -> None:
     """Check the values of a field that are equal for all fields of its kind.
 
+    Fields of one kind differ only in key, encoding, region and offset.
+
     Args:
         layout: the layout that contains the field.
         f: a field, which stands for all of its kind.
@@ -337,7 +339,7 @@ def _check_no_overlap(layout: Layout, budget: WorkBudget) -> None:
 
 
 def _region_geometry(regions: Sequence[Region]) -> object:
-    """Return a value that is equal for regions that the same fields fit.
+    """Return what the checks of a layout depend on in its regions, to compare it.
 
     Returns:
         The length of each region, and where it lies relative to regions that share memory with it.

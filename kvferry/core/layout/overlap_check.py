@@ -164,7 +164,7 @@ class _Sweep:
         return index
 
     def find(self, sets: _Cluster) -> tuple[int, int] | None:
-        """Return ``_Cluster.number`` of two sets that overlap, or ``None`` if no two do.
+        """Return the indices (``_Cluster.number``) of two sets that overlap; ``None`` if none do.
 
         Sweeps over the sets by their first byte, and compares only sets whose ranges from first to
         last byte meet.

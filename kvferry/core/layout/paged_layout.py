@@ -26,7 +26,7 @@ def paged_layout(
 
     The two engines of a hand-over may differ in the order of the dimensions, in tokens per page and
     in how many heads a rank has. Build a ``Layout`` of ``Field`` and ``Group`` by hand for what
-    this cannot say: states, several groups, compressed caches.
+    this function cannot describe: states, several groups, compressed caches.
 
     Args:
         tensors: the fields of the cache, such as one layer's K each: numpy arrays or torch tensors,
