@@ -163,9 +163,10 @@ def ping(
     access: Access = OPEN,
     key: bytes = b"",
 ) -> Incarnation:
-    """Ask an engine whether it is alive, and return its incarnation: the number of this start.
+    """Ask an engine whether it is alive, and return its incarnation.
 
-    Takes the arguments of ``fetch`` and raises the same errors.
+    The incarnation is the random number that identifies one start of an engine. The function takes
+    the arguments of ``fetch`` and raises the same errors.
     """
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with _explained(engine, call):
@@ -187,7 +188,7 @@ def health(
 ) -> Condition:
     """Return the health of an engine, or of any engine that listens there if ``engine`` is empty.
 
-    Takes the other arguments of ``fetch`` and raises the same errors.
+    The function takes the other arguments of ``fetch`` and raises the same errors.
     """
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with _explained(engine, call):

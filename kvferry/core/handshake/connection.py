@@ -100,7 +100,7 @@ class SideChannelConnection:
         """Wait for an answer.
 
         Args:
-            seconds: the longest to wait.
+            seconds: the most seconds to wait.
 
         Returns:
             Whether there is an answer to receive.

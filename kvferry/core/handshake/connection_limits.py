@@ -206,7 +206,7 @@ class _Connection:
     settled: int = 0
 
     def grown(self) -> bool:
-        """Update ``received``, and return whether it has grown."""
+        """Update ``received``, and return whether it has grown since the last check."""
         before, self.received = self.received, _received(self.socket)
         return self.received != before
 

@@ -22,7 +22,10 @@ MAX_UNUSED_BYTES = 1 << 24
 
 
 class ReplyLimits:
-    """Take turns at receiving and decoding replies. Safe to use from any thread."""
+    """Limit the replies of other engines that threads receive and decode at a time.
+
+    Safe to use from any thread.
+    """
 
     def __init__(self) -> None:
         self._rooms = threading.BoundedSemaphore(MAX_LONG_REPLIES)
@@ -43,7 +46,7 @@ class ReplyLimits:
             deadline: by ``time.monotonic``, in seconds.
 
         Raises:
-            HandshakeError: ``MAX_LONG_REPLIES`` others kept theirs until the deadline.
+            HandshakeError: ``MAX_LONG_REPLIES`` other replies kept their room until the deadline.
         """
         if not self._rooms.acquire(timeout=_left(deadline)):
             raise HandshakeError(
@@ -80,7 +83,7 @@ class ReplyLimits:
                 self._changed.notify_all()
 
     def made(self, nbytes: int) -> None:
-        """Add a decoded reply to ``unused``; called while the caller has the ``turn``.
+        """Add the bytes of a decoded reply to ``unused``; called while the caller has the ``turn``.
 
         Args:
             nbytes: the estimated bytes of the decoded reply.
@@ -89,7 +92,7 @@ class ReplyLimits:
             self._unused += nbytes
 
     def used(self, nbytes: int) -> None:
-        """Subtract a decoded reply, which was used or dropped, from ``unused``.
+        """Subtract the bytes of a decoded reply from ``unused``: it was used, or dropped.
 
         Args:
             nbytes: the bytes that were given to ``made`` for the reply.
