@@ -14,8 +14,8 @@ class Access:
     """What an engine demands of peers: of those that connect to it, and of those it connects to.
 
     Attributes:
-        own: this engine's keys. ``None``: its side channel is unencrypted, and it connects only to
-            side channels that are unencrypted, too.
+        own: this engine's keys; ``None`` if it has none. Without keys its side channel is
+            unencrypted, and it connects only to side channels that are unencrypted, too.
         peers: public keys of the peers that are admitted.
         networks: networks in which peers are admitted; ``None`` for any address.
         is_command: whether a ``kvferry`` command connects, rather than an engine: error messages

@@ -100,8 +100,8 @@ def _network(text: str) -> Network:
 def _is_here(address: Address) -> bool:
     """Return whether an address is one of this host's own addresses.
 
-    It is if the kernel would send from the same address to reach it. Asking the kernel for the
-    route sends nothing.
+    The kernel's route to such an address, and to no other, begins at the address itself. Asking the
+    kernel for a route sends nothing.
     """
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:

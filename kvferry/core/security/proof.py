@@ -36,7 +36,7 @@ MAX_VERIFIED = 1 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What a ticket carries to prove that its engine made it.
+    """The proof that a ticket was made by its engine: a key, a content and a signature.
 
     Attributes:
         key: the public key that the ticket names, 32 bytes.
@@ -127,6 +127,8 @@ takes many times as long for long lists of blocks."""
 
 def check(proof: Proof | None, published: bytes) -> None:
     """Refuse a ticket that was not made by the engine that published a key in its handshake.
+
+    If no key is published, a ticket without a proof is accepted.
 
     Args:
         proof: the ticket's proof; ``None`` if the ticket has no proof.
