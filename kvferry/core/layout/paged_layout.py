@@ -142,6 +142,17 @@ def _buffer_of(array: np.ndarray) -> np.ndarray:
 
 
 def _field(key: str, view: _View, region: int, heads: tuple[int, int]) -> Field:
+    """Return the field that describes a tensor.
+
+    Args:
+        key: name of the tensor.
+        view: where its elements lie.
+        region: index of its region in the layout.
+        heads: the range ``[start, stop)`` of the model's heads that the tensor holds.
+
+    Raises:
+        LayoutError: the elements of one token in one head are not contiguous.
+    """
     elements, step = view.dims["element"]
     if elements > 1 and step != view.element_bytes:
         raise LayoutError(

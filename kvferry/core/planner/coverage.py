@@ -286,6 +286,15 @@ def _check_equal(key: str, local: EngineHoldings, remote: EngineHoldings) -> Non
 def _compare(
     key: str, here: str, one: dict[str, object], there: str, other: dict[str, object]
 ) -> None:
+    """Refuse two holdings of one tensor whose facts differ.
+
+    Args:
+        key: key of the tensor.
+        here: the rank of the first holding, for the error message.
+        one: the facts of the first holding, by name.
+        there: the rank of the second holding, for the error message.
+        other: the facts of the second holding, by name.
+    """
     for name in {**one, **other}:
         if one.get(name) != other.get(name):
             raise PlanError(
@@ -323,7 +332,8 @@ def _pieces(
         if not share_tokens(context, share):
             continue
         holders = turns.get(turn, [])
-        # Replicas share the load: begin at the holder with the reader's own relative position.
+        # Ranks with equal parts share the load: each reader begins at the holder whose position
+        # among the holders is, relative to their number, that of the reader among the readers.
         begin = position * len(holders) // len(reader.holdings[key])
         yield from _covered(key, reader, holder, wanted, share, holders[begin:] + holders[:begin])
 
@@ -382,6 +392,16 @@ def _gap(
     share: ContextParallel,
     holders: list[Holding],
 ) -> PlanError:
+    """Return the error for a part of a tensor that no rank of the other engine holds.
+
+    Args:
+        key: key of the tensor.
+        names: name of the engine that reads, and name of the engine that is read.
+        wanted: the holding that reads.
+        cursor: first index of the shard axis that is missing.
+        share: the context-parallel share of the tokens that is missing.
+        holders: the holdings that have other parts of the same share.
+    """
     starts = [h.shard[0] for h in holders if h.shard[0] > cursor]
     missing = cursor, min([wanted.shard[1], *starts])
     of = f" of context rank {share.rank} of {share.size}" if share.size > 1 else ""

@@ -139,7 +139,7 @@ class Plan:
             if len(self._windows) >= MAX_WINDOWS:
                 del self._windows[next(iter(self._windows))]
             kinds = (True, False) if read is None else (read,)
-            # A field overlaps with itself: its strips are its longest runs.
+            # The strips of a field's overlap with itself are its longest runs of bytes.
             parts = [
                 Overlaps(local=fields, remote=fields, shard=fields.first.shard_range)
                 for kind in kinds
@@ -289,6 +289,15 @@ def _assigned(
 def _source(
     local: Layout, remote: Layout, rank: int, overlaps: list[Overlaps], budget: WorkBudget
 ) -> Source:
+    """Return what a local rank reads from one remote rank.
+
+    Args:
+        local: the layout of the local rank.
+        remote: the layout of the remote rank.
+        rank: index of the remote rank.
+        overlaps: the fields that are read.
+        budget: counts the work.
+    """
     by_groups: dict[tuple[int, int], list[Overlaps]] = {}
     for part in overlaps:
         groups = part.local.first.group, part.remote.first.group
@@ -306,6 +315,16 @@ def _source(
 def _match(
     local: Layout, remote: Layout, near: int, far: int, parts: list[Overlaps], budget: WorkBudget
 ) -> Match:
+    """Return what is read from one remote group into one local group.
+
+    Args:
+        local: the layout of the local rank.
+        remote: the layout of the remote rank.
+        near: index of the local group.
+        far: index of the remote group.
+        parts: the fields of the two groups that overlap.
+        budget: counts the work.
+    """
     pairing = Pairing(index=near, local=local.groups[near], remote=remote.groups[far])
     return Match(
         local_group=near,

@@ -53,7 +53,8 @@ class PlanCache:
         Raises:
             PlanError: as ``make_plan``.
         """
-        # Decoded layouts of equal content share their groups and fields (see ``messages``).
+        # Decoding makes layouts of equal content share the objects ``groups`` and ``fields`` (see
+        # ``messages``), so that their ids can be compared in place of their content.
         shape = tuple((id(layout.groups), id(layout.fields)) for layout in remote)
         entry = self._plans.get(shape)
         if entry is not None and all(map(_differs_in_addresses_only, entry[0], remote)):

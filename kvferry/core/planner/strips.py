@@ -213,7 +213,8 @@ def find_strips(
     shapes: dict[object, tuple[_Shape, list[Overlaps]]] = {}
     for part in parts:
         geometry = _geometry(part.first)
-        # The hashes of untrusted geometries may all collide; each is then compared with all others.
+        # The hashes of untrusted geometries may all collide; a lookup then compares one geometry
+        # with all others.
         budget.spend(LOOP_STEPS + len(shapes), WHERE)
         if geometry not in shapes:
             budget.spend(SHAPE_STEPS, WHERE)
@@ -249,6 +250,17 @@ def _geometry(o: Overlap) -> object:
 
 
 def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Shape:
+    """Return the bytes of one sub-block of an overlap, relative to where its two fields start.
+
+    Args:
+        o: the overlap.
+        granularity: number of tokens in a sub-block. Without a window, the shape may be for smaller
+            sub-blocks: the largest that are all laid out alike.
+        window: limits the shape to a part of each sub-block, as in ``find_strips``.
+
+    Raises:
+        PlanError: there are too many strips.
+    """
     near, far = axis_dims(o.local.tokens), axis_dims(o.remote.tokens)
     per_entry = o.local.tokens_per_state if near or far else granularity
     entries = granularity // per_entry

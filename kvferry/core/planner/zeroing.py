@@ -35,6 +35,13 @@ def zero_cpu(spans: Spans) -> None:
 
 
 def _zero_region(region: Region, address: U64Array, nbytes: U64Array) -> None:
+    """Zero spans of one region.
+
+    Args:
+        region: the region, in CPU memory.
+        address: (n,) uint64, first byte of each span.
+        nbytes: (n,) uint64, length of each span.
+    """
     offsets = (address - np.uint64(region.address)).astype(np.int64)
     lengths = nbytes.astype(np.int64)
     long = lengths >= LONG_BYTES
