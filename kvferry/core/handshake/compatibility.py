@@ -220,7 +220,9 @@ def _problems(ranks: Sequence[RankPayload]) -> Iterator[str]:
         if twin != index:
             yield f"ranks {twin} and {index} both stand at {payload.coordinates}"
         twin = addresses.setdefault(payload.address, index)
-        if twin != index:  # one connection for both: closed twice, and read the one's for the other
+        # A reader would have one connection for both ranks: it would close the connection twice,
+        # and read the memory of one rank where it means the other.
+        if twin != index:
             yield f"ranks {twin} and {index} publish one transport address"
 
 

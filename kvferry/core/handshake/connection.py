@@ -32,7 +32,8 @@ class SideChannelConnection:
 
     def __init__(self, dialer: Dialer) -> None:
         self._dialer = dialer
-        # Not the error itself, whose traceback would refer back to this object.
+        # The event that ended the connection, and its value. The error is not kept, because its
+        # traceback would refer back to this object.
         self._ended: tuple[int, int] | None = None
         self._unanswered = 0
         dialer.access.check_server(dialer.key)
@@ -61,7 +62,7 @@ class SideChannelConnection:
         while self._channel.poll(0):
             self._drop_late_answer()
         while True:
-            with suppress(zmq.Again):  # the connection has ended already: the monitor says how
+            with suppress(zmq.Again):  # if the connection has ended already, the monitor says how
                 self._channel.send(encode(request), zmq.DONTWAIT)
                 self._unanswered += 1
             left = deadline - time.monotonic()

@@ -68,7 +68,7 @@ class ConnectionLimits:
         channel.monitor(PLACE, EVENTS)
         self.socket: Socket = context.socket(zmq.PAIR)
         self.socket.linger = 0
-        # Without a limit: a full queue would hold libzmq's own thread up.
+        # The queue of events has no limit: a full queue would block libzmq's own thread.
         self.socket.rcvhwm = 0
         self.socket.connect(PLACE)
 

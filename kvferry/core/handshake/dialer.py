@@ -136,7 +136,8 @@ class Dialer:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return AdmissionError(self._why_refused())
         if event in UNCLEAR:
-            # Only the side that notices first gets a reason; the other sees the connection end.
+            # Only the side that first notices that the mechanisms differ gets a reason from ZMQ;
+            # the other side sees the connection end.
             mechanism = _mechanism(self.found, self.port, min(self.timeout, LOOK_SECONDS))
             mismatch = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
             reason = self._why_unlike(mechanism, mismatch)
@@ -159,6 +160,12 @@ class Dialer:
         )
 
     def _why_unlike(self, mechanism: bytes, mismatch: bool) -> str:
+        """Return in which way the security of the two ends differs; empty if that is not known.
+
+        Args:
+            mechanism: the security mechanism of the side channel; empty if it is not known.
+            mismatch: whether ZMQ reported that the two ends have different mechanisms.
+        """
         keyed = self.access.own is not None
         if mechanism == b"CURVE" and not keyed:
             return f"its side channel is encrypted: {self._with_keys}"

@@ -167,7 +167,7 @@ class HandshakeServer:
             reply = self._reply(rest[-1])
         else:
             reply = _refusal("a request is one frame, or an empty one and one")
-        # A ROUTER never blocks: what a client has no room for is dropped.
+        # A ROUTER socket never blocks: it drops a reply for which the client's queue has no room.
         for frame in (routing_id, *envelope):
             self._socket.send(frame, zmq.SNDMORE | zmq.DONTWAIT)
         self._socket.send(reply, zmq.DONTWAIT, copy=False)

@@ -85,6 +85,17 @@ def _resolved(host: str | None, port: int, timeout: float | None) -> list[str]:
 
 
 def _looked_up(host: str | None, port: int, flags: int = 0) -> list[str]:
+    """Ask the C library's resolver for the numeric addresses of a host.
+
+    Args:
+        host: a name or a numeric address, without brackets; ``None`` if the host is empty.
+        port: a port.
+        flags: flags of ``socket.getaddrinfo``.
+
+    Raises:
+        OSError: the host does not resolve.
+        ValueError: the name cannot be encoded.
+    """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     return [socket.getnameinfo(entry[4], _NUMERIC)[0] for entry in found]
 

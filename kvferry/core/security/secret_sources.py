@@ -102,6 +102,14 @@ def _from_file(place: str, path: Path) -> Secret:
 
 
 def _filled(place: str, text: str, remedy: str, exposed: str = "") -> Secret:
+    """Return the secret in a text, or refuse a text that is empty.
+
+    Args:
+        place: where the text came from.
+        text: the secret, maybe with white space around it.
+        remedy: what to do if the text is empty, for the error message.
+        exposed: why others may know the secret; empty if there is no sign that they do.
+    """
     if not text.strip():
         raise SecretError(f"{place} is empty or not set: {remedy}")
     return Secret(text=text.strip(), place=place, exposed=exposed)
