@@ -309,7 +309,7 @@ class Transport(ABC):
         del peer
         return ""
 
-    # What the capabilities may deny; the defaults refuse.
+    # What the capabilities may deny; by default, ``read`` and ``write`` are refused.
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """Pull remote bytes into local memory.
@@ -354,7 +354,7 @@ class Transport(ABC):
         Raises:
             TransportUsageError: the id is unknown.
         """
-        # ``poll`` refuses an unknown id, and changes nothing else.
+        # ``poll`` refuses an unknown id; the transfer goes on.
         self.poll([transfer])
 
 

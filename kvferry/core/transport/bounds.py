@@ -138,6 +138,15 @@ def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
 def _outside(
     side: str, segments: list[Segment], regions: list[Region], address: U64Array, nbytes: U64Array
 ) -> TransportUsageError:
+    """Return the error that names the first copy which leaves its segment's region.
+
+    Args:
+        side: ``local`` or ``remote``.
+        segments: the segments that have copies.
+        regions: the region of each segment on this side.
+        address: (n,) uint64, first byte of each copy on this side.
+        nbytes: (n,) uint64, length of each copy.
+    """
     for segment, region in zip(segments, regions, strict=True):
         offset = address[segment.start : segment.stop] - np.uint64(region.address)
         size, length = np.uint64(region.nbytes), nbytes[segment.start : segment.stop]

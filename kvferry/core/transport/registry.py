@@ -161,7 +161,7 @@ def _import(entry: EntryPoint) -> object:
     DriverManager.ENTRY_POINT_CACHE[GROUP] = [entry]
     try:
         return DriverManager(GROUP, entry.name).driver
-    # See create: foreign code.
+    # A driver is foreign code; see ``create``.
     except Exception as exc:
         info = _info(entry)
         raise DriverError(
