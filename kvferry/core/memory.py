@@ -1,6 +1,6 @@
 """Memory that a transport can reach: regions, and the region of a tensor.
 
-A region never owns memory. The caller keeps the tensor alive for as long as the region is
+A region never owns memory. The caller keeps the memory alive for as long as the region is
 registered with a transport.
 """
 
@@ -27,13 +27,14 @@ class Region:
     """One contiguous range of memory.
 
     Attributes:
-        address: first byte, as the process that owns it sees it.
+        address: address of the first byte, in the process that owns the memory.
         nbytes: length in bytes, at least 1.
         kind: memory kind, such as ``cpu`` or ``cuda``.
         device: device index within the kind; 0 for CPU memory.
 
     Raises:
-        LayoutError: the range is empty or leaves the address space.
+        LayoutError: the range is empty or leaves the address space, or kind or device index is out
+            of bounds.
     """
 
     address: int
@@ -81,15 +82,15 @@ def region_of(tensor: object) -> Region:
     """Return the region that a tensor's memory lies in.
 
     Args:
-        tensor: a tensor with an ``untyped_storage`` (torch's), or a contiguous numpy array. The
-            caller keeps it alive.
+        tensor: a torch tensor (any object with ``untyped_storage()``), or a contiguous numpy array.
+            The caller keeps it alive.
 
     Returns:
-        The whole storage of a torch tensor, so that views into one buffer give equal regions; the
-        array itself otherwise.
+        For a torch tensor its whole storage, so that views of one buffer give equal regions; for a
+        numpy array the memory of the array.
 
     Raises:
-        LayoutError: the object is neither, or is empty or not contiguous.
+        LayoutError: the object is neither, or is empty, or is an array that is not contiguous.
     """
     if isinstance(tensor, np.ndarray):
         return _region_of_array(tensor)

@@ -1,7 +1,7 @@
 """The handshake: one engine serves what its ranks publish, another fetches it and compares.
 
-No transport is used here. Either side may be hostile or broken: a server survives every request,
-and a client every answer.
+The handshake goes over the side channel, the ZMQ socket of an engine; no transport is used. Either
+side may be hostile or broken: a server survives every request, and a client every answer.
 """
 
 from kvferry.core.handshake.client import fetch, health, ping

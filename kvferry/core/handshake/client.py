@@ -48,9 +48,9 @@ def fetch(
         port: port of the side channel, as in the engine's tickets.
         engine: id of the engine.
         timeout: seconds for the whole call.
-        context: ZMQ context of the socket; ``None`` for one that the process shares.
+        context: ZMQ context of the socket; ``None`` for the context that the process shares.
         access: this engine's keys, and the side channels that it may ask.
-        key: the public key that the engine's ticket names; empty if it names none.
+        key: the public key that the engine's ticket names; empty if the ticket names none.
 
     Raises:
         IncompatibleError: the two builds have no protocol version in common.
@@ -65,11 +65,11 @@ def fetch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReply:
-    """The answer of a side channel.
+    """What an engine's ranks publish, as the side channel answered.
 
     Attributes:
-        info: what the engine's ranks publish.
-        sizes: bytes of each rank's encoded payload.
+        info: what the ranks publish, decoded and checked.
+        sizes: number of bytes of each rank's encoded payload, in rank order.
         numeric: numeric address of the side channel that answered.
     """
 
@@ -80,17 +80,21 @@ class EngineReply:
 
 @contextmanager
 def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[EngineReply]:
-    """Fetch what an engine's ranks publish, and decode it in turn with other replies.
+    """Fetch what an engine's ranks publish, and keep other replies from being decoded meanwhile.
 
-    The turn lasts until the ``with`` block ends, so do the planning inside it.
+    Handshakes that share ``reading`` decode one reply at a time. The turn of this reply lasts until
+    the ``with`` block ends; the caller plans inside the block, so that planning is bounded, too.
 
     Args:
         call: how to reach the side channel.
         engine: id of the engine.
         reading: the limits that all handshakes of the process share.
 
+    Yields:
+        The decoded reply.
+
     Raises:
-        HandshakeError: as ``fetch``.
+        HandshakeError: as ``fetch``, or the turn did not come in time.
     """
     deadline = time.monotonic() + call.timeout
     with ExitStack() as turn:
@@ -108,10 +112,20 @@ def fetching(call: Dialer, engine: str, reading: ReplyLimits) -> Iterator[Engine
 def _published(
     call: Dialer, engine: str, reading: ReplyLimits, long: ExitStack, deadline: float
 ) -> Payloads:
-    """Return every rank's encoded payload and the engine's key.
+    """Return every rank's encoded payload and the engine's ticket key.
 
-    An answer that is long ends the first connection. Then the request is sent again, once there is
-    room for a long answer; ``long`` keeps that room until it is closed.
+    The first connection takes short answers only, and a long answer ends it. Then the request is
+    sent again on a second connection, once there is room for a long answer.
+
+    Args:
+        call: how to reach the side channel; its ``longest`` is raised for a long answer.
+        engine: id of the engine.
+        reading: the limits that all handshakes of the process share.
+        long: keeps the room of a long answer until the caller closes it.
+        deadline: by ``time.monotonic``, in seconds.
+
+    Raises:
+        HandshakeError: no valid answer came, or no room for a long answer was free in time.
     """
     ask = PayloadRequest(oldest=OLDEST_PROTOCOL, newest=NEWEST_PROTOCOL, engine=engine)
     try:
@@ -149,9 +163,10 @@ def ping(
     access: Access = OPEN,
     key: bytes = b"",
 ) -> Incarnation:
-    """Return the incarnation of an engine that is alive.
+    """Ask an engine whether it is alive, and return its incarnation.
 
-    Takes the arguments of ``fetch`` and raises the same errors.
+    The incarnation is the random number that identifies one start of an engine. The function takes
+    the arguments of ``fetch`` and raises the same errors.
     """
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with _explained(engine, call):
@@ -171,9 +186,9 @@ def health(
     access: Access = OPEN,
     key: bytes = b"",
 ) -> Condition:
-    """Return the health of an engine; with an empty ``engine``, of any that listens there.
+    """Return the health of an engine, or of any engine that listens there if ``engine`` is empty.
 
-    Takes the arguments of ``fetch`` and raises the same errors.
+    The function takes the other arguments of ``fetch`` and raises the same errors.
     """
     call = Dialer(host=host, port=port, timeout=timeout, context=context, access=access, key=key)
     with _explained(engine, call):
@@ -192,7 +207,14 @@ def _asked(call: Dialer, request: Request, deadline: float | None = None) -> Rep
 
 @contextmanager
 def _explained(engine: str, call: Dialer) -> Iterator[None]:
-    """Add engine and address to every ``HandshakeError``, and a hint about loopback addresses."""
+    """Add engine and address to every ``HandshakeError`` that the block raises.
+
+    Also adds a hint if the address is a loopback address.
+
+    Args:
+        engine: id of the engine; empty if it is not known.
+        call: how the side channel was reached.
+    """
     who = f"engine {engine!r}" if engine else "the engine"
     where = f"{who} at {place(call.host, call.port)}"
     try:
@@ -204,7 +226,10 @@ def _explained(engine: str, call: Dialer) -> Iterator[None]:
 
 
 def _loopback_hint(call: Dialer) -> str:
-    """Return a hint if the host is a loopback address: the ticket may be from another host."""
+    """Return a hint for an error if the host is a loopback address; empty otherwise.
+
+    A loopback address in a ticket of another host does not lead to that host.
+    """
     if not call.numeric or not all(map(is_loopback, call.numeric)):
         return ""
     return (

@@ -30,7 +30,7 @@ class EngineInfo:
 
     Attributes:
         engine: id of the engine.
-        incarnation: identifies this start of the engine.
+        incarnation: random number that identifies this start of the engine.
         ranks: one payload per rank, in rank order.
         ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
     """
@@ -43,13 +43,14 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgements:
-    """Which differences between two engines an operator may allow, and whether that is done.
+    """Which differences between two engines an operator may allow, and whether they are allowed.
 
     Attributes:
-        keys: agreement keys whose values may differ harmlessly. All other differences are always
-            refused, because they would corrupt data.
-        overridden: whether the operator allows differences in ``keys``: then they are reported in
-            ``Compatibility`` and not refused.
+        keys: keys of ``RankPayload.agreement`` (model, cache dtype and more) whose values may
+            differ without harm. All other differences are always refused, because they would
+            corrupt data.
+        overridden: whether the operator allows differences in ``keys``: ``Compatibility`` then
+            reports them, and they are not refused.
     """
 
     keys: frozenset[str] = frozenset()
@@ -61,8 +62,8 @@ class Compatibility:
     """The result of ``agree`` for two ranks that may exchange pages.
 
     Attributes:
-        version: the protocol version that both use.
-        overridden: a text for each difference that the operator allows, with both values.
+        version: the newest protocol version that both ranks speak.
+        overridden: a text with both values, for each difference that the operator allows.
     """
 
     version: int
@@ -74,7 +75,8 @@ def engine_info(payloads: Sequence[bytes], ticket_key: bytes = b"") -> EngineInf
 
     Args:
         payloads: every rank's encoded ``RankPayload``, in rank order; untrusted.
-        ticket_key: the engine's ticket key, from ``Payloads``; untrusted.
+        ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
+            Untrusted.
 
     Raises:
         IncompatibleError: a rank speaks no protocol version of this build.
@@ -118,9 +120,10 @@ def agree(
 ) -> Compatibility:
     """Compare a rank with a rank of another engine that it wants to read from.
 
-    The protocol versions, the driver, and the values of every agreement key that *both* have must
-    be equal. A key that only one side has is ignored: otherwise a new version that publishes one
-    key more could not be rolled out beside the old one.
+    Both ranks must speak a common protocol version, have the same driver, and have equal values for
+    every key of ``RankPayload.agreement`` that *both* have. A key that only one of them has is
+    ignored: otherwise a new version that publishes one more key could not be rolled out beside the
+    old version.
 
     Args:
         mine: the payload of the rank that reads.
@@ -128,7 +131,8 @@ def agree(
         judgements: which differences an operator may allow.
 
     Raises:
-        IncompatibleError: the two must not exchange pages; names each difference with both values.
+        IncompatibleError: the two ranks must not exchange pages; the message names each difference
+            with both values.
     """
     version = mine.common(theirs)
     clashes = [(name, _side_by_side(name, *values)) for name, *values in _clashes(mine, theirs)]
@@ -160,12 +164,29 @@ def _further_remedy(version: int | None, *, only_judged: bool) -> str:
 
 
 def unspoken(theirs: Versions) -> str:
-    """Return the text that a peer and this build have no protocol version in common."""
+    """Return the error text for a peer that speaks no protocol version of this build.
+
+    Args:
+        theirs: the versions that the peer speaks.
+    """
     return f"it speaks protocol versions {theirs.spoken}, this build {SPOKEN.spoken}: {UPGRADE}"
 
 
 def _decode(rank: int, data: bytes, budget: WorkBudget) -> RankPayload:
-    """Decode a payload. Its versions come first: with another version, the rest may be anything."""
+    """Decode the payload of one rank.
+
+    Its protocol versions are decoded and checked first: if none is known, the rest of the payload
+    can have any form.
+
+    Args:
+        rank: index of the rank, for error messages.
+        data: the encoded ``RankPayload``; untrusted.
+        budget: counts the work.
+
+    Raises:
+        IncompatibleError: the rank speaks no protocol version of this build.
+        HandshakeError: the payload cannot be decoded.
+    """
     budget.spend(len(data) // PAYLOAD_BYTES_PER_STEP, f"the payload of rank {rank}")
     try:
         versions = decode_versions(data)
@@ -199,7 +220,9 @@ def _problems(ranks: Sequence[RankPayload]) -> Iterator[str]:
         if twin != index:
             yield f"ranks {twin} and {index} both stand at {payload.coordinates}"
         twin = addresses.setdefault(payload.address, index)
-        if twin != index:  # one connection for both: closed twice, and read the one's for the other
+        # A reader would have one connection for both ranks: it would close the connection twice,
+        # and read the memory of one rank where it means the other.
+        if twin != index:
             yield f"ranks {twin} and {index} publish one transport address"
 
 
@@ -219,5 +242,5 @@ _bounded.maxstring = 200
 
 
 def _short(value: str) -> str:
-    """Return an untrusted value cut to a length that people can read."""
+    """Return an untrusted value quoted, and cut to a length that people can read."""
     return _bounded.repr(value)

@@ -16,12 +16,12 @@ from kvferry.core.messages import Reply, Request, encode
 
 AGAIN_SECONDS = 0.25
 """After this time without an answer, the request is sent again. With a socket that keeps only one
-frame (``Dialer.channel``), libzmq may lose a wake-up, if one thread writes a message just when the
-other goes to sleep, in either direction: then both ends sleep until the next message."""
+frame (``Dialer.channel``), libzmq can lose a wake-up: if one of its threads writes a message just
+when the other goes to sleep, both sleep until the next message."""
 
 
 class SideChannelConnection:
-    """One connection, for any number of requests. Used by one thread.
+    """A connection to one side channel, for any number of requests. Used by one thread.
 
     Args:
         dialer: where to connect, and with which keys and timeout.
@@ -32,7 +32,8 @@ class SideChannelConnection:
 
     def __init__(self, dialer: Dialer) -> None:
         self._dialer = dialer
-        # Not the error itself, whose traceback would refer back to this object.
+        # The event that ended the connection, and its value. The error is not kept, because its
+        # traceback would refer back to this object.
         self._ended: tuple[int, int] | None = None
         self._unanswered = 0
         dialer.access.check_server(dialer.key)
@@ -47,11 +48,11 @@ class SideChannelConnection:
             self._poller.register(socket, zmq.POLLIN)
 
     def ask(self, request: Request, deadline: float | None = None) -> Reply:
-        """Send a request, again if need be, and return the answer.
+        """Send a request, and return the answer; repeat the request while no answer comes.
 
         Args:
             request: the request.
-            deadline: by ``time.monotonic``; ``None`` for the dialer's timeout from now.
+            deadline: by ``time.monotonic``, in seconds; ``None`` for the dialer's timeout from now.
 
         Raises:
             HandshakeError: no answer came, or the connection has ended.
@@ -61,7 +62,7 @@ class SideChannelConnection:
         while self._channel.poll(0):
             self._drop_late_answer()
         while True:
-            with suppress(zmq.Again):  # the connection has ended already: the monitor says how
+            with suppress(zmq.Again):  # if the connection has ended already, the monitor says how
                 self._channel.send(encode(request), zmq.DONTWAIT)
                 self._unanswered += 1
             left = deadline - time.monotonic()
@@ -87,13 +88,23 @@ class SideChannelConnection:
             raise HandshakeError(f"its answer is {exc}") from exc
 
     def _drop_late_answer(self) -> None:
-        """Drop the second answer to a request that was sent twice; refuse any other."""
+        """Drop the second answer to a request that was sent twice.
+
+        Raises:
+            HandshakeError: the message answers no request.
+        """
         self._receive()
         if self._unanswered < 0:
             raise HandshakeError("it sent what was not asked for")
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for an answer, and return whether there is one.
+        """Wait for an answer.
+
+        Args:
+            seconds: the most seconds to wait.
+
+        Returns:
+            Whether there is an answer to receive.
 
         Raises:
             HandshakeError: the connection has ended, and no answer came before.
@@ -105,12 +116,20 @@ class SideChannelConnection:
             if not self._channel.poll(0):
                 self._ended = struct.unpack("=hi", self._monitor.recv_multipart()[0])
                 raise self._dialer.why_ended(*self._ended)
-            return True  # the answer came, and then the end
+            return True  # the answer came before the connection ended
         return self._channel in ready
 
 
 def _connect(dialer: Dialer, numeric: str) -> tuple[Socket, Socket]:
-    """Return a connecting socket, and the monitor socket that reports how the connection ends."""
+    """Begin to connect.
+
+    Args:
+        dialer: has the port, and the keys of the socket.
+        numeric: numeric address to connect to.
+
+    Returns:
+        The socket that connects, and its monitor socket, which reports how the connection ends.
+    """
     channel = dialer.channel(numeric)
     try:
         monitor: Socket = channel.get_monitor_socket(sum(ENDINGS))

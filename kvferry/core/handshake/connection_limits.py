@@ -26,32 +26,34 @@ import zmq
 from kvferry.core.handshake.sockets import Context, Socket
 
 MAX_CONNECTIONS = 1024
-"""The most connections; fewer where the process may open few files: a connection takes two
-descriptors, and all of them take at most half of those of the process."""
+"""The most connections; fewer where the process may open few files. A connection takes two
+descriptors, and all connections together take at most half of the process's descriptors."""
 MAX_BYTES = 1 << 17
-"""How many bytes one connection may send after its last request before it is closed."""
+"""The most bytes that a connection may send after its last complete request; it is closed if it
+sends more."""
 MAX_ALL_BYTES = 1 << 23
-"""The same for all connections together; those that sent most are closed first."""
+"""The most such bytes of all connections together; those that sent most are closed first."""
 LOOK_MS = 50
-"""How often connections with new bytes are checked."""
+"""The time between two checks of the connections that sent new bytes."""
 
 PLACE = "inproc://kvferry-watch"
 ARRIVAL = select.EPOLLIN | select.EPOLLONESHOT
 """Report the next byte, and then nothing until the connection is registered again."""
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 RESET = struct.pack("=ii", 1, 0)
-"""Do not linger: closing drops what is under way and resets the connection."""
+"""The value of ``SO_LINGER`` with which closing drops unsent bytes and resets the connection."""
 BYTES_RECEIVED = 128
-"""Where ``struct tcp_info`` of Linux has ``tcpi_bytes_received``."""
+"""Offset of ``tcpi_bytes_received`` in Linux's ``struct tcp_info``."""
 
 
 class ConnectionLimits:
     """Limit the connections of one side channel. Used by the server's thread only.
 
     Args:
-        context: the side channel's context.
-        channel: its socket, not bound yet.
-        tell: logs peers whose handshake fails and those that are disconnected.
+        context: the side channel's ZMQ context.
+        channel: the side channel's socket, not bound yet.
+        tell: logs a text; called about peers whose ZMQ handshake fails, and about connections that
+            are closed here.
     """
 
     def __init__(self, context: Context, channel: Socket, tell: Callable[[str], None]) -> None:
@@ -60,19 +62,19 @@ class ConnectionLimits:
         self._open: dict[int, _Connection] = {}
         self._busy: dict[int, _Connection] = {}
         self._numbers: dict[int, int] = {}
-        """This object's descriptor of each open connection, to libzmq's descriptor of it."""
+        """For this object's own descriptor of each open connection, libzmq's descriptor of it."""
         self._arrivals = select.epoll()
         self._next_look = 0.0
         channel.monitor(PLACE, EVENTS)
         self.socket: Socket = context.socket(zmq.PAIR)
         self.socket.linger = 0
-        # Without a limit: a full queue would hold libzmq's own thread up.
+        # The queue of events has no limit: a full queue would block libzmq's own thread.
         self.socket.rcvhwm = 0
         self.socket.connect(PLACE)
 
     @property
     def sources(self) -> tuple[Socket, int]:
-        """A socket and a descriptor to poll for reading; ``hear`` handles both."""
+        """A socket and a descriptor that the server polls for reading; ``hear`` handles both."""
         return self.socket, self._arrivals.fileno()
 
     @property
@@ -95,12 +97,19 @@ class ConnectionLimits:
             self._busy[fd] = self._open[fd]
 
     def heard(self, fd: int) -> None:
-        """Note that a complete message of this connection was received from libzmq."""
+        """Record that a complete message was received, so that its bytes no longer count.
+
+        Args:
+            fd: libzmq's descriptor of the connection that sent the message.
+        """
         if fd in self._open:
             self._open[fd].settle()
 
     def look(self) -> None:
-        """Close connections that sent too much; does nothing more often than every ``LOOK_MS``."""
+        """Close connections that sent too many bytes since their last complete message.
+
+        Does nothing if the last check was less than ``LOOK_MS`` ago.
+        """
         now = time.monotonic()
         if not self._busy or now < self._next_look:
             return
@@ -125,9 +134,13 @@ class ConnectionLimits:
         self.socket.close(0)
 
     def _accepted(self, fd: int) -> None:
-        """Keep a second descriptor of a connection.
+        """Begin to watch a connection that libzmq has accepted, through a second descriptor.
 
-        libzmq may close its own at any time, and its number then means another file.
+        libzmq may close its own descriptor at any time, and the same number then means another
+        file. If there are too many connections, one is closed.
+
+        Args:
+            fd: libzmq's descriptor of the connection.
         """
         self._forget(fd)
         connection = _second(fd)
@@ -140,8 +153,8 @@ class ConnectionLimits:
         self._numbers[connection.fileno()] = fd
         self._arrivals.register(connection.fileno(), ARRIVAL)
         if len(self._open) > _most():
-            # Of those that asked for nothing yet, the oldest: a peer asks at once, and where there
-            # are keys a stranger never can.
+            # Close the oldest connection that sent no complete request yet: a peer sends one at
+            # once, and a stranger never can where the engine has keys.
             idle = next((one for one, each in self._open.items() if not each.settled), fd)
             self._cut(idle, f"it asked for nothing yet, and there are {_most()} others")
             self._forget(idle)
@@ -150,7 +163,8 @@ class ConnectionLimits:
         self._busy.pop(fd, None)
         if fd in self._open:
             connection = self._open.pop(fd).socket
-            # Closing it would not end this: libzmq's descriptor is of the same connection.
+            # Closing the second descriptor would not end this registration, because libzmq's
+            # descriptor keeps the connection open.
             self._arrivals.unregister(connection.fileno())
             del self._numbers[connection.fileno()]
             connection.close()
@@ -182,9 +196,9 @@ class _Connection:
     """An open connection.
 
     Attributes:
-        socket: this object's own descriptor of it.
-        received: bytes that it had sent at the last check.
-        settled: bytes that it had sent when its last message was complete.
+        socket: a second descriptor of the connection, beside libzmq's.
+        received: number of bytes that the peer had sent at the last check.
+        settled: number of bytes that the peer had sent when its last complete message was received.
     """
 
     socket: socket.socket
@@ -192,7 +206,7 @@ class _Connection:
     settled: int = 0
 
     def grown(self) -> bool:
-        """Update ``received``, and return whether it has grown."""
+        """Update ``received``, and return whether it has grown since the last check."""
         before, self.received = self.received, _received(self.socket)
         return self.received != before
 
@@ -201,13 +215,13 @@ class _Connection:
 
 
 def _most() -> int:
-    """Return how many connections this process allows."""
+    """Return the most connections that the side channel may have in this process."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)
 
 
 def _second(fd: int) -> socket.socket | None:
-    """Return another descriptor of a socket; ``None`` if the socket is closed."""
+    """Return a second descriptor of the socket with descriptor ``fd``; ``None`` if it is closed."""
     try:
         copied = os.dup(fd)
     except OSError:
@@ -220,7 +234,7 @@ def _second(fd: int) -> socket.socket | None:
 
 
 def _port(connection: socket.socket) -> int:
-    """Return the local port of a TCP connection; 0 of anything else."""
+    """Return the local port of a TCP connection; 0 for any other socket."""
     inet = connection.family in (socket.AF_INET, socket.AF_INET6)
     if not inet or connection.type != socket.SOCK_STREAM:
         return 0

@@ -25,16 +25,17 @@ ENDINGS: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: STRANGER,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refuses this engine",
 }
-"""Monitor events of ZMQ after which no answer can come, with their meaning in words."""
+"""Events of a ZMQ monitor socket after which no answer can come, with their meaning in words."""
 UNCLEAR = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+"""Events whose reason may be known to the other side only."""
 
 LOOK_SECONDS = 1.0
-"""How long probing the peer after a failed connection may take, in seconds."""
+"""The longest time, in seconds, to find out after a failed connection how the peer is secured."""
 HALF_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
-"""ZMTP's signature and version, after which the other side sends its mechanism."""
+"""ZMTP's signature and version, after which the other side sends its security mechanism."""
 GREETING_BYTES = 64
 MECHANISM = slice(12, 32)
-"""Where a greeting contains the mechanism."""
+"""Where a greeting of ZMTP contains the name of the security mechanism."""
 
 
 class HungUpError(HandshakeError):
@@ -46,14 +47,15 @@ class Dialer:
     """How to reach one side channel.
 
     Attributes:
-        host, port: address of the side channel.
+        host: host of the side channel, as a name or an address.
+        port: port of the side channel.
         timeout: seconds for connecting, and for each answer.
-        context: ZMQ context of the socket; ``None`` for the one that the process shares.
+        context: ZMQ context of the socket; ``None`` for the context that the process shares.
         access: this engine's keys, and the side channels that it may ask.
         key: the public key that the side channel must have; empty if it must have none.
         longest: the most bytes in an answer; a longer answer ends the connection.
-        numeric: numeric addresses of ``host``, once it was resolved.
-        found: the address in ``numeric`` that accepted a connection; empty before.
+        numeric: the numeric addresses of ``host``; empty until the host has been resolved.
+        found: the address in ``numeric`` that accepted a connection; empty until one did.
     """
 
     host: str
@@ -67,7 +69,7 @@ class Dialer:
     found: str = field(default="", init=False)
 
     def channel(self, numeric: str) -> Socket:
-        """Return an unconnected socket for a numeric address, with this engine's keys.
+        """Return an unconnected socket that fits a numeric address and has this engine's keys.
 
         The socket keeps only the last frame that arrived, so that the other side cannot fill the
         memory with a message of many frames: libzmq limits the size of a frame, but not the number
@@ -87,15 +89,18 @@ class Dialer:
         return made
 
     def listening(self, deadline: float) -> str:
-        """Return the first address in ``numeric`` that accepts a TCP connection.
+        """Return the first address in ``numeric`` that accepts a TCP connection; sets ``found``.
 
         ZMQ is not given the host name, because it would use only the name's first address (``::1``
-        for ``localhost``), retry for ever and report no error. It gets the address that was checked
-        here, so that the name cannot resolve to another address in between.
+        for ``localhost``), retry for ever and report no error. ZMQ gets the address that was
+        checked here, so that the name cannot resolve to another address in between.
+
+        Args:
+            deadline: by ``time.monotonic``, in seconds.
 
         Raises:
             AdmissionError: ``access`` allows none of the addresses.
-            HandshakeError: none accepts a connection in time; the message says why.
+            HandshakeError: no address accepts a connection in time; the message says why.
         """
         reasons: dict[str, None] = {}
         for numeric in self._allowed():
@@ -119,11 +124,20 @@ class Dialer:
         return allowed
 
     def why_ended(self, event: int, value: int) -> HandshakeError:
-        """Return the error for an event in ``ENDINGS`` of ZMQ's monitor, with its value."""
+        """Return the error for a connection that ended.
+
+        May connect to the peer once more, to find out whether the two engines have different
+        security mechanisms or keys.
+
+        Args:
+            event: what the monitor socket reported, a key of ``ENDINGS``.
+            value: the value that the monitor socket reported with the event.
+        """
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return AdmissionError(self._why_refused())
         if event in UNCLEAR:
-            # Only the side that notices first gets a reason; the other sees the connection end.
+            # Only the side that first notices that the mechanisms differ gets a reason from ZMQ;
+            # the other side sees the connection end.
             mechanism = _mechanism(self.found, self.port, min(self.timeout, LOOK_SECONDS))
             mismatch = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
             reason = self._why_unlike(mechanism, mismatch)
@@ -146,6 +160,12 @@ class Dialer:
         )
 
     def _why_unlike(self, mechanism: bytes, mismatch: bool) -> str:
+        """Return in which way the security of the two ends differs; empty if that is not known.
+
+        Args:
+            mechanism: the security mechanism of the side channel; empty if it is not known.
+            mismatch: whether ZMQ reported that the two ends have different mechanisms.
+        """
         keyed = self.access.own is not None
         if mechanism == b"CURVE" and not keyed:
             return f"its side channel is encrypted: {self._with_keys}"
@@ -192,7 +212,16 @@ def answer(channel: Socket) -> Reply:
 
 
 def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
-    """Return the security mechanism that a ZMQ socket greets with; empty if it is no ZMQ socket."""
+    """Return the security mechanism of the ZMQ socket that listens at an address.
+
+    Args:
+        numeric: numeric address.
+        port: port of the socket.
+        timeout: the most seconds for connecting and reading.
+
+    Returns:
+        ``NULL`` or ``CURVE``, for example; empty if no ZMQ socket answers in time.
+    """
     heard, deadline = b"", time.monotonic() + timeout
     try:
         with socket.create_connection((numeric, port), timeout) as asking:
@@ -206,7 +235,12 @@ def _mechanism(numeric: str, port: int, timeout: float) -> bytes:
 
 
 def why_unreachable(exc: OSError, timeout: float) -> str:
-    """Return the text that says why no connection could be made."""
+    """Return the error text that says why no connection could be made.
+
+    Args:
+        exc: what connecting raised.
+        timeout: the seconds that connecting was allowed to take.
+    """
     if isinstance(exc, ConnectionRefusedError):
         return (
             "nobody listens there: the engine has ended, or it listens at another address "
@@ -218,14 +252,17 @@ def why_unreachable(exc: OSError, timeout: float) -> str:
 
 
 _decode_lock = threading.Lock()
-"""Answers that come at the same time are decoded one by one. Each holds the interpreter's lock for
-some milliseconds, and other threads would otherwise wait for all of them."""
+"""Answers that come at the same time are decoded one by one. Decoding an answer holds the
+interpreter's lock for some milliseconds, and other threads would otherwise wait for all answers."""
 _context: tuple[int, Context] | None = None
 _context_lock = threading.Lock()
 
 
 def _shared_context() -> Context:
-    """Return the context of this process, made when first needed; a forked child makes its own."""
+    """Return the ZMQ context that this process shares.
+
+    It is made when it is first needed; a forked child makes its own.
+    """
     global _context
     with _context_lock:
         if _context is None or _context[0] != os.getpid():

@@ -1,9 +1,9 @@
 """Limits on the replies of other engines that one process handles at once.
 
-One reply is bounded by the limits on its message and by ``work_budget``. These limits bound what
-many hostile replies take together: few long ones are received at a time, one is decoded at a time,
-and none while many decoded ones wait to be used. Decoding holds the interpreter's lock, so two at a
-time would be no faster.
+One reply is bounded by the limits on its message and by ``work_budget``. The limits here bound what
+many hostile replies take together: few long replies are received at a time, replies are decoded one
+at a time, and none is decoded while too many bytes of decoded replies wait to be used. Decoding
+holds the interpreter's lock, so decoding two replies at a time would be no faster.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from contextlib import contextmanager
 from kvferry.core.errors import HandshakeError
 
 MAX_LONG_REPLIES = 2
-"""How many long replies are received, or wait to be decoded, at once."""
+"""The most long replies that are received, or wait to be decoded, at a time."""
 MAX_UNUSED_BYTES = 1 << 24
-"""While more bytes of decoded replies than this wait to be used, no further one is decoded."""
+"""While more bytes of decoded replies than this wait to be used, no further reply is decoded."""
 
 
 class ReplyLimits:
-    """Take turns at receiving and decoding replies. Safe to use from any thread."""
+    """Limit the replies of other engines that threads receive and decode at a time.
+
+    Safe to use from any thread.
+    """
 
     def __init__(self) -> None:
         self._rooms = threading.BoundedSemaphore(MAX_LONG_REPLIES)
@@ -32,18 +35,18 @@ class ReplyLimits:
 
     @property
     def unused(self) -> int:
-        """Bytes of decoded replies that wait to be used."""
+        """Estimated bytes of the decoded replies that wait to be used."""
         return self._unused
 
     @contextmanager
     def room(self, deadline: float) -> Iterator[None]:
-        """Occupy the room of one long reply.
+        """Wait for room to receive a long reply, and keep it until the ``with`` block ends.
 
         Args:
-            deadline: by ``time.monotonic``.
+            deadline: by ``time.monotonic``, in seconds.
 
         Raises:
-            HandshakeError: no room was free in time.
+            HandshakeError: ``MAX_LONG_REPLIES`` other replies kept their room until the deadline.
         """
         if not self._rooms.acquire(timeout=_left(deadline)):
             raise HandshakeError(
@@ -57,10 +60,10 @@ class ReplyLimits:
 
     @contextmanager
     def turn(self, deadline: float) -> Iterator[None]:
-        """Wait for the turn to decode a reply, and keep it until the block ends.
+        """Wait for the turn to decode a reply, and keep it until the ``with`` block ends.
 
         Args:
-            deadline: by ``time.monotonic``.
+            deadline: by ``time.monotonic``, in seconds.
 
         Raises:
             HandshakeError: the turn did not come before the deadline.
@@ -80,12 +83,20 @@ class ReplyLimits:
                 self._changed.notify_all()
 
     def made(self, nbytes: int) -> None:
-        """Add the estimated bytes of a decoded reply to ``unused``; call it within ``turn``."""
+        """Add the bytes of a decoded reply to ``unused``; called while the caller has the ``turn``.
+
+        Args:
+            nbytes: the estimated bytes of the decoded reply.
+        """
         with self._changed:
             self._unused += nbytes
 
     def used(self, nbytes: int) -> None:
-        """Subtract the bytes of a decoded reply, which was used or dropped, from ``unused``."""
+        """Subtract the bytes of a decoded reply from ``unused``: it was used, or dropped.
+
+        Args:
+            nbytes: the bytes that were given to ``made`` for the reply.
+        """
         with self._changed:
             self._unused -= nbytes
             self._changed.notify_all()

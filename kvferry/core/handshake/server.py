@@ -47,12 +47,13 @@ MAX_REASON = 1024
 MAX_PROBLEMS = 64
 QUEUED_REQUESTS = 64
 QUEUED_REPLIES = 4
-"""Replies that wait per client; those beyond are dropped if the client does not read."""
+"""The most replies that wait for one client; further replies are dropped until the client reads."""
 BACKLOG = 4096
-"""Connections that wait to be accepted; the kernel may allow fewer. A client that finds no room
-retries after one second, and then after three."""
+"""The most connections that wait to be accepted; the kernel may allow fewer. A client that finds no
+room retries after one second, and then after three."""
 RECEIVE_BUFFER = 1 << 16
-"""The kernel's buffer per client: its content is still delivered after a connection was closed."""
+"""The kernel's receive buffer per client, in bytes. Its content is delivered even after the
+connection was closed."""
 SILENT_MS = 30_000
 """A client that does not answer ZMQ's heartbeats for this time is disconnected."""
 PAUSE_SECONDS = 0.1
@@ -62,14 +63,15 @@ class HandshakeServer:
     """Serve what the ranks of one engine publish, on a thread of its own.
 
     Args:
-        payloads: every rank's encoded ``RankPayload``, in rank order; checked as by clients.
-        engine: id of the engine; requests for another one are refused.
-        incarnation: identifies this start of the engine.
+        payloads: every rank's encoded ``RankPayload``, in rank order; checked as clients check
+            them.
+        engine: id of the engine; requests for another engine are refused.
+        incarnation: random number that identifies this start of the engine.
         host: address to bind, which is also put into tickets; peers must be able to reach it.
-        port: port to bind; 0 takes a free one.
+        port: port to bind; 0 for any free port.
         access: the engine's keys, and which clients are admitted.
-        problems: returns the engine's problems, for health requests; called on the server's
-            thread, and must not block.
+        problems: returns the engine's problems, each as a text, for health requests; called on the
+            server's thread, and must not block.
         ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
 
     Raises:
@@ -165,7 +167,7 @@ class HandshakeServer:
             reply = self._reply(rest[-1])
         else:
             reply = _refusal("a request is one frame, or an empty one and one")
-        # A ROUTER never blocks: what a client has no room for is dropped.
+        # A ROUTER socket never blocks: it drops a reply for which the client's queue has no room.
         for frame in (routing_id, *envelope):
             self._socket.send(frame, zmq.SNDMORE | zmq.DONTWAIT)
         self._socket.send(reply, zmq.DONTWAIT, copy=False)
@@ -202,9 +204,19 @@ class HandshakeServer:
 def _checked(
     payloads: Sequence[bytes], engine: str, incarnation: int, ticket_key: bytes
 ) -> zmq.Frame:
-    """Return the answer to every ``PayloadRequest``, as one frame that all clients share.
+    """Check the payloads, and return the answer to every ``PayloadRequest`` as one ZMQ frame.
 
-    It is copied into ZMQ's memory once: lending Python's would need pyzmq's collector thread.
+    The frame is copied into ZMQ's memory once, for all clients. (A frame that lends Python's memory
+    to ZMQ would need pyzmq's collector thread.)
+
+    Args:
+        payloads: every rank's encoded ``RankPayload``, in rank order.
+        engine: id that the payloads must have.
+        incarnation: incarnation that the payloads must have.
+        ticket_key: the public key that proves the engine's tickets; empty if they have no proofs.
+
+    Raises:
+        HandshakeError: a peer would refuse the answer.
     """
     for rank, payload in enumerate(payloads):
         if len(payload) > MAX_PAYLOAD_BYTES:
@@ -240,7 +252,20 @@ def _refusal(reason: str) -> zmq.Frame:
 def _bind(
     context: Context, host: str, port: int, access: Access
 ) -> tuple[ZapHandler, ConnectionLimits, Socket]:
-    """Return the bound socket, with the handlers that admit and limit its connections."""
+    """Make the socket of the side channel, and bind it.
+
+    Args:
+        context: ZMQ context of the side channel.
+        host: address to bind.
+        port: port to bind; 0 for any free port.
+        access: the engine's keys, and which clients are admitted.
+
+    Returns:
+        The handler that admits clients, the limits on their connections, and the bound socket.
+
+    Raises:
+        HandshakeError: the address cannot be bound.
+    """
     numeric = numeric_hosts(host, port)[0]
     made = make_socket(
         context,

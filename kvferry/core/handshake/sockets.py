@@ -23,11 +23,11 @@ MAX_FRAMES = 3
 """The most frames of a request: routing id, the empty frame of a REQ client, and the message."""
 
 CURVE_BYTES = 33
-"""By how many bytes an encrypted frame is longer."""
+"""The number of bytes that encryption adds to a frame."""
 
 MAX_RESOLVERS = 64
-"""How many names are resolved at once. A resolver that hangs cannot be ended, and clients choose
-the names."""
+"""The most names that are resolved at a time. A resolver that hangs cannot be ended, and clients
+choose the names."""
 
 
 def bare(host: str) -> str:
@@ -36,11 +36,11 @@ def bare(host: str) -> str:
 
 
 def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[str]:
-    """Return the numeric addresses of a host, best first; a numeric host is not looked up.
+    """Return the numeric addresses of a host, in the resolver's order; at least one.
 
     Args:
-        host: host of a side channel.
-        port: its port.
+        host: host of a side channel: a name, which is looked up, or a numeric address.
+        port: port of the side channel.
         timeout: seconds that resolving a name may take; ``None`` for no limit.
 
     Raises:
@@ -67,7 +67,12 @@ def numeric_hosts(host: str, port: int, timeout: float | None = None) -> list[st
 
 
 def _resolved(host: str | None, port: int, timeout: float | None) -> list[str]:
-    """Return numeric addresses; only a name is looked up by the resolver.
+    """Return the numeric addresses of a host, which is looked up only if it is a name.
+
+    Args:
+        host: a name or a numeric address, without brackets; ``None`` if the host is empty.
+        port: a port.
+        timeout: seconds that resolving a name may take; ``None`` for no limit.
 
     Raises:
         OSError: the name does not resolve in time.
@@ -80,12 +85,34 @@ def _resolved(host: str | None, port: int, timeout: float | None) -> list[str]:
 
 
 def _looked_up(host: str | None, port: int, flags: int = 0) -> list[str]:
+    """Ask the C library's resolver for the numeric addresses of a host.
+
+    Args:
+        host: a name or a numeric address, without brackets; ``None`` if the host is empty.
+        port: a port.
+        flags: flags of ``socket.getaddrinfo``.
+
+    Raises:
+        OSError: the host does not resolve.
+        ValueError: the name cannot be encoded.
+    """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     return [socket.getnameinfo(entry[4], _NUMERIC)[0] for entry in found]
 
 
 def _within(host: str | None, port: int, timeout: float) -> list[str]:
-    """Resolve a name on a thread of its own: the C library's resolver takes no deadline."""
+    """Resolve a name on a thread of its own, because the C library's resolver takes no deadline.
+
+    Args:
+        host: a name.
+        port: a port.
+        timeout: seconds to wait; a resolver that takes longer is left running.
+
+    Raises:
+        OSError: the name does not resolve in time, or ``MAX_RESOLVERS`` names are being resolved.
+        ValueError: the name cannot be encoded.
+        HandshakeError: no thread can be started.
+    """
     if not _resolvers.acquire(blocking=False):
         raise TimeoutError(f"{MAX_RESOLVERS} names are being looked up already")
     answer: queue.SimpleQueue[list[str] | Exception] = queue.SimpleQueue()
@@ -120,17 +147,24 @@ def is_loopback(numeric: str) -> bool:
 
 
 def endpoint(numeric: str, port: int) -> str:
-    """Return the ZMQ endpoint of a numeric address and a port."""
+    """Return the ZMQ endpoint (``tcp://...``) of a numeric address and a port."""
     return f"tcp://[{numeric}]:{port}" if ":" in numeric else f"tcp://{numeric}:{port}"
 
 
 def place(host: str, port: int) -> str:
-    """Return a host and a port as text for people."""
+    """Return a host and a port as a text for error messages."""
     return f"{bare(host)} port {port}"
 
 
 def make_socket(context: Context, kind: int, numeric: str, **options: int) -> Socket:
-    """Return a ZMQ socket for a numeric address; ``options`` are named as in ZMQ."""
+    """Return a new ZMQ socket, neither bound nor connected.
+
+    Args:
+        context: the ZMQ context of the socket.
+        kind: the type of the socket, such as ``zmq.DEALER``.
+        numeric: the numeric address that the socket is for: IPv4 or IPv6.
+        **options: values of socket options, by their names in ``zmq``.
+    """
     made: Socket = context.socket(kind)
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.IPV6, int(":" in numeric))
@@ -140,9 +174,13 @@ def make_socket(context: Context, kind: int, numeric: str, **options: int) -> So
 
 
 def encrypt(made: Socket, own: KeyPair) -> None:
-    """Give a socket an engine's own keys; the caller sets whether it is client or server.
+    """Give a socket an engine's own keys. The caller makes the socket a CURVE client or server.
 
     If the socket limits the bytes of a frame, the limit is raised by what encryption adds.
+
+    Args:
+        made: the socket, neither bound nor connected.
+        own: the engine's keys.
     """
     limit = int(made.getsockopt(zmq.MAXMSGSIZE))
     if limit >= 0:
@@ -154,8 +192,12 @@ def encrypt(made: Socket, own: KeyPair) -> None:
 def receive(source: Socket, flags: int = 0) -> tuple[int, list[bytes]]:
     """Receive one message, and drop its frames beyond ``MAX_FRAMES + 1``.
 
+    Args:
+        source: the socket to receive from.
+        flags: flags of ZMQ for receiving, such as ``zmq.DONTWAIT``.
+
     Returns:
-        The descriptor of the connection that it came by, and its frames.
+        libzmq's descriptor of the connection that the message came by, and the message's frames.
     """
     frames: list[bytes] = []
     descriptor, more = -1, True

@@ -1,6 +1,6 @@
 """Admit or refuse the clients of a side channel (ZAP, ZeroMQ RFC 27).
 
-libzmq asks the handler before it accepts a client's first message.
+libzmq asks the handler about each client, before it accepts the client's first message.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from kvferry.core.security import Access
 logger = logging.getLogger(__name__)
 
 ADDRESS = "inproc://zeromq.zap.01"
-"""Where libzmq asks, within the side channel's context."""
+"""The address to which libzmq sends its questions, within the side channel's context."""
 VERSION = b"1.0"
 DOMAIN = b"kvferry"
 ADMITTED, REFUSED = b"200", b"400"
-"""With 400 libzmq tells the client that it is refused, but not why."""
+"""Status codes of an answer. With 400, libzmq tells the client that it is refused, but not why."""
 MAX_TOLD = 256
 TELL_SECONDS = 3600.0
 """At most ``MAX_TOLD`` different texts are logged per period of this length."""
 
 
 class ZapHandler:
-    """Answer libzmq's questions about one side channel. Used by the server's thread only.
+    """Tell libzmq which clients of a side channel to admit. Used by the server's thread only.
 
     Args:
-        context: the side channel's own context. No other server may use it, because one handler
-            answers for all sockets of a context.
+        context: the side channel's own context. No other server may use it, because a context has
+            one handler for all its sockets.
         access: which clients are admitted.
     """
 
@@ -45,9 +45,10 @@ class ZapHandler:
         self.socket.bind(ADDRESS)
 
     def guard(self, channel: Socket) -> None:
-        """Let libzmq ask this handler about a socket, and encrypt it if there are keys.
+        """Let libzmq ask this handler about the clients of a socket; encrypt it if there are keys.
 
-        Must be called before the socket is bound.
+        Args:
+            channel: the side channel's socket, not bound yet.
         """
         channel.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         if self._access.own is not None:
@@ -55,7 +56,13 @@ class ZapHandler:
             channel.setsockopt(zmq.CURVE_SERVER, 1)
 
     def answer(self) -> None:
-        """Answer one question."""
+        """Receive one question of libzmq, and answer whether the client is admitted.
+
+        Logs why a client is refused.
+
+        Raises:
+            zmq.Again: there is no question.
+        """
         frames = self.socket.recv_multipart(zmq.DONTWAIT)
         request = frames[1] if len(frames) > 1 else b""
         reason = self._reason_against(frames)
@@ -65,7 +72,10 @@ class ZapHandler:
         self.socket.send_multipart([VERSION, request, verdict, b"", b"", b""], zmq.DONTWAIT)
 
     def tell(self, text: str) -> None:
-        """Log a text unless it was logged recently; at most ``MAX_TOLD`` per ``TELL_SECONDS``."""
+        """Log a text as a warning, unless it was logged recently.
+
+        At most ``MAX_TOLD`` texts are logged per ``TELL_SECONDS``; further texts are dropped.
+        """
         now = time.monotonic()
         if now >= self._forgets:
             self._forgets = now + TELL_SECONDS

@@ -1,7 +1,8 @@
 """Fields: the tensors inside a page, their axes, and sets of fields of one kind.
 
-A model repeats a few kinds of fields layer after layer. What all fields of a kind have in common is
-checked and computed once; what differs between them is kept in arrays.
+Fields are of one kind if they differ in nothing but key, encoding, region and offset. A model
+repeats a few kinds of fields layer after layer. What all fields of a kind have in common is checked
+and computed once; what differs between them is kept in arrays.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ELEMENT_BYTES = {
 """Size in bytes of each element type that a field may have."""
 
 MAX_DIMS = 8
-"""The most dims of a field, and the most of its inner axes."""
+"""The most dims of a field, over all its axes, and the most inner axes of a field."""
 MAX_KEY = 512
 """The longest key of a field, in characters."""
 MAX_ENCODING = 256
@@ -51,18 +52,22 @@ MAX_KINDS = 512
 """The most kinds of fields in one layout."""
 
 BoundedInt = Annotated[int, Meta(ge=-(1 << 60), le=1 << 60)]
-"""A number of a field as it is decoded: small enough for an int64 array."""
+"""An integer in a field. Decoding bounds it so that it fits an int64 array; the layout checks the
+tighter bounds of each attribute."""
 
 Dims = tuple[tuple[int, int], ...]
-"""(extent, stride in bytes) pairs."""
+"""Dims of an axis: (extent, stride in bytes) pairs."""
 
 
 class Dim(Struct, frozen=True, kw_only=True, gc=False):
-    """One digit of an axis, read as a mixed-radix number. Checked by the layout that it is in.
+    """One dimension of an axis. Its values are checked by the layout that contains it.
+
+    The entries of an axis with several dims are numbered like the elements of a tensor, in
+    row-major order.
 
     Attributes:
-        extent: number of entries; ``count`` on the wire.
-        stride: bytes from one entry to the next.
+        extent: number of positions along the dim; the field is called ``count`` on the wire.
+        stride: bytes from one position to the next.
     """
 
     extent: BoundedInt = msgspec.field(name="count")
@@ -70,45 +75,49 @@ class Dim(Struct, frozen=True, kw_only=True, gc=False):
 
 
 Axis = Annotated[tuple[Dim, ...], Meta(max_length=MAX_DIMS)]
-"""Dims from coarse to fine; an axis without dims has one entry."""
+"""Dims from coarse to fine, as in a row-major tensor; an axis without dims has one entry."""
 
 
 def axis(*dims: tuple[int, int]) -> Axis:
-    """Return an axis made of (extent, stride in bytes) pairs, coarse to fine."""
+    """Return an axis with the given dims: (extent, stride in bytes) pairs, coarse to fine."""
     return tuple(Dim(extent=extent, stride=stride) for extent, stride in dims)
 
 
 def axis_length(dims: Axis) -> int:
-    """Return how many entries an axis has."""
+    """Return the number of entries of an axis, which is the product of its extents."""
     return math.prod(dim.extent for dim in dims)
 
 
 class Field(Struct, frozen=True, kw_only=True, gc=False):
-    """One logical tensor inside every page. Checked by the layout that it is in.
+    """One logical tensor inside every page. Its values are checked by the layout that contains it.
 
     The garbage collector does not track fields, because peers publish thousands of them and a
     collection stops the whole process; a field refers to nothing that could refer back to it.
 
     The byte of (page *p*, token entry *t*, shard index *s*, inner indices, byte *b* of the unit) is
-    ``regions[region].address + offset + p * page_stride`` plus the strides of its dims plus *b*.
+    at ``regions[region].address + offset + p * page_stride + b``, plus position times stride for
+    each dim of the axes.
 
     Attributes:
-        key: global name, equal on every rank that holds a part of this tensor.
+        key: name of the tensor, equal on every rank of every engine that holds a part of it.
         group: index into ``Layout.groups``.
         region: index into ``Layout.regions``.
-        offset: bytes from the region's start to page 0's first byte of this field.
+        offset: bytes from the region's start to the first byte of this field in page 0.
         page_stride: bytes from one page to the next.
-        pages: number of pages; page ids are below it.
+        pages: number of pages; page ids are below this number.
         dtype: element type, a key of ``ELEMENT_BYTES``.
-        unit: bytes that are contiguous under all axes, a multiple of the element's size.
+        unit: number of contiguous bytes at each index of all axes, a multiple of the element's
+            size.
         tokens: the token axis, ``block_tokens / tokens_per_state`` entries; empty in a state.
         shard: the shard axis (KV heads, channels), ``shard_range[1] - shard_range[0]`` entries.
-        shard_range: the global indices ``[start, stop)`` of the shard axis that this rank holds.
+        shard_range: the part that this rank holds, as a range ``[start, stop)`` of the whole
+            tensor's shard axis.
         inner: axes that every rank holds whole, in an order that both engines share; together with
-            the unit they give the bytes of one (token, shard index) in one logical order.
-        tokens_per_state: number of tokens that one entry stands for (compressed caches).
-        packing: in an opaque group, a name of how the page is packed, equal on both engines; such a
-            field has no axes and its unit is the whole page. Empty otherwise.
+            the unit they give the bytes of one (token entry, shard index) in one logical order.
+        tokens_per_state: number of tokens that one entry of the token axis stands for: 1, or more
+            in a compressed cache.
+        packing: in an opaque group, the name of the format of a page, equal on both engines; such a
+            field has no axes, and its unit is the whole page. Empty otherwise.
         draft: whether the field belongs to draft layers (a speculative model's), which an engine
             may lack.
         encoding: how elements stand for numbers where their type does not say it, such as a
@@ -134,32 +143,30 @@ class Field(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one (token entry, shard index): the inner axes and the unit."""
+        """Number of bytes of one (token entry, shard index): the inner axes times the unit."""
         return self.unit * math.prod(axis_length(a) for a in self.inner)
 
     @property
     def dims(self) -> tuple[Dim, ...]:
-        """All dims inside a page."""
+        """The dims of all axes inside a page: tokens, shard, inner."""
         return (*self.tokens, *self.shard, *(dim for a in self.inner for dim in a))
 
     @property
     def byte_span(self) -> int:
-        """Bytes from the first to just after the last byte of one page."""
+        """Number of bytes from the field's first byte in a page to just after its last byte."""
         return self.unit + sum((d.extent - 1) * d.stride for d in self.dims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FieldSet:
-    """Fields of one kind, at least one.
-
-    They differ in nothing but key, encoding, region and offset.
+    """n fields of one kind, at least one: they differ only in key, encoding, region and offset.
 
     Attributes:
         fields: the n fields.
-        keys: n keys, one of each field.
-        encodings: n encodings; with static scales each layer has its own.
-        regions: (n,) int64, index of each field's region.
-        offsets: (n,) int64, bytes from the start of the region to each field.
+        keys: the key of each field.
+        encodings: the encoding of each field; with static scales each layer has its own.
+        regions: (n,) int64, index into ``Layout.regions`` of each field's region.
+        offsets: (n,) int64, bytes from the start of its region to each field's first byte.
     """
 
     fields: tuple[Field, ...]
@@ -170,7 +177,7 @@ class FieldSet:
 
     @classmethod
     def of(cls, fields: Sequence[Field]) -> FieldSet:
-        """Return a set of fields that are known to be of one kind."""
+        """Return a set of the given fields, which the caller knows to be of one kind."""
         return cls(
             fields=tuple(fields),
             keys=tuple([f.key for f in fields]),
@@ -181,11 +188,11 @@ class FieldSet:
 
     @property
     def first(self) -> Field:
-        """The first field, which stands for all in what they have in common."""
+        """The first field, which stands for all fields in what they have in common."""
         return self.fields[0]
 
     def select(self, indices: Sequence[int]) -> FieldSet:
-        """Return the fields with these indices, in this order; at least one."""
+        """Return a set of the fields with these indices (at least one), in the given order."""
         return FieldSet.of([self.fields[i] for i in indices])
 
 
@@ -194,14 +201,15 @@ _kind = attrgetter(*(name for name in Field.__struct_fields__ if name not in _DI
 
 
 def group_by_kind(fields: Sequence[Field], budget: WorkBudget) -> tuple[FieldSet, ...]:
-    """Return the fields as sets of one kind, in the order in which the kinds appear.
+    """Return one set of fields for each kind, in the order in which the kinds first appear.
 
     Args:
         fields: the fields of one layout; untrusted.
-        budget: counts the work of every kind.
+        budget: counts the work of comparing fields with kinds.
 
     Raises:
-        LayoutError: there are more than ``MAX_KINDS`` kinds, or too many for so many fields.
+        LayoutError: there are more than ``MAX_KINDS`` kinds, or comparing so many fields with so
+            many kinds is too much work.
     """
     by_kind: dict[object, list[Field]] = defaultdict(list)
     kinds = 0
@@ -210,7 +218,8 @@ def group_by_kind(fields: Sequence[Field], budget: WorkBudget) -> tuple[FieldSet
         if len(by_kind) == kinds:
             continue
         kinds += 1
-        # A peer can choose fields whose hashes collide: each lookup then compares with every kind.
+        # A peer can choose fields whose hashes collide: every lookup then compares a field with
+        # every kind.
         budget.spend(KIND_STEPS * len(fields), "fields of many kinds")
         if kinds > MAX_KINDS:
             raise LayoutError(
@@ -222,7 +231,7 @@ def group_by_kind(fields: Sequence[Field], budget: WorkBudget) -> tuple[FieldSet
 
 
 def field_problems(f: Field) -> Iterator[str]:
-    """Yield every problem of a field that neither its layout nor its place in memory decides."""
+    """Yield a text for each problem of a field that does not depend on its layout or its region."""
     if f.dtype not in ELEMENT_BYTES:
         yield f"unknown element type {f.dtype[:32]!r}; known are {', '.join(ELEMENT_BYTES)}"
     elif not 1 <= f.unit <= MAX_COUNT or f.unit % ELEMENT_BYTES[f.dtype]:

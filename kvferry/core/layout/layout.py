@@ -1,7 +1,7 @@
 """A rank's cache described as data: regions, groups and fields.
 
 A layout is validated when it is built, also when it is decoded from a peer's bytes: no field leaves
-its region, and no two elements of one group share a byte. It names no model and no library.
+its region, and no two elements of one group share a byte. A layout names no model and no library.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GroupKind(enum.StrEnum):
     PAGED = "paged"
     """Tokens: page *i* of a request holds the *i*-th run of ``block_tokens`` tokens."""
     STATE = "state"
-    """The state after exactly T tokens: one page per request, all or nothing."""
+    """A recurrent state after a request's tokens: one page per request, read whole or not read."""
     OPAQUE = "opaque"
     """Tokens in a packing that strides cannot describe: only whole pages move, between equal
     layouts."""
@@ -60,9 +60,10 @@ class ContextParallel:
     tokens without gaps.
 
     Attributes:
-        size: number of ranks that share the tokens; with 1 a rank holds every token.
-        rank: index of this rank among them.
-        interleave: number of consecutive tokens that one rank holds; unused if ``size`` is 1.
+        size: number of ranks that share the tokens; if 1, the rank holds every token.
+        rank: index of this rank among the ranks that share the tokens.
+        interleave: number of consecutive tokens that a rank holds before the next rank's tokens;
+            unused if ``size`` is 1.
 
     Raises:
         LayoutError: the rank or the interleave is out of range.
@@ -82,13 +83,14 @@ class ContextParallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Fields that share block ids.
+    """What fields that share block ids have in common; vLLM calls it a KV-cache group.
 
     Attributes:
         kind: what a page holds.
         block_tokens: number of tokens that *this rank* stores in a page; 0 for a state.
-        context: which tokens those are. Page *i* of a request covers the global tokens
-            ``[i, i + 1) * block_tokens * context.size``, of which this rank holds its share.
+        context: which tokens of a request this rank holds. Page *i* of a request covers
+            ``block_tokens * context.size`` tokens, from token ``i * block_tokens * context.size``
+            on; this rank stores its share of them.
 
     Raises:
         LayoutError: the number of tokens is out of range or does not fit kind and context.
@@ -113,7 +115,7 @@ class Group:
 
 
 class _Derived:
-    """Slots for what a layout computes from its fields and does not publish."""
+    """Attributes that a layout computes from its fields and does not publish."""
 
     __slots__ = ("_field_sets", "_steps")
 
@@ -155,21 +157,28 @@ class Layout(_Derived):
 
     @property
     def field_sets(self) -> tuple[FieldSet, ...]:
-        """All fields as sets of one kind."""
-        # A copy made by ``pickle`` or ``copy`` has the three attributes only.
+        """All fields, as one set for each kind of field."""
+        # A copy made by ``pickle`` or ``copy`` has only the three public attributes.
         if not hasattr(self, "_field_sets"):
             object.__setattr__(self, "_field_sets", group_by_kind(self.fields, _check_budget()))
         return self._field_sets
 
     @property
     def steps(self) -> int:
-        """How much work the checks took, in steps of ``work_budget``; 0 for a copy."""
+        """How much work it was to check the layout, in steps of ``work_budget``.
+
+        0 for a copy that ``pickle`` or ``copy`` made.
+        """
         return getattr(self, "_steps", 0)
 
     def with_regions(self, regions: tuple[Region, ...]) -> Layout:
-        """Return this layout in other regions.
+        """Return a layout with the same groups and fields in other regions.
 
-        It is checked again only if the regions differ in more than where they lie.
+        The new layout is checked again only if the new regions differ from the old ones in length,
+        or in which of them share memory and where.
+
+        Args:
+            regions: the new regions, in the order of the old ones.
 
         Raises:
             LayoutError: the fields do not fit these regions.
@@ -183,9 +192,14 @@ class Layout(_Derived):
         return layout
 
     def pages(self, group: int) -> int:
-        """Return the number of pages of a group on this rank; 0 if the group has no field here.
+        """Return the number of pages of a group on this rank; page ids are below it.
 
-        Page ids are below this number.
+        Args:
+            group: index of the group.
+
+        Returns:
+            The least number of pages of the group's fields; 0 if the rank has no field of the
+            group.
         """
         return min(
             (each.first.pages for each in self.field_sets if each.first.group == group), default=0
@@ -219,7 +233,14 @@ def _field_error(key: str, problem: str) -> LayoutError:
 
 
 def _check_kind(layout: Layout, f: Field) -> None:
-    """Check what all fields of a kind have in common."""
+    """Check the values of a field that are equal for all fields of its kind.
+
+    Fields of one kind differ only in key, encoding, region and offset.
+
+    Args:
+        layout: the layout that contains the field.
+        f: a field, which stands for all of its kind.
+    """
     for problem in field_problems(f):
         raise _field_error(f.key, problem)
     if not 0 <= f.group < len(layout.groups):
@@ -228,7 +249,12 @@ def _check_kind(layout: Layout, f: Field) -> None:
 
 
 def _check_places(layout: Layout, field_set: FieldSet) -> None:
-    """Check what differs between the fields of a kind."""
+    """Check the values in which fields of a kind differ: region, offset and encoding.
+
+    Args:
+        layout: the layout that contains the fields.
+        field_set: the fields, whose common values ``_check_kind`` has accepted.
+    """
     first = field_set.first
     byte_span = (first.pages - 1) * first.page_stride + first.byte_span
     for f in field_set.fields:
@@ -277,9 +303,14 @@ def _check_axes(group: Group, f: Field) -> None:
 
 
 def _check_no_overlap(layout: Layout, budget: WorkBudget) -> None:
-    """Refuse a layout in which two elements of one group share a byte."""
+    """Refuse a layout in which two elements of one group share a byte.
+
+    Args:
+        layout: the layout, in which every field lies within its region.
+        budget: counts the work.
+    """
     numbers: dict[object, int] = {}
-    # Addresses count from 1, so that an end at ``ADDRESS_LIMIT`` fits 64 signed bits, too.
+    # 1 is subtracted from addresses, so that an end at ``ADDRESS_LIMIT`` fits 64 signed bits, too.
     places = np.array(
         [(numbers.setdefault(_device(r), len(numbers)), r.address - 1) for r in layout.regions],
         dtype=np.int64,
@@ -308,7 +339,11 @@ def _check_no_overlap(layout: Layout, budget: WorkBudget) -> None:
 
 
 def _region_geometry(regions: Sequence[Region]) -> object:
-    """Return what the checks depend on in regions: lengths, and how they share memory."""
+    """Return what the checks of a layout depend on in its regions, to compare it.
+
+    Returns:
+        The length of each region, and where it lies relative to regions that share memory with it.
+    """
     numbers: dict[int, int] = {}
     places = [
         (numbers.setdefault(stretch, len(numbers)), start) for stretch, start in _places(regions)
@@ -317,9 +352,13 @@ def _region_geometry(regions: Sequence[Region]) -> object:
 
 
 def _places(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Return, per region, the number of its stretch of memory and its offset from that start.
+    """Return which regions share memory.
 
-    Regions that share bytes are in one stretch: fields of the two may overlap.
+    Regions of one device that share bytes, directly or through others, form one stretch of memory.
+
+    Returns:
+        For each region, in order: the index of its stretch, and the number of bytes from the start
+        of the stretch to the region.
     """
     places = [(0, 0)] * len(regions)
     stretch, first, end, device = -1, 0, 0, ("", -1)

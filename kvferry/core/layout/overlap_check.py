@@ -1,8 +1,9 @@
 """Find out whether sets of strided bytes overlap.
 
 Every layout is checked, also a peer's, so the check must be cheap for hundreds of fields with tens
-of thousands of pages. It works on strides, and enumerates bytes only where these do not decide.
-Strides that do not nest count as overlapping. The work is charged to a budget.
+of thousands of pages. The check compares strides, and enumerates runs of bytes only where strides
+do not decide. Strides nest if each is at least as long as all that the finer dims cover; a set
+whose strides do not nest counts as overlapping itself. The work is charged to a budget.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ WHERE = "bytes that fields of one group might share"
 
 
 class ByteSets(NamedTuple):
-    """Sets of bytes that differ only in where they start.
+    """n sets of bytes that differ only in where they start.
 
-    Set *k* is ``offsets[k] + sum(i * stride) + [0, run)`` for all ``0 <= i < extent`` of each dim.
+    Set *k* is a run of bytes from ``offsets[k]`` on, repeated along the dims: the bytes
+    ``offsets[k] + sum(i * stride) + [0, run)`` for all ``0 <= i < extent`` of each dim.
 
     Attributes:
-        labels: n names, one of each set.
+        labels: the name of each set.
         offsets: (n,) int64, first byte of each set.
-        run: length of a contiguous run in bytes.
+        run: number of bytes in a run.
         dims: (extent, stride in bytes) pairs, in any order.
     """
 
@@ -46,20 +48,26 @@ class ByteSets(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """A set of bytes without its start: a run, repeated along nested dims, coarse first."""
+    """A set of bytes without its start: a run of bytes, repeated along nested dims.
+
+    Attributes:
+        run: number of bytes in a run.
+        dims: (extent, stride in bytes) pairs, coarse to fine; neighbours that could be one dim are
+            merged.
+    """
 
     run: int
     dims: Dims
 
 
 class _Cluster(NamedTuple):
-    """Sets of bytes that are compared with each other; four arrays of one length.
+    """n sets of bytes that are compared with each other.
 
     Attributes:
         number: (n,) int64, index of each set among all sets that are checked.
         start: (n,) int64, first byte of each set.
-        span: (n,) int64, bytes from the first byte to just after the last.
-        form: (n,) int64, index into the forms of the ``_Sweep``.
+        span: (n,) int64, number of bytes from the first byte of each set to just after its last.
+        form: (n,) int64, index of each set's form in the ``_Sweep``.
     """
 
     number: I64Array
@@ -68,14 +76,20 @@ class _Cluster(NamedTuple):
     form: I64Array
 
     def select(self, index: I64Array | slice) -> _Cluster:
-        """Return the members with these indices."""
+        """Return the sets with these indices within the cluster, in the order of the indices."""
         return _Cluster(*(each[index] for each in self))
 
 
 def find_overlap(byte_sets: Sequence[ByteSets], budget: WorkBudget) -> tuple[str, str] | None:
-    """Return the labels of two sets that overlap, or ``None``.
+    """Return the labels of two sets of bytes that overlap.
 
-    Both labels are the same if a set has strides that do not nest.
+    Args:
+        byte_sets: the sets, which are all compared with each other.
+        budget: counts the work.
+
+    Returns:
+        Two labels; the same label twice if the strides of a set do not nest. ``None`` if no two
+        sets overlap.
     """
     budget.spend(OVERLAP_SET_STEPS * len(byte_sets), WHERE)
     sweep = _Sweep(budget)
@@ -100,7 +114,15 @@ def _span(form: _Form) -> int:
 
 
 def _nested(run: int, dims: Dims) -> _Form | None:
-    """Return the same bytes with dims merged and sorted, coarse first; ``None`` if not nested."""
+    """Return the form of a set of bytes.
+
+    Args:
+        run: number of bytes in a run.
+        dims: the dims that the run is repeated along, in any order.
+
+    Returns:
+        The form, or ``None`` if a stride is shorter than what the run and the finer dims cover.
+    """
     merged: list[tuple[int, int]] = []
     span = run
     for extent, stride in sorted(dims, key=lambda dim: dim[1]):
@@ -122,7 +144,11 @@ _ROW_BYTES = 2 * np.dtype(np.int64).itemsize
 
 
 class _Sweep:
-    """One search for an overlap; remembers which arrangements of sets have none."""
+    """One search for two sets of bytes that overlap.
+
+    It remembers which arrangements of sets have no overlap, because a model repeats them in every
+    layer.
+    """
 
     def __init__(self, budget: WorkBudget) -> None:
         self._budget = budget
@@ -138,16 +164,17 @@ class _Sweep:
         return index
 
     def find(self, sets: _Cluster) -> tuple[int, int] | None:
-        """Return the numbers of two sets that overlap, or ``None``.
+        """Return the indices (``_Cluster.number``) of two sets that overlap; ``None`` if none do.
 
-        Sweeps over the ranges from first to last byte, and looks closer only where these meet.
+        Sweeps over the sets by their first byte, and compares only sets whose ranges from first to
+        last byte meet.
         """
         self._budget.spend(OVERLAP_CLUSTER_STEPS + OVERLAP_MEMBER_STEPS * len(sets.start), WHERE)
         sets = sets.select(np.argsort(sets.start, kind="stable"))
         ends = np.maximum.accumulate(sets.start + sets.span)
         heads = np.flatnonzero(np.append(True, sets.start[1:] >= ends[:-1]))
         bounds = [*heads.tolist(), len(ends)]
-        # A model repeats the same arrangement in every layer: starts within the cluster and forms.
+        # An arrangement is the starts of sets, relative to the first of them, and their forms.
         within = sets.start - np.repeat(sets.start[heads], np.diff(bounds))
         arrangements = np.stack([within, sets.form], axis=1).tobytes()
         for start, stop in pairwise(bounds):
@@ -160,16 +187,24 @@ class _Sweep:
         return None
 
     def _find_within(self, cluster: _Cluster) -> tuple[int, int] | None:
-        """Search sets whose ranges meet: drop the dims that all share, or enumerate their runs."""
+        """Search sets whose ranges meet, and return what ``find`` returns.
+
+        The coarsest dim is dropped while all sets have it in common, and the rest is searched. If
+        no dim can be dropped, the runs of all sets are enumerated.
+        """
         peeled = cluster
         while (fewer := self._without_coarsest_dim(peeled)) is not None:
             peeled = fewer
         return self._enumerate(cluster) if peeled is cluster else self.find(peeled)
 
     def _without_coarsest_dim(self, cluster: _Cluster) -> _Cluster | None:
-        """Return all sets without their coarsest dim, or ``None`` if that changes the answer.
+        """Return the sets without their coarsest dim, if the answer stays the same.
 
-        It does not change if all sets share that dim and lie within one of its strides.
+        The answer stays the same if all sets have this dim in common, and what the dim repeats, of
+        all sets together, is no longer than its stride.
+
+        Returns:
+            The sets; ``None`` if the answer might change.
         """
         self._budget.spend(OVERLAP_CLUSTER_STEPS + OVERLAP_MEMBER_STEPS * len(cluster.form), WHERE)
         forms = {index: self._forms[index] for index in set(cluster.form.tolist())}

@@ -13,7 +13,7 @@ from kvferry.core.layout import Field, Group, GroupKind, Layout, axis
 from kvferry.core.memory import Region, region_of
 
 DIMS = ("page", "token", "head", "element")
-"""What a dimension of a tensor can be: only ``head`` may be missing."""
+"""What a dimension of a tensor can be. A tensor has all of them, but may lack ``head``."""
 
 
 def paged_layout(
@@ -26,24 +26,25 @@ def paged_layout(
 
     The two engines of a hand-over may differ in the order of the dimensions, in tokens per page and
     in how many heads a rank has. Build a ``Layout`` of ``Field`` and ``Group`` by hand for what
-    this cannot say: states, several groups, compressed caches.
+    this function cannot describe: states, several groups, compressed caches.
 
     Args:
-        tensors: the fields of the cache, such as one layer's K each: from a name that is the same
-            on every engine to a numpy array or torch tensor. Views of one buffer are welcome. The
+        tensors: the fields of the cache, such as one layer's K each: numpy arrays or torch tensors,
+            each under a name that is the same on every engine. They may be views of one buffer. The
             caller keeps the memory alive for as long as the layout is in use.
-        dims: what the dimensions of each tensor are, in their order: ``page`` (the first index is
-            a page id), ``token`` (within the page), ``head`` and ``element`` (one token's vector in
-            one head, which must be contiguous). Without ``head``, all heads share one vector.
-        heads: the model's heads ``[start, stop)`` that the tensors hold; by default those from 0
-            on. A rank under tensor parallelism holds some of them.
+        dims: what each dimension of the tensors is, in the order of the dimensions: ``page``
+            (indexed by page id), ``token`` (within the page), ``head`` and ``element`` (one token's
+            vector in one head, which must be contiguous). Without ``head``, the tensors have one
+            vector per token for all heads.
+        heads: the range ``[start, stop)`` of the model's heads that the tensors hold, which under
+            tensor parallelism are some of them; ``None`` for those from 0 on.
 
     Returns:
         A layout with one group, and one field per tensor.
 
     Raises:
         LayoutError: the tensors do not have these dimensions, do not all have equally many tokens
-            per page, or cannot be described so; names the tensor.
+            per page, or cannot be described like this; the message names the tensor.
     """
     _check_dims(dims)
     regions: dict[Region, int] = {}
@@ -70,11 +71,11 @@ class _View:
     """Where a tensor's elements lie.
 
     Attributes:
-        region: the memory that it is a view of.
-        offset: bytes from the region's start to the first element.
+        region: the memory that the tensor is a view of.
+        offset: bytes from the region's start to the tensor's first element.
         dtype: the element type, as ``Field`` names it.
-        element_bytes: the size of one element.
-        dims: dimension to (count, stride in bytes).
+        element_bytes: the size of one element, in bytes.
+        dims: (number of entries, stride in bytes) of each dimension, by its name in ``DIMS``.
     """
 
     region: Region
@@ -84,7 +85,7 @@ class _View:
     dims: Mapping[str, tuple[int, int]]
 
     def count(self, dim: str) -> int:
-        """Return how many entries a dimension has; 1 if the tensor lacks it."""
+        """Return the number of entries of a dimension; 1 if the tensor lacks the dimension."""
         return self.dims.get(dim, (1, 0))[0]
 
 
@@ -134,13 +135,24 @@ def _view_of(key: str, tensor: object, dims: Sequence[str]) -> _View:
 
 
 def _buffer_of(array: np.ndarray) -> np.ndarray:
-    """Return the array whose memory this one is a view of; itself if it is none."""
+    """Return the whole array that ``array`` is a view of, or ``array`` itself if it is no view."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
 
 
 def _field(key: str, view: _View, region: int, heads: tuple[int, int]) -> Field:
+    """Return the field that describes a tensor.
+
+    Args:
+        key: name of the tensor.
+        view: where its elements lie.
+        region: index of its region in the layout.
+        heads: the range ``[start, stop)`` of the model's heads that the tensor holds.
+
+    Raises:
+        LayoutError: the elements of one token in one head are not contiguous.
+    """
     elements, step = view.dims["element"]
     if elements > 1 and step != view.element_bytes:
         raise LayoutError(

@@ -1,7 +1,9 @@
 """Turn a plan and the pages of a request into copies.
 
-No Python code runs per copy: the addresses of strips and the offsets of the sub-blocks are
-added as an outer sum, into arrays that are reused.
+A plan has strips: runs of bytes with their addresses in one sub-block (a run of tokens that lies in
+one page on both sides). A copy moves one strip in one sub-block of the request. No Python code runs
+per copy: the addresses of strips and the offsets of sub-blocks are added as an outer sum, into
+arrays that are reused.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ from kvferry.core.planner.token_blocks import LAST_TOKEN, BlockMap, sub_blocks
 from kvferry.core.transport.copies import Copies, Segment
 
 MAX_COPIES = 1 << 24
-"""The most copies of one read; each takes 24 bytes in the arrays."""
+"""The most copies in one batch; each copy takes 24 bytes in the arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pages:
-    """The pages that one group of one engine holds for a request.
+    """The pages that one group of one engine has for consecutive blocks of a request.
 
-    A remote list may begin after the request's first block and have holes, as long as it has every
-    page that is read. A local list names the pages that belong to the load: their bytes that are
-    not read are zeroed.
+    A list of remote pages may begin after the request's first block and have holes, as long as it
+    has every page that is read. A list of local pages names those that belong to the load: their
+    bytes that are not read are zeroed.
 
     Attributes:
-        ids: (n,) int64, page ids; ``layout.HOLE`` is a hole. Belongs to the caller and is not
-            copied.
+        ids: (n,) int64, page ids; ``layout.HOLE`` stands for a block without a page. Belongs to the
+            caller and is not copied.
         first_index: block index of ``ids[0]`` within the request; ``ids[i]`` is the page of block
             ``first_index + i``.
 
@@ -61,7 +63,15 @@ class Pages:
             )
 
     def entries(self, start: int, stop: int) -> slice:
-        """Return the slice of ``ids`` for the block indices ``[start, stop)``, cut to the list."""
+        """Return the slice of ``ids`` that has the pages of a range of blocks.
+
+        Args:
+            start: block index within the request of the range's first block.
+            stop: block index after the range's last block.
+
+        Returns:
+            The slice; blocks of the range that the list lacks are left out.
+        """
         return slice(max(start - self.first_index, 0), max(stop - self.first_index, 0))
 
 
@@ -70,9 +80,10 @@ class ReadRequest:
     """What one request reads.
 
     Attributes:
-        ranges: per local group, the global tokens ``[first, last)`` to read, which may start and
-            end anywhere in a page; ``None`` where nothing is read and the load owns no page.
-            ``(0, T)`` for a state group, whose page has block index 0.
+        ranges: per local group, the range ``[first, last)`` of tokens to read, as indices in the
+            request; it may start and end anywhere in a page. For a state group, whose page has
+            block index 0: ``(0, number of tokens)``. ``None`` for a group of which nothing is read
+            and the load owns no page.
         local: per local group, the pages to fill. Unless the group's range is ``None``, the load
             owns these pages whole: nothing else may use them meanwhile.
         remote: per remote group, in the remote engine's numbering, the pages to read.
@@ -85,7 +96,7 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanSegment:
-    """Spans ``[start, stop)``, all within one local region.
+    """A part of ``Spans``: the spans ``[start, stop)``, all within one local region.
 
     Attributes:
         start: index of the first span.
@@ -100,12 +111,12 @@ class SpanSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
-    """n ranges of local memory. The arrays belong to whoever asked for the spans.
+    """n ranges of local memory. The arrays belong to the caller that asked for the spans.
 
     Attributes:
         address: (n,) uint64, first byte of each span, ascending within a segment.
         nbytes: (n,) uint64, length of each span.
-        segments: the regions that the spans lie in; they cover the spans in order, without gaps.
+        segments: the spans cut by region; the segments cover them in order, without gaps.
     """
 
     address: U64Array
@@ -122,7 +133,7 @@ class Workspace:
     The result of a call is valid until the next call with the same workspace. Not thread-safe.
 
     Args:
-        copies: how many copies to allocate room for; it grows when more are needed.
+        copies: number of copies to allocate room for at first; the workspace grows when needed.
     """
 
     __slots__ = ("_table",)
@@ -140,7 +151,9 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Places:
-    """Where s sub-blocks of a request lie on one side.
+    """Where s sub-blocks of a request lie in the pages of the local or of the remote rank.
+
+    A sub-block is a run of tokens that lies within one page on both sides.
 
     Attributes:
         ids: (s,) int64, id of the page of each sub-block.
@@ -151,20 +164,24 @@ class _Places:
     within: I64Array
 
     def offsets(self, strides: Strides) -> I64Array:
-        """Return the bytes from sub-block 0 of page 0 to each sub-block, (s,) int64."""
+        """Return the number of bytes from sub-block 0 of page 0 to each sub-block, (s,) int64."""
         pages = self.ids * strides.page
         return pages + entry_offsets(strides.within, self.within) if strides.within else pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
-    """A batch of n strips and the s places where it is repeated: n * s copies.
+    """n strips, each of which is copied at s places: n * s copies.
+
+    A strip is a run of bytes in one sub-block. A place is a sub-block of the request, or several
+    sub-blocks that lie one after another on both sides.
 
     Attributes:
         batch: the strips.
         local: (s,) int64, bytes from a strip's local address to its copy at each place.
         remote: (s,) int64, bytes from a strip's remote address to its copy at each place.
-        nbytes: length of the copies at each place, (s,) int64; or one length for all.
+        nbytes: length in bytes of every copy at each place, (s,) int64, or as one integer if all
+            are equal.
     """
 
     batch: StripBatch
@@ -180,16 +197,17 @@ class _Part:
 def build_copies(
     source: Source, request: ReadRequest, workspace: Workspace | None = None
 ) -> Copies:
-    """Return the copies that read one request's pages from one source.
+    """Return the copies that read one request's pages from one remote rank.
 
-    The ends of a range are rounded outwards to whole sub-blocks (see ``token_blocks``). Copies that
-    are neighbours on both sides are joined, also across pages.
+    The ends of a range of tokens are rounded outwards to whole sub-blocks (runs of tokens that lie
+    within one page on both sides). Copies that are neighbours on both sides are joined, also across
+    pages.
 
     Args:
-        source: one of the plan's ``sources``.
+        source: one of the plan's ``sources``: what the local rank reads from the remote rank.
         request: what to read. Its remote pages are untrusted.
-        workspace: provides the arrays of the result, which is valid until the workspace is used
-            again. ``None`` for new arrays, which belong to the caller.
+        workspace: provides the arrays of the result, which is then valid until the next call with
+            this workspace. ``None`` for new arrays, which belong to the caller.
 
     Raises:
         PageError: a range or a page list does not fit the layouts, or there would be more than
@@ -239,9 +257,14 @@ def _parts(match: Match, request: ReadRequest) -> Iterator[_Part]:
 
 
 def _check_room(match: Match, stop: int, pages: Pages) -> None:
-    """Refuse a range beyond the pages before anything is enumerated.
+    """Refuse a range of tokens far beyond the local pages, before its sub-blocks are enumerated.
 
-    Exact only up to a page; ``_locate_on_side`` finds the rest.
+    A range that ends little beyond the pages may pass; ``_locate_on_side`` refuses it.
+
+    Args:
+        match: the groups that are read.
+        stop: index of the token after the range's last, in the pairing's numbering.
+        pages: the request's pages of the local group.
     """
     group = match.pairing.local
     indices = pages.first_index + len(pages.ids)
@@ -255,7 +278,18 @@ def _check_room(match: Match, stop: int, pages: Pages) -> None:
 def _locate(
     match: Match, request: ReadRequest, start: int, stop: int, granularity: int
 ) -> tuple[_Places, _Places]:
-    """Return the places, on each side, of the sub-blocks of ``[start, stop)`` that both hold."""
+    """Return where the sub-blocks of a range of tokens lie that both ranks hold.
+
+    Args:
+        match: the groups that are read.
+        request: has the pages of both groups.
+        start: index of the range's first token, in the pairing's numbering.
+        stop: index of the token after the range's last.
+        granularity: number of tokens in a sub-block.
+
+    Returns:
+        Where the sub-blocks lie in local pages, and where they lie in remote pages.
+    """
     near, far = match.pairing.block_maps(granularity)
     index = sub_blocks(start, stop, granularity, near, far)
     local, remote = request.local[match.local_group], request.remote[match.remote_group]
@@ -270,7 +304,18 @@ def _locate(
 def _locate_on_side(
     name: str, pages: Pages, limit: int, block_map: BlockMap, index: I64Array
 ) -> _Places:
-    """Look up ascending sub-blocks in an untrusted page list."""
+    """Look up in which pages of one side sub-blocks lie; the list of pages is untrusted.
+
+    Args:
+        name: the group, for error messages.
+        pages: the request's pages of the group.
+        limit: upper bound of page ids, exclusive.
+        block_map: which sub-blocks this side holds, and where.
+        index: (s,) int64, ascending: the indices in the request of sub-blocks that this side holds.
+
+    Raises:
+        PageError: the list lacks a page, or a page id is a hole or out of bounds.
+    """
     position, within = block_map.locate(index)
     entry = position - pages.first_index
     if not len(entry):
@@ -292,7 +337,16 @@ def _locate_on_side(
 
 
 def _part(batch: StripBatch, local: _Places, remote: _Places) -> _Part:
-    """Apply a batch to places; join places where each strip continues at the next place."""
+    """Return the copies of a batch of strips in sub-blocks of a request.
+
+    Sub-blocks are joined into one place where every strip continues, on both sides, where it ended
+    in the sub-block before.
+
+    Args:
+        batch: the strips.
+        local: where the sub-blocks lie in local pages.
+        remote: where the same sub-blocks lie in remote pages.
+    """
     near, far = local.offsets(batch.strides.local), remote.offsets(batch.strides.remote)
     apart = (np.diff(near) != batch.nbytes) | (np.diff(far) != batch.nbytes)
     if apart.all():
@@ -323,11 +377,12 @@ def _segments(parts: Sequence[_Part]) -> Iterator[Segment]:
 def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
     """Return the bytes in a request's local pages that its reads may leave unwritten.
 
-    Kernels compute also over tokens outside the range that is read, so a page that belongs to a
-    load must not keep its old content. In the local pages of every group whose range is not
-    ``None``, the spans are the bytes before the range's first sub-block and after its last, and all
-    bytes of fields that are not read. Zero them before the reads start: if a group is read from
-    remote groups with different block sizes, some of these bytes are read after all.
+    Attention kernels compute also over tokens outside the range that is read, so a page that
+    belongs to a load must not keep its old content. In the local pages of every group whose range
+    is not ``None``, the spans are the bytes before the range's first sub-block and after its last,
+    and all bytes of fields that are not read. The caller zeroes them before the reads start: if a
+    group is read from remote groups with different block sizes, the reads write some of these
+    bytes.
 
     Args:
         layout: the layout of this rank.
@@ -362,7 +417,20 @@ def unwritten_spans(layout: Layout, plan: Plan, request: ReadRequest) -> Spans:
 
 
 def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tuple[int, int]]:
-    """Return local group to the range of this rank's tokens that is certainly read, if loaded."""
+    """Return the tokens of each local group that the reads certainly write.
+
+    Sources with different block sizes round a range of tokens to different sub-blocks. Only the
+    tokens that all of them write are certain.
+
+    Args:
+        layout: the layout of this rank.
+        plan: the plan of this rank.
+        request: what is read.
+
+    Returns:
+        For each index of a local group whose range is not ``None``: a range ``[start, stop)`` of
+        the tokens that this rank holds, numbered without gaps; ``(0, 0)`` if no token is certain.
+    """
     _check_local(layout, request)
     spans: dict[int, list[tuple[int, int]]] = {}
     for source in plan.sources:
@@ -380,7 +448,15 @@ def _written(layout: Layout, plan: Plan, request: ReadRequest) -> dict[int, tupl
 
 
 def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return the intersection of ranges, cut to whole entries; (0, 0) if it is empty."""
+    """Return the intersection of ranges of tokens, cut to whole entries.
+
+    Args:
+        entry: number of tokens in an entry.
+        spans: the ranges ``[start, stop)``, at least one.
+
+    Returns:
+        The range ``[start, stop)``; ``(0, 0)`` if it is empty.
+    """
     start = -(-max(start for start, _ in spans) // entry) * entry
     stop = min(stop for _, stop in spans) // entry * entry
     return (start, stop) if start < stop else (0, 0)
@@ -389,7 +465,20 @@ def _common(entry: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
 def _unread(
     layout: Layout, plan: Plan, group: int, written: tuple[int, int], pages: Pages
 ) -> Iterator[tuple[StripBatch, I64Array]]:
-    """Yield batches of strips that are not read, each with the ids of the pages to apply it to."""
+    """Yield strips that the reads may leave unwritten, each batch with the ids of its pages.
+
+    Args:
+        layout: the layout of this rank.
+        plan: the plan of this rank.
+        group: index of the local group.
+        written: the range ``[start, stop)`` of the tokens that are certainly written, numbered as
+            this rank holds them, without gaps.
+        pages: the request's pages of the group.
+
+    Yields:
+        A batch of strips, and the ids of the pages in which they may stay unwritten, (n,) int64,
+        without holes.
+    """
     block = max(layout.groups[group].block_tokens, 1)
     (first, head), (last, tail) = (divmod(token, block) for token in written)
     inside = pages.entries(first, last + bool(tail))
@@ -407,7 +496,16 @@ def _unread(
 
 
 def _present(group: int, ids: I64Array, limit: int) -> I64Array:
-    """Return the page ids without holes."""
+    """Return page ids without the holes.
+
+    Args:
+        group: index of the local group, for the error message.
+        ids: (n,) int64, page ids.
+        limit: upper bound of page ids, exclusive.
+
+    Raises:
+        PageError: an id is out of bounds.
+    """
     if ids.min() < 0 or ids.max() >= limit:
         bad = ids[(ids < 0) | (ids >= limit)][0]
         raise PageError(f"local group {group}: page id {bad} does not lie in 0 to {limit - 1}")
@@ -416,12 +514,13 @@ def _present(group: int, ids: I64Array, limit: int) -> I64Array:
 
 
 def _spread(batch: StripBatch, ids: I64Array, regions: dict[Region, int]) -> CoalescedRuns:
-    """Return the strips of a batch in each of these pages, as runs.
+    """Return the runs of local memory that a batch of strips covers in some pages.
 
     Args:
         batch: strips of local memory.
         ids: (n,) int64, the ids of the pages.
-        regions: region to its number; new regions are added.
+        regions: the index of each region, which stands in ``CoalescedRuns.pair``; regions that are
+            missing are added.
     """
     pages = ids * batch.strides.local.page
     pairs = [regions.setdefault(region, len(regions)) for _, region, _ in batch.cuts]

@@ -1,9 +1,10 @@
 """Join runs of bytes that are neighbours on both sides, so that as few copies as possible remain.
 
-A box is a run that is repeated along dims with a stride on each side. A dim whose strides both
-equal the run lengthens the run; boxes with equal dims that touch on both sides become one. This is
-repeated until nothing changes, and then the remaining dims are enumerated. So equal pages end as
-one run, and so do neighbouring tensors.
+A run is a number of bytes that are contiguous in local memory and also in remote memory. A box is a
+run that is repeated along dims, each of which has a stride on each side. A dim whose two strides
+both equal the length of the run lengthens the run. Boxes with equal dims whose runs touch on both
+sides become one box. Both steps are repeated until nothing changes, and then the remaining dims are
+enumerated. So equal pages end as one run, and so do neighbouring tensors.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from kvferry.core.work_budget import (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CoalescedRuns:
-    """Contiguous runs of bytes on two sides; four arrays of one length.
+    """n runs of bytes, each contiguous in local and in remote memory.
 
     Attributes:
-        pair: (n,) int64, number of the pair of regions that the run lies in.
-        local: (n,) int64, first local byte: an address, or an offset while no field is chosen yet.
-        remote: (n,) int64, first remote byte: an address or offset like ``local``.
-        nbytes: (n,) int64, length in bytes.
+        pair: (n,) int64, index of the pair of a local and a remote region that each run lies in;
+            the caller numbers the pairs.
+        local: (n,) int64, local address of the first byte of each run.
+        remote: (n,) int64, remote address of the first byte of each run.
+        nbytes: (n,) int64, length of each run.
     """
 
     pair: I64Array
@@ -45,7 +47,7 @@ class CoalescedRuns:
         return len(self.nbytes)
 
     def select(self, index: I64Array | slice) -> CoalescedRuns:
-        """Return the runs with these indices."""
+        """Return the runs that an array of indices, a boolean mask or a slice selects."""
         return CoalescedRuns(
             pair=self.pair[index],
             local=self.local[index],
@@ -54,16 +56,23 @@ class CoalescedRuns:
         )
 
     def with_length(self, nbytes: int) -> CoalescedRuns:
-        """Return runs with the same starts and another length."""
+        """Return runs with the same first bytes, each ``nbytes`` long."""
         return replace(self, nbytes=np.full(len(self), nbytes))
 
 
 Boxes = tuple[JointDims, CoalescedRuns]
-"""Dims, and runs that are all repeated along them."""
+"""Boxes that have the same dims: the dims, and the run of each box."""
 
 
 def outer_sums(parts: Sequence[I64Array]) -> I64Array:
-    """Return every sum of one number of each part, in row-major order."""
+    """Return all sums of one element from each array, in row-major order.
+
+    Args:
+        parts: int64 arrays of one dimension, at least one array.
+
+    Returns:
+        (n,) int64, where n is the product of the arrays' lengths.
+    """
     total = parts[0]
     for part in parts[1:]:
         total = (total[:, None] + part).ravel()
@@ -71,7 +80,17 @@ def outer_sums(parts: Sequence[I64Array]) -> I64Array:
 
 
 def absorb_dims(nbytes: int, dims: JointDims) -> tuple[int, JointDims]:
-    """Return the same bytes as a longer run with fewer dims, coarse to fine."""
+    """Return the longest run and the fewest dims that make the same box.
+
+    A box is a run of bytes that is repeated along dims.
+
+    Args:
+        nbytes: length of the box's run.
+        dims: the dims that the run is repeated along, in any order.
+
+    Returns:
+        The length of the new run, and its dims, coarse to fine.
+    """
     kept: list[tuple[int, int, int]] = []
     for extent, near, far in sorted(dims, key=lambda dim: dim[1:]):
         if not kept and near == far == nbytes:
@@ -86,9 +105,14 @@ def absorb_dims(nbytes: int, dims: JointDims) -> tuple[int, JointDims]:
 def merge_boxes(boxes: list[Boxes], budget: WorkBudget) -> list[Boxes]:
     """Return the same bytes in as few boxes as can be found.
 
+    A box is a run of bytes that is repeated along dims.
+
     Args:
-        boxes: may have runs of several lengths.
+        boxes: the boxes, grouped by dims; the runs of a group may differ in length.
         budget: counts the work of every round.
+
+    Returns:
+        The boxes, grouped by dims; each group's runs are sorted by pair and local address.
     """
     while True:
         by_dims: dict[JointDims, list[CoalescedRuns]] = {}
@@ -109,7 +133,7 @@ def merge_boxes(boxes: list[Boxes], budget: WorkBudget) -> list[Boxes]:
 
 
 def concatenate(parts: Sequence[CoalescedRuns]) -> CoalescedRuns:
-    """Return the runs of all parts, in this order."""
+    """Return the runs of all parts (at least one), in the order of the parts."""
     if len(parts) == 1:
         return parts[0]
     return CoalescedRuns(
@@ -121,7 +145,7 @@ def concatenate(parts: Sequence[CoalescedRuns]) -> CoalescedRuns:
 
 
 def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
-    """Sort runs by pair and local address, and join those that are neighbours on both sides."""
+    """Sort runs by region pair and local address, and join those that touch on both sides."""
     runs = runs.select(np.lexsort((runs.local, runs.pair)))
     apart = (
         (np.diff(runs.pair) != 0)
@@ -135,12 +159,12 @@ def coalesce(runs: CoalescedRuns) -> CoalescedRuns:
 
 
 def count_runs(boxes: Sequence[Boxes]) -> int:
-    """Return how many runs ``unfold`` returns at most."""
+    """Return the number of runs in boxes before neighbours are joined, as ``unfold`` joins them."""
     return sum(len(runs) * math.prod(dim[0] for dim in dims) for dims, runs in boxes)
 
 
 def unfold(boxes: Sequence[Boxes]) -> CoalescedRuns:
-    """Return every run of every box, sorted, with runs that touch on both sides joined."""
+    """Enumerate the dims of every box, and return the runs as ``coalesce`` sorts and joins them."""
     return coalesce(concatenate([_unfold(dims, runs) for dims, runs in boxes]))
 
 

@@ -1,4 +1,8 @@
-"""Decide which parts of a tensor each rank reads from which remote rank."""
+"""Decide which parts of a tensor each rank reads from which rank of the other engine.
+
+A rank's part of a tensor is called a holding: a range of the shard axis (KV heads, for example)
+and, under context parallelism, a share of the tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,13 @@ from kvferry.core.work_budget import HOLDING_STEPS, LOOP_STEPS, SPLIT_STEPS, Wor
 
 
 class Holding(NamedTuple):
-    """The part of a tensor that one rank holds, with all that the assignment depends on.
+    """The part of a tensor that one rank holds, and how the rank stores it.
 
     Attributes:
-        rank: index of the rank.
-        group: index of the tensor's group on that rank.
-        shard: global range ``[start, stop)`` of the shard axis.
+        rank: index of the rank in its engine.
+        group: index of the tensor's group in the rank's layout.
+        shard: the part, as a range ``[start, stop)`` of the whole tensor's shard axis (KV heads,
+            for example).
         dtype, unit, inner, tokens_per_state, packing, encoding: as in ``Field``.
     """
 
@@ -36,11 +41,11 @@ class Holding(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A range of a tensor and the remote holding that it is read from.
+    """A part of a tensor, and the holding that it is read from.
 
     Attributes:
-        holding: index into the remote engine's holdings of the tensor.
-        shard: global range ``[start, stop)`` of the shard axis.
+        holding: index of the holding among the other engine's holdings of the tensor.
+        shard: the part, as a range ``[start, stop)`` of the whole tensor's shard axis.
     """
 
     holding: int
@@ -50,16 +55,17 @@ class Piece(NamedTuple):
 class EngineHoldings:
     """The layouts of one engine, and which part of each tensor its ranks hold.
 
-    Tensors whose fields are in one field set on every rank of both engines are treated as one
-    tensor, under the key of the first.
+    Tensors whose fields are together in one field set on every rank of both engines (the K and V of
+    equal layers, for example) are treated as one tensor, under the key of the first.
 
     Attributes:
-        name: ``local`` or ``remote``, for messages.
+        name: ``local`` or ``remote``, for error messages.
         layouts: the layouts of the engine's ranks, by rank.
         budget: counts the work on both engines.
-        holdings: key to the holdings of the tensor.
-        fields: key to rank to the fields that the rank holds; also of tensors that were excluded.
-        drafts: keys of tensors of draft layers.
+        holdings: for each key of a tensor, its holdings.
+        fields: for each key of a tensor, the fields that ranks hold of it, by rank. Keeps the
+            fields of tensors that were excluded from ``holdings``.
+        drafts: keys of the tensors of draft layers (of a speculative model).
     """
 
     __slots__ = ("budget", "drafts", "fields", "holdings", "layouts", "name")
@@ -73,7 +79,12 @@ class EngineHoldings:
         self.drafts: set[str] = set()
 
     def add(self, rank: int, field_set: FieldSet) -> None:
-        """Add the part that a rank holds of tensors that are treated as one."""
+        """Add what a rank holds of tensors that are treated as one.
+
+        Args:
+            rank: index of the rank.
+            field_set: the rank's fields of these tensors.
+        """
         key, first = field_set.keys[0], field_set.first
         holding = Holding(
             rank,
@@ -92,21 +103,29 @@ class EngineHoldings:
             self.drafts.add(key)
 
     def exclude(self, keys: Iterable[str]) -> None:
-        """Exclude tensors from being read; ``fields`` keeps their fields."""
+        """Exclude the tensors with these keys from being read; ``fields`` keeps their fields."""
         for key in keys:
             del self.holdings[key]
 
     def held(self, key: str) -> str:
-        """Return a text that says which ranks hold which part of a tensor."""
+        """Return a text for error messages: the ranks that hold a tensor, and which parts of it.
+
+        Args:
+            key: key of the tensor.
+        """
         holdings = self.holdings.get(key, [])
         return f"{self.name} ranks {_held(holdings)}" if holdings else f"no {self.name} rank"
 
     def context(self, holding: Holding) -> ContextParallel:
-        """Return the context-parallel share of the tokens of a holding."""
+        """Return which tokens the rank of a holding has under context parallelism."""
         return self.layouts[holding.rank].groups[holding.group].context
 
     def tensor_facts(self, holding: Holding) -> dict[str, object]:
-        """Return the facts that must be equal on all ranks of both engines, name to value."""
+        """Return the facts of a holding that must be equal on all ranks of both engines.
+
+        Returns:
+            The value of each fact, under the name that error messages give the fact.
+        """
         group = self.layouts[holding.rank].groups[holding.group]
         facts: dict[str, object] = {
             "group kind": group.kind.value,
@@ -121,14 +140,18 @@ class EngineHoldings:
         return facts | {"bytes of one entry": entry}
 
     def context_facts(self, holding: Holding) -> dict[str, object]:
-        """Return the facts that must be equal on all ranks of one engine, name to value."""
+        """Return the facts of a holding that must be equal on all ranks of one engine.
+
+        Returns:
+            The value of each fact, under the name that error messages give the fact.
+        """
         context = self.context(holding)
         interleave = context.interleave if context.size > 1 else 0
         return {"context size": context.size, "context interleave": interleave}
 
 
 _RankFields = tuple[EngineHoldings, int, FieldSet]
-"""An engine, one of its ranks, and fields of that rank."""
+"""An engine, the index of one of its ranks, and a field set of that rank."""
 
 
 def engine_holdings(
@@ -139,7 +162,7 @@ def engine_holdings(
     Args:
         local: the layouts of all ranks of this engine, by rank.
         remote: the layouts of all ranks of the other engine, by rank.
-        budget: counts this work and all further work on the result.
+        budget: counts this work, and all further work on the result.
     """
     near = EngineHoldings("local", local, budget)
     far = EngineHoldings("remote", remote, budget)
@@ -160,21 +183,34 @@ def engine_holdings(
 
 
 def _have_equal_sets(parts: Iterable[_RankFields]) -> bool:
-    """Return whether all ranks group their fields alike, and the encodings agree."""
+    """Return whether every field is in an equal set on all ranks that have it.
+
+    Sets are equal if they have the same keys with the same encodings.
+
+    Args:
+        parts: the field sets of all ranks of both engines.
+    """
     distinct = {(field_set.keys, field_set.encodings) for _, _, field_set in parts}
     keys = [key for some, _ in distinct for key in some]
     return len(keys) == len(set(keys))
 
 
 def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
-    """Yield the same fields, split into sets that are equal on all ranks that hold them.
+    """Split field sets so that every field is in an equal set on all ranks that have it.
 
-    A field whose encodings disagree gets a set of its own, so that the error can name it.
+    A field whose encoding differs between ranks gets a set of its own, so that the error names it.
+
+    Args:
+        parts: the field sets of all ranks of both engines.
+
+    Yields:
+        The smaller sets of all ranks.
     """
-    # A peer publishes thousands of fields, and everything that is made per field here is a number:
-    # a list or tuple for each would start the garbage collector again and again.
+    # A peer publishes thousands of fields, and all that is made per field here is an integer: a
+    # list or tuple for each field would start the garbage collector again and again.
+    # Sets of parts are numbered. The fields that are in the same set of parts stay together.
     holders: dict[str, int] = {}  # key to the number of the set of parts that contain it
-    sets: dict[tuple[int, int], int] = {}  # (number of a set, one more part) to the larger set
+    sets: dict[tuple[int, int], int] = {}  # (number of a set, index of one more part) to the larger
     encodings: dict[str, str] = {}
     disagreeing: dict[str, int] = {}  # key to a negative number of its own
     for number, (_, _, field_set) in enumerate(parts):
@@ -195,7 +231,16 @@ def _split(parts: Sequence[_RankFields]) -> Iterator[_RankFields]:
 
 
 def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> list[list[Piece]]:
-    """Return, per local holding of a tensor, the pieces that it reads.
+    """Return which pieces of a tensor each local holding reads from the remote engine.
+
+    Args:
+        key: key of the tensor.
+        local: what the ranks of this engine hold.
+        remote: what the ranks of the other engine hold.
+
+    Returns:
+        A list of pieces for each of ``local.holdings[key]``, in their order; ``Piece.holding`` is
+        an index into ``remote.holdings[key]``.
 
     Raises:
         PlanError: the holdings do not describe one tensor, or one engine holds what the other
@@ -208,7 +253,17 @@ def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> li
 
 
 def _read(key: str, reader: EngineHoldings, holder: EngineHoldings) -> list[list[Piece]]:
-    """Return, per holding of the reader, the pieces that it reads from the holder."""
+    """Return which pieces of a tensor each holding of one engine reads from another engine.
+
+    Args:
+        key: key of the tensor.
+        reader: the engine that reads.
+        holder: the engine that is read.
+
+    Returns:
+        A list of pieces for each of ``reader.holdings[key]``, in their order; ``Piece.holding`` is
+        an index into ``holder.holdings[key]``.
+    """
     turns: dict[int, list[tuple[int, Holding]]] = {}
     for index, holding in enumerate(holder.holdings[key]):
         turns.setdefault(holder.context(holding).rank, []).append((index, holding))
@@ -231,6 +286,15 @@ def _check_equal(key: str, local: EngineHoldings, remote: EngineHoldings) -> Non
 def _compare(
     key: str, here: str, one: dict[str, object], there: str, other: dict[str, object]
 ) -> None:
+    """Refuse two holdings of one tensor whose facts differ.
+
+    Args:
+        key: key of the tensor.
+        here: the rank of the first holding, for the error message.
+        one: the facts of the first holding, by name.
+        there: the rank of the second holding, for the error message.
+        other: the facts of the second holding, by name.
+    """
     for name in {**one, **other}:
         if one.get(name) != other.get(name):
             raise PlanError(
@@ -246,14 +310,18 @@ def _pieces(
     holder: EngineHoldings,
     turns: Mapping[int, list[tuple[int, Holding]]],
 ) -> Iterator[Piece]:
-    """Yield the pieces of one holding: its range, once per context-parallel share that it meets.
+    """Yield the pieces that one holding reads.
+
+    The pieces cover the holding's range of the shard axis once for each context-parallel rank of
+    the other engine that has some of the holding's tokens.
 
     Args:
         key: key of the tensor.
-        position: index of the holding that reads.
+        position: index of the holding among ``reader.holdings[key]``.
         reader: the engine that reads.
         holder: the engine that is read.
-        turns: the holder's holdings with their indices, by context-parallel rank.
+        turns: for each context-parallel rank of ``holder``, its holdings of the tensor, as pairs of
+            the index among ``holder.holdings[key]`` and the holding.
     """
     wanted = reader.holdings[key][position]
     context = reader.context(wanted)
@@ -264,7 +332,8 @@ def _pieces(
         if not share_tokens(context, share):
             continue
         holders = turns.get(turn, [])
-        # Replicas share the load: begin at the holder with the reader's own relative position.
+        # Ranks with equal parts share the load: each reader begins at the holder whose position
+        # among the holders is, relative to their number, that of the reader among the readers.
         begin = position * len(holders) // len(reader.holdings[key])
         yield from _covered(key, reader, holder, wanted, share, holders[begin:] + holders[:begin])
 
@@ -277,7 +346,24 @@ def _covered(
     share: ContextParallel,
     holders: list[tuple[int, Holding]],
 ) -> Iterator[Piece]:
-    """Yield the pieces that cover a holding's range, each from the first holder of its start."""
+    """Yield pieces that cover the range of one holding.
+
+    Each piece begins where the one before ended, and is read from the first of ``holders`` whose
+    range has the piece's start.
+
+    Args:
+        key: key of the tensor.
+        reader: the engine that reads.
+        holder: the engine that is read.
+        wanted: the holding whose range is covered.
+        share: the context-parallel share of the tokens that ``holders`` have.
+        holders: the holdings to read from, in order of preference, as pairs of the index among
+            ``holder.holdings[key]`` and the holding.
+
+    Raises:
+        PlanError: no holder has some part of the range, or the field only moves whole and is held
+            in different parts.
+    """
     names = reader.name, holder.name
     cursor, stop = wanted.shard
     while cursor < stop:
@@ -306,6 +392,16 @@ def _gap(
     share: ContextParallel,
     holders: list[Holding],
 ) -> PlanError:
+    """Return the error for a part of a tensor that no rank of the other engine holds.
+
+    Args:
+        key: key of the tensor.
+        names: name of the engine that reads, and name of the engine that is read.
+        wanted: the holding that reads.
+        cursor: first index of the shard axis that is missing.
+        share: the context-parallel share of the tokens that is missing.
+        holders: the holdings that have other parts of the same share.
+    """
     starts = [h.shard[0] for h in holders if h.shard[0] > cursor]
     missing = cursor, min([wanted.shard[1], *starts])
     of = f" of context rank {share.rank} of {share.size}" if share.size > 1 else ""

@@ -2,8 +2,8 @@
 
 A plan is a pure function of both engines' layouts. It names no model and no kind of parallelism:
 ranks hold parts of tensors, and a rank reads the parts that it holds from remote ranks that hold
-them too. Every rank computes the assignment for all ranks of its engine, so it knows without asking
-how many of them read from a remote rank.
+the same parts. Every rank computes which rank reads what for all ranks of its engine, so it knows
+without asking how many of them read from each remote rank.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from kvferry.core.planner.token_blocks import Pairing
 from kvferry.core.work_budget import WorkBudget
 
 MAX_WINDOWS = 256
-"""How many results ``Plan.unread_strips`` keeps: a large page has thousands of windows."""
+"""The most results that a plan keeps of ``Plan.unread_strips``: a large page has thousands of
+windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
-    """The overlaps of the fields of one local group with those of one remote group.
+    """What is read from one remote group into one local group.
 
     Attributes:
         local_group: index of the local group.
         remote_group: index of the remote group.
-        pairing: maps the tokens of the two groups to each other.
-        local_pages: the number that local page ids must stay below.
-        remote_pages: the number that remote page ids must stay below.
+        pairing: cuts the tokens of the two groups into common sub-blocks.
+        local_pages: upper bound of local page ids, exclusive.
+        remote_pages: upper bound of remote page ids, exclusive.
         parts: the overlapping fields, grouped by kind.
-        batches: the strips of the overlapping fields, for the pairing's largest sub-blocks.
+        batches: the strips of the overlapping fields: runs of bytes that are contiguous on both
+            sides.
     """
 
     local_group: int
@@ -48,7 +50,7 @@ class Match:
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
-        """The overlapping fields one by one."""
+        """The overlaps of ``parts``, ungrouped."""
         return tuple(overlap for part in self.parts for overlap in part)
 
 
@@ -58,9 +60,10 @@ class Source:
 
     Attributes:
         remote: index of the remote rank.
-        local_layout: the layout of the rank that reads.
-        remote_layout: the layout of the rank that is read.
-        matches: what is read, one match per pair of a local and a remote group.
+        local_layout: the layout of the local rank.
+        remote_layout: the layout of the remote rank.
+        matches: what is read: one match for each pair of a local and a remote group that share
+            tensors.
     """
 
     remote: int
@@ -74,10 +77,11 @@ class LocalGroup:
     """The part of a local group that one local rank holds.
 
     Attributes:
-        fields: ``True`` to the fields that are read from the remote engine, ``False`` to those that
-            are not: the fields of draft layers that only this engine has.
-        pages: the number that page ids must stay below; 0 if the rank has no field of the group.
-        entry: the least number of tokens that makes whole entries in every field that is read.
+        fields: under ``True`` the fields that are read from the remote engine, under ``False``
+            those that are not: the fields of draft layers that only this engine has.
+        pages: upper bound of page ids, exclusive; 0 if the rank has no field of the group.
+        entry: the least number of tokens that makes whole entries in every field that is read; 1 if
+            the group is not paged.
     """
 
     fields: dict[bool, tuple[FieldSet, ...]] = field(repr=False)
@@ -94,12 +98,12 @@ class Plan:
     Attributes:
         rank: index of the local rank.
         sources: one per remote rank that this rank reads from, ascending.
-        readers: per remote rank, how many local ranks notify it when they are done: all that read
-            from it, or 1 if none does.
+        readers: per remote rank, the number of local ranks that notify it when they are done: all
+            that read from it, or 1 if no local rank does.
         notified_ranks: remote ranks that no local rank reads from, and that this rank notifies,
             ascending.
         local_groups: per local group, the part that this rank holds.
-        steps: how much work planning was, in steps of ``work_budget``.
+        steps: how much work it was to make the plan, in steps of ``work_budget``.
     """
 
     rank: int
@@ -113,14 +117,19 @@ class Plan:
     def unread_strips(
         self, layout: Layout, group: int, window: tuple[int, int] | None, *, read: bool | None
     ) -> tuple[StripBatch, ...]:
-        """Return the strips of a window into this rank's own pages, for zeroing.
+        """Return strips that cover a part of this rank's own pages, so that the part can be zeroed.
 
         Args:
             layout: the layout of this rank.
             group: index of the local group.
-            window: the tokens ``[start, stop)`` of each page, in whole entries; ``None`` for all.
+            window: the part, as a range ``[start, stop)`` of token positions in every page, in
+                whole entries; ``None`` for whole pages.
             read: ``True`` for the fields that are read, ``False`` for those that are not, ``None``
-                for both.
+                for all fields.
+
+        Returns:
+            The strips, in batches that have the same addresses on both sides; empty if the rank has
+            no such field.
 
         Raises:
             PlanError: there are too many strips.
@@ -130,7 +139,7 @@ class Plan:
             if len(self._windows) >= MAX_WINDOWS:
                 del self._windows[next(iter(self._windows))]
             kinds = (True, False) if read is None else (read,)
-            # A field overlaps with itself: its strips are its longest runs.
+            # The strips of a field's overlap with itself are its longest runs of bytes.
             parts = [
                 Overlaps(local=fields, remote=fields, shard=fields.first.shard_range)
                 for kind in kinds
@@ -144,7 +153,7 @@ class Plan:
 
 
 def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> Plan:
-    """Plan what local rank ``rank`` reads from the ranks of the other engine.
+    """Plan what one local rank reads from the ranks of the other engine.
 
     If several remote ranks hold the same bytes, each local rank begins with the one at its own
     relative position, so that replicas share the load. Draft layers that only one engine has are
@@ -153,7 +162,7 @@ def make_plan(local: Sequence[Layout], remote: Sequence[Layout], rank: int) -> P
     Args:
         local: the layouts of all ranks of this engine, by rank.
         remote: the layouts of all ranks of the other engine, by rank.
-        rank: the local rank that the plan is for.
+        rank: index of the local rank that the plan is for.
 
     Raises:
         PlanError: the layouts do not match (the message names field, range and ranks), or planning
@@ -214,7 +223,15 @@ def _entry_tokens(group: Group, fields: Iterable[FieldSet]) -> int:
 
 
 def _check_drafts(local: EngineHoldings, remote: EngineHoldings) -> None:
-    """Refuse a field that belongs to draft layers on one rank and not on another."""
+    """Refuse a field that belongs to draft layers on one rank and not on another.
+
+    Draft layers are the layers of a speculative model; only fields of these may be missing on one
+    of the two engines.
+
+    Args:
+        local: the fields of this engine's ranks.
+        remote: the fields of the other engine's ranks.
+    """
     for key in sorted(local.drafts | remote.drafts):
         holders = {
             field_set.first.draft: f"{engine.name} rank {rank}"
@@ -244,7 +261,17 @@ def _check_keys(local: EngineHoldings, remote: EngineHoldings) -> None:
 def _assigned(
     local: EngineHoldings, remote: EngineHoldings, rank: int
 ) -> tuple[set[tuple[int, int]], dict[int, list[Overlaps]]]:
-    """Return all (local rank, remote rank) pairs that read, and ``rank``'s reads by remote rank."""
+    """Assign the parts of all tensors to the remote ranks that they are read from.
+
+    Args:
+        local: what the ranks of this engine hold.
+        remote: what the ranks of the other engine hold.
+        rank: index of a local rank.
+
+    Returns:
+        The pairs (index of a local rank, index of a remote rank that it reads from), for all local
+        ranks; and what local rank ``rank`` reads, by index of the remote rank.
+    """
     reads: set[tuple[int, int]] = set()
     overlaps: dict[int, list[Overlaps]] = {}
     for key, holdings in local.holdings.items():
@@ -262,6 +289,15 @@ def _assigned(
 def _source(
     local: Layout, remote: Layout, rank: int, overlaps: list[Overlaps], budget: WorkBudget
 ) -> Source:
+    """Return what a local rank reads from one remote rank.
+
+    Args:
+        local: the layout of the local rank.
+        remote: the layout of the remote rank.
+        rank: index of the remote rank.
+        overlaps: the fields that are read.
+        budget: counts the work.
+    """
     by_groups: dict[tuple[int, int], list[Overlaps]] = {}
     for part in overlaps:
         groups = part.local.first.group, part.remote.first.group
@@ -279,6 +315,16 @@ def _source(
 def _match(
     local: Layout, remote: Layout, near: int, far: int, parts: list[Overlaps], budget: WorkBudget
 ) -> Match:
+    """Return what is read from one remote group into one local group.
+
+    Args:
+        local: the layout of the local rank.
+        remote: the layout of the remote rank.
+        near: index of the local group.
+        far: index of the remote group.
+        parts: the fields of the two groups that overlap.
+        budget: counts the work.
+    """
     pairing = Pairing(index=near, local=local.groups[near], remote=remote.groups[far])
     return Match(
         local_group=near,

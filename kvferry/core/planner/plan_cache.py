@@ -1,8 +1,8 @@
 """Reuse plans for engines that differ only in where their memory lies.
 
 The engines of a deployment publish the same fields, each at its own addresses. So a plan that was
-made for one is moved to the addresses of the next, which costs time per region and not per field
-(ADR 17).
+made for one engine is moved to the addresses of the next, which takes time per region and not per
+field (ADR 17).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from kvferry.core.planner.strips import StripBatch
 from kvferry.core.work_budget import MAX_STEPS
 
 MAX_PLANS = 64
-"""How many plans are kept: those used last."""
+"""The most plans that are kept; the plan that was unused for longest is dropped first."""
 MAX_PLAN_STEPS = MAX_STEPS // 10
-"""Plans that took more work than this, and so are larger, are not kept."""
+"""A plan that took more steps of ``work_budget`` than this, and so is larger, is not kept."""
 MAX_ALL_PLAN_STEPS = 2 * MAX_PLAN_STEPS
-"""The most work that all kept plans took together; with their layouts they take some 20 MB."""
+"""The most steps that all kept plans took together. So many steps make plans and layouts of some
+20 MB."""
 
 
 class PlanCache:
@@ -30,7 +31,7 @@ class PlanCache:
 
     Args:
         local: the layouts of all ranks of this engine, by rank.
-        rank: the local rank that the plans are for.
+        rank: index of the local rank that the plans are for.
     """
 
     def __init__(self, local: Sequence[Layout], rank: int) -> None:
@@ -41,12 +42,19 @@ class PlanCache:
         )
 
     def plan(self, remote: Sequence[Layout]) -> Plan:
-        """Return what ``make_plan`` returns, which is called once for each shape of engine.
+        """Return the plan for reading from another engine.
+
+        If a plan is kept that was made for the same groups and fields, it is moved to the addresses
+        of the other engine. Otherwise ``make_plan`` is called.
+
+        Args:
+            remote: the layouts of all ranks of the other engine, by rank.
 
         Raises:
-            PlanError: the layouts do not match.
+            PlanError: as ``make_plan``.
         """
-        # Decoded layouts of equal content share their groups and fields (see ``messages``).
+        # Decoding makes layouts of equal content share the objects ``groups`` and ``fields`` (see
+        # ``messages``), so that their ids can be compared in place of their content.
         shape = tuple((id(layout.groups), id(layout.fields)) for layout in remote)
         entry = self._plans.get(shape)
         if entry is not None and all(map(_differs_in_addresses_only, entry[0], remote)):
@@ -60,7 +68,11 @@ class PlanCache:
 
 
 def _differs_in_addresses_only(one: Layout, other: Layout) -> bool:
-    """Return whether two layouts share fields and groups, and each region can be told apart."""
+    """Return whether a plan for layout ``one`` can be moved to layout ``other``.
+
+    It can if both have the same objects as groups and as fields, equally many regions, and no
+    region occurs twice in ``one``: the plan names regions, not their indices.
+    """
     return (
         one.fields is other.fields
         and one.groups is other.groups
@@ -69,11 +81,12 @@ def _differs_in_addresses_only(one: Layout, other: Layout) -> bool:
 
 
 def with_remote_layouts(plan: Plan, remote: Sequence[Layout]) -> Plan:
-    """Return a plan moved to remote layouts that differ from its own only in addresses.
+    """Return a plan moved to remote layouts that differ only in addresses from those it is for.
 
     Args:
         plan: the plan, which is not changed.
-        remote: the layouts of the other engine, by rank.
+        remote: the new layouts of the other engine's ranks, by rank; their regions replace those of
+            the old layouts in order.
     """
     return replace(plan, sources=tuple(_source(each, remote[each.remote]) for each in plan.sources))
 

@@ -1,8 +1,13 @@
 """Arithmetic of axes: windows into an axis, and the dims that two axes have in common.
 
-An axis is a mixed-radix number whose digits are dims of (extent, stride), coarse to fine. Two axes
-that hold the same entries can be walked together where the dims of one refine those of the other;
-where they do not (3 x 4 against 4 x 3), the entries are enumerated.
+An axis says at which byte each of its entries lies. It is a list of dims, coarse to fine, each with
+an extent and a stride in bytes. An entry's index is written as a mixed-radix number that has a
+digit for each dim, with the extents as radices; the entry's offset in bytes is the sum of digit
+times stride.
+
+A local and a remote axis with equally many entries are walked together: where the dims of one
+subdivide the dims of the other, the walk is a list of dims that have a stride on each side. Where
+they do not (extents 3, 4 on one side and 4, 3 on the other), every entry is enumerated.
 """
 
 from __future__ import annotations
@@ -16,17 +21,19 @@ from kvferry.core.layout.fields import Dims
 from kvferry.core.memory import I64Array
 
 JointDims = tuple[tuple[int, int, int], ...]
-"""(extent, local stride, remote stride) of dims that both sides have, in any order."""
+"""Dims that both sides have: (extent, local stride, remote stride) each, strides in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StrideWalk:
-    """Entries of two axes side by side: every start, repeated along the dims.
+    """Where the same entries lie on a local and on a remote axis.
+
+    The entries are n starts, each repeated along all dims.
 
     Attributes:
-        local: (n,) int64, bytes from the first local entry of the axis to each start.
-        remote: (n,) int64, bytes from the first remote entry of the axis to each start.
-        dims: the dims that every start is repeated along.
+        local: (n,) int64, bytes from entry 0 of the local axis to each start.
+        remote: (n,) int64, bytes from entry 0 of the remote axis to each start.
+        dims: the dims that every start is repeated along, in any order.
     """
 
     local: I64Array
@@ -35,18 +42,18 @@ class StrideWalk:
 
 
 def axis_dims(axis: Axis) -> Dims:
-    """Return the dims of a layout's axis, merged."""
+    """Return the dims of a layout's axis, merged by ``merge_dims``."""
     return merge_dims(tuple((dim.extent, dim.stride) for dim in axis))
 
 
 def merge_dims(dims: Dims) -> Dims:
-    """Return the same entries with as few dims as possible.
+    """Return the fewest dims that put every entry at the same offset as the given dims.
 
     Args:
-        dims: coarse to fine.
+        dims: the dims of an axis, coarse to fine.
 
     Returns:
-        Coarse to fine; none has the extent 1, and no two neighbours could be one.
+        Dims, coarse to fine. No extent is 1, and no two neighbouring dims could be one.
     """
     merged: list[tuple[int, int]] = []
     for extent, stride in dims:
@@ -66,7 +73,7 @@ def entry_offsets(dims: Dims, index: I64Array) -> I64Array:
         index: (n,) int64, index of each entry.
 
     Returns:
-        (n,) int64, bytes from entry 0.
+        (n,) int64, bytes from entry 0 of the axis to each entry.
     """
     if len(dims) == 1:
         return index * dims[0][1]
@@ -78,11 +85,11 @@ def entry_offsets(dims: Dims, index: I64Array) -> I64Array:
 
 
 def coarsen(dims: Dims, entries: int) -> Dims:
-    """Return the dims of the axis whose entries are runs of ``entries`` entries.
+    """Return the dims that lead from run to run of an axis which is cut into runs of entries.
 
     Args:
         dims: the dims of the axis, merged.
-        entries: a number that ``uniform_run`` returned for the axis.
+        entries: number of entries in a run; a result of ``uniform_run`` for these dims.
     """
     kept: list[tuple[int, int]] = []
     for extent, stride in reversed(dims):
@@ -95,7 +102,14 @@ def coarsen(dims: Dims, entries: int) -> Dims:
 
 
 def uniform_run(dims: Dims, entries: int) -> int:
-    """Return the largest divisor of ``entries`` whose runs look alike all along the axis."""
+    """Return the length of the longest runs of entries that look alike all along an axis.
+
+    Runs look alike if each entry has the same offset from the first entry of its run, in every run.
+
+    Args:
+        dims: the dims of the axis, merged.
+        entries: an upper bound, in entries; the result divides it.
+    """
     product = 1
     for extent, _ in reversed(dims):
         product *= extent
@@ -107,14 +121,14 @@ def uniform_run(dims: Dims, entries: int) -> int:
 def walk_together(
     local: Dims, remote: Dims, starts: tuple[int, int], entries: int, limit: int
 ) -> StrideWalk:
-    """Walk the same entries of two axes.
+    """Return where the same range of entries lies on a local and on a remote axis.
 
     Args:
         local: dims of the local axis, merged.
         remote: dims of the remote axis, merged.
-        starts: index of the first entry on the local and on the remote axis.
-        entries: how many to walk.
-        limit: how many may be enumerated where the axes have no dims in common.
+        starts: index of the range's first entry on the local axis, and that on the remote axis.
+        entries: number of entries in the range.
+        limit: the most entries that are enumerated where the axes have no dims in common.
 
     Raises:
         OverflowError: the axes have no dims in common and ``entries`` is above ``limit``.
@@ -139,7 +153,18 @@ def _single(offset: int) -> I64Array:
 
 
 def _window(dims: Dims, start: int, entries: int) -> tuple[int, Dims] | None:
-    """Return offset and dims of the entries from ``start`` on; ``None`` if they are no box."""
+    """Describe a range of entries of an axis by the offset of its first entry, and dims.
+
+    Args:
+        dims: the dims of the axis, merged.
+        start: index of the range's first entry.
+        entries: number of entries in the range.
+
+    Returns:
+        The bytes from entry 0 of the axis to the range's first entry, and the dims of the range,
+        coarse to fine. ``None`` if no dims describe the range, for example if it begins in the
+        middle of one row and ends in the next.
+    """
     offset = 0
     kept: list[tuple[int, int]] = []
     for extent, stride in reversed(dims):
@@ -157,7 +182,15 @@ def _window(dims: Dims, start: int, entries: int) -> tuple[int, Dims] | None:
 
 
 def _common_dims(local: Dims, remote: Dims) -> JointDims | None:
-    """Return the coarsest dims that both axes can be walked with, or ``None``."""
+    """Return the fewest dims with which both axes can be walked.
+
+    Args:
+        local: dims of the local axis, coarse to fine.
+        remote: dims of the remote axis, coarse to fine, with equally many entries.
+
+    Returns:
+        Dims, fine to coarse; ``None`` if there are no such dims.
+    """
     near, far = list(local), list(remote)
     joint: list[tuple[int, int, int]] = []
     while near and far:

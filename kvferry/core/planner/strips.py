@@ -1,8 +1,9 @@
-"""Find strips: the longest runs of bytes that two overlapping fields move as one.
+"""Find strips: the longest runs of bytes that are contiguous in a local and in a remote field.
 
-The part of a sub-block that two fields share is walked along three axes at once: its tokens, the
-shard axis and the bytes of an entry. Fields that differ only in where they start have the same
-shape, so this is done once for a model of many layers.
+A strip is found in one sub-block (a run of tokens that lies in one page on both sides), and lies in
+every other sub-block at a known distance. The part of a sub-block that the two fields share is
+walked along three axes: its tokens, the shard axis and the bytes of an entry. Fields that differ
+only in where they start have the same shape, so for a model of many equal layers this is done once.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ WHERE = "fields that lie differently on both sides"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """The part of a tensor that is read from a remote field into a local one.
+    """The part of a tensor that is read from a remote field into a local field.
 
     Attributes:
         local: the field that is filled.
         remote: the field that is read.
-        shard: global range ``[start, stop)`` of the shard axis.
+        shard: the part, as a range ``[start, stop)`` of the whole tensor's shard axis (KV heads,
+            for example).
     """
 
     local: Field
@@ -69,12 +71,15 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlaps:
-    """Overlaps of n local fields of one kind with n remote fields of one kind, at least one.
+    """n overlaps: n local fields of one kind, each with one of n remote fields of one kind.
+
+    There is at least one overlap.
 
     Attributes:
         local: the fields that are filled.
         remote: the fields that are read, in the same order.
-        shard: global range ``[start, stop)`` of the shard axis, of all of them.
+        shard: the part of each tensor, as a range ``[start, stop)`` of the whole tensor's shard
+            axis; equal for all overlaps.
     """
 
     local: FieldSet
@@ -96,11 +101,14 @@ class Overlaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strides:
-    """Distances in bytes from sub-block to sub-block, on one side.
+    """Distances from sub-block to sub-block, in the memory of one side.
+
+    A sub-block is a run of tokens that lies within one page on both sides.
 
     Attributes:
         page: bytes from one page to the next.
-        within: dims that lead from sub-block to sub-block within a page.
+        within: dims that lead from one sub-block of a page to the next; empty if a page has only
+            one sub-block.
     """
 
     page: int
@@ -109,10 +117,12 @@ class Strides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStrides:
-    """Distances in bytes from sub-block to sub-block, on both sides.
+    """Distances from sub-block to sub-block, in local and in remote memory.
+
+    A sub-block is a run of tokens that lies within one page on both sides.
 
     Attributes:
-        granularity: tokens of a sub-block.
+        granularity: number of tokens in a sub-block.
         local: distances in local memory.
         remote: distances in remote memory.
     """
@@ -124,15 +134,19 @@ class BlockStrides:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StripBatch:
-    """n strips of one length and with the same strides, by region pair and local address.
+    """n strips of equal length and equal strides, sorted by region pair and local address.
+
+    A strip is a run of bytes, contiguous on both sides, in each sub-block (a run of tokens within
+    one page on both sides).
 
     Attributes:
-        strides: the distances from a strip to the same strip of other sub-blocks.
+        strides: the distances from a strip to the same strip in other sub-blocks.
         nbytes: length of each strip in one sub-block.
         local: (n,) int64, local address of each strip in sub-block 0 of page 0.
         remote: (n,) int64, remote address of each strip in sub-block 0 of page 0.
-        cuts: (stop, local region, remote region) for each stretch of strips in one pair of regions;
-            ``stop`` is the index after the stretch's last strip.
+        cuts: the strips cut where the region pair changes: (stop, local region, remote region) for
+            each part. ``stop`` is the index after the part's last strip; the next part begins
+            there.
     """
 
     strides: BlockStrides
@@ -144,14 +158,17 @@ class StripBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shape:
-    """Everything about an overlap but where its fields start; equal in every layer of a model.
+    """The bytes of one sub-block of an overlap, relative to where its two fields start.
+
+    The bytes are n boxes: runs of bytes that are repeated along dims. Equal layers of a model have
+    equal shapes.
 
     Attributes:
-        strides: the distances from sub-block to sub-block.
+        strides: the distances from a box to the same box in other sub-blocks.
         local: (n,) int64, bytes from the start of the local field to each box.
         remote: (n,) int64, bytes from the start of the remote field to each box.
-        nbytes: length of the run that every box repeats.
-        dims: the dims that the run is repeated along.
+        nbytes: length of the run of each box.
+        dims: the dims that the run of each box is repeated along.
     """
 
     strides: BlockStrides
@@ -170,16 +187,23 @@ def find_strips(
     *,
     budget: WorkBudget | None = None,
 ) -> tuple[StripBatch, ...]:
-    """Return the strips of fields of one local and one remote group.
+    """Return the strips of the overlapping fields of one local and one remote group.
+
+    A strip is a run of bytes that is contiguous on both sides, in each sub-block (a run of tokens
+    that lies within one page on both sides).
 
     Args:
-        parts: the fields that overlap, at least one.
+        parts: the overlaps, at least one.
         local: the layout of the rank that reads.
         remote: the layout of the rank that is read.
-        granularity: tokens of a sub-block.
-        window: the tokens ``[start, stop)`` of every sub-block to which the strips are limited, in
-            whole entries; ``None`` for all.
+        granularity: number of tokens in a sub-block.
+        window: limits the strips to a part of each sub-block: the range ``[start, stop)`` of token
+            positions in it, in whole entries; ``None`` for the whole sub-block.
         budget: counts the work; ``None`` for a new budget.
+
+    Returns:
+        The strips, in batches. Without a window, a batch may be for smaller sub-blocks:
+        ``strides.granularity`` is a divisor of ``granularity``.
 
     Raises:
         PlanError: there are too many strips, or finding them is too much work; names a field.
@@ -189,7 +213,8 @@ def find_strips(
     shapes: dict[object, tuple[_Shape, list[Overlaps]]] = {}
     for part in parts:
         geometry = _geometry(part.first)
-        # The hashes of untrusted geometries may all collide; each is then compared with all others.
+        # The hashes of untrusted geometries may all collide; a lookup then compares one geometry
+        # with all others.
         budget.spend(LOOP_STEPS + len(shapes), WHERE)
         if geometry not in shapes:
             budget.spend(SHAPE_STEPS, WHERE)
@@ -214,7 +239,7 @@ def find_strips(
 
 
 def _geometry(o: Overlap) -> object:
-    """Return all that the shape of an overlap depends on."""
+    """Return a hashable value that is equal for overlaps of the same shape."""
     near, far = o.local, o.remote
     start, stop = o.shard
     return (
@@ -225,6 +250,17 @@ def _geometry(o: Overlap) -> object:
 
 
 def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Shape:
+    """Return the bytes of one sub-block of an overlap, relative to where its two fields start.
+
+    Args:
+        o: the overlap.
+        granularity: number of tokens in a sub-block. Without a window, the shape may be for smaller
+            sub-blocks: the largest that are all laid out alike.
+        window: limits the shape to a part of each sub-block, as in ``find_strips``.
+
+    Raises:
+        PlanError: there are too many strips.
+    """
     near, far = axis_dims(o.local.tokens), axis_dims(o.remote.tokens)
     per_entry = o.local.tokens_per_state if near or far else granularity
     entries = granularity // per_entry
@@ -256,14 +292,26 @@ def _shape(o: Overlap, granularity: int, window: tuple[int, int] | None) -> _Sha
 
 
 def _uniform_entries(near: Dims, far: Dims, entries: int) -> int:
-    """Return the largest sub-block, in entries, whose strides are equal all along both sides."""
+    """Return the greatest length of sub-blocks that are all laid out alike, on both sides.
+
+    Args:
+        near: dims of the local field's token axis, merged.
+        far: dims of the remote field's token axis, merged.
+        entries: an upper bound, as a number of token entries; the result divides it.
+
+    Returns:
+        The length of the sub-blocks, as a number of token entries.
+    """
     while (fewer := uniform_run(far, uniform_run(near, entries))) != entries:
         entries = fewer
     return entries
 
 
 def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
-    """Walk the shard axis, and the bytes of one (token entry, shard index)."""
+    """Return where the shared shard range lies in both fields, and where one entry's bytes lie.
+
+    An entry is what a field has for one token entry and one shard index.
+    """
     near, far = o.local, o.remote
     start, stop = o.shard
     starts = start - near.shard_range[0], start - far.shard_range[0]
@@ -283,13 +331,23 @@ def _entry_walks(o: Overlap) -> tuple[StrideWalk, StrideWalk]:
 
 
 def _inner_dims(f: Field, unit: int) -> Dims:
-    """Return the dims of the bytes of one (token entry, shard index), in steps of ``unit``."""
+    """Return the dims along which the bytes of one token entry and one shard index lie.
+
+    Args:
+        f: the field.
+        unit: number of contiguous bytes at each position of the dims; a divisor of ``f.unit``.
+    """
     dims = tuple((dim.extent, dim.stride) for axis in f.inner for dim in axis)
     return merge_dims((*dims, (f.unit // unit, unit)))
 
 
 class _RegionPairs:
-    """Numbers the pairs of a local and a remote region."""
+    """The pairs of a local and a remote region, numbered from 0.
+
+    Attributes:
+        starts: the addresses of the local regions and those of the remote regions, int64 arrays in
+            the order of the layouts' regions.
+    """
 
     def __init__(self, local: Layout, remote: Layout) -> None:
         self._local = local.regions
@@ -300,7 +358,7 @@ class _RegionPairs:
         ]
 
     def numbers(self, part: Overlaps) -> I64Array:
-        """Return the number of each overlap's pair, (n,) int64."""
+        """Return the index of the region pair of each overlap, (n,) int64."""
         return part.local.regions * len(self._remote) + part.remote.regions
 
     def __getitem__(self, number: int) -> tuple[Region, Region]:
@@ -309,7 +367,13 @@ class _RegionPairs:
 
 
 def _runs(shape: _Shape, part: Overlaps, pairs: _RegionPairs) -> CoalescedRuns:
-    """Return the first run of every box of overlaps that have this shape."""
+    """Return the run of every box of overlaps, in sub-block 0 of page 0.
+
+    Args:
+        shape: the shape of the overlaps.
+        part: the overlaps.
+        pairs: numbers the region pairs.
+    """
     near, far = pairs.starts
     boxes = len(shape.local)
     return CoalescedRuns(
@@ -331,7 +395,14 @@ def _strips(boxes: list[Boxes], o: Overlap, budget: WorkBudget) -> CoalescedRuns
 def _batches(
     strides: BlockStrides, runs: CoalescedRuns, pairs: _RegionPairs, budget: WorkBudget
 ) -> Iterator[StripBatch]:
-    """Yield sorted runs as one batch for each length."""
+    """Yield one batch of strips for each length of runs.
+
+    Args:
+        strides: the strides of all runs.
+        runs: runs in sub-block 0 of page 0, sorted by region pair and local address.
+        pairs: the numbering of the region pairs.
+        budget: counts the work.
+    """
     lengths = np.unique(runs.nbytes).tolist()
     budget.spend(
         len(lengths) * (BATCH_STEPS + len(runs) // SELECTED_RUNS_PER_STEP),
@@ -350,7 +421,14 @@ def _batches(
 
 
 def _check_count(o: Overlap, strips: Iterable[int]) -> None:
-    """Refuse too many strips before an array of that length is made: layouts are untrusted."""
+    """Refuse more than ``MAX_STRIPS`` strips, before an array of that length is allocated.
+
+    Layouts are untrusted, so a peer can ask for any number.
+
+    Args:
+        o: one of the overlaps that have the strips, for the error message.
+        strips: numbers of strips; their sum is checked.
+    """
     if sum(strips) > MAX_STRIPS:
         raise _too_many(o)
 

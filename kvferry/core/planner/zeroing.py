@@ -12,16 +12,17 @@ from kvferry.core.memory import CPU, Region, U64Array
 from kvferry.core.planner.build_copies import Spans
 
 LONG_BYTES = 1 << 12
-"""From this length on, one call per span is cheaper than one index per byte."""
+"""From this length on, a span is zeroed by a call of ``memset``. Shorter spans are zeroed together,
+by indexing every byte: for them that takes less time than a call for each."""
 INDEX_BYTES = 1 << 20
-"""How many bytes are zeroed by one indexed assignment at most."""
+"""The most bytes that one indexed assignment zeroes."""
 
 
 def zero_cpu(spans: Spans) -> None:
     """Zero spans of CPU memory.
 
     Args:
-        spans: the spans. Their memory is alive, belongs to the caller, and nothing else uses it.
+        spans: the spans. The caller keeps their memory alive, and nothing else uses it meanwhile.
 
     Raises:
         LayoutError: a span lies in memory that the CPU cannot write.
@@ -34,6 +35,13 @@ def zero_cpu(spans: Spans) -> None:
 
 
 def _zero_region(region: Region, address: U64Array, nbytes: U64Array) -> None:
+    """Zero spans of one region.
+
+    Args:
+        region: the region, in CPU memory.
+        address: (n,) uint64, first byte of each span.
+        nbytes: (n,) uint64, length of each span.
+    """
     offsets = (address - np.uint64(region.address)).astype(np.int64)
     lengths = nbytes.astype(np.int64)
     long = lengths >= LONG_BYTES
@@ -50,7 +58,13 @@ def _bytes_of(region: Region) -> npt.NDArray[np.uint8]:
 def _zero_short(
     memory: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> None:
-    """Zero short spans, chunk by chunk, with one indexed assignment for each chunk."""
+    """Zero short spans, many of them with each indexed assignment.
+
+    Args:
+        memory: the bytes of a region.
+        offsets: (n,) int64, bytes from the start of the region to each span.
+        lengths: (n,) int64, length of each span in bytes, below ``LONG_BYTES``.
+    """
     step = INDEX_BYTES // LONG_BYTES
     for start in range(0, len(offsets), step):
         first, count = offsets[start : start + step], lengths[start : start + step]

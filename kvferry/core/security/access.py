@@ -11,17 +11,18 @@ from kvferry.core.security.networks import Networks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What an engine demands of its peers, in both directions.
+    """What an engine demands of peers: of those that connect to it, and of those it connects to.
 
     Attributes:
-        own: this engine's keys. Without keys its side channel is open, and it connects only to
-            open side channels.
-        peers: public keys of the engines that are admitted.
-        networks: networks of admitted peers; ``None`` for any.
-        is_command: whether a command asks: errors then name its flags instead of settings.
+        own: this engine's keys; ``None`` if it has none. Without keys its side channel is
+            unencrypted, and it connects only to side channels that are unencrypted, too.
+        peers: public keys of the peers that are admitted.
+        networks: networks in which peers are admitted; ``None`` for any address.
+        is_command: whether a ``kvferry`` command connects, rather than an engine: error messages
+            then name the command's flags instead of settings.
 
     Raises:
-        SecretError: there are keys and no peers, or peers and no keys.
+        SecretError: there are keys of this engine and no ``peers``, or ``peers`` and no keys.
     """
 
     own: KeyPair | None = None
@@ -43,14 +44,14 @@ class Access:
 
     @property
     def public(self) -> bytes:
-        """The public key that tickets carry; empty without keys."""
+        """This engine's public key, which its tickets carry; empty if it has no keys."""
         return self.own.public if self.own is not None else b""
 
     def check_server(self, key: bytes) -> None:
-        """Refuse a side channel that this engine may not ask.
+        """Refuse a side channel that this engine must not connect to, because of its key.
 
         Args:
-            key: the public key that the side channel should have; empty for none.
+            key: the public key of the side channel, as a ticket names it; empty if it names none.
 
         Raises:
             AdmissionError: only one of the two engines has keys, or ``key`` is not in ``peers``.
@@ -72,7 +73,11 @@ class Access:
             )
 
     def allows(self, numeric: str) -> bool:
-        """Return whether a peer may have this numeric address."""
+        """Return whether peers at an IP address are admitted.
+
+        Args:
+            numeric: the address as text, such as ``10.0.0.7`` or ``fd00::7``.
+        """
         return self.networks is None or numeric in self.networks
 
 

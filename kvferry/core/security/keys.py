@@ -11,28 +11,33 @@ from kvferry.core.errors import SecretError
 KEY_BYTES = 32
 """The length of a CURVE key."""
 MAX_KEYS = 1 << 12
-"""How many peers one engine can list."""
+"""The most public keys of peers that one engine can list."""
 
 _HEX = re.compile(f"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """An engine's own keys, 32 bytes each."""
+    """An engine's own CURVE keys.
+
+    Attributes:
+        public: the public key, 32 bytes.
+        secret: the secret key, 32 bytes.
+    """
 
     public: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
     def of(cls, text: str, place: str) -> KeyPair:
-        """Return the key pair of a secret key.
+        """Return the key pair that a secret key belongs to.
 
         Args:
             text: the secret key in hexadecimal.
-            place: where it came from, for errors.
+            place: where the text came from, for the error message.
 
         Raises:
-            SecretError: it is not a key; shows ``place`` only.
+            SecretError: the text is not a key; the message shows ``place`` and not the text.
         """
         if not _HEX.fullmatch(text):
             raise SecretError(
@@ -47,7 +52,7 @@ def generate() -> KeyPair:
     """Return a new key pair.
 
     Raises:
-        SecretError: this ZMQ was built without CURVE.
+        SecretError: the libzmq of this process was built without CURVE.
     """
     import zmq
 
@@ -60,10 +65,16 @@ def generate() -> KeyPair:
 
 
 def public_keys(texts: Iterable[str], place: str) -> frozenset[bytes]:
-    """Return the public keys in lines of text; skips empty lines and those that start with ``#``.
+    """Return the public keys in lines of text.
+
+    Args:
+        texts: the lines, each with one key in hexadecimal. Empty lines and those that start with
+            ``#`` are skipped.
+        place: where the lines came from, for error messages.
 
     Raises:
-        SecretError: a line is not a key, or there are too many; names the line and ``place``.
+        SecretError: a line is not a key, or there are more than ``MAX_KEYS`` keys. The message
+            names ``place``, and the line.
     """
     found: set[bytes] = set()
     for number, text in enumerate(texts, 1):

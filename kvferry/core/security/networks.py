@@ -26,11 +26,11 @@ _DISCARD_PORT = 9
 
 @dataclass(frozen=True, slots=True)
 class Networks:
-    """A list of networks; an address is allowed if one of them contains it.
+    """A list of networks; an address is allowed if one of the networks contains it.
 
     Attributes:
-        networks: the networks.
-        this_host: whether all addresses of this host are allowed, too.
+        networks: the networks, at least one.
+        this_host: whether the addresses of this host are allowed, too.
 
     Raises:
         SecretError: the list is empty and would allow no peer.
@@ -48,10 +48,14 @@ class Networks:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Networks:
-        """Return networks given in CIDR notation (``10.0.0.0/8``); an address is a network of one.
+        """Return the networks that texts describe.
+
+        Args:
+            texts: networks in CIDR notation, such as ``10.0.0.0/8``, or single addresses.
 
         Raises:
-            SecretError: one is not a network, or has bits behind its prefix; names it.
+            SecretError: a text is not a network, or has bits set behind its prefix; the message
+                names the text. Or there are no texts.
         """
         return cls(tuple(map(_network, texts)))
 
@@ -61,7 +65,11 @@ class Networks:
         return cls(tuple(map(_network, PRIVATE)), this_host=True)
 
     def __contains__(self, numeric: str) -> bool:
-        """Return whether a text is a numeric address that is allowed."""
+        """Return whether an address is allowed.
+
+        Args:
+            numeric: the numeric address as text; any other text is not allowed.
+        """
         try:
             address = ipaddress.ip_address(numeric)
         except ValueError:
@@ -90,9 +98,10 @@ def _network(text: str) -> Network:
 
 
 def _is_here(address: Address) -> bool:
-    """Return whether an address is one of this host's own.
+    """Return whether an address is one of this host's own addresses.
 
-    Only such an address is reached from itself. This asks the kernel for a route and sends nothing.
+    The kernel's route to such an address, and to no other, begins at the address itself. Asking the
+    kernel for a route sends nothing.
     """
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:

@@ -1,8 +1,8 @@
 """Proofs of tickets: Ed25519 signatures with a key that an engine makes when it starts.
 
 The handshake publishes the public key, so a ticket that was altered on its way is refused without
-any configuration. A consumer learns the key from whoever answers at the ticket's address: a proof
-says that this engine made the ticket, and not that the engine is one of yours.
+any configuration. A consumer learns the key from the engine that answers at the ticket's address: a
+proof shows that this engine made the ticket, but not that the engine is one of yours.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ PROOF_BYTES = 64
 CONTENT_BYTES = 32
 FINGERPRINT_BYTES = 16
 CONTEXT = b"kvferry ticket proof\0"
-"""Precedes what is signed, so that a proof of a ticket is never a signature of anything else."""
+"""Prefix of what is signed, so that the proof of a ticket is never a signature of anything else."""
 
 ENCODE_ERRORS = (msgspec.MsgspecError, TypeError, ValueError, RecursionError, OverflowError)
-"""All that msgspec's JSON encoder raises for what is not JSON."""
+"""All that msgspec's JSON encoder raises for an object that cannot be encoded."""
 
 MAX_VERIFIED = 1 << 10
-"""How many results are cached: a ticket is verified when it comes and when it is used."""
+"""The most results that are cached: a ticket is verified when it comes and when it is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What a ticket carries to prove that its engine made it.
+    """The proof that a ticket was made by its engine: a key, a content and a signature.
 
     Attributes:
         key: the public key that the ticket names, 32 bytes.
-        content: the hash of what the ticket says, 32 bytes; computed by whoever reads the ticket.
-        signature: by the key, over the hash, 64 bytes.
+        content: the hash of the ticket's content, 32 bytes; computed by the engine that reads the
+            ticket, not carried in it.
+        signature: signature of the hash by the key, 64 bytes.
 
     Raises:
         TicketError: one of the three has another length.
@@ -66,7 +67,12 @@ class Proof:
 
 
 class TicketKey:
-    """The key pair of one start of an engine. The private key never leaves the process.
+    """The key pair with which an engine proves its tickets, made anew at each start.
+
+    The private key never leaves the process.
+
+    Attributes:
+        public: the public key, 32 bytes.
 
     Raises:
         SecretError: this build of ``cryptography`` has no Ed25519.
@@ -86,22 +92,26 @@ class TicketKey:
         self.public = self._private.public_key().public_bytes_raw()
 
     def sign(self, said: Mapping[str, object]) -> bytes:
-        """Return the proof of what a ticket says, 64 bytes.
+        """Return the signature of a ticket's content, 64 bytes.
+
+        Args:
+            said: the ticket's content, as for ``content_of``.
 
         Raises:
-            TicketError: it cannot be encoded as JSON.
+            TicketError: the content cannot be encoded as JSON.
         """
         return self._private.sign(CONTEXT + content_of(said))
 
 
 def content_of(said: Mapping[str, object]) -> bytes:
-    """Return the hash of what a ticket says, 32 bytes.
+    """Return the hash of a ticket's content, 32 bytes.
 
     Args:
-        said: text, integers, booleans, and lists and mappings of them, in any order.
+        said: the content: text, integers, booleans, and lists and mappings of them. The order of
+            the keys of a mapping does not matter.
 
     Raises:
-        TicketError: it cannot be encoded as JSON.
+        TicketError: the content cannot be encoded as JSON.
     """
     try:
         text = _canonical.encode(said)
@@ -116,16 +126,18 @@ takes many times as long for long lists of blocks."""
 
 
 def check(proof: Proof | None, published: bytes) -> None:
-    """Refuse a ticket that the engine with the published key did not make.
+    """Refuse a ticket that was not made by the engine that published a key in its handshake.
+
+    If no key is published, a ticket without a proof is accepted.
 
     Args:
-        proof: the ticket's proof; ``None`` if it has none.
-        published: the public key of the handshake; empty if the engine is of a build that proves no
+        proof: the ticket's proof; ``None`` if the ticket has no proof.
+        published: the public key in the engine's handshake; empty if the engine's build proves no
             tickets.
 
     Raises:
-        TicketError: the ticket has no proof and needs one, has one although no key is published,
-            names another key, or was altered.
+        TicketError: the ticket has no proof although a key is published, or has a proof although no
+            key is, or names another key than the published one, or was altered.
     """
     if proof is None and not published:
         return
@@ -144,7 +156,7 @@ def check(proof: Proof | None, published: bytes) -> None:
 
 @lru_cache(MAX_VERIFIED)
 def verify(proof: Proof) -> bool:
-    """Return whether the key in a proof has signed its content."""
+    """Return whether the signature in a proof is that of its key over its content."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -162,5 +174,9 @@ def load_library() -> None:
 
 
 def fingerprint(public: bytes) -> bytes:
-    """Return the hash of a public key that stands in its engine's memory, 16 bytes."""
+    """Return the hash of an engine's public key, 16 bytes.
+
+    Each rank keeps this fingerprint in registered memory, so that a peer can check by a read that
+    the memory is that of the engine with the key.
+    """
     return hashlib.blake2b(public, digest_size=FINGERPRINT_BYTES, person=b"kvferry ticket").digest()

@@ -1,7 +1,7 @@
 """Read secrets from files and the environment, never from the configuration itself.
 
 An engine's configuration is logged, shown by ``ps`` and passed between processes. So it only states
-where a secret is, and no message of this module contains one.
+where a secret is, and no message of this module contains a secret.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Secret:
 
     Attributes:
         text: the secret, without the white space around it.
-        place: where it came from; may be shown.
-        exposed: why others may know it; empty if there is no sign of that.
+        place: where the secret came from; may be shown.
+        exposed: why others may know the secret, such as the mode of its file; empty if there is no
+            sign that they do.
     """
 
     text: str = field(repr=False)
@@ -37,20 +38,20 @@ class Secret:
 
 
 def is_place(text: str) -> bool:
-    """Return whether a text names a place of a secret rather than being one."""
+    """Return whether a text says where a secret is, rather than being a secret."""
     return text.startswith((FILE, ENVIRONMENT))
 
 
 def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secret:
-    """Read a secret.
+    """Read a secret from a file or an environment variable.
 
     Args:
         place: ``file:PATH`` or ``env:NAME``.
-        environment: the environment of this process.
+        environment: environment variables, by name.
 
     Raises:
-        SecretError: the text is not a place, or nothing can be read there; never shows a text that
-            is not a place, since that may be the secret.
+        SecretError: ``place`` has another form, or nothing can be read there. The message does not
+            show a ``place`` of another form, since that may be the secret.
     """
     if place.startswith(FILE):
         return _from_file(place, Path(place.removeprefix(FILE)).expanduser())
@@ -66,15 +67,16 @@ def read_secret(place: str, environment: Mapping[str, str] = os.environ) -> Secr
 def listed_keys(
     listed: Sequence[str], name: str, environment: Mapping[str, str] = os.environ
 ) -> frozenset[bytes]:
-    """Return public keys, given as text or as places of texts with one key per line.
+    """Return public keys that are listed as text or as places to read them from.
 
     Args:
-        listed: the keys and places.
-        name: the setting that lists them, for errors.
-        environment: the environment of this process.
+        listed: keys in hexadecimal, and places (``file:PATH`` or ``env:NAME``) of texts with one
+            key per line.
+        name: the setting that has the list, for error messages.
+        environment: environment variables, by name.
 
     Raises:
-        SecretError: one is not a key, or a place cannot be read.
+        SecretError: a key is not valid, or a place cannot be read.
     """
     keys = public_keys((text for text in listed if not is_place(text)), name)
     for place in filter(is_place, listed):
@@ -100,6 +102,14 @@ def _from_file(place: str, path: Path) -> Secret:
 
 
 def _filled(place: str, text: str, remedy: str, exposed: str = "") -> Secret:
+    """Return the secret in a text, or refuse a text that is empty.
+
+    Args:
+        place: where the text came from.
+        text: the secret, maybe with white space around it.
+        remedy: what to do if the text is empty, for the error message.
+        exposed: why others may know the secret; empty if there is no sign that they do.
+    """
     if not text.strip():
         raise SecretError(f"{place} is empty or not set: {remedy}")
     return Secret(text=text.strip(), place=place, exposed=exposed)

@@ -17,18 +17,22 @@ from kvferry.core.errors import SecretError, TicketError, TicketReason
 MIN_SECRET_BYTES = 16
 MAX_SECRETS = 8
 CONTEXT = b"kvferry ticket\0"
-"""Precedes what is signed: other signatures with the same secret fit no ticket."""
+"""Prefix of what is signed, so that other signatures with the same secret fit no ticket."""
 
 
 @dataclass(frozen=True, slots=True)
 class TicketSecrets:
-    """The secrets of an engine: it signs with the first and accepts all of them.
+    """The ticket secrets of an engine: it signs with the first, and accepts signatures with any.
 
-    To replace one without refusing a ticket: add the new one as the second everywhere, then make
-    it the first everywhere, then remove the old one.
+    To replace a secret without refusing a ticket: add the new secret as the second everywhere, then
+    make it the first everywhere, then remove the old secret.
+
+    Attributes:
+        secrets: the secrets, 1 to ``MAX_SECRETS``.
 
     Raises:
-        SecretError: there is none, there are too many, or one is too short or occurs twice.
+        SecretError: there is no secret, there are too many, or a secret is too short or occurs
+            twice.
     """
 
     secrets: tuple[bytes, ...] = field(repr=False)
@@ -47,33 +51,39 @@ class TicketSecrets:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> TicketSecrets:
-        """Return the secrets that files and the environment contain.
+        """Return the secrets whose texts were read from files and the environment.
+
+        Args:
+            texts: the secrets as text; the first signs.
 
         Raises:
-            SecretError: as above.
+            SecretError: as the class.
         """
         return cls(tuple(text.encode("utf-8", "surrogateescape") for text in texts))
 
     def sign(self, said: Mapping[str, object]) -> bytes:
-        """Return the signature of what a ticket says, 32 bytes.
+        """Return the signature of a ticket's content, 32 bytes.
 
         Args:
-            said: text, integers, booleans, and lists and mappings of them.
+            said: the content: text, integers, booleans, and lists and mappings of them.
 
         Raises:
-            TicketError: it cannot be encoded as JSON.
+            TicketError: the content cannot be encoded as JSON.
         """
         return _mac(self.secrets[0], _canonical(said))
 
     def check(self, said: Mapping[str, object], signature: bytes) -> None:
-        """Check the signature of a ticket, in a time that does not depend on which secret fits.
+        """Refuse a ticket whose signature fits none of the secrets.
+
+        The time that the check takes does not depend on which secret fits.
 
         Args:
-            said: what the ticket says.
-            signature: its signature; empty if it has none.
+            said: the ticket's content, as for ``sign``.
+            signature: the ticket's signature; empty if the ticket has none.
 
         Raises:
-            TicketError: the signature is missing or fits none of the secrets.
+            TicketError: the signature is missing or fits none of the secrets, or the content cannot
+                be encoded as JSON.
         """
         if not signature:
             raise TicketError(
@@ -96,10 +106,12 @@ def _mac(secret: bytes, content: bytes) -> bytes:
 
 
 def _canonical(said: Mapping[str, object]) -> bytes:
-    """Return JSON with sorted keys, without spaces, in ASCII: equal content gives equal bytes.
+    """Return a ticket's content as JSON with sorted keys, without spaces, in ASCII.
+
+    Equal content gives equal bytes.
 
     Raises:
-        TicketError: it cannot be encoded as JSON.
+        TicketError: the content cannot be encoded as JSON.
     """
     try:
         return json.dumps(said, sort_keys=True, separators=(",", ":")).encode()

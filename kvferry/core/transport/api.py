@@ -5,36 +5,37 @@ request. Users do not call it: ``kvferry.core.endpoint.Endpoint`` does. A driver
 from ``kvferry.core.transport.base.BaseTransport``, which implements most of it.
 
 **Threads.** Calls come from different threads, but one at a time. ``connect``, ``read``, ``write``
-and ``disconnect`` may block, and then release the interpreter's lock (GIL). If
+and ``disconnect`` may block; a driver then releases the interpreter's lock (GIL). If
 ``Capabilities.concurrent_connect`` is set, calls of ``connect`` and ``disconnect`` may also overlap
-with each other and with any other call but ``close``, and must not delay those. While one of the
-two runs, no other call names its peer or a transfer of that peer.
+with each other and with any other call but ``close``, and must not delay the other calls. While
+``connect`` or ``disconnect`` of a peer runs, no other call names this peer or one of its transfers.
 
 **Memory** belongs to the caller, who keeps it alive from ``register`` until ``deregister`` has
-returned. The arrays of ``Copies`` are the caller's too, who reuses them as soon as ``read`` or
+returned. The arrays of ``Copies`` belong to the caller, too, who reuses them as soon as ``read`` or
 ``write`` has returned: a driver that needs them longer makes its own copy.
 
 **Errors.** A caller's mistake raises at once (``TransportUsageError``,
 ``TransportUnsupportedError``), and then nothing has started. The outcome of a transfer is a value
 returned by ``poll``, never an exception. A driver maps its library's errors in one place, with
 ``raise ... from exc``. After ``close``, every method but ``close`` raises ``TransportUsageError``;
-the properties and ``path`` still answer. An op that the capabilities deny raises
-``TransportUnsupportedError``, before and after ``close``.
+the properties and ``path`` still answer. ``read`` or ``write`` raises ``TransportUnsupportedError``
+if the capabilities deny it, before and after ``close``.
 
 **Fork.** A transport belongs to the process that made it. In a forked child every method but
 ``close`` raises ``TransportUsageError``, and ``close`` does nothing.
 
 **Quiescence.** ``DONE`` and ``FAILED`` are final, and final means quiet: the driver touches none of
-the transfer's buffers again, on either side. A transfer that is known to fail while its bytes may
-still land is ``FAILING`` until it is quiet. ``DONE`` also means that the bytes are visible to
-device work that is enqueued afterwards.
+the transfer's buffers again, neither local nor remote ones. A transfer that is known to fail while
+its bytes may still land is ``FAILING`` until it is quiet. ``DONE`` also means that the bytes are
+visible to device work that is enqueued afterwards.
 
-**Death.** The death of a peer's process is known within a second: its transfers are FAILING or
-FAILED by then, also if a fork of that process lives on and holds its sockets.
+**Death.** A driver notices the death of a peer's process within a second: the peer's transfers are
+FAILING or FAILED by then, even if a fork of that process lives on and keeps its sockets open.
 
 **Order.** Transfers are not ordered. Notifications sent with ``notify`` from one sender to one peer
 arrive in the order of the calls. Notifications bound to transfers arrive in order if each transfer
-began when the one before was DONE. There is no order between the two sorts.
+began when the one before was DONE. Notifications of these two sorts are not ordered among each
+other.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class Status:
     """The status of one transfer.
 
     Attributes:
-        state: the state.
-        error: why the transfer fails or has failed; set exactly if it is FAILING or FAILED.
+        state: the state of the transfer.
+        error: why the transfer fails or has failed; ``None`` unless it is FAILING or FAILED.
     """
 
     state: State
@@ -91,12 +92,13 @@ class Status:
 
 
 class Quiescence(enum.Enum):
-    """When a failed transfer becomes FAILED."""
+    """When a transfer that is FAILING becomes FAILED, so that no further byte lands."""
 
     ALWAYS = "always"
-    """By itself, and soon."""
+    """Soon and by itself: no ``disconnect`` is needed."""
     AFTER_DISCONNECT = "after_disconnect"
-    """When ``disconnect`` of its peer has returned; nothing less proves that no byte lands."""
+    """Once ``disconnect`` of its peer has returned. Before that, the driver cannot know that no
+    further byte lands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +106,16 @@ class Capabilities:
     """What a transport can do on this machine, with its options.
 
     Attributes:
-        ops: the operations that the transport has, of ``read`` and ``write``.
-        memory: the memory kinds that can be registered.
-        max_notification: the longest payload of a notification, in bytes; 0 if it carries none.
+        ops: which of ``"read"`` and ``"write"`` the transport has.
+        memory: the memory kinds that can be registered, such as ``cpu`` and ``cuda``.
+        max_notification: the longest payload of a notification, in bytes; 0 if the transport
+            carries no notifications.
         cancel: whether ``cancel`` can end a transfer early.
-        background_progress: whether transfers go on, and peers are served, without calls. It may
-            still take a ``poll`` to notice that a transfer has ended, to send its notification, or
-            to begin the rest of a long one.
-        quiescence: when a failed transfer becomes FAILED.
-        max_outstanding: how many transfers may be unfinished at once; ``None``: no limit.
+        background_progress: whether transfers go on, and peers are served, without calls of this
+            transport. It may still take a ``poll`` to notice that a transfer has ended, to send its
+            notification, or to begin the rest of a long transfer.
+        quiescence: when a transfer that is FAILING becomes FAILED.
+        max_outstanding: the most transfers that may be unfinished at once; ``None`` for no limit.
         concurrent_connect: whether ``connect`` and ``disconnect`` may be called while other calls
             run. If not, a slow ``connect`` or ``disconnect`` delays all peers of the endpoint.
     """
@@ -132,7 +135,7 @@ class Notification:
     """A message from a peer.
 
     Attributes:
-        sender: the ``Transport.name`` of the sender.
+        sender: the ``Transport.name`` of the peer.
         payload: the bytes that the peer sent.
     """
 
@@ -149,27 +152,34 @@ class Transport(ABC):
     """
 
     interface_version: ClassVar[tuple[int, int]] = INTERFACE_VERSION
-    """The interface version that the driver was written for; another major version is refused. A
-    driver states it as a literal: inherited, it would change without the driver being tested."""
+    """Major and minor version of the interface that the driver was written for. A driver with
+    another major version than ``INTERFACE_VERSION`` is refused. A driver states its version as a
+    literal: an inherited version would change without a test of the driver."""
 
     # What every driver has.
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name, unique among all transports anywhere; peers see it as ``sender``."""
+        """The name of this transport, unique among the transports of all hosts.
+
+        Peers see the name as ``Notification.sender``.
+        """
 
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this transport can do. Constant over its life."""
+        """What this transport can do. The value does not change while the transport lives."""
 
     @abstractmethod
     def register(self, region: Region) -> None:
-        """Make a region reachable for local and remote use.
+        """Register a region, so that transfers of this side and of peers can name it.
 
         Does nothing if an equal region is registered already. Regions may overlap. Peers that are
         connected see the region once they ``connect`` again, with new bytes from ``address``.
+
+        Args:
+            region: the memory, which the caller keeps alive until ``deregister`` has returned.
 
         Raises:
             TransportUnsupportedError: the memory kind is not among the capabilities.
@@ -178,11 +188,14 @@ class Transport(ABC):
 
     @abstractmethod
     def deregister(self, region: Region) -> None:
-        """Make a region unreachable: this side's transfers that name it are refused from now on.
+        """End a region's registration, so that this side's transfers which name it are refused.
 
-        A connected peer may still know the region. Its transfers may then be refused, fail, or be
-        carried out: over shared memory this side takes no part in them. So before calling this, the
-        owner of the memory makes sure that no peer accesses the region any more.
+        A connected peer may still know the region. The peer's transfers may then be refused, fail,
+        or be carried out: over shared memory this side takes no part in them. So before this call,
+        the caller makes sure that no peer accesses the region any more.
+
+        Args:
+            region: a region equal to the registered one.
 
         Raises:
             TransportUsageError: the region is not registered, or an unfinished transfer of this
@@ -191,22 +204,25 @@ class Transport(ABC):
 
     @abstractmethod
     def address(self) -> bytes:
-        """Return the bytes with which a peer connects; they name this side's registered regions.
+        """Return the bytes that a peer passes to ``connect``, to reach this transport.
 
-        Only the same driver can read them.
+        They name this side's registered regions. Only a transport of the same driver can read them.
         """
 
     @abstractmethod
     def connect(self, address: bytes) -> PeerId:
-        """Connect to the transport whose ``address`` these bytes are (it may be this transport).
+        """Connect to a peer, which may be this transport itself.
 
         A peer stays connected until ``disconnect``. Until then, connecting again updates what is
         known of the peer (its regions, for example) and returns the same id; transfers under way go
-        on. If the peer has died meanwhile, the call either raises or returns the same id, and
-        transfers then fail.
+        on. If the peer has died meanwhile, connecting again either raises or returns the same id,
+        and transfers then fail.
 
         Args:
-            address: bytes from the peer's ``address``; untrusted.
+            address: the bytes that the peer's ``address`` returned; untrusted.
+
+        Returns:
+            The id of the peer.
 
         Raises:
             ConnectError: the bytes are no address of this driver, or the peer cannot be reached;
@@ -215,10 +231,10 @@ class Transport(ABC):
 
     @abstractmethod
     def disconnect(self, peer: PeerId) -> None:
-        """End a connection.
+        """End the connection to a peer.
 
-        The peer's unfinished transfers become FAILED with ``PeerLostError``. Waits until all are,
-        for some seconds at most.
+        The peer's unfinished transfers become FAILED with ``PeerLostError``. The call waits until
+        all of them are, for some seconds at most.
 
         Raises:
             TransportUsageError: no such peer.
@@ -230,8 +246,7 @@ class Transport(ABC):
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         """Return the status of each transfer, in the order of the ids. Never block.
 
-        Drives progress where the driver has no threads. An id that is named twice is answered
-        twice.
+        Moves transfers on if the driver has no threads for that. An id may occur twice.
 
         Raises:
             TransportUsageError: an id is unknown or was forgotten.
@@ -247,11 +262,15 @@ class Transport(ABC):
 
     @abstractmethod
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        """Send a message of 1 to ``capabilities.max_notification`` bytes, bound to nothing.
+        """Send a message to a peer, not bound to a transfer.
 
         Best effort: if the peer is gone, the message is dropped without an error. Does not wait for
         the peer: a message that the peer does not take at once is queued, and ``disconnect`` and
         ``close`` may drop the queue.
+
+        Args:
+            peer: a connected peer.
+            payload: the message, 1 to ``capabilities.max_notification`` bytes.
 
         Raises:
             TransportUsageError: no such peer, or the length is out of bounds.
@@ -264,71 +283,87 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything: disconnect peers, deregister regions. The second call does nothing.
+        """Disconnect all peers, deregister all regions, and release all other resources.
+
+        A second call does nothing.
 
         Raises:
             TransportError: everything has been released, but some transfers did not end in time:
-                their bytes may still land. Without this error, none will.
+                their bytes may still land. If this error is not raised, no further byte lands.
         """
 
     # What a driver may add.
 
     @property
     def library(self) -> str:
-        """The library that moves the bytes, with its version; empty if there is none."""
+        """Name and version of the library that moves the bytes; empty if the driver uses none."""
         return ""
 
     def path(self, peer: PeerId) -> str:
-        """Return what carries a connected peer's bytes, ``rc_mlx5`` for example.
+        """Return a short text for metrics and people: what carries a connected peer's bytes.
 
-        A short text that does not change, for metrics and people; empty if the driver cannot tell
-        or there is no such peer.
+        Returns:
+            For example ``rc_mlx5``; the text does not change while the peer is connected. Empty if
+            the driver cannot tell, or if there is no such peer.
         """
         del peer
         return ""
 
-    # What the capabilities may deny; the defaults refuse.
+    # What the capabilities may deny; by default, ``read`` and ``write`` are refused.
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         """Pull remote bytes into local memory.
 
         Args:
             peer: a connected peer.
-            copies: what to read; zero copies or zero bytes are allowed. A segment must name
-                registered regions even if it has no copies.
-            notify: a payload for the peer, of 1 to ``max_notification`` bytes. The peer sees it
-                after all bytes of the transfer have arrived, also if the driver had to split the
-                transfer, and never if the transfer fails.
+            copies: what to read; a batch may have no copies, and a copy may have no bytes. A
+                segment must name registered regions even if it has no copies.
+            notify: a message that is bound to the transfer, 1 to ``max_notification`` bytes;
+                ``None`` for no message. The peer gets it once, after all bytes of the transfer have
+                arrived, also if the driver had to split the transfer. If the transfer fails, the
+                peer never gets it.
+
+        Returns:
+            The id of the transfer, for ``poll``, ``cancel`` and ``forget``.
 
         Raises:
             TransportUsageError: there is no such peer; a segment's local region is not registered,
                 or its remote region is not among the peer's; a copy leaves its segment's regions;
                 the notification is empty or too long. Nothing was read.
             TransportUnsupportedError: ``read`` is not among the capabilities.
-            TransportError: ``capabilities.max_outstanding`` transfers are unfinished.
+            TransportError: ``capabilities.max_outstanding`` transfers are unfinished already.
         """
         del peer, copies, notify
         raise unsupported_op(self, "read")
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Push local bytes into remote memory; arguments and errors are those of ``read``."""
+        """Push local bytes into remote memory.
+
+        Arguments, result and errors are those of ``read``, with writing in place of reading.
+        """
         del peer, copies, notify
         raise unsupported_op(self, "write")
 
     def cancel(self, transfer: TransferId) -> None:
-        """Ask a transfer to end early; best effort. Poll on until it is final.
+        """Ask the driver to end a transfer early; best effort.
 
-        A transfer that ends early is FAILED with ``TransferCancelledError``. Without the capability
-        ``cancel``, the call only checks the id.
+        The caller continues to ``poll`` until the transfer is final. A transfer that ends early is
+        FAILED with ``TransferCancelledError``. Without the capability ``cancel``, the call only
+        checks the id.
 
         Raises:
             TransportUsageError: the id is unknown.
         """
-        # Refuses an unknown id, and changes nothing.
+        # ``poll`` refuses an unknown id; the transfer goes on.
         self.poll([transfer])
 
 
 def unsupported_op(transport: Transport, op: str) -> TransportUnsupportedError:
-    """Return the error for ``read`` or ``write`` where the capabilities deny it."""
+    """Return the error to raise for an operation that the capabilities deny.
+
+    Args:
+        transport: the transport whose operation was called.
+        op: ``"read"`` or ``"write"``.
+    """
     ops = ", ".join(sorted(transport.capabilities.ops)) or "nothing"
     return TransportUnsupportedError(f"{type(transport).__name__} cannot {op}; it can {ops}")

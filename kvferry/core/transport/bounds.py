@@ -1,7 +1,8 @@
 """Checks that a batch of copies is well formed and stays within its regions.
 
-Addresses are compared per segment, because looking up a region for every copy would cost more than
-computing the copies.
+A batch is cut into segments, each of which lies in one local and one remote region. Addresses are
+compared per segment, because looking up a region for every copy would take longer than computing
+the copies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def check_copies(copies: Copies, ends: U64Array) -> None:
     """Refuse a batch that is malformed, or that has a copy outside its segment's regions.
 
     Args:
-        copies: (n,) copies.
+        copies: the batch, of n copies.
         ends: uint64 scratch memory of at least n elements, which is overwritten.
 
     Raises:
@@ -33,12 +34,12 @@ def check_copies(copies: Copies, ends: U64Array) -> None:
 
 
 def checked_length(copies: Copies) -> int:
-    """Check the form of a batch and return the number of its copies, n.
+    """Check the form of a batch, and return its number of copies, n.
 
     Raises:
         TransportUsageError: an array is not uint64 of shape (n,), the segments do not cover the
-            copies in order and without gaps, or the copies may have ``ADDRESS_LIMIT`` bytes or
-            more together.
+            copies in order and without gaps, or n times the longest copy is ``ADDRESS_LIMIT`` bytes
+            or more.
     """
     n = len(copies.nbytes)
     if not _well_formed(copies, n):
@@ -81,7 +82,7 @@ def _uncovered(copies: Copies, n: int) -> TransportUsageError:
 
 
 def _largest(values: U64Array) -> int:
-    """Return the maximum; for small arrays this takes less time than ``values.max()``."""
+    """Return the maximum of at least one value, for small arrays faster than ``values.max()``."""
     return int(values[values.argmax()])
 
 
@@ -93,12 +94,13 @@ def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
     """Refuse a copy that leaves its segment's region on one side.
 
     Args:
-        copies: at least one copy; ``checked_length`` has accepted the batch.
-        side: ``local`` or ``remote``.
-        ends: (n,) uint64, scratch.
+        copies: a batch of n copies, at least one, that ``checked_length`` has accepted.
+        side: which addresses and regions are compared: ``local`` or ``remote``.
+        ends: (n,) uint64 scratch memory, which is overwritten.
 
     Raises:
-        TransportUsageError: a copy is not within its region; names the copy and the region.
+        TransportUsageError: a copy is not within its region; the message names the copy's index and
+            the region.
     """
     address: U64Array = getattr(copies, side)
     segments = [segment for segment in copies.segments if segment.stop > segment.start]
@@ -110,13 +112,24 @@ def check_bounds(copies: Copies, side: str, ends: U64Array) -> None:
     regions: list[Region] = [getattr(segment, side) for segment in segments]
     base = np.array([region.address for region in regions], np.uint64)
     stop = np.array([region.end for region in regions], np.uint64)
-    # An address so high that its end wrapped around is not seen in ``high``.
+    # If an address is so high that its end overflowed, ``high`` may be small: check it here.
     if ((low < base) | (high > stop)).any() or _largest(address) >= ADDRESS_LIMIT:
         raise _outside(side, segments, regions, address, copies.nbytes)
 
 
 def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
-    """Return whether the longest copy would fit at the highest address, and none lies too low."""
+    """Return whether all copies certainly lie within a region, by a fast and sufficient test.
+
+    They do if no address is below the region and the longest copy would fit at the highest address.
+
+    Args:
+        region: the region.
+        address: (n,) uint64, first byte of each copy.
+        nbytes: (n,) uint64, length of each copy.
+
+    Returns:
+        ``False`` if a copy may leave the region: only an exact check can tell.
+    """
     if _smallest(address) < region.address:
         return False
     return _largest(address) + _largest(nbytes) <= region.end
@@ -125,6 +138,15 @@ def _easily_within(region: Region, address: U64Array, nbytes: U64Array) -> bool:
 def _outside(
     side: str, segments: list[Segment], regions: list[Region], address: U64Array, nbytes: U64Array
 ) -> TransportUsageError:
+    """Return the error that names the first copy which leaves its segment's region.
+
+    Args:
+        side: ``local`` or ``remote``.
+        segments: the segments that have copies.
+        regions: the region of each segment on this side.
+        address: (n,) uint64, first byte of each copy on this side.
+        nbytes: (n,) uint64, length of each copy.
+    """
     for segment, region in zip(segments, regions, strict=True):
         offset = address[segment.start : segment.stop] - np.uint64(region.address)
         size, length = np.uint64(region.nbytes), nbytes[segment.start : segment.stop]

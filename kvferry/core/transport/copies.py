@@ -15,8 +15,8 @@ class Segment:
     """Copies ``[start, stop)`` of a batch, all within one local and one remote region.
 
     Attributes:
-        start: index of the first copy.
-        stop: index after the last copy; may equal ``start``.
+        start: index of the first copy in the batch.
+        stop: index after the last copy; equals ``start`` if the segment has no copies.
         local: the registered region of this side.
         remote: the registered region of the peer.
     """
@@ -35,10 +35,10 @@ class Copies:
         local: (n,) uint64, first local byte of each copy.
         remote: (n,) uint64, first remote byte of each copy.
         nbytes: (n,) uint64, length of each copy; 0 is allowed.
-        segments: the regions that the copies lie in.
+        segments: the copies cut by region: each segment lies in one local and one remote region.
 
-    The arrays may be views of a workspace that its owner fills again: a callee that needs them
-    after it has returned makes its own copy.
+    The arrays may be views of memory that the caller reuses as soon as the callee has returned: a
+    callee that needs them longer makes its own copy.
     """
 
     local: U64Array
@@ -51,14 +51,14 @@ class Copies:
 
     @property
     def total(self) -> int:
-        """The bytes of all copies together."""
+        """The number of bytes of all copies together."""
         return int(self.nbytes.sum())
 
 
 def copies_between(
     pairs: Sequence[tuple[int, int, int]], *, local: Region, remote: Region
 ) -> Copies:
-    """Return a small batch of copies between two regions, as one segment.
+    """Return a batch of copies between two regions, as one segment; for few copies.
 
     Args:
         pairs: (local address, remote address, nbytes) for each copy.

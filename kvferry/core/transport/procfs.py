@@ -1,4 +1,8 @@
-"""What ``/proc`` says of processes, so that a driver can tell whether a peer's is alive."""
+"""Facts about processes from ``/proc``, by which a driver knows whether a peer's process is alive.
+
+A pid alone does not identify a process, because the kernel reuses pids. Pid and start time do,
+within one pid namespace and one boot of a host.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,30 @@ from pathlib import Path
 def start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot.
 
+    Args:
+        pid: the process, by its pid in this process's pid namespace.
+
     Returns:
-        ``None`` if the process is dead, a zombie, or hidden from this one.
+        The time, or ``None`` if the process is dead, a zombie, or hidden from this process.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:  # gone, or hidden from us
+    except OSError:  # the process is gone, or hidden from this process
         return None
-    # The name, in parentheses, may hold anything; fields 3 and on follow the last parenthesis.
+    # Field 2, the name in parentheses, may contain anything; field 3 follows the last parenthesis.
     fields = stat.rpartition(b")")[2].split()
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 @functools.cache
 def boot_id() -> str:
-    """Return the random id that the kernel was given at boot: it differs per host and boot."""
+    """Return the random id that the kernel chose at boot: it differs between hosts and boots."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def pid_namespace() -> int:
-    """Return the inode of this process's pid namespace; a pid has a meaning only within one."""
+    """Return the inode number of this process's pid namespace, which identifies the namespace.
+
+    Processes of different namespaces can have the same pid.
+    """
     return Path("/proc/self/ns/pid").stat().st_ino

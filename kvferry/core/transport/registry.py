@@ -1,7 +1,7 @@
 """Drivers by name: found through the entry-point group ``kvferry.drivers``, loaded one by one.
 
 Installed drivers are listed with ``importlib.metadata``, which imports none of them, so that a
-broken driver is listed as broken instead of being left out. stevedore then loads the one that is
+broken driver is listed as broken instead of being left out. stevedore then loads the driver that is
 asked for.
 """
 
@@ -22,13 +22,13 @@ GROUP = "kvferry.drivers"
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class DriverInfo:
-    """An installed driver, which need not work.
+    """An installed driver, which may not work on this machine.
 
     Attributes:
-        name: what a configuration calls it.
-        distribution: the Python distribution that contains it.
+        name: the name of its entry point, by which a configuration chooses the driver.
+        distribution: the name of the Python distribution that contains the driver.
         version: version of the distribution.
-        entry_point: ``module:class``.
+        entry_point: where the driver's class is, as ``module:class``.
     """
 
     name: str
@@ -39,13 +39,14 @@ class DriverInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverReport:
-    """The result of loading a driver: its capabilities here, or why it does not work here.
+    """What a driver can do on this machine, or why it does not work here.
 
     Attributes:
-        info: which driver.
-        capabilities: its capabilities; ``None`` if it does not work here.
-        library: the library that it uses; see ``Transport.library``.
-        reason: why it does not work here; ``None`` if it works.
+        info: the driver.
+        capabilities: the capabilities of its transport; ``None`` if the driver does not work here.
+        library: the library that its transport uses, as ``Transport.library``; empty if the driver
+            does not work here.
+        reason: why the driver does not work here; ``None`` if it works.
     """
 
     info: DriverInfo
@@ -55,7 +56,7 @@ class DriverReport:
 
 
 def installed() -> list[DriverInfo]:
-    """Return all installed drivers, sorted by name, without importing any."""
+    """Return all installed drivers, sorted by name, without importing any of them."""
     return sorted(_info(entry) for entry in _entries())
 
 
@@ -64,12 +65,13 @@ def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
 
     Args:
         name: the name of the driver's entry point.
-        options: the driver's ``driver_options``.
+        options: keyword arguments for the driver's constructor, which the user configures as
+            ``driver_options``; ``None`` for no options.
 
     Raises:
         DriverError: there is no such driver, or more than one; it cannot be loaded; it is no
-            transport of this interface version; it refuses the options; or it does not start. The
-            message says what to do.
+            ``Transport`` of this interface version; it refuses the options; or it does not start.
+            The message says what to do.
     """
     driver = load(name)
     options = dict(options or {})
@@ -78,8 +80,8 @@ def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
         return driver(**options)
     except DriverError:
         raise
-    # A driver is foreign code: whatever it raises, the user gets one kind of error, with the
-    # name of the driver and the original as its cause.
+    # A driver is foreign code: whatever it raises, the user gets a ``DriverError`` with the name of
+    # the driver, and the original exception as its cause.
     except Exception as exc:
         raise DriverError(
             f"driver {name!r} does not start: {type(exc).__name__}: {exc}; "
@@ -92,7 +94,7 @@ def load(name: str) -> type[Transport]:
 
     Raises:
         DriverError: there is no such driver, or more than one; it cannot be loaded; or it is no
-            transport of this interface version.
+            ``Transport`` of this interface version.
     """
     entry = _entry(name)
     driver = _checked_class(entry, _import(entry))
@@ -101,7 +103,10 @@ def load(name: str) -> type[Transport]:
 
 
 def describe(info: DriverInfo) -> DriverReport:
-    """Load a driver and start it without options, to see what it can do here. Never raises."""
+    """Start a driver without options, and return what it can do here or why it does not work.
+
+    Never raises: whatever the driver raises becomes the report's ``reason``.
+    """
     try:
         transport = create(info.name)
         try:
@@ -117,7 +122,7 @@ def describe(info: DriverInfo) -> DriverReport:
 
 
 def _entries() -> list[EntryPoint]:
-    # One distribution can be found twice, where an editable install meets its own source tree.
+    # The same distribution can be found twice: as an editable install, and in its source tree.
     return list({(_info(entry)): entry for entry in entry_points(group=GROUP)}.values())
 
 
@@ -131,7 +136,11 @@ def _info(entry: EntryPoint) -> DriverInfo:
 
 
 def _entry(name: str) -> EntryPoint:
-    """Return the only entry point of this name, without importing anything."""
+    """Return the only entry point with this name, without importing anything.
+
+    Raises:
+        DriverError: there is none, or more than one.
+    """
     found = [entry for entry in _entries() if entry.name == name]
     if not found:
         known = ", ".join(sorted({entry.name for entry in _entries()})) or "none"
@@ -147,12 +156,12 @@ def _entry(name: str) -> EntryPoint:
 
 
 def _import(entry: EntryPoint) -> object:
-    # stevedore's own list comes from a file in the user's cache folder, which can be out of date
-    # and is written when it is missing. Give it ours.
+    # stevedore would take its list from a file in the user's cache folder, which can be out of date
+    # and is written when it is missing. So it is given the entry point that was found here.
     DriverManager.ENTRY_POINT_CACHE[GROUP] = [entry]
     try:
         return DriverManager(GROUP, entry.name).driver
-    # See create: foreign code.
+    # A driver is foreign code; see ``create``.
     except Exception as exc:
         info = _info(entry)
         raise DriverError(
