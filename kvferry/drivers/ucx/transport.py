@@ -19,9 +19,14 @@ from kvferry.core.errors import (
     TransportUsageError,
 )
 from kvferry.core.memory import Region
-from kvferry.core.transport import BaseTransport, Capabilities, Notification, Quiescence
+from kvferry.core.transport import (
+    BaseTransport,
+    Capabilities,
+    Notification,
+    Quiescence,
+    parse_options,
+)
 from kvferry.core.transport.base import TransferRequest
-from kvferry.core.transport.refusals import parse_options
 from kvferry.drivers.ucx import address as wire
 from kvferry.drivers.ucx import library
 from kvferry.drivers.ucx import ucp_structs as structs
@@ -401,7 +406,7 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
 
     def _stop_threads(self) -> None:
         """End the threads at the end of the process, during which UCX must not be at work."""
-        if self._owner.end():
+        if self._end():
             self._progress_driver.stop()
 
 
