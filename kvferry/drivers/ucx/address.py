@@ -66,9 +66,8 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
         pid = os.getpid()
         return cls(procfs.boot_id(), procfs.pid_namespace(), pid, procfs.start_time(pid) or 0)
 
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended; False for another host or another pid namespace."""
+    def has_ended(self) -> bool:
+        """Return whether the process has ended; False for another host or pid namespace."""
         if (self.boot, self.namespace) != (procfs.boot_id(), procfs.pid_namespace()):
             return False
         return procfs.start_time(self.pid) != self.start_time

@@ -225,7 +225,7 @@ class Client:
     def disconnect(self, peer: UcxPeer) -> None:
         """Break the connections to a peer, and tell the peer with ``Bye``."""
         error = PeerLostError(f"{peer.name} was disconnected")
-        for connection in peer.connections:
+        for connection in filter(None, (peer.connection, peer.second_connection)):
             connection.close(error, say_bye=True)
 
     # Transfers.
@@ -301,7 +301,7 @@ class Client:
         """Break a connection whose server is gone or does not answer; forget a released one."""
         server = connection.server
         broken = connection.state is ConnectionState.BROKEN
-        if check_liveness and not broken and server.process.ended:
+        if check_liveness and not broken and server.process.has_ended():
             connection.close(PeerLostError(f"{server.name}'s process has ended"))
         waited = now - connection.opened
         if connection.state is ConnectionState.CONNECTING and waited > self._connect_timeout:
@@ -328,7 +328,7 @@ class Client:
         if transfer.windows:
             return False
         connection = transfer.connection
-        if connection.closed_by_server or connection.server.process.ended:
+        if connection.closed_by_server or connection.server.process.has_ended():
             return True
         # A server closes a client's earlier connection before it welcomes the next.
         latest = transfer.peer.connection

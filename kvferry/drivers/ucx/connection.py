@@ -377,13 +377,6 @@ class UcxPeer:
         """The identity of the peer's transport."""
         return self.address.identity
 
-    @property
-    def connections(self) -> list[UcxConnection]:
-        """The one or two connections to the peer."""
-        if self.second_connection is None:
-            return [self.connection]
-        return [self.connection, self.second_connection]
-
 
 def _unreachable(error: TransportError) -> PeerLostError:
     """Return the error for a server that UCX cannot connect to, with the remedy."""

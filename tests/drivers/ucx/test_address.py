@@ -65,14 +65,14 @@ def test_a_region_that_is_none_is_refused() -> None:
 
 def test_a_process_that_lives_has_not_ended() -> None:
     here = ProcessIdentity.of_this_process()
-    assert not here.ended
-    assert msgspec.structs.replace(here, start_time=here.start_time + 1).ended
+    assert not here.has_ended()
+    assert msgspec.structs.replace(here, start_time=here.start_time + 1).has_ended()
 
 
 def test_of_another_host_nothing_is_known() -> None:
     here = ProcessIdentity.of_this_process()
-    assert not ProcessIdentity("another", here.namespace, here.pid, 0).ended
-    assert not ProcessIdentity(here.boot, here.namespace + 1, here.pid, 0).ended
+    assert not ProcessIdentity("another", here.namespace, here.pid, 0).has_ended()
+    assert not ProcessIdentity(here.boot, here.namespace + 1, here.pid, 0).has_ended()
 
 
 @pytest.mark.parametrize(
