@@ -308,10 +308,11 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         peer = request.connection
         try:
             segments = [
-                (structs.address_of(self._registered[local].params), peer.regions[remote])
-                for local, remote in ((one.local, one.remote) for one in request.copies.segments)
+                (structs.address_of(self._registered[one.local].params), peer.regions[one.remote])
+                for one in request.copies.segments
             ]
-        except KeyError as exc:  # ``_refresh`` was called since the base found the region
+        except KeyError as exc:
+            # The base found the region; ``_refresh`` has been called since.
             raise TransportUsageError(
                 f"remote {exc.args[0]} is no longer among the regions of {peer.name}"
             ) from exc
@@ -357,8 +358,9 @@ class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]
         if self._progress_driver.wait_until(all_final, _END_SECONDS):
             return True
         with self._client.lock:
-            for window in [window for transfer in transfers for window in transfer.windows]:
-                window.connection.close(error)
+            for transfer in transfers:
+                for window in transfer.windows:
+                    window.connection.close(error)
         self._progress_driver.wait_until(
             lambda: not any(transfer.windows for transfer in transfers), _BREAK_SECONDS
         )
