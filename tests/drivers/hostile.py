@@ -227,9 +227,7 @@ def _connected(transport: Transport, data: bytes, local: Region) -> str:
 
 def _read(transport: Any, peer: PeerId, local: Region) -> None:
     """Read eight bytes of what the peer registered, which has a driver unpack its keys."""
-    found = getattr(transport, "_client", None)
-    peers = transport._peers if found is None else found.peers
-    for region in list(peers[peer].regions)[:2]:
+    for region in list(transport._peers[peer].regions)[:2]:
         copies = copies_between([(local.address, region.address, 8)], local=local, remote=region)
         transfer, deadline = transport.read(peer, copies), time.monotonic() + READ_SECONDS
         while not transport.poll([transfer])[0].state.final and time.monotonic() < deadline:
@@ -253,7 +251,7 @@ def _heard(transport: Any, worker: bytes, local: Region) -> str:
         server.worker._arrived.append(message)
         server.run_once()
         met = bool(server._by_endpoint)
-    transport._progress.wake()
+    transport._progress_driver.wake()
     time.sleep(SETTLE_SECONDS)
     with server.lock:
         for connection in list(server._by_endpoint.values()):

@@ -28,7 +28,6 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.base import TransferRequest
 from kvferry.core.transport.copies import Copies, Segment
-from kvferry.core.transport.refusals import check_final, check_unused
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.transport import LoopbackConnection
 from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
@@ -154,12 +153,14 @@ class Failing(LoopbackTransport):
     def deregister(self, region: Region) -> None:
         self._check_usable()
         for transfer, record in self._transfers.items():
-            if self.poll([transfer])[0].state is State.FAILING:
-                check_unused(region, record.local)
+            failing = self.poll([transfer])[0].state is State.FAILING
+            if failing and region in record.local:
+                raise TransportUsageError(f"an unfinished transfer uses {region}")
         super().deregister(region)
 
     def forget(self, transfer: TransferId) -> None:
-        check_final(transfer, self.poll([transfer])[0])
+        if not self.poll([transfer])[0].state.final:
+            raise TransportUsageError(f"transfer {transfer} is not final")
         super().forget(transfer)
 
 

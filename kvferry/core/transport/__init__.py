@@ -12,6 +12,7 @@ from kvferry.core.transport.api import (
     Transport,
 )
 from kvferry.core.transport.base import BaseTransport
+from kvferry.core.transport.options import parse_options
 
 __all__ = [
     "INTERFACE_VERSION",
@@ -24,4 +25,5 @@ __all__ = [
     "Status",
     "TransferId",
     "Transport",
+    "parse_options",
 ]

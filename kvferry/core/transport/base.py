@@ -29,10 +29,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -42,6 +43,7 @@ from kvferry.core.errors import (
     TransferCancelledError,
     TransportError,
     TransportUnsupportedError,
+    TransportUsageError,
 )
 from kvferry.core.memory import Region
 from kvferry.core.transport.api import (
@@ -55,17 +57,6 @@ from kvferry.core.transport.api import (
 )
 from kvferry.core.transport.bounds import check_copies
 from kvferry.core.transport.copies import Copies
-from kvferry.core.transport.refusals import (
-    TransportOwner,
-    check_final,
-    check_payload,
-    check_registered,
-    check_unused,
-    find_peer,
-    find_transfer,
-    local_regions,
-    remote_regions,
-)
 
 _POLL_SECONDS = 0.0005
 """The pause between two polls of the transfers that ``_end_transfers`` waits for."""
@@ -154,7 +145,9 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     """How long ``disconnect`` and ``close`` wait for transfers to end."""
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
-        self._owner = TransportOwner(name)
+        self._name = name
+        self._pid = os.getpid()
+        self._closed = False
         self._capabilities = capabilities
         self._ids = itertools.count(1)
         self._registered: dict[Region, RegistrationT] = {}
@@ -342,14 +335,53 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         Raises:
             TransportUsageError: the transport is closed, or this process is a fork.
         """
-        self._owner.check()
+        if self._closed:
+            raise TransportUsageError(f"{self.name} is closed")
+        if os.getpid() != self._pid:
+            raise TransportUsageError(
+                f"{self.name} belongs to process {self._pid}, of which this one is a fork: make "
+                "transports after forking, or spawn"
+            )
+
+    def _end(self) -> bool:
+        """Mark the transport as closed.
+
+        Returns:
+            Whether ``close`` has anything to do: ``True`` for the first call, and never in a fork.
+            A fork has none of the transport's threads, and its sockets and handles belong to the
+            parent, so it must not even release them.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return False
+        self._closed = True
+        return True
+
+    def _find_peer(self, peer: PeerId) -> ConnectionT:
+        """Return the connection to a peer.
+
+        Raises:
+            TransportUsageError: the peer is not connected.
+        """
+        if peer not in self._peers:
+            raise TransportUsageError(f"no peer {peer}; connected: {list(self._peers)[:16]}")
+        return self._peers[peer]
+
+    def _find_transfer(self, transfer: TransferId) -> TransferT:
+        """Return the driver's object of a transfer.
+
+        Raises:
+            TransportUsageError: there is no transfer of that id.
+        """
+        if transfer not in self._transfers:
+            raise TransportUsageError(f"no transfer {transfer}: never started, or forgotten")
+        return self._transfers[transfer].transfer
 
     # The interface.
 
     @property
     def name(self) -> str:
         """The name that was given to the constructor."""
-        return self._owner.name
+        return self._name
 
     @property
     def capabilities(self) -> Capabilities:
@@ -376,10 +408,12 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def deregister(self, region: Region) -> None:
         """As ``Transport.deregister``, by ``_deregister``."""
         self._check_usable()
-        check_registered(region, self._registered)
-        for record in self._transfers.values():
-            if not record.final:
-                check_unused(region, record.local)
+        if region not in self._registered:
+            raise TransportUsageError(f"{region} is not registered")
+        if any(region in record.local and not record.final for record in self._transfers.values()):
+            raise TransportUsageError(
+                f"an unfinished transfer uses {region}: cancel it, and poll until it is final"
+            )
         self._deregister(region, self._registered.pop(region))
 
     def address(self) -> bytes:
@@ -405,7 +439,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
     def disconnect(self, peer: PeerId) -> None:
         """As ``Transport.disconnect``, by ``_disconnect``."""
         self._check_usable()
-        connection = find_peer(self._peers, peer)
+        connection = self._find_peer(peer)
         transfers = self._unfinished(peer)
         error = PeerLostError(f"{connection.name} was disconnected")
         ended = self._end_transfers(transfers, error)
@@ -433,30 +467,32 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         try:
             found = [books[transfer].transfer for transfer in transfers]
         except KeyError:
-            found = [find_transfer(books, transfer).transfer for transfer in transfers]
+            found = [self._find_transfer(transfer) for transfer in transfers]
         self._progress(found)
         return [transfer.status for transfer in found]
 
     def cancel(self, transfer: TransferId) -> None:
         """As ``Transport.cancel``, by ``_fail`` if the capabilities have ``cancel``."""
         self._check_usable()
-        record = find_transfer(self._transfers, transfer)
-        if self._capabilities.cancel and not record.final:
-            self._fail(
-                record.transfer, TransferCancelledError(f"transfer {transfer} was cancelled")
-            )
+        cancelled = self._find_transfer(transfer)
+        if self._capabilities.cancel and not cancelled.status.state.final:
+            self._fail(cancelled, TransferCancelledError(f"transfer {transfer} was cancelled"))
 
     def forget(self, transfer: TransferId) -> None:
         """As ``Transport.forget``."""
         self._check_usable()
-        check_final(transfer, find_transfer(self._transfers, transfer).transfer.status)
+        if not self._find_transfer(transfer).status.state.final:
+            raise TransportUsageError(
+                f"transfer {transfer} is not final: poll until it is, or disconnect its peer if it "
+                "is failing; then forget it"
+            )
         del self._transfers[transfer]
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
         """As ``Transport.notify``, by ``_notify``."""
         self._check_usable()
-        connection = find_peer(self._peers, peer)
-        check_payload(payload, self._capabilities.max_notification)
+        connection = self._find_peer(peer)
+        self._check_payload(payload)
         with contextlib.suppress(PeerLostError):
             self._notify(connection, payload)
 
@@ -467,7 +503,7 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
 
     def close(self) -> None:
         """As ``Transport.close``, by ``_close``."""
-        if not self._owner.end():
+        if not self._end():
             return
         transfers = self._unfinished()
         self._end_transfers(transfers, PeerLostError(f"{self.name} was closed"))
@@ -486,20 +522,18 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         self, op: str, peer: PeerId, copies: Copies, notify: bytes | None
     ) -> TransferId:
         """Check the arguments, start the transfer, and record it."""
-        capabilities = self._capabilities
-        if op not in capabilities.ops:
+        if op not in self._capabilities.ops:
             raise unsupported_op(self, op)
         self._check_usable()
-        connection = find_peer(self._peers, peer)
+        connection = self._find_peer(peer)
         if notify is not None:
-            check_payload(notify, capabilities.max_notification)
-        local = local_regions(copies, self._registered)
-        remote = remote_regions(copies, connection.regions, connection.name)
+            self._check_payload(notify)
+        local = self._local_regions(copies)
+        remote = _remote_regions(copies, connection)
         if len(copies.nbytes) > len(self._ends):
             self._ends = np.empty(1 << (len(copies) - 1).bit_length(), np.uint64)
         check_copies(copies, self._ends)
-        if capabilities.max_outstanding is not None:
-            self._check_outstanding(capabilities.max_outstanding)
+        self._check_outstanding()
         transfer = self._start(
             TransferRequest(connection, copies, local, remote, notify, op == "write")
         )
@@ -507,8 +541,26 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
         self._transfers[transfer_id] = _Record(peer, local, transfer)
         return transfer_id
 
-    def _check_outstanding(self, limit: int) -> None:
-        if len(self._transfers) < limit:
+    def _check_payload(self, payload: object) -> None:
+        limit = self._capabilities.max_notification
+        if limit == 0:
+            raise TransportUnsupportedError("this transport carries no notifications")
+        if not isinstance(payload, bytes) or not 0 < len(payload) <= limit:
+            size = len(payload) if isinstance(payload, bytes) else type(payload).__name__
+            raise TransportUsageError(f"a notification is 1 to {limit} bytes; this one: {size}")
+
+    def _local_regions(self, copies: Copies) -> frozenset[Region]:
+        """Return the distinct local regions of a batch, all of which must be registered."""
+        regions = frozenset([segment.local for segment in copies.segments])
+        for region in _missing(regions, self._registered):
+            raise TransportUsageError(
+                f"local {region} is not registered; {len(self._registered)} regions are"
+            )
+        return regions
+
+    def _check_outstanding(self) -> None:
+        limit = self._capabilities.max_outstanding
+        if limit is None or len(self._transfers) < limit:
             return
         # Some may have ended since they were last polled.
         self._progress(self._unfinished())
@@ -518,6 +570,25 @@ class BaseTransport(Transport, Generic[RegistrationT, AddressT, ConnectionT, Tra
                 f"{unfinished} transfers are unfinished, and {self.name} takes {limit} at once "
                 "(capabilities: max_outstanding): poll until one has ended"
             )
+
+
+def _remote_regions(copies: Copies, connection: DriverConnection) -> frozenset[Region]:
+    """Return the distinct remote regions of a batch, all of which the peer must have registered."""
+    regions, known = frozenset([segment.remote for segment in copies.segments]), connection.regions
+    for region in _missing(regions, known):
+        raise TransportUsageError(
+            f"remote {region} is not among the {len(known)} regions known of {connection.name}: if "
+            "it was registered after its address was made, connect again with a new one"
+        )
+    return regions
+
+
+def _missing(regions: frozenset[Region], known: Collection[Region]) -> Iterable[Region]:
+    # Hashing a region takes longer than looking it up. ``frozenset.difference`` with a set or dict
+    # reuses the hashes that the frozenset has stored.
+    if isinstance(known, (dict, set, frozenset)):
+        return regions.difference(known)
+    return [region for region in regions if region not in known]
 
 
 def _all_final(transfers: Sequence[DriverTransfer]) -> bool:

@@ -14,9 +14,15 @@ import msgspec
 
 from kvferry.core.errors import TransportError
 from kvferry.core.memory import CPU, Region
-from kvferry.core.transport import BaseTransport, Capabilities, Notification, Quiescence, procfs
+from kvferry.core.transport import (
+    BaseTransport,
+    Capabilities,
+    Notification,
+    Quiescence,
+    parse_options,
+    procfs,
+)
 from kvferry.core.transport.base import TransferRequest
-from kvferry.core.transport.refusals import parse_options
 from kvferry.drivers.loopback import address as wire
 from kvferry.drivers.loopback import process_memory
 from kvferry.drivers.loopback.address import LoopbackAddress, LoopbackRegion

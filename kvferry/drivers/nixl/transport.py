@@ -24,9 +24,9 @@ from kvferry.core.transport import (
     Quiescence,
     State,
     TransferId,
+    parse_options,
 )
 from kvferry.core.transport.base import TransferRequest
-from kvferry.core.transport.refusals import find_transfer, parse_options
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import agent_metadata, library
 from kvferry.drivers.nixl.address import NixlAddress
@@ -105,7 +105,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
                 ``telemetry`` was not set.
         """
         self._check_usable()
-        found = find_transfer(self._transfers, transfer).transfer
+        found = self._find_transfer(transfer)
         if found.telemetry is None or found.status.state is not State.DONE:
             why = "set driver_options: telemetry" if found.telemetry is None else "it is not done"
             raise TransportUsageError(f"no telemetry of transfer {transfer}: {why}")

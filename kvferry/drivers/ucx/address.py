@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Annotated, Literal, NewType
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from kvferry.core.errors import ConnectError, LayoutError
 from kvferry.core.memory import ADDRESS_LIMIT, Region
 from kvferry.core.messages import DECODE_ERRORS
+from kvferry.core.transport import procfs
 from kvferry.drivers.ucx.ucp import MAX_PACKED_KEY, MAX_WORKER_ADDRESS
 from kvferry.drivers.ucx.ucp_structs import MEMORY
 from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address
@@ -25,6 +27,9 @@ KeyId = NewType("KeyId", int)
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Instance = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 WorkerAddress = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_WORKER_ADDRESS)]
+Identity = tuple[Instance, WorkerAddress]
+"""What tells a transport from all others: its instance, and the worker that serves peers."""
+
 Word = Annotated[int, msgspec.Meta(ge=0, le=ADDRESS_LIMIT - 1)]
 
 
@@ -54,6 +59,18 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     namespace: Word
     pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
     start_time: Word
+
+    @classmethod
+    def of_this_process(cls) -> ProcessIdentity:
+        """Return the identity of this process."""
+        pid = os.getpid()
+        return cls(procfs.boot_id(), procfs.pid_namespace(), pid, procfs.start_time(pid) or 0)
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended; False for another host or pid namespace."""
+        if (self.boot, self.namespace) != (procfs.boot_id(), procfs.pid_namespace()):
+            return False
+        return procfs.start_time(self.pid) != self.start_time
 
 
 class UcxAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +102,27 @@ class UcxAddress(msgspec.Struct, frozen=True, kw_only=True):
     regions: Annotated[list[UcxRegion], msgspec.Meta(max_length=MAX_REGIONS)]
     digest: bytes = b""
     full_digest: bytes = msgspec.field(name="whole", default=b"")
+
+    @property
+    def identity(self) -> Identity:
+        """The identity of the transport.
+
+        The worker is a part of it: an address with a transport's instance and another worker leads
+        elsewhere, and must not count as that transport's.
+        """
+        return self.instance, self.worker
+
+    def is_of_same_transport(self, other: UcxAddress) -> bool:
+        """Return whether both addresses can have been made by the same transport.
+
+        Only ``withdrawn`` and ``regions`` change while a transport lives.
+        """
+        return (self.identity, self.name, self.process, self.ucx) == (
+            other.identity,
+            other.name,
+            other.process,
+            other.ucx,
+        )
 
 
 _decoder = msgspec.msgpack.Decoder(UcxAddress)

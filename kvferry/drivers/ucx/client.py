@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransportError
-from kvferry.core.memory import Region
-from kvferry.core.transport import PeerId
 from kvferry.drivers.ucx import ucp as statuses
-from kvferry.drivers.ucx.address import KeyId, UcxAddress, UcxRegion
-from kvferry.drivers.ucx.connection import ClientWorker, ConnectionState, UcxConnection
+from kvferry.drivers.ucx.address import KeyId, UcxAddress
+from kvferry.drivers.ucx.connection import (
+    ClientWorker,
+    ConnectionState,
+    UcxConnection,
+    UcxPeer,
+)
 from kvferry.drivers.ucx.copy_thread import PROGRESS_SECONDS, CopyThread, available_cores
 from kvferry.drivers.ucx.message_transfer import copied_by_cpu
 from kvferry.drivers.ucx.messages import (
@@ -24,7 +26,6 @@ from kvferry.drivers.ucx.messages import (
     Welcome,
     Withdrawn,
 )
-from kvferry.drivers.ucx.process_identity import has_ended
 from kvferry.drivers.ucx.progress import FairLock
 from kvferry.drivers.ucx.transfer import UcxTransfer
 from kvferry.drivers.ucx.ucp import Ucp
@@ -42,32 +43,6 @@ _LIVENESS_SECONDS = 0.2
 connection, which a forked child of the dead process may hold open."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class UcxPeer:
-    """A peer that this transport has connected to.
-
-    Attributes:
-        id: the peer's id.
-        address: the address with which the user last connected to the peer.
-        regions: the regions in ``address``.
-        connection: the connection to the peer, which may be broken.
-        second_connection: a second connection, used for large reads only.
-    """
-
-    id: PeerId
-    address: UcxAddress
-    regions: dict[Region, UcxRegion]
-    connection: UcxConnection
-    second_connection: UcxConnection | None = None
-
-    @property
-    def connections(self) -> list[UcxConnection]:
-        """The one or two connections to the peer."""
-        if self.second_connection is None:
-            return [self.connection]
-        return [self.connection, self.second_connection]
-
-
 class Client:
     """The client side of a transport, which connects to peers, reads and writes.
 
@@ -82,7 +57,6 @@ class Client:
 
     Attributes:
         lock: protects this object, its workers, connections and transfers.
-        peers: the connected peers, by their ids.
         last_driven: when a call of the transport, not the progress thread, last drove the client,
             by ``time.monotonic``.
     """
@@ -96,7 +70,6 @@ class Client:
         connect_timeout: float,
     ) -> None:
         self.lock = FairLock()
-        self.peers: dict[PeerId, UcxPeer] = {}
         self._ucp = ucp
         self._make_worker = make_worker
         self._name = name
@@ -225,18 +198,6 @@ class Client:
         self._client_workers.append(client_worker)
         return client_worker
 
-    def find_peer(self, address: UcxAddress) -> UcxPeer | None:
-        """Return the connected peer that an address belongs to, or ``None``.
-
-        Both the instance and the worker's address must be the peer's.
-        """
-        of_address = (
-            peer
-            for peer in self.peers.values()
-            if (peer.address.instance, peer.address.worker) == (address.instance, address.worker)
-        )
-        return next(of_address, None)
-
     def connection_to(self, peer: UcxPeer) -> UcxConnection:
         """Return the connection to a peer, or open another one if it is broken."""
         if peer.connection.state is ConnectionState.BROKEN:
@@ -263,8 +224,8 @@ class Client:
 
     def disconnect(self, peer: UcxPeer) -> None:
         """Break the connections to a peer, and tell the peer with ``Bye``."""
-        error = PeerLostError(f"{peer.address.name} was disconnected")
-        for connection in peer.connections:
+        error = PeerLostError(f"{peer.name} was disconnected")
+        for connection in filter(None, (peer.connection, peer.second_connection)):
             connection.close(error, say_bye=True)
 
     # Transfers.
@@ -280,16 +241,6 @@ class Client:
         while not transfer.final and self.run_once() and time.monotonic() - now < _START_SECONDS:
             pass
         self.last_driven = time.monotonic()
-
-    def transfers_with(self, peers: Iterable[PeerId]) -> list[UcxTransfer]:
-        """Return the unfinished transfers with these peers."""
-        wanted = set(peers)
-        return [transfer for transfer in self._transfers if transfer.peer in wanted]
-
-    @property
-    def regions_in_use(self) -> set[Region]:
-        """The local regions of unfinished transfers."""
-        return {region for transfer in self._transfers for region in transfer.local_regions}
 
     def stop(self) -> None:
         """End the copy thread, if there is one."""
@@ -350,7 +301,7 @@ class Client:
         """Break a connection whose server is gone or does not answer; forget a released one."""
         server = connection.server
         broken = connection.state is ConnectionState.BROKEN
-        if check_liveness and not broken and has_ended(server.process):
+        if check_liveness and not broken and server.process.has_ended():
             connection.close(PeerLostError(f"{server.name}'s process has ended"))
         waited = now - connection.opened
         if connection.state is ConnectionState.CONNECTING and waited > self._connect_timeout:
@@ -377,15 +328,11 @@ class Client:
         if transfer.windows:
             return False
         connection = transfer.connection
-        if connection.closed_by_server or has_ended(connection.server.process):
+        if connection.closed_by_server or connection.server.process.has_ended():
             return True
-        peer = self.peers.get(transfer.peer)
         # A server closes a client's earlier connection before it welcomes the next.
-        return (
-            peer is not None
-            and peer.connection is not connection
-            and peer.connection.state is ConnectionState.READY
-        )
+        latest = transfer.peer.connection
+        return latest is not connection and latest.state is ConnectionState.READY
 
     def _confirm_withdrawals(self) -> None:
         for connection in self._connections.values():

@@ -1,4 +1,4 @@
-"""A connection to a peer, as its client sees it.
+"""A peer, and the connections to it, as their client sees them.
 
 A transport that reads and writes is the *client*; the one whose memory is read and written is the
 *server*. ``server.py`` has the server's view of the same connection.
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import PeerLostError, TransportError
-from kvferry.core.memory import U64Array
-from kvferry.drivers.ucx.address import Instance, KeyId, UcxAddress, UcxRegion
+from kvferry.core.memory import Region, U64Array
+from kvferry.drivers.ucx.address import Identity, Instance, KeyId, UcxAddress, UcxRegion
 from kvferry.drivers.ucx.message_transfer import consecutive
 from kvferry.drivers.ucx.messages import (
     Bye,
@@ -349,6 +349,33 @@ class UcxConnection:
             self.client_worker.worker.send(self.endpoint, message, body, nbytes)
         except TransportError as exc:
             self.close(exc)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class UcxPeer:
+    """A connected peer.
+
+    Attributes:
+        address: the last address with which the user connected to the peer.
+        regions: the regions that ``address`` names.
+        connection: the connection to the peer, which may be broken.
+        second_connection: a second connection, used for large reads only.
+    """
+
+    address: UcxAddress
+    regions: dict[Region, UcxRegion]
+    connection: UcxConnection
+    second_connection: UcxConnection | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the peer's transport."""
+        return self.address.name
+
+    @property
+    def identity(self) -> Identity:
+        """The identity of the peer's transport."""
+        return self.address.identity
 
 
 def _unreachable(error: TransportError) -> PeerLostError:

@@ -20,9 +20,10 @@ logger = logging.getLogger(__name__)
 Version = tuple[int, int, int]
 Source = Literal["option", "system", "wheel"]
 
-LOWEST: Version = (1, 18, 0)
-"""The oldest UCX that ``find`` takes; ``Ucp`` refuses one older than ``ucp.MINOR``. Another major
-version may lay out its structures in another way."""
+LOWEST: Version = (1, 21, 0)
+"""The oldest UCX that ``find`` and ``Ucp`` take, which is the oldest that was tested; the driver
+asks UCX for the interface of this version. Another major version may lay out its structures in
+another way."""
 
 SYSTEMS_OWN = "libucp.so.0"
 WHEEL = "libucx"
@@ -120,6 +121,11 @@ def load(library: UcxLibrary) -> ctypes.CDLL:
         raise DriverError(f"{path} does not load: {exc}; {REMEDY}") from exc
 
 
+def is_usable(version: Version) -> bool:
+    """Return whether the driver can use a UCX of this version."""
+    return LOWEST <= version < (LOWEST[0] + 1, 0, 0)
+
+
 def dotted(version: Version) -> str:
     """Return a version as text, such as "1.22.0"."""
     return ".".join(map(str, version))
@@ -215,11 +221,11 @@ def _library(path: Path, version: Version, source: Source, *, rdma: bool) -> Ucx
 
 def _unfit(library: UcxLibrary) -> str:
     """Return why a library cannot be used, or an empty string."""
+    if is_usable(library.version):
+        return ""
     if library.version[0] != LOWEST[0]:
         return f"{library} is of another major version than {LOWEST[0]}, the only one known"
-    if library.version < LOWEST:
-        return f"{library} is older than {dotted(LOWEST)}, the lowest that was tested"
-    return ""
+    return f"{library} is older than {dotted(LOWEST)}, the lowest that was tested"
 
 
 def _advised(taken: UcxLibrary, others: list[UcxLibrary]) -> UcxLibrary:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.core.memory import I64Array, U64Array
-from kvferry.core.transport.bounds import check_bounds, checked_length
 from kvferry.core.transport.copies import Copies
 
 MAX_RUN_BYTES = 16 << 20
@@ -73,27 +72,18 @@ class MergedCopies:
 
 
 def merge_copies(copies: Copies) -> MergedCopies:
-    """Check that a batch stays within its regions, and merge its copies into runs.
+    """Merge the copies of a batch into runs.
 
     Args:
-        copies: the batch. The caller may change its arrays afterwards.
+        copies: a batch that ``check_copies`` has accepted. The caller may change its arrays
+            afterwards.
 
     Returns:
         The runs, in the order of the batch.
-
-    Raises:
-        TransportUsageError: the arrays or the segments do not fit together, or a copy leaves its
-            regions.
     """
-    n = checked_length(copies)
     segment = np.repeat(
         np.arange(len(copies.segments)), [s.stop - s.start for s in copies.segments]
     )
-    if n == 0:
-        return _merged(copies.local, copies.remote, copies.nbytes, segment)
-    scratch = np.empty(n, np.uint64)
-    check_bounds(copies, "local", scratch)
-    check_bounds(copies, "remote", scratch)
     local, remote, nbytes = copies.local, copies.remote, copies.nbytes
     if not nbytes.all():
         full = np.flatnonzero(nbytes)

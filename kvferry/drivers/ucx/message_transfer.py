@@ -25,8 +25,11 @@ RegionsByKey = Mapping[KeyId, Region]
 CopyRanges = Callable[[U64Array, U64Array, U64Array], None]
 """Copies ranges of memory, as ``Poster.copy``."""
 
+NIC_TRANSPORTS = ("rc", "dc", "ugni")
+"""Name prefixes of the UCX transports by which NICs read and write the peer's memory."""
+
 NATIVE_TRANSPORTS = {
-    CPU: ("cma", "knem", "xpmem", "rc", "dc", "ugni"),
+    CPU: ("cma", "knem", "xpmem", *NIC_TRANSPORTS),
     "cuda": ("rc", "dc", "cuda_ipc"),
 }
 """For each memory kind, the UCX transports that reach such memory without the peer's help, by the

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.core.transport.refusals import parse_options
-
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
@@ -55,15 +53,6 @@ class UcxOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     threads: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
     deadline_seconds: _Seconds = 30.0
     connect_seconds: _Seconds = 5.0
-
-
-def parse(options: Mapping[str, object]) -> UcxOptions:
-    """Check the options of a user, and fill in defaults.
-
-    Raises:
-        DriverError: an option is unknown, of a wrong type or out of range.
-    """
-    return parse_options("ucx", UcxOptions, options)
 
 
 def user_settings(options: UcxOptions) -> dict[str, str]:

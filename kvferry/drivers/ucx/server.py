@@ -173,7 +173,10 @@ class Server:
         return self.withdrawals
 
     def is_confirmed(self, number: int) -> bool:
-        """Return whether each client has confirmed a withdrawal or its connection is closed."""
+        """Return whether each client has confirmed a withdrawal or its connection is closed.
+
+        The endpoint of a closed connection may still linger: see ``_answer_hellos``.
+        """
         return not (self._unconfirmed(number) or self.worker.closing)
 
     def disconnect_unconfirmed(self, number: int) -> None:
@@ -208,7 +211,8 @@ class Server:
         wait_closed(self.worker)
 
     def _unconfirmed(self, number: int) -> list[ClientConnection]:
-        return [one for one in self._connections.values() if one.confirmed < number]
+        # A copy, since ``is_confirmed`` is called without the lock.
+        return [one for one in list(self._connections.values()) if one.confirmed < number]
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, Hello):
@@ -294,6 +298,13 @@ class Server:
 
     def _answer_hellos(self) -> bool:
         """Answer the waiting hellos, unless a connection is still being closed.
+
+        A ``Welcome`` promises that no byte of the client's earlier connection is written any more.
+        This holds while the earlier endpoint still lingers: what arrives on it is messages, and
+        those of a connection that is not in ``_connections`` are dropped. An endpoint by which a
+        NIC could write does not linger, and ``closing`` is true until it is closed; shared memory
+        is written by the client itself, which knows when it has ended. So no client waits for an
+        endpoint to another client, which may be stopped and linger for long.
 
         Returns:
             Whether any was answered.

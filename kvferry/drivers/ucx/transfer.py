@@ -9,11 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.core.errors import TransportError, TransportUnsupportedError
-from kvferry.core.memory import CPU, Region, U64Array
-from kvferry.core.transport import PeerId, State, Status, TransferId
+from kvferry.core.memory import CPU, U64Array
+from kvferry.core.transport import State, Status
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, UcxRegion
-from kvferry.drivers.ucx.connection import ConnectionState, ScatterTarget, UcxConnection
+from kvferry.drivers.ucx.connection import (
+    ConnectionState,
+    ScatterTarget,
+    UcxConnection,
+    UcxPeer,
+)
 from kvferry.drivers.ucx.merged_copies import MergedCopies
 from kvferry.drivers.ucx.message_transfer import build_rows, consecutive, reached_natively
 from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS, ROW_BYTES
@@ -66,14 +71,13 @@ class UcxTransfer:
     queues on the way to the peer: then it is FAILED only after ``confirm_dropped``.
 
     Attributes:
-        id: the transfer's id.
-        peer: the peer's id.
+        peer: the peer.
         connection: the connection on which it is posted.
         write: True for a write, False for a read.
         runs: what to move.
         segments: for each segment of the batch, the address of the local registration's request
             parameters, and the remote region.
-        local_regions: the local regions that the transfer uses.
+        memory_kinds: the memory kinds of the regions on both sides.
         remote_keys: the keys of the remote registrations that the transfer uses.
         send_notification: sends the bound notification; ``None`` if there is none.
         poster: the loops that post the runs.
@@ -85,13 +89,12 @@ class UcxTransfer:
         unconfirmed: whether bytes of a failed write may still arrive at the peer.
     """
 
-    id: TransferId
-    peer: PeerId
+    peer: UcxPeer
     connection: UcxConnection
     write: bool
     runs: MergedCopies
     segments: list[tuple[int, UcxRegion]]
-    local_regions: frozenset[Region]
+    memory_kinds: frozenset[str]
     remote_keys: frozenset[KeyId]
     send_notification: Callable[[], None] | None
     poster: Poster
@@ -184,12 +187,7 @@ class UcxTransfer:
         return not self._natively(self.connection)
 
     def _natively(self, connection: UcxConnection) -> bool:
-        return reached_natively(connection.transports, self._memory_kinds)
-
-    @property
-    def _memory_kinds(self) -> frozenset[str]:
-        kinds = {region.kind for _, region in self.segments}
-        return frozenset(kinds | {region.kind for region in self.local_regions})
+        return reached_natively(connection.transports, self.memory_kinds)
 
     def _post(self, connection: UcxConnection) -> None:
         if self._by_messages:
@@ -225,12 +223,12 @@ class UcxTransfer:
 
     def _post_message(self) -> None:
         """Send a window as a message: a fetch or a store."""
-        if self._memory_kinds - {CPU}:
+        if self.memory_kinds - {CPU}:
             over = ", ".join(sorted(self.connection.transports))
             self.fail(
                 TransportUnsupportedError(
                     f"over {over} ucx reaches CPU memory only; "
-                    f"{', '.join(sorted(self._memory_kinds))} "
+                    f"{', '.join(sorted(self.memory_kinds))} "
                     "needs RDMA or, on one host, cuda_ipc (driver_options: transports)"
                 )
             )

@@ -1,4 +1,4 @@
-"""The ucx transport: implements ``Transport`` with a client side and a server side."""
+"""The ucx transport: implements the hooks of ``BaseTransport`` with a client and a server side."""
 
 from __future__ import annotations
 
@@ -7,59 +7,46 @@ import functools
 import itertools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from kvferry.core.errors import (
     ConnectError,
-    PeerLostError,
-    TransferCancelledError,
     TransportError,
-    TransportUnsupportedError,
+    TransportUsageError,
 )
 from kvferry.core.memory import Region
 from kvferry.core.transport import (
+    BaseTransport,
     Capabilities,
     Notification,
-    PeerId,
     Quiescence,
-    Status,
-    TransferId,
-    Transport,
+    parse_options,
 )
-from kvferry.core.transport.copies import Copies
-from kvferry.core.transport.refusals import (
-    TransportOwner,
-    check_final,
-    check_payload,
-    check_registered,
-    check_unused,
-    find_peer,
-    find_transfer,
-    local_regions,
-    remote_regions,
-)
+from kvferry.core.transport.base import TransferRequest
 from kvferry.drivers.ucx import address as wire
-from kvferry.drivers.ucx import library, process_identity
-from kvferry.drivers.ucx.address import KeyId, UcxAddress
-from kvferry.drivers.ucx.client import Client, UcxPeer
+from kvferry.drivers.ucx import library
+from kvferry.drivers.ucx import ucp_structs as structs
+from kvferry.drivers.ucx.address import KeyId, ProcessIdentity, UcxAddress, UcxRegion
+from kvferry.drivers.ucx.client import Client
 from kvferry.drivers.ucx.compiled_loops import poster
-from kvferry.drivers.ucx.connection import ConnectionState
+from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, UcxPeer
 from kvferry.drivers.ucx.copy_thread import MIN_BYTES
 from kvferry.drivers.ucx.devices import devices, listed
 from kvferry.drivers.ucx.library import UcxLibrary
-from kvferry.drivers.ucx.memory import RegisteredMemory
-from kvferry.drivers.ucx.merged_copies import merge_copies
+from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_NOTIFICATION
-from kvferry.drivers.ucx.options import DEFAULT_SETTINGS, parse, user_settings
+from kvferry.drivers.ucx.options import DEFAULT_SETTINGS, UcxOptions, user_settings
 from kvferry.drivers.ucx.progress import ProgressDriver, ProgressTarget, ProgressThread
 from kvferry.drivers.ucx.server import Server
 from kvferry.drivers.ucx.transfer import UcxTransfer
-from kvferry.drivers.ucx.ucp import MAJOR, Ucp
+from kvferry.drivers.ucx.ucp import Memory, Ucp
 from kvferry.drivers.ucx.worker import Worker
 
-_GRACE_SECONDS = 3.0
+_END_SECONDS = 3.0
 """How long transfers may take to end by themselves before their connection is broken."""
 
 _BREAK_SECONDS = 2.0
@@ -73,7 +60,25 @@ _RELEASE_SECONDS = 2.0
 """How long peers may take to stop using deregistered memory before they are disconnected."""
 
 
-class UcxTransport(Transport):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """One registration of a region with UCX.
+
+    Attributes:
+        key: the number of the registration, which this transport uses only once.
+        memory: UCX's handle of the registered memory.
+        packed: UCX's packed key, with which peers reach the region.
+        params: UCX's request parameters for reads into the region and writes from it. UCX gets the
+            address of this structure, so the registration keeps it alive.
+    """
+
+    key: KeyId
+    memory: Memory
+    packed: bytes
+    params: structs.RequestParams
+
+
+class UcxTransport(BaseTransport[Registration, UcxAddress, UcxPeer, UcxTransfer]):
     """Read and write CPU and CUDA memory, on one host or several, with UCP's one-sided operations.
 
     Each transport has a UCX context of its own, configured by its options, and one or two threads,
@@ -104,333 +109,307 @@ class UcxTransport(Transport):
     """
 
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
+    grace_seconds: ClassVar[float] = _END_SECONDS + _BREAK_SECONDS + _ANSWER_SECONDS
 
     def __init__(self, **options: object) -> None:
-        self._options = parse(options)
+        self._options = parse_options("ucx", UcxOptions, options)
         self._library, self._ucp = _loaded(self._options.library)
-        self._owner = TransportOwner(f"ucx-{os.getpid()}-{secrets.token_hex(8)}")
+        name = f"ucx-{os.getpid()}-{secrets.token_hex(8)}"
+        self._context = self._ucp.create_context(
+            name, user_settings(self._options), DEFAULT_SETTINGS
+        )
+        super().__init__(
+            name,
+            Capabilities(
+                ops=frozenset({"read", "write"}),
+                memory=self._ucp.memory_kinds(self._context),
+                max_notification=MAX_NOTIFICATION,
+                cancel=True,
+                background_progress=True,
+                quiescence=Quiescence.AFTER_DISCONNECT,
+                concurrent_connect=True,
+            ),
+        )
         self._instance = secrets.token_bytes(16)
-        settings = user_settings(self._options)
-        self._context = self._ucp.create_context(self.name, settings, DEFAULT_SETTINGS)
-        self._memory_kinds = self._ucp.memory_kinds(self._context)
+        self._keys = map(KeyId, itertools.count(1))
         self._poster = poster(self._ucp)
         make_worker = partial(Worker, self._ucp, self._context, self._poster)
         self._server = Server(make_worker, self._instance)
         self._client = Client(
             self._ucp,
             make_worker,
-            self.name,
+            name,
             self._options.deadline_seconds,
             self._options.connect_seconds,
         )
-        self._registered = RegisteredMemory(self._ucp, self._context)
-        self._transfers: dict[TransferId, UcxTransfer] = {}
-        self._ids = itertools.count(1)
         sides: list[ProgressTarget] = [self._server, self._client]
         shares = [sides] if self._options.threads == 1 else [[side] for side in sides]
-        self._progress = ProgressDriver(
-            self._client, [ProgressThread(self.name, share) for share in shares]
+        self._progress_driver = ProgressDriver(
+            self._client, [ProgressThread(name, share) for share in shares]
         )
         _open_transports.add(self)
 
     @property
-    def name(self) -> str:
-        """This transport's name, which no other transport has."""
-        return self._owner.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What this transport can do, as ``Transport.capabilities``."""
-        return Capabilities(
-            ops=frozenset({"read", "write"}),
-            memory=self._memory_kinds,
-            max_notification=MAX_NOTIFICATION,
-            cancel=True,
-            background_progress=True,
-            quiescence=Quiescence.AFTER_DISCONNECT,
-            concurrent_connect=True,
-        )
-
-    @property
     def library(self) -> str:
         """The loaded UCX as text: its version, its file, whether it can do RDMA, its devices."""
-        if self._owner.closed:
+        if self not in _open_transports:
             return str(self._library)
         found = devices(library.load(self._library), self._context)
         return f"{self._library}: {listed(found)}"
 
-    def path(self, peer: PeerId) -> str:
-        """Return UCX's names of the transports of a connection, such as "cma+tcp".
-
-        Returns:
-            The names, joined by "+"; an empty string if the peer is unknown or not yet ready.
-        """
-        connected = self._client.peers.get(peer)
-        return "" if connected is None else "+".join(sorted(connected.connection.transports))
-
     # Memory.
 
-    def register(self, region: Region) -> None:
-        """Register a region, as ``Transport.register``."""
-        self._owner.check()
-        if region.kind not in self._memory_kinds:
-            kinds = ", ".join(sorted(self._memory_kinds))
-            raise TransportUnsupportedError(
-                f"ucx reaches {kinds} here, not {region.kind}: {region}"
+    def _register(self, region: Region) -> Registration:
+        if len(self._registered) >= wire.MAX_REGIONS:
+            raise TransportError(
+                f"{wire.MAX_REGIONS} regions are registered, and an address holds no more: "
+                "deregister some, or register what they lie in"
             )
-        if region in self._registered:
-            return
-        key = self._registered.register(region)
+        memory = self._ucp.map(self._context, region.address, region.nbytes, region.kind)
+        registration = Registration(
+            key=next(self._keys),
+            memory=memory,
+            packed=self._ucp.pack_key(self._context, memory),
+            params=structs.RequestParams.of(memh=memory),
+        )
         with self._server.lock:
-            self._server.regions[key] = region
+            self._server.regions[registration.key] = region
+        return registration
 
-    def deregister(self, region: Region) -> None:
-        """Deregister a region, as ``Transport.deregister``.
+    def _deregister(self, region: Region, registration: Registration) -> None:
+        """As ``BaseTransport._deregister``.
 
         Waits up to 2 s until no peer uses the region any more, then disconnects the peers that have
         not confirmed this, and waits up to 2 s for the end of their connections.
         """
-        self._owner.check()
-        check_registered(region, self._registered)
-        with self._client.lock:
-            check_unused(region, self._client.regions_in_use)
-        registration = self._registered.remove(region)
         self._withdraw(registration.key)
         with self._server.lock, self._client.lock:
-            self._registered.unmap(registration)
-
-    # Peers.
-
-    def address(self) -> bytes:
-        """Return the address for peers, as ``Transport.address``."""
-        self._owner.check()
-        return wire.encode(
-            UcxAddress(
-                name=self.name,
-                instance=self._instance,
-                process=process_identity.this_process(),
-                ucx=".".join(map(str, self._ucp.version)),
-                worker=self._server.worker.address,
-                withdrawn=self._server.withdrawals,
-                regions=self._registered.described(),
-            )
-        )
-
-    def connect(self, address: bytes) -> PeerId:
-        """Connect to a peer, as ``Transport.connect``."""
-        self._owner.check()
-        remote = wire.decode(address)
-        if remote.ucx.partition(".")[0] != str(MAJOR):
-            raise ConnectError(f"{remote.name} has UCX {remote.ucx}, and this side {MAJOR}.x")
-        if self._server.format_known:
-            wire.check_packed(remote)
-        # Compile now, since a transport that connects is about to move bytes.
-        self._poster.start_compiling()
-        regions = wire.regions_of(remote)
-        with self._client.lock:
-            peer = self._client.find_peer(remote)
-            is_new = peer is None
-            if peer is None:
-                peer = UcxPeer(
-                    id=PeerId(next(self._ids)),
-                    address=remote,
-                    regions=regions,
-                    connection=self._client.open_connection(remote),
-                )
-                self._client.peers[peer.id] = peer
-            peer.address, peer.regions = remote, regions
-            connection = self._client.connection_to(peer)
-        self._progress.wake()
-        # Twice the time after which the client itself breaks a connection that is not answered.
-        limit = 2 * self._options.connect_seconds
-        self._progress.wait_until(lambda: connection.state is not ConnectionState.CONNECTING, limit)
-        if connection.state is not ConnectionState.READY:
-            if is_new:
-                with self._client.lock:
-                    del self._client.peers[peer.id]
-            raise ConnectError(f"cannot connect to {remote.name}: {connection.error}")
-        return peer.id
-
-    def disconnect(self, peer: PeerId) -> None:
-        """Disconnect from a peer, as ``Transport.disconnect``."""
-        self._owner.check()
-        connected = find_peer(self._client.peers, peer)
-        name = connected.address.name
-        if not self._end_transfers([connected], PeerLostError(f"{name} was disconnected")):
-            raise TransportError(
-                f"bytes of a write may still reach {name}, which does not answer: "
-                "its transfers stay failing; disconnect again, later"
-            )
-        with self._client.lock:
-            self._client.disconnect(connected)
-            del self._client.peers[peer]
-        self._progress.wake()
-
-    # Transfers.
-
-    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Start a read, as ``Transport.read``."""
-        return self._start(peer, copies, notify, write=False)
-
-    def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        """Start a write, as ``Transport.write``."""
-        return self._start(peer, copies, notify, write=True)
-
-    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        """Return the status of transfers, as ``Transport.poll``."""
-        self._owner.check()
-        polled = [find_transfer(self._transfers, transfer) for transfer in transfers]
-        self._progress.run_once()
-        return [transfer.status for transfer in polled]
-
-    def cancel(self, transfer: TransferId) -> None:
-        """Cancel a transfer, as ``Transport.cancel``."""
-        self._owner.check()
-        cancelled = find_transfer(self._transfers, transfer)
-        with self._client.lock:
-            cancelled.fail(TransferCancelledError(f"transfer {transfer} was cancelled"))
-        self._progress.wake()
-
-    def forget(self, transfer: TransferId) -> None:
-        """Forget a final transfer, as ``Transport.forget``."""
-        self._owner.check()
-        check_final(transfer, find_transfer(self._transfers, transfer).status)
-        del self._transfers[transfer]
-
-    # Notifications.
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        """Send a notification, as ``Transport.notify``.
-
-        Raises:
-            TransportError: also if the peer lives but has let 64 MiB of messages pile up.
-        """
-        self._owner.check()
-        connected = find_peer(self._client.peers, peer)
-        check_payload(payload, MAX_NOTIFICATION)
-        with self._client.lock:
-            connection = self._client.connection_to(connected)
-            if connection.backlog > MAX_BACKLOG:
-                raise TransportError(
-                    f"{connection.backlog} bytes of messages have piled up on the way to "
-                    f"{connected.address.name}, which takes none: it may be stopped"
-                )
-            connection.notify(payload)
-        self._progress.wake()
-
-    def notifications(self) -> list[Notification]:
-        """Return what has arrived, as ``Transport.notifications``."""
-        self._owner.check()
-        with self._server.lock:
-            return self._server.take_notifications()
-
-    def close(self) -> None:
-        """Close the transport, as ``Transport.close``."""
-        if not self._owner.end():
-            return
-        _open_transports.discard(self)
-        quiet = self._end_transfers(
-            list(self._client.peers.values()), PeerLostError(f"{self.name} was closed")
-        )
-        self._progress.stop()
-        with self._client.lock, self._server.lock:
-            self._client.close()
-            self._server.close()
-            self._registered.close()
-            self._ucp.destroy_context(self._context)
-        if not quiet:
-            raise TransportError(
-                "closed, but bytes of a write may still reach a peer that does not answer"
-            )
-
-    # Behind the interface.
-
-    def _start(
-        self, peer: PeerId, copies: Copies, notify: bytes | None, *, write: bool
-    ) -> TransferId:
-        self._owner.check()
-        connected = find_peer(self._client.peers, peer)
-        if notify is not None:
-            check_payload(notify, MAX_NOTIFICATION)
-        local = local_regions(copies, self._registered)
-        remote_regions(copies, connected.regions, connected.address.name)
-        runs = merge_copies(copies)
-        large = len(runs) > 0 and int(runs.end_bytes[-1]) >= MIN_BYTES
-        segments = [
-            (self._registered.params_address(segment.local), connected.regions[segment.remote])
-            for segment in copies.segments
-        ]
-        with self._client.lock:
-            connection = self._client.connection_to(connected)
-            second = self._client.second_connection_to(connected) if large and not write else None
-            transfer = UcxTransfer(
-                id=TransferId(next(self._ids)),
-                peer=peer,
-                connection=connection,
-                write=write,
-                runs=runs,
-                segments=segments,
-                local_regions=local,
-                remote_keys=frozenset(KeyId(region.key) for _, region in segments),
-                send_notification=None if notify is None else partial(connection.notify, notify),
-                poster=self._poster,
-                second_connection=second,
-            )
-            self._client.start(transfer)
-        self._transfers[transfer.id] = transfer
-        self._progress.wake()
-        return transfer.id
+            self._ucp.unmap(self._context, registration.memory)
 
     def _withdraw(self, key: KeyId) -> None:
         """Wait until no peer uses a registration; disconnect peers that do not confirm in time."""
         with self._server.lock:
             number = self._server.withdraw(key)
         confirmed = partial(self._server.is_confirmed, number)
-        self._progress.wake()
-        if self._progress.wait_until(confirmed, _RELEASE_SECONDS):
+        self._progress_driver.wake()
+        if self._progress_driver.wait_until(confirmed, _RELEASE_SECONDS):
             return
         with self._server.lock:
             self._server.disconnect_unconfirmed(number)
-        self._progress.wake()
-        self._progress.wait_until(confirmed, _BREAK_SECONDS)
+        self._progress_driver.wake()
+        self._progress_driver.wait_until(confirmed, _BREAK_SECONDS)
 
-    def _end_transfers(self, peers: list[UcxPeer], error: PeerLostError) -> bool:
-        """Make all transfers with these peers fail, and wait until they are final.
+    # Connections.
+
+    def _address(self) -> bytes:
+        return wire.encode(
+            UcxAddress(
+                name=self.name,
+                instance=self._instance,
+                process=ProcessIdentity.of_this_process(),
+                ucx=library.dotted(self._ucp.version),
+                worker=self._server.worker.address,
+                withdrawn=self._server.withdrawals,
+                regions=[
+                    UcxRegion(
+                        region.address,
+                        region.nbytes,
+                        region.kind,
+                        region.device,
+                        made.key,
+                        made.packed,
+                    )
+                    for region, made in self._registered.items()
+                ],
+            )
+        )
+
+    def _decode_address(self, address: bytes) -> UcxAddress:
+        theirs = wire.decode(address)
+        major = self._ucp.version[0]
+        if theirs.ucx.partition(".")[0] != str(major):
+            raise ConnectError(f"{theirs.name} has UCX {theirs.ucx}, and this side {major}.x")
+        if self._server.format_known:
+            wire.check_packed(theirs)
+        return theirs
+
+    def _identity(self, address: UcxAddress) -> Hashable:
+        return address.identity
+
+    def _connect(self, address: UcxAddress) -> UcxPeer:
+        # Compile now, since a transport that connects is about to move bytes.
+        self._poster.start_compiling()
+        regions = wire.regions_of(address)
+        with self._client.lock:
+            connection = self._client.open_connection(address)
+        self._wait_ready(connection)
+        return UcxPeer(address=address, regions=regions, connection=connection)
+
+    def _refresh(self, connection: UcxPeer, address: UcxAddress) -> None:
+        regions = wire.regions_of(address)
+        with self._client.lock:
+            before = connection.address, connection.regions
+            if not address.is_of_same_transport(connection.address):
+                raise ConnectError(
+                    f"an address of {address.name[:64]} that leads to {connection.name}, which is "
+                    "connected, says that its name, process or UCX is another"
+                )
+            connection.address, connection.regions = address, regions
+            revived = self._client.connection_to(connection)
+        try:
+            self._wait_ready(revived)
+        except ConnectError:
+            with self._client.lock:
+                # Another thread may have opened one more, with the new address.
+                if connection.connection is revived:
+                    connection.address, connection.regions = before
+            raise
+
+    def _wait_ready(self, connection: UcxConnection) -> None:
+        """Wait until a connection is ready.
+
+        Raises:
+            ConnectError: the connection has broken, or the server does not answer.
+        """
+        self._progress_driver.wake()
+        # Twice the time after which the client itself breaks a connection that is not answered.
+        self._progress_driver.wait_until(
+            lambda: connection.state is not ConnectionState.CONNECTING,
+            2 * self._options.connect_seconds,
+        )
+        if connection.state is not ConnectionState.READY:
+            raise ConnectError(f"cannot connect to {connection.server.name}: {connection.error}")
+
+    def _disconnect(self, connection: UcxPeer, transfers: Sequence[UcxTransfer]) -> None:
+        with self._client.lock:
+            self._client.disconnect(connection)
+        self._progress_driver.wake()
+
+    def _path(self, connection: UcxPeer) -> str:
+        """Return UCX's names of the transports, such as "cma+tcp"; empty before it is ready."""
+        return "+".join(sorted(connection.connection.transports))
+
+    # Transfers.
+
+    def _start(self, request: TransferRequest[UcxPeer]) -> UcxTransfer:
+        runs = merge_copies(request.copies)
+        with self._client.lock:
+            transfer = self._make_transfer(request, runs)
+            self._client.start(transfer)
+        self._progress_driver.wake()
+        return transfer
+
+    def _make_transfer(self, request: TransferRequest[UcxPeer], runs: MergedCopies) -> UcxTransfer:
+        """Return a transfer that has not been started. The caller holds the client's lock.
+
+        ``_refresh`` may replace a peer's regions and connection, both under this lock: a key must
+        not be used on a connection that was opened with a newer address.
+        """
+        peer = request.connection
+        try:
+            segments = [
+                (structs.address_of(self._registered[one.local].params), peer.regions[one.remote])
+                for one in request.copies.segments
+            ]
+        except KeyError as exc:
+            # The base found the region; ``_refresh`` has been called since.
+            raise TransportUsageError(
+                f"remote {exc.args[0]} is no longer among the regions of {peer.name}"
+            ) from exc
+        connection, second = self._client.connection_to(peer), None
+        if not request.write and len(runs) and int(runs.end_bytes[-1]) >= MIN_BYTES:
+            second = self._client.second_connection_to(peer)
+        return UcxTransfer(
+            peer=peer,
+            connection=connection,
+            write=request.write,
+            runs=runs,
+            segments=segments,
+            memory_kinds=frozenset(one.kind for one in request.local | request.remote),
+            remote_keys=frozenset(KeyId(region.key) for _, region in segments),
+            send_notification=(
+                None if request.notify is None else partial(connection.notify, request.notify)
+            ),
+            poster=self._poster,
+            second_connection=second,
+        )
+
+    def _progress(self, transfers: Sequence[UcxTransfer]) -> None:
+        self._progress_driver.run_once()
+
+    def _fail(self, transfer: UcxTransfer, error: TransportError) -> None:
+        with self._client.lock:
+            transfer.fail(error)
+        self._progress_driver.wake()
+
+    def _end_transfers(self, transfers: Sequence[UcxTransfer], error: TransportError) -> bool:
+        """Make transfers fail, and wait until they are final.
 
         First waits for the transfers to end by themselves, then breaks their connections, then
         opens new ones, on which the peers confirm that they drop what is left of writes.
-
-        Returns:
-            Whether all of the transfers are final.
         """
         with self._client.lock:
-            transfers = self._client.transfers_with(peer.id for peer in peers)
             for transfer in transfers:
                 transfer.fail(error)
 
         def all_final() -> bool:
             return all(transfer.final for transfer in transfers)
 
-        if self._progress.wait_until(all_final, _GRACE_SECONDS if transfers else 0):
+        if self._progress_driver.wait_until(all_final, _END_SECONDS):
             return True
         with self._client.lock:
-            for connection in [c for peer in peers for c in peer.connections]:
-                if any(transfer.uses(connection) for transfer in transfers):
-                    connection.close(error)
-        self._progress.wait_until(
+            for transfer in transfers:
+                for window in transfer.windows:
+                    window.connection.close(error)
+        self._progress_driver.wait_until(
             lambda: not any(transfer.windows for transfer in transfers), _BREAK_SECONDS
         )
         with self._client.lock:
-            for peer in peers:
-                if any(t.unconfirmed and t.peer == peer.id for t in transfers):
-                    self._client.connection_to(peer)
+            for transfer in transfers:
+                if transfer.unconfirmed:
+                    self._client.connection_to(transfer.peer)
         limit = min(self._options.connect_seconds, _ANSWER_SECONDS)
-        return self._progress.wait_until(all_final, limit)
+        return self._progress_driver.wait_until(all_final, limit)
+
+    # Notifications.
+
+    def _notify(self, connection: UcxPeer, payload: bytes) -> None:
+        """As ``BaseTransport._notify``.
+
+        Raises:
+            TransportError: also if the peer lives but has let 64 MiB of messages pile up.
+        """
+        with self._client.lock:
+            latest = self._client.connection_to(connection)
+            if latest.backlog > MAX_BACKLOG:
+                raise TransportError(
+                    f"{latest.backlog} bytes of messages have piled up on the way to "
+                    f"{connection.name}, which takes none: it may be stopped"
+                )
+            latest.notify(payload)
+        self._progress_driver.wake()
+
+    def _receive(self) -> list[Notification]:
+        with self._server.lock:
+            return self._server.take_notifications()
+
+    # The end.
+
+    def _close(self, transfers: Sequence[UcxTransfer]) -> None:
+        _open_transports.discard(self)
+        self._progress_driver.stop()
+        with self._client.lock, self._server.lock:
+            self._client.close()
+            self._server.close()
+            for registration in self._registered.values():
+                with suppress(TransportError):
+                    self._ucp.unmap(self._context, registration.memory)
+            self._ucp.destroy_context(self._context)
 
     def _stop_threads(self) -> None:
         """End the threads at the end of the process, during which UCX must not be at work."""
-        if self._owner.end():
-            self._progress.stop()
+        if self._end():
+            self._progress_driver.stop()
 
 
 @functools.cache

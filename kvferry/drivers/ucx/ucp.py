@@ -14,6 +14,7 @@ from typing import Any, NewType
 
 from kvferry.core.errors import DriverError, PeerLostError, TransportError
 from kvferry.drivers.ucx import ucp_structs as structs
+from kvferry.drivers.ucx.library import LOWEST, dotted, is_usable
 from kvferry.drivers.ucx.ucp_structs import Code, Pointer
 
 Context = NewType("Context", int)
@@ -21,14 +22,6 @@ WorkerHandle = NewType("WorkerHandle", int)
 Endpoint = NewType("Endpoint", int)
 Memory = NewType("Memory", int)
 RemoteKey = NewType("RemoteKey", int)
-
-MAJOR = 1
-"""The major version of every known UCX. A UCX of another major version is refused, since it may lay
-out its structures in another way."""
-
-MINOR = 21
-"""The minor version of the interface that the driver asks for, which is also the lowest that it
-takes: the oldest UCX that was tested has it."""
 
 ERRORS_FROM = (1 << 64) - 100
 """A ``ucs_status_ptr_t`` from this value on is an error status, as an unsigned number. A smaller
@@ -101,17 +94,17 @@ class Ucp:
         library: what ``kvferry.drivers.ucx.library.load`` returned, or a test's substitute.
 
     Raises:
-        DriverError: the library is older than ``MAJOR``.``MINOR`` or of another major version,
-            lacks a function, or was built without support for threads.
+        DriverError: the library is older than ``LOWEST`` or of another major version, lacks a
+            function, or was built without support for threads.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.version = _version(library)
-        if self.version[0] != MAJOR or self.version[1] < MINOR:
+        if not is_usable(self.version):
             raise DriverError(
-                f"UCX {'.'.join(map(str, self.version))} is not one that is known: it must be "
-                f"{MAJOR}.{MINOR} or later, and below {MAJOR + 1}.0; driver_options: library names "
-                "another"
+                f"UCX {dotted(self.version)} is not one that is known: it must be "
+                f"{dotted(LOWEST)} or later, and below {LOWEST[0] + 1}.0; driver_options: library "
+                "names another"
             )
         try:
             self._calls, self._loopable = _declare(library)
@@ -164,7 +157,7 @@ class Ucp:
         )
         try:
             return self._new(
-                "ucp_init_version", MAJOR, MINOR, params, config, trouble="UCX does not start"
+                "ucp_init_version", *LOWEST[:2], params, config, trouble="UCX does not start"
             )
         except TransportError as exc:
             raise DriverError(

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvferry.drivers.ucx import ucp as statuses
 from kvferry.drivers.ucx import ucp_structs as structs
+from kvferry.drivers.ucx.message_transfer import NIC_TRANSPORTS
 from kvferry.drivers.ucx.messages import MAX_BODY, MAX_MESSAGE, Message, decode, encode
 from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp, status_of
@@ -175,11 +176,16 @@ class Worker:
     def close_endpoint(self, endpoint: Endpoint) -> None:
         """Close an endpoint without its peer's help.
 
-        A tcp endpoint first lingers (``lingering``) until everything sent on it has left, or the
-        endpoint has failed: UCX crashes if the peer closes it, too, while a part of a message is
-        unsent. After that ``closing`` is true until it is closed.
+        An endpoint whose messages go by tcp first lingers (``lingering``) until everything sent on
+        it has left, or the endpoint has failed: UCX crashes if the peer closes it, too, while a
+        part of a message is unsent. After that ``closing`` is true until it is closed.
+
+        An endpoint by which a NIC may still write does not linger. Its messages go by the NIC, too,
+        even if UCX has chosen tcp for another purpose.
         """
-        if any(name.startswith("tcp/") for name in self._ucp.transports(endpoint)):
+        names = self._ucp.transports(endpoint)
+        by_tcp = any(name.startswith("tcp/") for name in names)
+        if by_tcp and not any(name.startswith(NIC_TRANSPORTS) for name in names):
             answer = self._ucp.flush(endpoint)
             if status_of(answer) == Code.IN_PROGRESS:
                 self._lingering[answer] = endpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -241,7 +242,7 @@ def test_disconnect_ends_the_unfinished_transfers_of_that_peer_only() -> None:
     assert ended.state is State.FAILED
     assert isinstance(ended.error, PeerLostError)
     assert pending.state is State.PENDING
-    with pytest.raises(TransportUsageError, match=f"no peer {books.peer}"):
+    with pytest.raises(TransportUsageError, match=rf"no peer {books.peer}; connected: \[{other}\]"):
         books.disconnect(books.peer)
 
 
@@ -295,8 +296,14 @@ def test_a_driver_gets_a_request_that_has_been_checked() -> None:
 @pytest.mark.parametrize(
     ("copies", "reason"),
     [
-        (copies_between([(0, 0, 8)], local=MORE, remote=THERE), "local .* is not registered"),
-        (copies_between([(0, 0, 8)], local=HERE, remote=MORE), "regions known of peer"),
+        (
+            copies_between([(0, 0, 8)], local=MORE, remote=THERE),
+            "local .* is not registered; 1 regions are",
+        ),
+        (
+            copies_between([(0, 0, 8)], local=HERE, remote=MORE),
+            "among the 1 regions known of peer: .*again",
+        ),
         (_copies(4097), "copy 0 leaves its local region"),
         (replace(_copies(), nbytes=np.zeros(2, np.uint64)), "must be uint64 of shape"),
     ],
@@ -336,6 +343,19 @@ def test_a_transfer_may_have_failed_when_it_is_started() -> None:
     with pytest.raises(TransportUsageError, match=f"no transfer {transfer}"):
         books.poll([transfer])
     assert books.start() != transfer
+
+
+@pytest.mark.parametrize("state", State)
+def test_only_final_transfers_are_forgotten(state: State) -> None:
+    books = Connected()
+    books.born, books.stuck = Status(state=state), True
+    transfer = books.start()
+    if state.final:
+        books.forget(transfer)
+        assert not books._transfers
+        return
+    with pytest.raises(TransportUsageError, match=f"transfer {transfer} is not final"):
+        books.forget(transfer)
 
 
 def test_cancel_fails_what_is_unfinished_and_nothing_else() -> None:
@@ -379,9 +399,16 @@ def test_notifications_go_to_connected_peers_and_a_peer_that_is_gone_is_no_error
     assert books.of("notify") == [("peer", b"one"), ("peer", b"two")]
     with pytest.raises(TransportUsageError, match="no peer"):
         books.notify(PeerId(99), b"x")
-    for send in (lambda: books.notify(books.peer, b"nine byte"), lambda: books.start(8, b"")):
-        with pytest.raises(TransportUsageError, match="is 1 to 8 bytes"):
+
+
+@pytest.mark.parametrize(("payload", "said"), [(b"", "0"), (b"123456789", "9"), ("text", "str")])
+def test_an_invalid_payload_is_refused(payload: bytes, said: str) -> None:
+    books = Connected()
+    for send in (lambda: books.notify(books.peer, payload), lambda: books.start(8, payload)):
+        with pytest.raises(TransportUsageError, match=f"is 1 to 8 bytes; this one: {said}"):
             send()
+    books.notify(books.peer, b"12345678")
+    assert books.of("notify") == [("peer", b"12345678")]
 
 
 def test_without_notifications_no_hook_is_called() -> None:
@@ -393,6 +420,29 @@ def test_without_notifications_no_hook_is_called() -> None:
 
 
 # The end.
+
+
+def test_a_transport_is_usable_until_its_end_which_comes_once() -> None:
+    books = Books()
+    books._check_usable()
+    assert books._end()
+    assert not books._end()
+    with pytest.raises(TransportUsageError, match="books is closed"):
+        books._check_usable()
+
+
+def test_a_fork_may_not_use_a_transport_and_does_not_close_it() -> None:
+    books = Books()
+    child = os.fork()
+    if child == 0:
+        try:
+            books.poll([])
+        except TransportUsageError as exc:
+            books.close()
+            os._exit(0 if "fork" in str(exc) and not books._end() and not books.calls else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    books.poll([])
 
 
 def test_close_ends_everything_once_even_if_it_raises() -> None:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from kvferry.core.errors import ConnectError
 from kvferry.core.memory import Region
 from kvferry.drivers.ucx import address as wire
-from kvferry.drivers.ucx import messages, process_identity
+from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import ProcessIdentity, UcxAddress, UcxRegion
 
 ADDRESS = UcxAddress(
     name="one",
     instance=bytes(16),
-    process=process_identity.this_process(),
+    process=ProcessIdentity.of_this_process(),
     ucx="1.22.0",
     worker=b"UCX's own",
     withdrawn=3,
@@ -64,17 +64,15 @@ def test_a_region_that_is_none_is_refused() -> None:
 
 
 def test_a_process_that_lives_has_not_ended() -> None:
-    here = process_identity.this_process()
-    assert not process_identity.has_ended(here)
-    assert process_identity.has_ended(msgspec.structs.replace(here, start_time=here.start_time + 1))
+    here = ProcessIdentity.of_this_process()
+    assert not here.has_ended()
+    assert msgspec.structs.replace(here, start_time=here.start_time + 1).has_ended()
 
 
 def test_of_another_host_nothing_is_known() -> None:
-    here = process_identity.this_process()
-    assert not process_identity.has_ended(ProcessIdentity("another", here.namespace, here.pid, 0))
-    assert not process_identity.has_ended(
-        ProcessIdentity(here.boot, here.namespace + 1, here.pid, 0)
-    )
+    here = ProcessIdentity.of_this_process()
+    assert not ProcessIdentity("another", here.namespace, here.pid, 0).has_ended()
+    assert not ProcessIdentity(here.boot, here.namespace + 1, here.pid, 0).has_ended()
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ import os
 import msgspec
 import pytest
 
-from kvferry.core.errors import ConnectError
+from kvferry.core.errors import ConnectError, PeerLostError
+from kvferry.core.transport import procfs
 from kvferry.drivers.ucx import UcxTransport
 from kvferry.drivers.ucx import address as wire
+from kvferry.drivers.ucx.address import ProcessIdentity
 from kvferry.testing.peers import Process
 from tests.drivers.hostile import counted
 from tests.drivers.ucx.test_transport import FACTORY, PATIENT, Make, make
@@ -47,8 +49,44 @@ def test_an_address_that_says_a_peers_instance_takes_nothing_from_it(make: Make)
     forged = changed(other.address(), instance=wire.decode(honest.address()).instance)
     with pytest.raises(ConnectError):
         one_that_does_not_wait(one).connect(forged)
-    assert one._client.peers[peer].address.worker == honest._server.worker.address
+    assert one._peers[peer].address.worker == honest._server.worker.address
     assert one.connect(honest.address()) == peer
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "another"},
+        {"ucx": "1.99.0"},
+        # A process that has ended, which would prove that nothing arrives any more.
+        {"process": ProcessIdentity(procfs.boot_id(), procfs.pid_namespace(), 1, 1)},
+    ],
+    ids=["name", "ucx", "process"],
+)
+def test_an_altered_address_of_a_connected_peer_is_refused_and_changes_nothing(
+    make: Make, changes: dict[str, object]
+) -> None:
+    one, other = make(), make()
+    peer = one.connect(other.address())
+    before = one._peers[peer].address
+    with pytest.raises(ConnectError, match="name, process or UCX is another"):
+        one.connect(changed(other.address(), **changes))
+    assert one._peers[peer].address is before
+    assert one.connect(other.address()) == peer
+
+
+def test_an_address_with_which_a_lost_connection_cannot_be_opened_again_changes_nothing(
+    make: Make,
+) -> None:
+    one, other = make(), make()
+    peer = one.connect(other.address())
+    before = one._peers[peer].address
+    with one._client.lock:
+        one._peers[peer].connection.close(PeerLostError("cut by this test"))
+    with pytest.raises(ConnectError, match="the address is too old"):
+        one.connect(changed(other.address(), withdrawn=1))
+    assert one._peers[peer].address is before
+    assert one.connect(other.address()) == peer
 
 
 def one_that_does_not_wait(transport: UcxTransport) -> UcxTransport:

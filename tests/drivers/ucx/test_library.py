@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvferry.core.errors import DriverError
 from kvferry.drivers.ucx import dlopen as opening
 from kvferry.drivers.ucx import library
 from kvferry.drivers.ucx.library import find
+from kvferry.drivers.ucx.ucp import Ucp
 from tests.drivers.ucx import fakes
 
 LOADS = """
@@ -98,7 +100,12 @@ def test_one_that_crashes(tmp_path: Path) -> None:
 @fakes.NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("version", "why"),
-    [((1, 9, 0), "older than"), ((2, 0, 0), "another major version"), ((0, 99, 0), "another")],
+    [
+        ((1, 9, 0), "older than"),
+        ((1, 20, 9), "older than"),
+        ((2, 0, 0), "another major version"),
+        ((0, 99, 0), "another"),
+    ],
 )
 def test_one_of_another_version(tmp_path: Path, version: library.Version, why: str) -> None:
     path = fakes.ucp(tmp_path, version)
@@ -174,19 +181,37 @@ def test_the_systems_before_the_wheels(
 
 
 @fakes.NEEDS_COMPILER
+@pytest.mark.parametrize("version", [(1, 9, 0), (1, 18, 0), (1, 20, 9)])
 def test_a_systems_that_is_too_old(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     wheel: Path,
     caplog: pytest.LogCaptureFixture,
+    version: library.Version,
 ) -> None:
     """The wheel's is taken; what is lost by that is said."""
-    path = systems(monkeypatch, fakes.with_rdma(fakes.ucp(tmp_path / "system", (1, 9, 0))))
+    path = systems(monkeypatch, fakes.with_rdma(fakes.ucp(tmp_path / "system", version)))
     found = find()
     assert (found.path, found.source) == (str(wheel), "wheel")
     assert str(path) in found.advice
     assert f"to use RDMA, UCX {library.dotted(library.LOWEST)} or later" in found.advice
     assert [record.message for record in caplog.records] == [found.advice]
+
+
+@fakes.NEEDS_COMPILER
+@pytest.mark.parametrize(
+    "version", [(0, 99, 0), (1, 20, 9), library.LOWEST, (1, 22, 0), (1, 99, 9), (2, 0, 0)]
+)
+def test_what_is_found_is_what_the_binding_takes(tmp_path: Path, version: library.Version) -> None:
+    """A version that ``find`` takes must not be refused once it is loaded."""
+    path = fakes.ucp(tmp_path, version)
+    try:
+        find(str(path))
+        reason = "its build is not complete"  # it has no function but the one for its version
+    except DriverError:
+        reason = "is not one that is known"
+    with pytest.raises(DriverError, match=reason):
+        Ucp(ctypes.CDLL(str(path)))
 
 
 @fakes.NEEDS_COMPILER

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.errors import TransportUsageError
 from kvferry.core.memory import Region
 from kvferry.core.transport.copies import Copies, Segment, copies_between
 from kvferry.drivers.ucx.merged_copies import MAX_RUN_BYTES, MergedCopies, merge_copies
@@ -107,8 +105,3 @@ def test_windows_take_at_least_one_run_and_at_most_all() -> None:
     assert runs.window_end(0, 10, 16) == 2
     assert runs.window_end(2, 10, 23) == 4
     assert runs.window_end(3, 10, 1000) == 4
-
-
-def test_a_copy_that_leaves_its_region_is_refused() -> None:
-    with pytest.raises(TransportUsageError, match="leaves its remote region"):
-        merge_copies(batch([(0, [(0, 512, 8)])]))

@@ -11,11 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import pytest
 
-from kvferry.core.errors import ConnectError, DriverError, TransportError
+from kvferry.core.errors import (
+    ConnectError,
+    DriverError,
+    TransportError,
+    TransportUsageError,
+)
 from kvferry.core.memory import Region, region_of
 from kvferry.core.transport import Quiescence, State, registry
-from kvferry.core.transport.copies import copies_between
-from kvferry.drivers.ucx import UcxTransport, client
+from kvferry.core.transport.copies import Copies, copies_between
+from kvferry.drivers.ucx import UcxTransport, client, transport
+from kvferry.drivers.ucx.merged_copies import MergedCopies, merge_copies
 from kvferry.testing.peers import Process
 from tests.drivers.ucx.helpers import MIB, again_and_again, at_last, ended, moves, stop, until
 
@@ -36,11 +42,11 @@ Make = Callable[..., UcxTransport]
 def make() -> Iterator[Make]:
     made: list[UcxTransport] = []
 
-    def transport(**options: object) -> UcxTransport:
+    def make_one(**options: object) -> UcxTransport:
         made.append(UcxTransport(**PATIENT | options))
         return made[-1]
 
-    yield transport
+    yield make_one
     for one in made:
         one.close()
 
@@ -149,7 +155,7 @@ def test_a_large_read_within_a_host_is_copied_by_two_threads_on_two_cores(
         transfer = one.read(peer, copies_between(rows, local=local, remote=remote), b"%d" % seed)
         assert until(ended(one, transfer, State.DONE))
         np.testing.assert_array_equal(target, source[places])
-    assert (one._client.peers[peer].second_connection is None) == (available < 2)
+    assert (one._peers[peer].second_connection is None) == (available < 2)
     # What is deregistered is used on neither.
     other.deregister(remote)
     transfer = one.read(peer, copies_between(rows, local=local, remote=remote))
@@ -180,6 +186,28 @@ def test_memory_that_is_unmapped_while_it_is_moved_harms_nobody(make: Make, op: 
         transfer = one.read(peer, whole)
         assert until(ended(one, transfer, State.DONE))
         np.testing.assert_array_equal(buffer, process.content)
+
+
+def test_a_region_that_the_peer_deregisters_while_a_read_begins_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread connects with the peer's new address after the base has found the region."""
+    one, other = make(), make()
+    mine, theirs = np.zeros(4096, np.uint8), np.ones(4096, np.uint8)
+    local, remote = region_of(mine), region_of(theirs)
+    one.register(local)
+    other.register(remote)
+    peer = one.connect(other.address())
+
+    def merged(copies: Copies) -> MergedCopies:
+        other.deregister(remote)
+        assert one.connect(other.address()) == peer
+        return merge_copies(copies)
+
+    monkeypatch.setattr(transport, "merge_copies", merged)
+    with pytest.raises(TransportUsageError, match="no longer among the regions of"):
+        one.read(peer, again_and_again(local, remote, 1))
+    assert not mine.any()
 
 
 @pytest.mark.parametrize("options", [TCP, NARROW])
@@ -338,5 +366,5 @@ def beside_nixl(first: str) -> None:
         for one, other in pairs:
             moves(one, other, seed)
     for pair in pairs:
-        for transport in pair:
-            transport.close()
+        for one in pair:
+            one.close()

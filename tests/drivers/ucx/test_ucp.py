@@ -19,7 +19,7 @@ PEERS_GONE = (-3, -6, -20, -23, -24, -25, -80)
 
 
 @fakes.NEEDS_COMPILER
-@pytest.mark.parametrize("version", [(0, 9, 0), (1, 17, 3), (2, 0, 0)])
+@pytest.mark.parametrize("version", [(0, 9, 0), (1, 17, 3), (1, 20, 9), (2, 0, 0)])
 def test_a_version_that_is_not_known_is_refused(
     tmp_path: Path, version: tuple[int, int, int]
 ) -> None:

@@ -20,7 +20,7 @@ class Told:
     """What a worker calls of UCP.
 
     Attributes:
-        way: what carries the endpoint.
+        way: what carries the endpoint, joined by "+".
         flushed: what comes of a flush, at once.
         status: of the flush, where that is a request.
         closed: the endpoints, by force.
@@ -55,7 +55,7 @@ class Told:
         return 0 * worker
 
     def transports(self, endpoint: Endpoint) -> list[str]:
-        return [self.way, "cma/memory"] if endpoint == ENDPOINT else []
+        return [*self.way.split("+"), "cma/memory"] if endpoint == ENDPOINT else []
 
     def flush(self, endpoint: Endpoint) -> int:
         return self.flushed if endpoint == ENDPOINT else Code.OK
@@ -104,7 +104,13 @@ def test_over_tcp_an_endpoint_is_closed_when_all_has_left_or_it_has_failed(
 
 @pytest.mark.parametrize(
     ("way", "flushed"),
-    [("rc_mlx5/mlx5_0:1", FLUSH), ("tcp/eth0", 0), ("tcp/eth0", (1 << 64) + Code.NOT_CONNECTED)],
+    [
+        ("rc_mlx5/mlx5_0:1", FLUSH),
+        # A NIC could go on writing.
+        ("tcp/eth0+rc_mlx5/mlx5_0:1", FLUSH),
+        ("tcp/eth0", 0),
+        ("tcp/eth0", (1 << 64) + Code.NOT_CONNECTED),
+    ],
 )
 def test_elsewhere_and_where_nothing_is_on_its_way_it_is_closed_at_once(
     told: Told, worker: Worker, way: str, flushed: int

@@ -17,7 +17,6 @@ from kvferry.core.transport import (
     Transport,
 )
 from kvferry.core.transport.copies import Copies, Segment
-from kvferry.core.transport.refusals import find_peer, find_transfer
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.transport import LoopbackConnection
 from kvferry.drivers.loopback.worker_pool import LoopbackTransfer
@@ -72,12 +71,12 @@ class Watched(LoopbackTransport):
 
 def transfer_of(driver: LoopbackTransport, transfer: TransferId) -> LoopbackTransfer:
     """The driver's own object; an id that means nothing is refused."""
-    return find_transfer(driver._transfers, transfer).transfer
+    return driver._find_transfer(transfer)
 
 
 def connection_of(driver: LoopbackTransport, peer: PeerId) -> LoopbackConnection:
     """The driver's own object; an id that means nothing is refused."""
-    return find_peer(driver._peers, peer)
+    return driver._find_peer(peer)
 
 
 def cut(copies: Copies, part: slice) -> Copies:

@@ -32,7 +32,7 @@ class AnswersAfterClose(LoopbackTransport):
     """After ``close`` there are no notifications, which is said without an error."""
 
     def notifications(self) -> list[Notification]:
-        return [] if self._owner.closed else super().notifications()
+        return [] if self._closed else super().notifications()
 
 
 @caught_by("test_after_close_the_properties_go_on_answering")
@@ -65,7 +65,7 @@ class DoesNotNoticeAFork(LoopbackTransport):
     """A forked child goes on as if it were its parent."""
 
     def _check_usable(self) -> None:
-        if self._owner.closed:
+        if self._closed:
             raise TransportUsageError("closed")
 
 
@@ -88,7 +88,7 @@ class EndsItsParentsConnections(LoopbackTransport):
     """``close`` in a fork shuts the parent's sockets down."""
 
     def close(self) -> None:
-        if os.getpid() != self._owner.pid:
+        if os.getpid() != self._pid:
             _shut_down(self)
         super().close()
 
@@ -98,7 +98,7 @@ class EndsThemWhenItIsDropped(LoopbackTransport):
     """A fork that only drops the transport shuts the parent's sockets down."""
 
     def __del__(self) -> None:
-        if os.getpid() != self._owner.pid:
+        if os.getpid() != self._pid:
             _shut_down(self)
 
 

@@ -93,10 +93,10 @@ class CloseDoesNotWait(LoopbackTransport):
     """``close`` leaves work running. (The second one ends it, or memory would go under it.)"""
 
     def close(self) -> None:
-        if self._owner.closed:
-            self._owner.closed = False
+        if self._closed:
+            self._closed = False
             super().close()
-        self._owner.closed = True
+        self._closed = True
 
 
 @caught_by("test_cancel_ends_a_transfer_early")

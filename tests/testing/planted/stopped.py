@@ -80,7 +80,7 @@ class ClosesWithoutItsPeers(LandsWhenItGoesOn):
     """``close`` does not wait for what was sent to a stopped peer, and says nothing of it."""
 
     def close(self) -> None:
-        if self._owner.closed:
+        if self._closed:
             super().close()  # the test's end: its memory must outlive the threads
         else:
             self.land_those()
