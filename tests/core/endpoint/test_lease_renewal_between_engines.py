@@ -1,4 +1,4 @@
-"""Requests that wait longer than a lease, between real endpoints, on a clock of the test's."""
+"""Lease renewal between real endpoints, for requests that wait longer than a lease."""
 
 from __future__ import annotations
 
@@ -12,46 +12,40 @@ import pytest
 from kvferry.core.endpoint import EndpointOptions, transfers
 from kvferry.core.errors import StaleError, TransferCancelledError
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.messages import Renewal, decode_notes
+from kvferry.core.messages import Renewal
 from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
 from kvferry.core.transport.copies import Copies
-from tests.core.endpoint.engines import Clock, Shape, Watched, engine, eventually
+from tests.core.endpoint.engines import Clock, RecordingTransport, Shape, engine, eventually
 
 LEASE = 30.0
-PATIENT = EndpointOptions(liveness_interval=0, lease=LEASE, load_timeout=1000.0)
+OPTIONS = EndpointOptions(liveness_interval=0, lease=LEASE, load_timeout=1000.0)
 
 
-def renewals(driver: Watched) -> list[Renewal]:
-    """What a producer rank was told so far."""
-    notes = [note for heard in driver.heard for note in decode_notes(heard.payload)]
-    return [note for note in notes if isinstance(note, Renewal)]
+def wait_for_renewal(driver: RecordingTransport, known: int = 0) -> None:
+    """Wait until more than ``known`` renewals have arrived."""
+    eventually(lambda: len(driver.notes(Renewal)) > known, "a renewal arrives")
 
 
-def renewed(driver: Watched, known: int = 0) -> None:
-    """Wait until more renewals have arrived than are known."""
-    eventually(lambda: len(renewals(driver)) > known, "a renewal arrives")
-
-
-def pass_leases(clock: Clock, drivers: list[Watched], count: int) -> None:
-    """Some leases pass, in steps short enough for renewals to keep up with them."""
+def pass_leases(clock: Clock, drivers: list[RecordingTransport], count: int) -> None:
+    """Let ``count`` leases pass, in steps that are short enough for renewals."""
     for _ in range(2 * count):
-        before = [len(renewals(driver)) for driver in drivers]
+        before = [len(driver.notes(Renewal)) for driver in drivers]
         clock.skip(LEASE / 2)
         for driver, known in zip(drivers, before, strict=True):
-            renewed(driver, known)
+            wait_for_renewal(driver, known)
 
 
 def test_a_request_that_waits_for_pages_keeps_its_hold_on_every_rank() -> None:
-    clock, drivers = Clock(), [Watched(), Watched()]
+    clock, drivers = Clock(), [RecordingTransport(), RecordingTransport()]
     made = iter(drivers)
     with (
         engine("prefill", Shape(tp=2), transport=lambda: next(made), clock=clock) as prefill,
-        engine("decode", options=PATIENT, clock=clock) as decode,
+        engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
         for driver in drivers:
-            renewed(driver)
+            wait_for_renewal(driver)
         pass_leases(clock, drivers, count=3)
         decode.pull("d-1", ticket, [3, 4])
         assert not decode.outcome("d-1").failed
@@ -59,28 +53,28 @@ def test_a_request_that_waits_for_pages_keeps_its_hold_on_every_rank() -> None:
 
 
 def test_a_load_that_waits_for_the_device_keeps_its_hold() -> None:
-    clock, driver = Clock(), Watched()
+    clock, driver = Clock(), RecordingTransport()
     with (
         engine("prefill", transport=lambda: driver, clock=clock) as prefill,
-        engine("decode", options=PATIENT, clock=clock) as decode,
+        engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
         prefill.compute("p-1", [1], 4)
         ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
         decode.pull("d-1", ticket, [2])
         eventually(lambda: decode.ranks[0].endpoint.pending == 1, "the load is under way")
         clock.skip(2.0)
-        renewed(driver)
+        wait_for_renewal(driver)
         pass_leases(clock, [driver], count=2)
         prefill.step()
         assert not decode.outcome("d-1").failed
         prefill.released("p-1")
 
 
-def test_without_renewal_the_lease_ends() -> None:
+def test_the_lease_ends_without_renewal() -> None:
     clock = Clock()
     with (
         engine("prefill", clock=clock) as prefill,
-        engine("decode", options=PATIENT, clock=clock) as decode,
+        engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         clock.skip(LEASE)
@@ -89,61 +83,61 @@ def test_without_renewal_the_lease_ends() -> None:
         assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
 
 
-def test_a_hold_that_is_gone_fails_its_request_before_anything_is_read() -> None:
-    clock, driver = Clock(), Watched()
+def test_a_lost_hold_fails_its_request_before_anything_is_read() -> None:
+    clock, driver = Clock(), RecordingTransport()
     with (
         engine("prefill", transport=lambda: driver, clock=clock) as prefill,
-        engine("decode", options=PATIENT, clock=clock) as decode,
+        engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
-        renewed(driver)
+        wait_for_renewal(driver)
         prefill.ledger.reset()
         prefill.step()
         prefill.released("p-1")
-        driver.heard.clear()
+        driver.received.clear()
         clock.skip(LEASE / 2)
-        renewed(driver)
+        wait_for_renewal(driver)
         decode.pull("d-1", ticket, [3, 4])
         error = decode.outcome("d-1").failed[RequestId("d-1")]
         assert "when their lease was to be renewed" in str(error)
         assert np.isnan(decode.ranks[0].cache).all()
 
 
-def test_requests_are_renewed_in_bulk_and_no_longer_than_they_wait() -> None:
-    clock, driver = Clock(), Watched()
+def test_renewals_are_batched_and_end_with_the_wait() -> None:
+    clock, driver = Clock(), RecordingTransport()
     with (
         engine("prefill", Shape(pages=64), transport=lambda: driver, clock=clock) as prefill,
-        engine("decode", Shape(pages=64), options=PATIENT, clock=clock) as decode,
+        engine("decode", Shape(pages=64), options=OPTIONS, clock=clock) as decode,
     ):
         tickets = [prefill.serve(f"p-{i}", [i + 1], 4) for i in range(60)]
         for ticket in tickets:
             decode.prepare(ticket)
-        eventually(lambda: len(renewals(driver)) >= 60, "all are renewed")
-        driver.heard.clear()
+        eventually(lambda: len(driver.notes(Renewal)) >= 60, "all are renewed")
+        driver.received.clear()
         clock.skip(LEASE / 2)
-        eventually(lambda: len(renewals(driver)) >= 60, "all are renewed")
-        assert len(driver.heard) <= 3
+        eventually(lambda: len(driver.notes(Renewal)) >= 60, "all are renewed")
+        assert len(driver.received) <= 3
         for i, ticket in enumerate(tickets):
             decode.pull(f"d-{i}", ticket, [], nothing=True)
         eventually(lambda: prefill.ranks[0].endpoint.held == 0, "all are released")
-        driver.heard.clear()
+        driver.received.clear()
         clock.skip(LEASE)
         decode.pull("last", prefill.serve("p-60", [1], 4), [2])
         assert not decode.outcome("last").failed
-        assert not renewals(driver)
+        assert not driver.notes(Renewal)
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_device_that_never_passes_holds_pages_for_one_lease(
-    raises: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("device_raises", [False, True])
+def test_a_producers_device_that_never_finishes_holds_pages_for_one_lease(
+    device_raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = 0
+    calls = 0
 
-    def passed() -> bool:
-        nonlocal asked
-        asked += 1
-        if raises:
+    def device_is_done() -> bool:
+        nonlocal calls
+        calls += 1
+        if device_raises:
             raise RuntimeError("the device is lost")
         return False
 
@@ -151,24 +145,24 @@ def test_a_device_that_never_passes_holds_pages_for_one_lease(
     with caplog.at_level(logging.ERROR), engine("prefill", clock=clock) as prefill:
         prefill.compute("p-1", [1], 4)
         prefill.finish("p-1", [1], 4, order=False)
-        prefill.step(passed=passed)
-        eventually(lambda: asked > 3, "the device is asked again and again")
+        prefill.step(passed=device_is_done)
+        eventually(lambda: calls > 3, "the device is asked again and again")
         clock.skip(LEASE)
         prefill.released("p-1")
-    assert len([r for r in caplog.records if "cannot tell" in r.message]) == raises
+    assert len([r for r in caplog.records if "cannot tell" in r.message]) == device_raises
 
 
-class Unanswered(Watched):
-    """A driver of which reads go on when they are cancelled, until they are let go."""
+class UncancellableTransport(RecordingTransport):
+    """A transport whose cancelled reads are ``FAILING`` until the test lets them end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.let_go = False
+        self.may_end = False
         self.reads: set[TransferId] = set()
-        """Those that are not over."""
+        """The reads that are not forgotten."""
         self.cancelled: set[TransferId] = set()
         self.failing = 0
-        """How often it has said of one that it will fail."""
+        """How often ``poll`` has returned ``FAILING``."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -190,7 +184,7 @@ class Unanswered(Watched):
         if transfer not in self.cancelled:
             return Status(state=State.PENDING)
         error = TransferCancelledError("cancelled")
-        if self.let_go and is_over:
+        if self.may_end and is_over:
             return Status(state=State.FAILED, error=error)
         self.failing += 1
         return Status(state=State.FAILING, error=error)
@@ -200,30 +194,30 @@ class Unanswered(Watched):
         self.reads.discard(transfer)
 
     def disconnect(self, peer: PeerId) -> None:
-        self.let_go = True
+        self.may_end = True
         super().disconnect(peer)
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_renewal_that_is_cancelled_has_a_while_to_end_by_itself(
-    ends: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends_in_time", [True, False])
+def test_a_cancelled_renewal_that_outlasts_its_grace_disconnects_the_producer(
+    ends_in_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "CANCEL_SECONDS", 2 * LEASE)  # longer than this test takes
-    clock, driver = Clock(), Unanswered()
+    clock, driver = Clock(), UncancellableTransport()
     with (
         engine("prefill") as prefill,
-        engine("decode", options=PATIENT, transport=lambda: driver, clock=clock) as decode,
+        engine("decode", options=OPTIONS, transport=lambda: driver, clock=clock) as decode,
     ):
         decode.prepare(prefill.serve("p-1", [1, 2], 8))
-        eventually(lambda: len(driver.reads) == 1, "it is renewed")
+        eventually(lambda: len(driver.reads) == 1, "the hold is renewed")
         clock.skip(LEASE / 2)
-        eventually(lambda: driver.failing > 1, "it was cancelled, and goes on")
-        if ends:
-            driver.let_go = True
-            eventually(lambda: not driver.reads, "it has ended")
+        eventually(lambda: driver.failing > 1, "the renewal was cancelled and has not ended")
+        if ends_in_time:
+            driver.may_end = True
+            eventually(lambda: not driver.reads, "the renewal has ended")
             clock.skip(2 * LEASE)
-            eventually(lambda: len(driver.reads) == 1, "it is renewed again")
+            eventually(lambda: len(driver.reads) == 1, "the hold is renewed again")
             assert not driver.disconnected
         else:
             clock.skip(2 * LEASE)
-            eventually(lambda: bool(driver.disconnected), "it is ended")
+            eventually(lambda: bool(driver.disconnected), "the producer is disconnected")

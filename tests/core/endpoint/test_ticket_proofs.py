@@ -1,4 +1,4 @@
-"""Tickets that prove themselves: forged ones are refused and nobody is told of them."""
+"""Proofs of tickets: forged tickets are refused without any effect on the producer."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from kvferry.drivers.loopback import LoopbackTransport
 from tests.core.endpoint.engines import (
     Clock,
     Engine,
+    RecordingTransport,
     Shape,
-    Watched,
     engine,
     eventually,
 )
 from tests.core.proving import altered, proved, said
 
-KEY, OTHER = TicketKey(), TicketKey()
+KEY, OTHER_KEY = TicketKey(), TicketKey()
 
 
-class Reader(LoopbackTransport):
-    """A driver that says what it read, as remote addresses."""
+class ReadRecorder(LoopbackTransport):
+    """A transport that records the remote addresses of every read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Reader(LoopbackTransport):
         return super().read(peer, copies, notify)
 
 
-def header(prefill: Engine, rank: int = 0) -> int:
+def fingerprint_address(prefill: Engine, rank: int = 0) -> int:
     found = prefill.ranks[rank].endpoint.payload.fingerprint
     assert found is not None
     return found.address
@@ -72,43 +72,47 @@ def loads(decode: Engine, request: str, ticket: Ticket, pages: Sequence[int] = (
     assert not decode.outcome(request).failed
 
 
-def about_holds(told: Watched) -> list[bytes]:
-    """Return what a producer was told but for heartbeats, which name no hold."""
-    return [heard.payload for heard in told.heard if b"heartbeat" not in heard.payload]
+def about_holds(producer_transport: RecordingTransport) -> list[bytes]:
+    """Return the notifications about holds, that is all but heartbeats."""
+    return [
+        notification.payload
+        for notification in producer_transport.received
+        if b"heartbeat" not in notification.payload
+    ]
 
 
-def stripped(ticket: Ticket) -> Ticket:
+def without_proof(ticket: Ticket) -> Ticket:
     return replace(ticket, proof=None)
 
 
-def next_block(ticket: Ticket) -> Ticket:
+def with_next_blocks(ticket: Ticket) -> Ticket:
     return altered(ticket, pages=tuple(tuple(page + 1 for page in ids) for ids in ticket.pages))
 
 
-def one_more_block(ticket: Ticket) -> Ticket:
-    """The client's own ticket, for pages that were never ticketed."""
+def with_one_more_block(ticket: Ticket) -> Ticket:
+    """Return a client's own ticket with a page that no ticket covers."""
     return altered(ticket, pages=((*ticket.pages[0], 9),))
 
 
-def another_hold(ticket: Ticket) -> Ticket:
+def with_another_hold(ticket: Ticket) -> Ticket:
     return altered(ticket, hold=Hold(slot=ticket.hold.slot, generation=7))
 
 
-def another_key(ticket: Ticket) -> Ticket:
-    return proved(replace(ticket, proof=None), OTHER)
+def proved_by_another_key(ticket: Ticket) -> Ticket:
+    return proved(replace(ticket, proof=None), OTHER_KEY)
 
 
 FORGERIES: list[Callable[[Ticket], Ticket]] = [
-    next_block,
-    one_more_block,
-    another_hold,
-    another_key,
-    stripped,
+    with_next_blocks,
+    with_one_more_block,
+    with_another_hold,
+    proved_by_another_key,
+    without_proof,
 ]
 
 
-def test_pages_of_genuine_tickets_cross_after_one_look_at_the_fingerprint() -> None:
-    driver = Reader()
+def test_the_fingerprint_is_read_once_before_the_first_load() -> None:
+    driver = ReadRecorder()
     with (
         engine("prefill", ticket_key=KEY) as prefill,
         engine("decode", transport=lambda: driver) as decode,
@@ -117,7 +121,7 @@ def test_pages_of_genuine_tickets_cross_after_one_look_at_the_fingerprint() -> N
             ticket = prefill.serve(f"p-{index}", [1, 2], 8)
             loads(decode, f"d-{index}", ticket)
             prefill.released(f"p-{index}")
-        words = [header(prefill), header(prefill) + 8]
+        words = [fingerprint_address(prefill), fingerprint_address(prefill) + 8]
         assert [read for read in driver.reads if set(read) & set(words)] == [words]
         assert driver.reads[0] == words
 
@@ -128,78 +132,78 @@ def test_pages_of_genuine_tickets_cross_after_one_look_at_the_fingerprint() -> N
 def test_a_forged_ticket_causes_no_renewal_read_done_or_abandon(
     forge: Callable[[Ticket], Ticket], is_prepared: bool, is_known: bool
 ) -> None:
-    """Nor a connection, not even for the hold that it names; and the genuine ticket works then."""
-    told, driver = Watched(), Reader()
+    """Nor a connection. The genuine ticket of the same hold works afterwards."""
+    producer_transport, driver = RecordingTransport(), ReadRecorder()
     with (
-        engine("prefill", ticket_key=KEY, transport=lambda: told) as prefill,
+        engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
         engine("decode", transport=lambda: driver) as decode,
     ):
         if is_known:
             loads(decode, "d-0", prefill.serve("p-0", [10, 11], 8), [7, 8])
             prefill.released("p-0")
-            told.heard.clear()
+            producer_transport.received.clear()
             driver.reads.clear()
-        genuine = prefill.serve("p-1", [1, 2], 8)
-        forged = forge(genuine)
+        ticket = prefill.serve("p-1", [1, 2], 8)
+        forged = forge(ticket)
         if is_prepared:
             decode.prepare(forged)
         error = failure(decode, "d-1", forged, [5, 6])
         assert isinstance(error, TicketError)
         assert error.reason is TicketReason.PROOF
         assert driver.reads == []
-        loads(decode, "d-2", genuine)
+        loads(decode, "d-2", ticket)
         prefill.released("p-1")
-        # What the genuine ticket says comes after whatever the forged one would have said.
-        [heard] = about_holds(told)
-        assert heard.count(b"release") == 1
+        # The genuine ticket's release comes after anything sent for the forged one.
+        [payload] = about_holds(producer_transport)
+        assert payload.count(b"release") == 1
 
 
 @pytest.mark.parametrize("forge", FORGERIES)
-def test_a_request_that_needs_nothing_says_nothing_of_a_forged_ticket(
+def test_a_request_that_needs_nothing_sends_nothing_for_a_forged_ticket(
     forge: Callable[[Ticket], Ticket],
 ) -> None:
-    """Its prompt is in the prefix cache, and a genuine ticket would be answered by "done"."""
-    told = Watched()
+    """For a genuine ticket "done" is sent, since all pages are in the prefix cache."""
+    producer_transport = RecordingTransport()
     with (
-        engine("prefill", ticket_key=KEY, transport=lambda: told) as prefill,
+        engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
         engine("decode") as decode,
     ):
-        genuine = prefill.serve("p-1", [1, 2], 8)
-        decode.pull("d-1", forge(genuine), [], nothing=True)
-        loads(decode, "d-2", genuine)
+        ticket = prefill.serve("p-1", [1, 2], 8)
+        decode.pull("d-1", forge(ticket), [], nothing=True)
+        loads(decode, "d-2", ticket)
         prefill.released("p-1")
-        assert [heard.count(b"release") for heard in about_holds(told)] == [1]
+        assert [payload.count(b"release") for payload in about_holds(producer_transport)] == [1]
 
 
 def test_a_forged_ticket_does_not_end_the_renewal_of_the_hold_that_it_names() -> None:
-    """The request with the forged one waits first, and the genuine one beside it."""
-    told = Watched()
+    """The requests with the forged and with the genuine ticket wait at the same time."""
+    producer_transport = RecordingTransport()
     with (
-        engine("prefill", ticket_key=KEY, transport=lambda: told) as prefill,
+        engine("prefill", ticket_key=KEY, transport=lambda: producer_transport) as prefill,
         engine("decode") as decode,
     ):
-        genuine = prefill.serve("p-1", [1, 2], 8)
-        decode.prepare(next_block(genuine))
-        decode.prepare(genuine)
-        eventually(lambda: bool(about_holds(told)), "the genuine one is renewed")
-        assert isinstance(failure(decode, "d-1", next_block(genuine), [5, 6]), TicketError)
-        loads(decode, "d-2", genuine)
+        ticket = prefill.serve("p-1", [1, 2], 8)
+        decode.prepare(with_next_blocks(ticket))
+        decode.prepare(ticket)
+        eventually(lambda: bool(about_holds(producer_transport)), "the genuine ticket is renewed")
+        assert isinstance(failure(decode, "d-1", with_next_blocks(ticket), [5, 6]), TicketError)
+        loads(decode, "d-2", ticket)
 
 
-def test_a_ticket_of_an_engine_that_proves_none_may_not_name_a_key() -> None:
-    """Without any it is an older build's, and is accepted."""
+def test_a_ticket_with_a_key_of_an_engine_without_one_is_refused() -> None:
+    """Without a key it is accepted, as an older build's."""
     with engine("prefill") as prefill, engine("decode") as decode:
         ticket = prefill.serve("p-1", [1, 2], 8)
-        error = failure(decode, "d-1", proved(ticket, OTHER), [5, 6])
+        error = failure(decode, "d-1", proved(ticket, OTHER_KEY), [5, 6])
         assert isinstance(error, TicketError)
         assert "publishes none" in str(error)
         loads(decode, "d-2", ticket)
 
 
-def test_a_ticket_of_an_earlier_start_is_refused_before_anything_is_connected() -> None:
-    """The engine's workers may not have heard of its key yet."""
-    driver = Reader()
-    with engine("prefill", ticket_key=OTHER) as earlier:
+def test_a_ticket_of_an_earlier_incarnation_is_refused_before_connecting() -> None:
+    """At that point the engine's workers may not know its key yet."""
+    driver = ReadRecorder()
+    with engine("prefill", ticket_key=OTHER_KEY) as earlier:
         old = earlier.serve("p-1", [1, 2], 8)
     with (
         engine("prefill", ticket_key=KEY) as prefill,
@@ -213,13 +217,13 @@ def test_a_ticket_of_an_earlier_start_is_refused_before_anything_is_connected() 
         assert driver.reads == []
 
 
-def test_every_rank_refuses() -> None:
+def test_every_rank_refuses_a_forged_ticket() -> None:
     with (
         engine("prefill", Shape(tp=2), ticket_key=KEY) as prefill,
         engine("decode", Shape(tp=2)) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
-        decode.pull("d-1", next_block(ticket), [5, 6])
+        decode.pull("d-1", with_next_blocks(ticket), [5, 6])
         for rank in decode.ranks:
             eventually(lambda rank=rank: not rank.endpoint.pending, "every rank reports")  # type: ignore[misc]
             assert rank.endpoint.results().failed
@@ -227,17 +231,17 @@ def test_every_rank_refuses() -> None:
         prefill.released("p-1")
 
 
-# Relayed.
+# Relays.
 
 
 @contextmanager
-def relaying(
+def serve_relay(
     prefill: Engine, key: TicketKey, change: dict[str, Any] | None = None
 ) -> Iterator[HandshakeServer]:
-    """A side channel that serves an honest engine's payloads under a key of its own."""
-    known = [msgspec.msgpack.decode(encode(rank.endpoint.payload)) for rank in prefill.ranks]
+    """Serve an engine's payloads under another ticket key."""
+    payloads = [msgspec.msgpack.decode(encode(rank.endpoint.payload)) for rank in prefill.ranks]
     with HandshakeServer(
-        [msgspec.msgpack.encode(one | (change or {})) for one in known],
+        [msgspec.msgpack.encode(one | (change or {})) for one in payloads],
         engine=prefill.name,
         incarnation=prefill.incarnation,
         ticket_key=key.public,
@@ -246,103 +250,107 @@ def relaying(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_who_relays_the_payloads_of_another_is_refused(ranks: int) -> None:
-    told, driver = Watched(), Reader()
-    drivers = iter([told, LoopbackTransport()])
+def test_an_engine_that_relays_the_payloads_of_another_is_refused(ranks: int) -> None:
+    producer_transport, driver = RecordingTransport(), ReadRecorder()
+    drivers = iter([producer_transport, LoopbackTransport()])
     with (
         engine(
             "prefill", Shape(tp=ranks), ticket_key=KEY, transport=lambda: next(drivers)
         ) as prefill,
         engine("decode", transport=lambda: driver) as decode,
-        relaying(prefill, OTHER) as relay,
+        serve_relay(prefill, OTHER_KEY) as relay,
     ):
-        genuine = prefill.serve("p-1", [1, 2], 8)
-        made_up = proved(
-            replace(genuine, proof=None, port=relay.port, pages=((2, 3),)),
-            OTHER,
+        ticket = prefill.serve("p-1", [1, 2], 8)
+        forged = proved(
+            replace(ticket, proof=None, port=relay.port, pages=((2, 3),)),
+            OTHER_KEY,
         )
-        error = failure(decode, "d-1", made_up, [5, 6])
+        error = failure(decode, "d-1", forged, [5, 6])
         assert type(error) is HandshakeError
         assert "answers with the payloads of another" in str(error)
         assert fingerprint(KEY.public).hex() in str(error)
-        headers = {header(prefill, rank) + 8 * index for rank in range(ranks) for index in (0, 1)}
+        headers = {
+            fingerprint_address(prefill, rank) + 8 * index
+            for rank in range(ranks)
+            for index in (0, 1)
+        }
         assert {address for read in driver.reads for address in read} <= headers
-        assert told.heard == []
-        loads(decode, "d-2", genuine)
+        assert producer_transport.received == []
+        loads(decode, "d-2", ticket)
 
 
-def test_a_relay_may_not_leave_the_fingerprint_out() -> None:
+def test_a_payload_without_a_fingerprint_is_refused_under_a_ticket_key() -> None:
     with engine("prefill", ticket_key=KEY) as prefill:
         payload = msgspec.structs.replace(prefill.ranks[0].endpoint.payload, fingerprint=None)
         with pytest.raises(HandshakeError, match="rank 0 does not say where its fingerprint is"):
-            engine_info([encode(payload)], OTHER.public)
+            engine_info([encode(payload)], OTHER_KEY.public)
         assert engine_info([encode(payload)]).ticket_key == b""
 
 
-class Mute(LoopbackTransport):
-    """The first reads never end, until their peer is disconnected."""
+class SilentReadsTransport(LoopbackTransport):
+    """A transport whose first reads do not end until their peer is disconnected."""
 
-    def __init__(self, mute: int) -> None:
+    def __init__(self, reads_to_silence: int) -> None:
         super().__init__()
-        self.mute = mute
-        self.silent: dict[TransferId, PeerId] = {}
-        self.gone: set[PeerId] = set()
+        self.reads_to_silence = reads_to_silence
+        self.silenced: dict[TransferId, PeerId] = {}
+        self.disconnected: set[PeerId] = set()
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
-        if self.mute:
-            self.mute -= 1
-            self.silent[transfer] = peer
+        if self.reads_to_silence:
+            self.reads_to_silence -= 1
+            self.silenced[transfer] = peer
         return transfer
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         found = super().poll(transfers)
         return [
             Status(state=State.PENDING)
-            if transfer in self.silent and self.silent[transfer] not in self.gone
+            if transfer in self.silenced and self.silenced[transfer] not in self.disconnected
             else status
             for transfer, status in zip(transfers, found, strict=True)
         ]
 
     def disconnect(self, peer: PeerId) -> None:
         super().disconnect(peer)
-        self.gone.add(peer)
+        self.disconnected.add(peer)
 
 
-def test_a_fingerprint_that_does_not_come_fails_the_load_and_the_next_one_works() -> None:
-    clock, driver = Clock(), Mute(1)
+def test_a_fingerprint_read_that_times_out_fails_only_that_load() -> None:
+    clock, driver = Clock(), SilentReadsTransport(1)
     with (
         engine("prefill", ticket_key=KEY) as prefill,
         engine("decode", transport=lambda: driver, clock=clock) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.pull("d-1", ticket, [5, 6])
-        eventually(lambda: driver.mute == 0, "the fingerprint is asked for")
+        eventually(lambda: driver.reads_to_silence == 0, "the fingerprint is being read")
         clock.skip(EndpointOptions().handshake_timeout + 1.0)
         [error] = decode.outcome("d-1").failed.values()
         assert "the fingerprint of engine 'prefill' was not read within 10 s" in str(error)
-        eventually(lambda: bool(driver.gone), "it is disconnected")
-        clock.skip(1.0)  # handshakes that failed are not repeated at once
+        eventually(lambda: bool(driver.disconnected), "the peer is disconnected")
+        clock.skip(1.0)  # the wait after a failed handshake
         loads(decode, "d-2", prefill.serve("p-2", [1, 2], 8))
 
 
-class Failing(LoopbackTransport):
-    """The first read fails."""
+class RaisingReadTransport(LoopbackTransport):
+    """A transport whose first ``read`` raises."""
 
-    failed = False
+    has_raised = False
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        if not self.failed:
-            self.failed = True
+        if not self.has_raised:
+            self.has_raised = True
             raise RuntimeError("a bug of the driver's")
         return super().read(peer, copies, notify)
 
 
-def test_a_driver_that_fails_to_read_the_fingerprint_fails_that_load_only() -> None:
+def test_a_fingerprint_read_that_raises_fails_only_that_load() -> None:
     clock = Clock()
     with (
         engine("prefill", ticket_key=KEY) as prefill,
-        engine("decode", transport=Failing, clock=clock) as decode,
+        engine("decode", transport=RaisingReadTransport, clock=clock) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         assert "a bug of the driver's" in str(failure(decode, "d-1", ticket, [5, 6]))
@@ -350,13 +358,12 @@ def test_a_driver_that_fails_to_read_the_fingerprint_fails_that_load_only() -> N
         loads(decode, "d-2", ticket)
 
 
-class Dooming(Watched):
-    """Of a peer that is chosen, the next read is known to fail, and quiet only when its peer is
-    disconnected, as over nixl."""
+class FailingReadTransport(RecordingTransport):
+    """A transport whose next read is ``FAILING`` until its peer is disconnected, as with nixl."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dooms = False
+        self.fails_next_read = False
         self.failing: dict[TransferId, PeerId] = {}
 
     @property
@@ -365,8 +372,8 @@ class Dooming(Watched):
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
-        if self.dooms:
-            self.dooms, self.failing[transfer] = False, peer
+        if self.fails_next_read:
+            self.fails_next_read, self.failing[transfer] = False, peer
         return transfer
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
@@ -377,31 +384,32 @@ class Dooming(Watched):
         ]
 
     def _status(self, peer: PeerId) -> Status:
-        gone = peer in self.disconnected
+        disconnected = peer in self.disconnected
         return Status(
-            state=State.FAILED if gone else State.FAILING, error=TransportError("no such memory")
+            state=State.FAILED if disconnected else State.FAILING,
+            error=TransportError("no such memory"),
         )
 
 
-def test_a_fingerprint_whose_read_fails_leaves_none_on_a_connection_that_others_use() -> None:
-    """It would be polled for ever, and keep its word of the scratch memory."""
-    clock, driver = Clock(), Dooming()
+def test_a_failing_fingerprint_read_is_ended_by_a_disconnect() -> None:
+    """Otherwise it would be polled forever, and keep its scratch word."""
+    clock, driver = Clock(), FailingReadTransport()
     with (
         engine("prefill", ticket_key=KEY) as prefill,
         engine("decode", transport=lambda: driver, clock=clock) as decode,
-        relaying(prefill, OTHER) as relay,
+        serve_relay(prefill, OTHER_KEY) as relay,
     ):
-        genuine = prefill.serve("p-1", [1, 2], 8)
-        loads(decode, "d-1", genuine)
-        made_up = proved(replace(genuine, proof=None, port=relay.port), OTHER)
-        driver.dooms = True
-        assert "no such memory" in str(failure(decode, "d-2", made_up, [5, 6]))
-        eventually(lambda: bool(driver.disconnected), "nothing less ends the read")
+        ticket = prefill.serve("p-1", [1, 2], 8)
+        loads(decode, "d-1", ticket)
+        forged = proved(replace(ticket, proof=None, port=relay.port), OTHER_KEY)
+        driver.fails_next_read = True
+        assert "no such memory" in str(failure(decode, "d-2", forged, [5, 6]))
+        eventually(lambda: bool(driver.disconnected), "the peer is disconnected")
         clock.skip(1.0)
         loads(decode, "d-3", prefill.serve("p-2", [1, 2], 8))
 
 
-def test_the_header_stands_before_the_slots_and_is_nobody_s_slot() -> None:
+def test_the_fingerprint_lies_before_the_slots_of_the_table() -> None:
     table = SlotTable(3)
     table.write_fingerprint(bytes(range(FINGERPRINT_BYTES)))
     assert [table[slot] for slot in range(len(table))] == [0, 0, 0]
@@ -409,12 +417,12 @@ def test_the_header_stands_before_the_slots_and_is_nobody_s_slot() -> None:
     assert table.region.nbytes == 8 * 3
 
 
-# Where the engine is.
+# The producer's own address, and the router's.
 
 
 @contextmanager
-def trap() -> Iterator[socket.socket]:
-    """A listener that must not be asked."""
+def unused_listener() -> Iterator[socket.socket]:
+    """Yield a listener that is not to be connected to."""
     with socket.create_server(("127.0.0.1", 0)) as made:
         made.setblocking(False)
         yield made
@@ -427,56 +435,60 @@ def free_port() -> int:
 
 
 def routed(ticket: Ticket, port: int, host: str = "127.0.0.1") -> Ticket:
-    """As a router that rewrites the address leaves it."""
+    """Return the ticket as a router leaves it that rewrites the address."""
     return replace(ticket, routed=(host, port))
 
 
-def test_the_producers_own_address_is_asked_and_not_the_routers() -> None:
+def test_the_producers_own_address_is_tried_before_the_routers() -> None:
     with (
         engine("prefill", ticket_key=KEY) as prefill,
         engine("decode") as decode,
-        trap() as trapped,
+        unused_listener() as listener,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
-        loads(decode, "d-1", routed(ticket, trapped.getsockname()[1]))
+        loads(decode, "d-1", routed(ticket, listener.getsockname()[1]))
         with pytest.raises(BlockingIOError):
-            trapped.accept()
+            listener.accept()
 
 
 @contextmanager
-def nobody() -> Iterator[int]:
+def no_listener() -> Iterator[int]:
     yield free_port()
 
 
 @contextmanager
-def namesake() -> Iterator[int]:
-    """Another engine of the same name listens where this host's loopback address leads."""
-    with engine("prefill", ticket_key=OTHER) as other:
+def engine_of_same_name() -> Iterator[int]:
+    """Run another engine of the same name, as on another host's loopback address."""
+    with engine("prefill", ticket_key=OTHER_KEY) as other:
         yield other.server.port
 
 
 @contextmanager
-def somebody_else() -> Iterator[int]:
-    with engine("other", ticket_key=OTHER) as other:
+def engine_of_another_name() -> Iterator[int]:
+    with engine("other", ticket_key=OTHER_KEY) as other:
         yield other.server.port
 
 
-@pytest.mark.parametrize("there", [nobody, namesake, somebody_else])
-def test_the_routers_address_is_asked_where_the_own_does_not_answer_for_the_engine(
-    there: Callable[[], Any],
+@pytest.mark.parametrize(
+    "make_listener", [no_listener, engine_of_same_name, engine_of_another_name]
+)
+def test_the_routers_address_is_tried_if_the_own_address_is_not_the_engine(
+    make_listener: Callable[[], Any],
 ) -> None:
     with (
         engine("prefill", ticket_key=KEY) as prefill,
         engine("decode") as decode,
-        there() as port,
+        make_listener() as port,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
-        moved = proved(replace(ticket, proof=None, port=port), KEY)
-        loads(decode, "d-1", routed(moved, prefill.server.port))
+        ticket_elsewhere = proved(replace(ticket, proof=None, port=port), KEY)
+        loads(decode, "d-1", routed(ticket_elsewhere, prefill.server.port))
 
 
-def test_the_two_addresses_share_the_time_of_a_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is silent leaves half of it."""
+def test_the_two_addresses_share_the_timeout_of_a_handshake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first address may take half of it."""
     asked: list[tuple[str, float]] = []
 
     def fetching(call: Dialer, *_: object) -> Any:
@@ -497,8 +509,8 @@ def test_the_error_names_both_addresses() -> None:
     with engine("prefill", ticket_key=KEY) as prefill, engine("decode") as decode:
         ticket = prefill.serve("p-1", [1, 2], 8)
         ports = free_port(), free_port()
-        moved = proved(replace(ticket, proof=None, port=ports[0]), KEY)
-        error: KVFerryError = failure(decode, "d-1", routed(moved, ports[1]), [5, 6])
+        ticket_elsewhere = proved(replace(ticket, proof=None, port=ports[0]), KEY)
+        error: KVFerryError = failure(decode, "d-1", routed(ticket_elsewhere, ports[1]), [5, 6])
         assert [port for port in ports if f"port {port}" not in str(error)] == []
 
 

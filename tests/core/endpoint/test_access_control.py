@@ -1,4 +1,4 @@
-"""Endpoints that admit listed engines only, and tickets that name others."""
+"""Access control: endpoints connect only to the engines and networks that they list."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ READS = Access(
 
 
 @contextmanager
-def keyed(prefill: Engine) -> Iterator[HandshakeServer]:
-    """An encrypted side channel of an engine."""
+def encrypted_side_channel(prefill: Engine) -> Iterator[HandshakeServer]:
+    """Serve an engine's payloads on an encrypted side channel."""
     payloads = [encode(rank.endpoint.payload) for rank in prefill.ranks]
     with HandshakeServer(
         payloads, engine=prefill.name, incarnation=prefill.incarnation, access=SERVES
@@ -42,10 +42,10 @@ def failure(decode: Engine, request: str, ticket: Ticket) -> KVFerryError:
     return error
 
 
-def test_pages_cross_between_engines_that_list_each_other() -> None:
+def test_engines_that_list_each_other_exchange_pages() -> None:
     options = EndpointOptions(access=READS)
     with engine("prefill") as prefill, engine("decode", options=options) as decode:
-        with keyed(prefill) as server:
+        with encrypted_side_channel(prefill) as server:
             ticket = replace(prefill.serve("p-1", [1], 4), port=server.port, key=PREFILL.public)
             decode.pull("d-1", ticket, [2])
             assert not decode.outcome("d-1").failed
@@ -53,38 +53,40 @@ def test_pages_cross_between_engines_that_list_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "complaint"),
     [
-        ({"key": b""}, "its tickets name no key"),
-        ({"key": STRANGER.public}, "which is not listed here"),
-        ({"host": "127.0.0.2"}, "in none of the networks of allowed_peers"),
+        pytest.param({"key": b""}, "its tickets name no key", id="no key"),
+        pytest.param({"key": STRANGER.public}, "which is not listed here", id="unlisted key"),
+        pytest.param(
+            {"host": "127.0.0.2"}, "in none of the networks of allowed_peers", id="other network"
+        ),
     ],
 )
-def test_a_forged_ticket_fails_alone_and_is_never_connected_to(
-    changes: dict[str, object], words: str
+def test_a_forged_ticket_fails_alone_and_its_address_is_not_connected_to(
+    changes: dict[str, object], complaint: str
 ) -> None:
-    """Also beside a genuine one of the same engine and place, which does not wait for it."""
+    """A genuine ticket of the same engine and address works afterwards."""
     options = EndpointOptions(access=READS)
     with (
         engine("prefill") as prefill,
         engine("decode", options=options) as decode,
-        keyed(prefill) as server,
-        socket.create_server(("127.0.0.2", server.port)) as elsewhere,
+        encrypted_side_channel(prefill) as server,
+        socket.create_server(("127.0.0.2", server.port)) as other_host,
     ):
-        elsewhere.setblocking(False)
+        other_host.setblocking(False)
         ticket = replace(prefill.serve("p-1", [1], 4), port=server.port, key=PREFILL.public)
         forged = replace(ticket, **changes)  # type: ignore[arg-type]
         error = failure(decode, "d-1", forged)
         assert isinstance(error, AdmissionError)
-        assert words in str(error)
+        assert complaint in str(error)
         with pytest.raises(BlockingIOError):
-            elsewhere.accept()
+            other_host.accept()
         decode.pull("d-2", ticket, [3])
         assert not decode.outcome("d-2").failed
 
 
-def test_whoever_lacks_the_key_of_the_ticket_is_not_believed() -> None:
-    """An engine of a stranger's answers in the name of another one."""
+def test_an_engine_without_the_secret_key_of_the_ticket_is_refused() -> None:
+    """An unlisted engine answers on the port that the ticket names."""
     options = EndpointOptions(access=READS, handshake_timeout=60.0)
     with engine("prefill") as prefill, engine("decode", options=options) as decode:
         impostor = Access(own=STRANGER, peers=frozenset({DECODE.public}))

@@ -1,4 +1,4 @@
-"""A process that may have no more threads or files: a load fails, and never the endpoint."""
+"""A process that gets no more threads or file descriptors: loads fail, and never the endpoint."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ import socket
 import pytest
 
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
-from kvferry.core.lifecycle.holds import RequestId
-from tests.core.endpoint.engines import Engine, engine
+from tests.core.endpoint.engines import engine
+from tests.core.endpoint.loads import load
 from tests.core.scarcity import no_threads
 
 
-def load(prefill: Engine, decode: Engine, number: int) -> KVFerryError | None:
-    """Why a load failed, if it did."""
-    request = f"d-{number}"
-    decode.pull(request, prefill.serve(f"p-{number}", [number], 4), [number])
-    return decode.outcome(request).failed.get(RequestId(request))
-
-
 @pytest.mark.parametrize(
-    ("name", "outcome"),
+    ("name", "error_type"),
     [
         ("kvferry-handshake", HandshakeError),
         ("kvferry-resolve", HandshakeError),
@@ -30,27 +23,31 @@ def load(prefill: Engine, decode: Engine, number: int) -> KVFerryError | None:
         ("kvferry-driver-call", None),
     ],
 )
-def test_no_more_threads(name: str, outcome: type[KVFerryError] | None) -> None:
+def test_a_load_that_gets_no_thread_fails_or_does_without_and_the_next_succeeds(
+    name: str, error_type: type[KVFerryError] | None
+) -> None:
     with engine("prefill", host="localhost") as prefill, engine("decode") as decode:
         with no_threads(name) as refused:
             error = load(prefill, decode, 1)
         assert refused
-        if outcome is None:
+        if error_type is None:
             assert error is None
         else:
-            assert isinstance(error, outcome)
+            assert isinstance(error, error_type)
             assert "ulimit" in str(error)
         assert load(prefill, decode, 2) is None
         assert decode.ranks[0].endpoint.healthy
 
 
-def test_no_more_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    def scarce() -> None:
+def test_a_load_that_gets_no_file_descriptor_fails_and_the_next_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_files() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with engine("prefill") as prefill, engine("decode") as decode:
         with monkeypatch.context() as patch:
-            patch.setattr(socket, "socketpair", scarce)
+            patch.setattr(socket, "socketpair", no_files)
             error = load(prefill, decode, 1)
         assert isinstance(error, ConnectError)
         assert "Too many open files; let this process have more files" in str(error)
