@@ -1,7 +1,7 @@
-"""The world of the model test: one prefill engine, two decode engines, and everything between them.
+"""The simulation of the model test: a prefill engine, two decode engines, and what connects them.
 
-``World`` holds the real machines on a fake transport and clock, offers every step that anything in
-it can take (``moves``), what others do to it, and the checks.
+``Simulation`` runs the real state machines on a fake transport and a fake clock. ``moves`` returns
+every step that can happen next; other methods are what users do and what fails.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.worker_holds import WorkerHolds
 from kvferry.core.messages import Release, encode
 from kvferry.core.transport import State
-from tests.core.lifecycle.checks import check_end, check_ledger, check_rest
-from tests.core.lifecycle.consumer import Consumer, Uncounted
+from tests.core.lifecycle.consumer import Consumer, UncountedHoldUsers
 from tests.core.lifecycle.consumer_rank import ConsumerRank
-from tests.core.lifecycle.decodes import Decode, Stage
+from tests.core.lifecycle.decode_requests import DecodeRequest, DecodeState
 from tests.core.lifecycle.fabric import Fabric, Message, require
+from tests.core.lifecycle.invariants import check_end, check_rest, check_scheduler_holds
 from tests.core.lifecycle.producer import (
     LEASE,
-    At,
-    Issue,
+    IssuedTicket,
+    PrefillRequest,
+    PrefillState,
     Producer,
     ProducerRank,
-    Prompt,
 )
-from tests.core.lifecycle.renewing import Wait, is_renewal
+from tests.core.lifecycle.rank_renewals import Wait, is_renewal
 
 IDS = [RequestId(f"request-{i}") for i in range(4)]
-"""Few, so that they come back."""
+"""Few, so that they are reused."""
 
 _BIT = 1 << 40
-"""Makes another number of an incarnation or a generation."""
+"""Flipped to make another incarnation or generation."""
 
 Plan = tuple[tuple[RemoteRank, ...], ...]
-"""Per consumer rank, the producer ranks that concern it."""
+"""Per consumer rank, the producer ranks that it reads or notifies."""
 
 Move = Callable[[], None]
 
 
 def _plan(*ranks: str) -> Plan:
-    """Per consumer rank, producer ranks: read from, or after a "+" only told."""
+    """Parse a plan: per consumer rank the ranks that it reads, then "+" and those it notifies."""
     return tuple(
         tuple(
             RemoteRank(rank=int(digit), reads=reads)
@@ -64,19 +64,19 @@ PLANS: dict[int, tuple[Plan, ...]] = {
     2: (_plan("01"), _plan("0+1"), _plan("0", "1"), _plan("01", "01"), _plan("0", "0+1")),
     3: (_plan("01", "1+2"), _plan("012"), _plan("0+12"), _plan("01", "12")),
 }
-"""By the number of producer ranks: equal, splitting, merging, straddling, with replicas."""
+"""Plans by the number of producer ranks: equal, split, merged, overlapping, with unread ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a world is made of; a planted fault replaces one of them.
+class Components:
+    """The classes that a simulation is made of; a planted fault replaces one of them.
 
-    ``strict``: also compare every slot word and verdict with PROTOCOL.md's table at once. Without
-    it, only consequences count.
+    With ``strict``, every slot word and outcome is also compared with the table in
+    docs/protocol.md. Without it, only violations of the invariants count.
     """
 
-    ledger: type[SchedulerHolds] = SchedulerHolds
-    keeper: type[WorkerHolds] = WorkerHolds
+    scheduler_holds: type[SchedulerHolds] = SchedulerHolds
+    worker_holds: type[WorkerHolds] = WorkerHolds
     loads: type[Loads] = Loads
     producer_rank: type[ProducerRank] = ProducerRank
     renewals: type[Renewals] = Renewals
@@ -87,8 +87,8 @@ class Parts:
     strict: bool = True
 
 
-class World:
-    """Everything."""
+class Simulation:
+    """The engines, what is under way between them, and the clock."""
 
     def __init__(
         self,
@@ -96,17 +96,17 @@ class World:
         ranks: int,
         plans: tuple[Plan, Plan],
         slots: int,
-        parts: Parts,
+        components: Components,
         max_held: int | None = None,
         is_older: bool = False,
         old: str = "",
     ) -> None:
-        self.parts = parts
+        self.components = components
         self._is_older = is_older
         self.now = 0.0
         self.silent = False
         self.fabric = Fabric()
-        self.issues: list[Issue] = []
+        self.issues: list[IssuedTicket] = []
         self._ranks, self.slots, self._max_held = ranks, slots, max_held
         self._uids, self._lives = itertools.count(1), itertools.count(1)
         self._old = old
@@ -117,10 +117,10 @@ class World:
         ]
         self._plans = plans
 
-    # What can happen by itself.
+    # What can happen next.
 
     def moves(self) -> list[Move]:
-        """Every step that some part of the world can take now."""
+        """Return every step that some part of the simulation can take now."""
         return [
             *self._client_moves(),
             *self._producer_moves(),
@@ -129,12 +129,12 @@ class World:
         ]
 
     def _client_moves(self) -> Iterator[Move]:
-        """Requests come, and tickets find their way, while nobody has much to do."""
-        if len(self.producer.at(At.WAITING, At.RUNNING)) == 0:
+        """Yield new requests and tickets, while the engines are idle."""
+        if len(self.producer.at(PrefillState.WAITING, PrefillState.RUNNING)) == 0:
             for drafter in (False, True):
                 yield partial(self.ask, size=2, drafter=drafter)
         for issue in self.issues[-2:]:
-            stands = issue.ticket.hold in self.producer.ranks[0].book.standing
+            stands = issue.ticket.hold in self.producer.ranks[0].table.active
             for engine in self.consumers if stands else ():
                 if len(engine.requests) == 0:
                     yield partial(self.hand, engine, issue)
@@ -166,7 +166,7 @@ class World:
                 yield engine.schedule
             if engine.can_process:
                 yield engine.process
-            for request in engine.at(Stage.READY):
+            for request in engine.at(DecodeState.READY):
                 yield partial(engine.finish, request)
             for rank in engine.ranks:
                 yield from self._consumer_rank_moves(rank)
@@ -176,18 +176,20 @@ class World:
             yield rank.launch
         if any(t.state is not State.PENDING for t in rank.transfers):
             yield rank.poll
-        for load_id in () if self.silent else rank.shaking:
+        for load_id in () if self.silent else rank.handshakes:
             yield partial(rank.answer, load_id)
-        if len(rank.loads) or rank.renewing.waiting:
+        if len(rank.loads) or rank.rank_renewals.waiting:
             yield rank.tick
 
     def deliver(self, message: Message) -> None:
-        """A notification arrives at whoever lives there now."""
+        """Deliver a notification to the producer that runs now."""
         self.fabric.messages.remove(message)
-        require(self._forged.isdisjoint(message.origins), "told of a forged ticket:", message)
+        require(
+            self._forged.isdisjoint(message.origins), "a message about a forged ticket:", message
+        )
         self.producer.ranks[message.rank].hear(message)
 
-    # What somebody does.
+    # What clients and engines do.
 
     def ask(
         self,
@@ -198,10 +200,10 @@ class World:
         remote: bool = True,
         errs: bool = False,
     ) -> None:
-        """A client asks the prefill engine, if an id is left."""
+        """Add a request to the prefill engine, if an id is free."""
         free = [i for i in IDS if i not in self.producer.requests]
         if free:
-            prompt = Prompt(
+            prompt = PrefillRequest(
                 uid=next(self._uids),
                 id=free[0],
                 size=size,
@@ -215,17 +217,17 @@ class World:
     def hand(
         self,
         engine: Consumer,
-        issue: Issue,
+        issue: IssuedTicket,
         *,
         cached: int = 0,
         fits: bool = True,
         forged: bool = False,
         sample: bool = False,
     ) -> None:
-        """A router hands a ticket to a decode engine, if an id is left there."""
+        """Add a request with a ticket to a decode engine, if an id is free there."""
         free = [i for i in IDS if i not in engine.requests]
         if free:
-            request = Decode(
+            request = DecodeRequest(
                 uid=next(self._uids),
                 id=free[0],
                 issue=issue,
@@ -238,10 +240,10 @@ class World:
                 self._forged.add(request.uid)
             engine.add(request)
 
-    def fresh(self, *, drafter: bool, ordered: bool) -> Issue | None:
-        """A ticket that nobody has, if the prefill engine has room for one.
+    def fresh(self, *, drafter: bool, ordered: bool) -> IssuedTicket | None:
+        """Return a new ticket, if the prefill engine has room for the request.
 
-        ``ordered``: its ranks have heard of it, and their devices have done nothing more.
+        With ``ordered``, its ranks have the order for it, and their devices have not gone on.
         """
         issued = len(self.issues)
         self.ask(size=2, drafter=drafter)
@@ -254,7 +256,7 @@ class World:
         return self.issues[-1] if len(self.issues) > issued else None
 
     def compute(self, *, tail: bool) -> None:
-        """The prefill engine goes on alone until a ticket is made; ``tail``: and somewhat after."""
+        """Run the prefill engine alone until it makes a ticket; with ``tail``, one step more."""
         issued = len(self.issues)
         for _ in range(6):
             if len(self.issues) == issued:
@@ -263,10 +265,9 @@ class World:
             self._producer_step(tail=True)
 
     def pull(self, engine: Consumer, items: int, ranks: slice = slice(None)) -> None:
-        """A decode engine goes on alone until some items of each rank have landed.
+        """Run some ranks of a decode engine alone until ``items`` items have landed on each.
 
-        With ``items`` less than 0, handshakes are not answered until a later pull. ``ranks`` are
-        those that go on.
+        With ``items`` below 0, handshakes are not answered until a later call.
         """
         self.silent = items < 0
         if engine.can_schedule:
@@ -274,45 +275,45 @@ class World:
         for rank in engine.ranks[ranks]:
             while rank.inbox:
                 rank.launch()
-            for load_id in () if self.silent else list(rank.shaking):
+            for load_id in () if self.silent else list(rank.handshakes):
                 rank.answer(load_id)
             for _ in range(items):
                 self._land_one(rank)
             rank.poll()
 
     def wait(self, seconds: float) -> None:
-        """Time passes."""
+        """Let time pass."""
         self.now += seconds
 
     def wait_patiently(self) -> None:
-        """More than a lease passes, and every renewal is sent and heard in time."""
+        """Let more than a lease pass, while every renewal arrives in time."""
         self._renew()
         kept = [
             (wait, rank)
             for wait, ranks in self._renewed()
             for rank in ranks
-            if rank.book.fresh(wait.request.issue.ticket.hold, rank.now())
+            if rank.table.fresh(wait.request.issue.ticket.hold, rank.now())
         ]
         for _ in range(10):
             self.wait(LEASE / 6)
             self._renew()
         for wait, rank in kept:
             hold = wait.request.issue.ticket.hold
-            cause = rank.book.over.get(hold)
+            cause = rank.table.over.get(hold)
             expired = cause is not None and cause.why == "expired"
             waited = wait.renewal is not None and rank.rank not in wait.settled
             require(not (expired and waited), "expired, although it was renewed:", hold)
 
     def starve(self, seconds: float, heard: slice) -> None:
-        """Requests wait for pages, and some seconds pass in which only some ranks are heard at.
+        """Let requests wait for pages for some seconds.
 
-        ``heard``: the ranks where renewals and heartbeats arrive; those for others are late.
+        Meanwhile renewals and heartbeats arrive only at the ranks in ``heard``.
         """
         for _ in IDS:
             if self.producer.starved is None:
                 self.ask(size=2, drafter=False)
                 self._producer_step(tail=True)
-        for _ in range(3):  # the last may be asked in the second: its answer is used in the third
+        for _ in range(3):  # asked in the second step at the latest, answered in the third
             self._producer_step(tail=True)
         ranks = self.producer.ranks[heard]
         kept = self._claimed(ranks)
@@ -325,22 +326,22 @@ class World:
         for _ in range(3):
             self._producer_step(tail=True)
         given_up = self.producer.orphaned[orphaned:]
-        require(not set(kept) & set(given_up), "given up, though it is waited for:", kept)
-        helped = given_up or waits is None or waits.at is not At.WAITING
-        require(bool(helped) or not left, "kept, though nobody comes for it and pages lack:", left)
+        require(not set(kept) & set(given_up), "given up, though a consumer waits for it:", kept)
+        helped = given_up or waits is None or waits.at is not PrefillState.WAITING
+        require(bool(helped) or not left, "kept, though it is silent and pages are lacking:", left)
 
     def _lost(self) -> list[Hold]:
-        """Holds with a ticket of which no rank has heard for long enough."""
-        books = [(rank.book.ages(rank.now()), rank) for rank in self.producer.ranks]
+        """Return the ticketed holds that are silent on every rank."""
+        books = [(rank.table.ages(rank.now()), rank) for rank in self.producer.ranks]
         return [
             prompt.hold
-            for prompt in self.producer.at(At.HELD)
+            for prompt in self.producer.at(PrefillState.HELD)
             if prompt.hold is not None and prompt.hold not in self.producer.given_up
             if all(ages.get(prompt.hold, 0.0) >= GONE_SECONDS for ages, _ in books)
         ]
 
     def _claimed(self, ranks: list[ProducerRank]) -> list[Hold]:
-        """What consumers wait for, that renew it at one of these ranks."""
+        """Return the holds that consumers renew on one of these ranks."""
         return [
             wait.request.issue.ticket.hold
             for wait, renewed in self._renewed()
@@ -348,7 +349,7 @@ class World:
         ]
 
     def _claim(self, ranks: list[ProducerRank]) -> None:
-        """Renewals go through, and what they and heartbeats say arrives at these ranks."""
+        """Send renewals and heartbeats, and deliver them to these ranks."""
         self._land_renewals()
         numbers = {rank.rank for rank in ranks}
         for message in [m for m in self.fabric.messages if is_renewal(m)]:
@@ -358,19 +359,19 @@ class World:
             producer_rank.tick()
 
     def _renewed(self) -> Iterator[tuple[Wait, list[ProducerRank]]]:
-        """What is renewed at the producer that lives, and where."""
+        """Yield what is renewed at the producer that runs now, with the ranks."""
         for engine in self.consumers:
             for rank in engine.ranks:
-                for wait in rank.renewing.renewed():
+                for wait in rank.rank_renewals.renewed():
                     if wait.request.issue.producer is self.producer:
-                        yield wait, [self.producer.ranks[p.rank] for p in rank.parties]
+                        yield wait, [self.producer.ranks[p.rank] for p in rank.remote_ranks]
 
     def _renew(self) -> None:
-        """Renewals go through, and nothing else; then leases end."""
+        """Send and deliver renewals only; then expire leases."""
         self._claim(self.producer.ranks)
 
     def _land_renewals(self) -> None:
-        """Renewals that are due are posted, and their reads land."""
+        """Post the renewals that are due, and let their reads land."""
         for engine in self.consumers:
             for rank in engine.ranks:
                 rank.tick()
@@ -399,15 +400,15 @@ class World:
         if running:
             self.fabric.land(running[0], 0)
 
-    # What goes wrong.
+    # Failures.
 
     def restart_producer(
         self, *, severs: bool, failing: bool, messages: bool, gracefully: bool
     ) -> None:
-        """The prefill engine is started again, at the same addresses.
+        """Restart the prefill engine at the same addresses.
 
-        ``severs``: connections break; else they reach the new life. ``messages``: those under way
-        reach the new life too. ``gracefully``: it was shut down, and did not die.
+        With ``severs``, connections break; otherwise they lead to the new incarnation. With
+        ``messages``, so do messages under way. With ``gracefully``, it was shut down before.
         """
         if gracefully:
             self.producer.shut_down()
@@ -419,7 +420,7 @@ class World:
         self.producer = self._new_producer()
 
     def restart_consumer(self, index: int, *, messages: bool) -> None:
-        """A decode engine is started again, under its name."""
+        """Restart a decode engine under its name."""
         old = self.consumers[index]
         old.crash()
         if not messages:
@@ -427,7 +428,7 @@ class World:
         self.consumers[index] = self._new_consumer(old.name, self._plans[index])
 
     def stray(self, index: int, how: str) -> None:
-        """A message that is about no hold, though nearly about one."""
+        """Deliver a release that differs from a hold in incarnation, generation or slot."""
         holds = [p.hold for p in self.producer.requests.values() if p.hold is not None]
         if not holds:
             return
@@ -447,11 +448,11 @@ class World:
     # Rest.
 
     def settle(self) -> None:
-        """Everything that goes on by itself comes to rest, and no time passes."""
+        """Run until nothing is under way, without letting time pass."""
         calm = 0
         for _ in range(60):
             self._round()
-            check_ledger(self)
+            check_scheduler_holds(self)
             calm = 0 if self._under_way() else calm + 1
             if calm > 3:
                 break
@@ -459,11 +460,11 @@ class World:
         check_rest(self)
 
     def _round(self) -> None:
-        """Everything moves as far as it can by itself."""
+        """Let everything proceed as far as it can."""
         self._producer_step(tail=True)
         for engine in self.consumers:
             self.pull(engine, items=8)
-            for request in engine.at(Stage.READY):
+            for request in engine.at(DecodeState.READY):
                 engine.finish(request)
             while engine.can_process:
                 engine.process()
@@ -474,14 +475,14 @@ class World:
 
     def _under_way(self) -> bool:
         producer = self.producer
-        waiting = [p for p in producer.at(At.WAITING) if p.size <= len(producer.free)]
+        waiting = [p for p in producer.at(PrefillState.WAITING) if p.size <= len(producer.free)]
         working = any(rank.stream or rank.passed for rank in producer.ranks)
         loads = any(engine.requests or engine.pending for engine in self.consumers)
         moving = self.fabric.transfers or self.fabric.messages
-        return bool(waiting or producer.at(At.RUNNING) or working or loads or moving)
+        return bool(waiting or producer.at(PrefillState.RUNNING) or working or loads or moving)
 
     def finish(self) -> None:
-        """Let everything end: leases too. Then nothing may be left."""
+        """Let everything end, leases too; then check that nothing is left."""
         self.settle()
         for _ in range(len(IDS) + 1):
             if self.producer.requests:
@@ -492,15 +493,15 @@ class World:
     # Inside.
 
     def _new_producer(self) -> Producer:
-        return self.parts.producer(
+        return self.components.producer(
             ranks=self._ranks,
             slots=self.slots,
             max_held=self._max_held,
-            ledger=self.parts.ledger,
-            keeper=self.parts.keeper,
-            rank=self.parts.producer_rank,
-            pressure=self.parts.pressure,
-            strict=self.parts.strict,
+            scheduler_holds=self.components.scheduler_holds,
+            worker_holds=self.components.worker_holds,
+            rank=self.components.producer_rank,
+            pressure=self.components.pressure,
+            strict=self.components.strict,
             clock=lambda: self.now,
             issues=self.issues,
         )
@@ -509,10 +510,10 @@ class World:
         return Consumer(
             name,
             plan,
-            rank=self.parts.consumer_rank,
-            loads=self.parts.loads,
-            renewals=self.parts.renewals,
-            users=Uncounted if self._is_older and name == "B" else self.parts.users,
+            rank=self.components.consumer_rank,
+            loads=self.components.loads,
+            renewals=self.components.renewals,
+            users=UncountedHoldUsers if self._is_older and name == "B" else self.components.users,
             uids=self._uids,
             life=0 if name == self._old else next(self._lives),
             fabric=self.fabric,

@@ -1,7 +1,7 @@
-"""The model test is worth what it catches: faults, planted one at a time, each to be caught by it.
+"""The model test finds planted faults, one at a time.
 
-They are caught by their consequences alone (``strict=False``: no slot word is compared with the
-table), but for those in ``BY_TABLE``, whose consequences are rare.
+It must find them by violated invariants alone (``strict=False``: no slot word is compared with the
+protocol table), except those in ``FOUND_BY_TABLE``, which violate an invariant only rarely.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.lifecycle.worker_holds import NoteOutcome, WorkerHolds
 from kvferry.core.messages import Heartbeat, Release, Renewal
 from tests.core.lifecycle.consumer_rank import ConsumerRank
-from tests.core.lifecycle.decodes import Decode, Pull
-from tests.core.lifecycle.fabric import Link, Transfer, Violation
+from tests.core.lifecycle.decode_requests import DecodeRequest, RankLoad
+from tests.core.lifecycle.fabric import Link, ProtocolViolation, Transfer
 from tests.core.lifecycle.machine import Protocol
-from tests.core.lifecycle.model import Parts
 from tests.core.lifecycle.producer import Producer
+from tests.core.lifecycle.simulation import Components
 
 SEARCH = settings(
     max_examples=3000,
@@ -46,11 +46,11 @@ SEARCH = settings(
 )
 
 
-# What PROTOCOL.md lists.
+# Faults that docs/protocol.md lists.
 
 
 class DoneBoundToTheDataRead(ConsumerRank):
-    def make_read(self, link: Link, action: Action, pull: Pull) -> Transfer:
+    def make_read(self, link: Link, action: Action, pull: RankLoad) -> Transfer:
         transfer = super().make_read(link, action, pull)
         transfer.message = self.message(action.rank, [action.load], abandoned=False)
         return transfer
@@ -63,14 +63,14 @@ class ReadyAtTakeOn(WorkerHolds):
 
 
 class NoCheckBeforeTheRead(Loads):
-    """The fence alone, which asks for ``ready``: it may have become so while the read went on."""
+    """Only the fence looks for ``ready``, which the word may become during the read."""
 
     def _step(self, load_id: LoadId, load: Any, rank: int, *, first: bool = False) -> None:
         super()._step(load_id, load, rank)
 
 
 class NoCheckAtAll(Loads):
-    """Every ticket is taken for one that says ``computed``."""
+    """Every ticket is treated as one that says ``computed``."""
 
     def begin(self, *args: Any, computed: bool, **kwargs: Any) -> LoadId:
         return super().begin(*args, computed=True, **kwargs)
@@ -82,7 +82,7 @@ class CountedGenerations(SchedulerHolds):
 
 
 class WordClearedAfterwards(WorkerHolds):
-    """The request is reported sent, and its word cleared with the next orders."""
+    """The request is reported sent, and its word is cleared with the next orders."""
 
     _late: tuple[Hold, ...] = ()
 
@@ -102,17 +102,17 @@ class AbandonNotSent(Loads):
         pass
 
 
-class ReplicaNotTold(Loads):
+class UnreadRankNotNotified(Loads):
     def _tell_done(self, load_id: LoadId, load: Any) -> None:
         if not load.reads:
             super()._tell_done(load_id, load)
 
 
-# And others: on the producer.
+# Further faults of the producer.
 
 
 class RanksNotDistinct(WorkerHolds):
-    """Messages are counted, whoever sends them."""
+    """Repeated messages of one rank are counted as of different ranks."""
 
     def release(self, message: Release) -> NoteOutcome:
         held = self._held.get(message.slot)
@@ -142,7 +142,7 @@ class EnginesCountedTogether(WorkerHolds):
 
 
 class ExpiryForgets(WorkerHolds):
-    """What expired is reported, and again when the late "done" comes."""
+    """A request whose lease expired is reported again when a late "done" arrives."""
 
     def expire(self, now: float) -> list[RequestId]:
         late = [h for h in self._held.values() if h.deadline is not None and h.deadline <= now]
@@ -208,14 +208,14 @@ class HeldWithoutLimit(SchedulerHolds):
 
 
 class SentByOneRank(Producer):
-    """The first rank's report gives the pages back."""
+    """Pages are given back when the first rank has reported the request sent."""
 
     def _hear_sent(self, rank: int, request: RequestId) -> None:
         self.reported[request].update(r.rank for r in self.ranks if r.rank != rank)
         super()._hear_sent(rank, request)
 
 
-# On the consumer.
+# Faults of the consumer.
 
 
 class FenceIgnored(Loads):
@@ -224,7 +224,7 @@ class FenceIgnored(Loads):
         super().fenced(load_id, rank, word if load is None else load.hold.ready)
 
 
-class ReportedBeforeQuiet(Loads):
+class ReportedWhileFailing(Loads):
     def failing(self, load_id: LoadId, rank: int, error: KVFerryError) -> None:
         self.lost(load_id, rank, error)
 
@@ -238,7 +238,7 @@ class AbortedAtOnce(Loads):
 
 
 class ReadsAfterTheReport(Loads):
-    """A handshake that comes late begins what has been given up."""
+    """A handshake that ends late begins a load that was aborted."""
 
     def handshake_succeeded(
         self, load_id: LoadId, parties: tuple[loads_module.RemoteRank, ...]
@@ -250,7 +250,7 @@ class ReadsAfterTheReport(Loads):
 
 
 class OneFenceForAll(Loads):
-    """The first good fence is taken for those of all ranks."""
+    """The first valid fence counts for all ranks."""
 
     def fenced(self, load_id: LoadId, rank: int, word: int) -> None:
         load = self._loads.get(load_id)
@@ -260,7 +260,7 @@ class OneFenceForAll(Loads):
 
 
 class CheckedOnce(Loads):
-    """Pages that were still computing are never asked for again."""
+    """The check of pages that are still computing is not repeated."""
 
     def tick(self, now: float) -> None:
         for load in self._loads.values():
@@ -281,7 +281,7 @@ class RenewalsNotSent(Renewals):
 
 
 class RenewedOnce(Renewals):
-    """An answer is awaited for ever."""
+    """After an answer, the renewal still counts as unanswered."""
 
     def answered(self, ask: RenewalRequest, *, stands: bool) -> bool:
         gone = super().answered(ask, stands=stands)
@@ -291,31 +291,31 @@ class RenewedOnce(Renewals):
 
 
 class RenewedWhileFencing(Renewals):
-    """A hold that this engine's own "done" ended counts as gone."""
+    """A hold that this engine's own "done" ended counts as lost."""
 
     def settle(self, renewal: RenewalId, rank: int) -> None:
         pass
 
 
-class RenewalsNotHeard(WorkerHolds):
+class RenewalsIgnored(WorkerHolds):
     def renew(self, message: Renewal, now: float) -> NoteOutcome:
         return NoteOutcome.RENEWED
 
 
 class OldestRankCounts(BlockPressure):
-    """A hold is given up when any rank hears nothing of it."""
+    """A hold is given up when it is silent on any rank."""
 
     def answered(self, reports: Mapping[int, Iterable[Silence]]) -> None:
         found = {each.hold: each for report in reports.values() for each in report}
         self._silent = sorted(found.values(), key=lambda each: each.age, reverse=True)
 
 
-class NobodyIsAsked(BlockPressure):
+class NeverAsksForSilentHolds(BlockPressure):
     def ask(self, now: float, *, held: int) -> bool:
         return False
 
 
-class HeartbeatsNotHeard(WorkerHolds):
+class HeartbeatsIgnored(WorkerHolds):
     def heartbeat(self, message: Heartbeat, now: float) -> NoteOutcome:
         return NoteOutcome.RENEWED
 
@@ -339,16 +339,16 @@ class EndedWordClearedAfterwards(WorkerHolds):
 
 
 class RenewedUnproved(ConsumerRank):
-    """What waits is renewed before its proof was verified."""
+    """The hold of a waiting request is renewed before its proof is verified."""
 
-    def may_renew(self, request: Decode) -> bool:
+    def may_renew(self, request: DecodeRequest) -> bool:
         return True
 
 
 class LoadedUnproved(ConsumerRank):
     """No proof is verified when a load begins."""
 
-    def check(self, request: Decode) -> None:
+    def check(self, request: DecodeRequest) -> None:
         forged, request.forged = request.forged, False
         try:
             super().check(request)
@@ -356,7 +356,7 @@ class LoadedUnproved(ConsumerRank):
             request.forged = forged
 
 
-class AbandonBeforeQuiet(Loads):
+class AbandonBeforeReadsEnd(Loads):
     def abort(self, load_id: LoadId, error: KVFerryError) -> None:
         load = self._loads.get(load_id)
         if load is not None:
@@ -365,14 +365,14 @@ class AbandonBeforeQuiet(Loads):
 
 
 class NothingReadNothingReported(Loads):
-    """A load with nothing to read from anybody is never over."""
+    """A load without reads is never over."""
 
     def _finish_if_over(self, load_id: LoadId, load: Any) -> None:
         if load.at or load.failure is not None:
             super()._finish_if_over(load_id, load)
 
 
-# Where requests of one engine share a hold.
+# Faults in sharing a hold.
 
 
 class SharedFenceSaysDone(ConsumerRank):
@@ -415,8 +415,8 @@ class DoneNeverOrdered(HoldUsers):
         return []
 
 
-class NobodyShares(HoldUsers):
-    """Every load says "done", whoever else is known."""
+class EveryLoadSendsDone(HoldUsers):
+    """Every load sends "done", even if the hold has other users."""
 
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
         super().order(request, siblings=siblings)
@@ -424,7 +424,7 @@ class NobodyShares(HoldUsers):
         return False
 
 
-class SamplesCountAsAlone(HoldUsers):
+class SampleCountsAsOnlyUser(HoldUsers):
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
         return super().order(request)
 
@@ -433,63 +433,67 @@ def _changed(message: Release, **changes: Any) -> Release:
     return Release(**{**{f: getattr(message, f) for f in message.__struct_fields__}, **changes})
 
 
-PLANTED: dict[str, Parts] = {
-    "done bound to the data read": Parts(consumer_rank=DoneBoundToTheDataRead),
-    "the word written at take-on as ready": Parts(keeper=ReadyAtTakeOn),
-    "only one check when a drafter runs": Parts(loads=NoCheckBeforeTheRead),
-    "no check when a drafter runs": Parts(loads=NoCheckAtAll),
-    "counter generations across a restart": Parts(ledger=CountedGenerations),
-    "the word cleared after the pages": Parts(keeper=WordClearedAfterwards),
-    "abandon not sent": Parts(loads=AbandonNotSent),
-    "a replica not told": Parts(loads=ReplicaNotTold),
-    "one rank counted twice": Parts(keeper=RanksNotDistinct),
-    "any generation releases": Parts(keeper=AnyGenerationReleases),
-    "any incarnation releases": Parts(keeper=AnyIncarnationReleases),
-    "consumer engines counted together": Parts(keeper=EnginesCountedTogether),
-    "expired and sent": Parts(keeper=ExpiryForgets),
-    "ready before the device has passed": Parts(keeper=ReadyWithTheOrder),
-    "drops after take-ons": Parts(keeper=DropsLate),
-    "reset forgotten": Parts(keeper=ResetForgotten),
-    "the slot is free at the ticket": Parts(ledger=SlotFreeAtTheTicket),
-    "a new hold after preemption": Parts(ledger=NewHoldAfterPreemption),
-    "held without limit": Parts(ledger=HeldWithoutLimit),
-    "pages given back when one rank has sent": Parts(producer=SentByOneRank),
-    "the fence ignored": Parts(loads=FenceIgnored),
-    "reported while failing": Parts(loads=ReportedBeforeQuiet),
-    "an abort does not wait": Parts(loads=AbortedAtOnce),
-    "read after the report": Parts(loads=ReadsAfterTheReport),
-    "one fence for all ranks": Parts(loads=OneFenceForAll),
-    "computing pages are asked for once": Parts(loads=CheckedOnce),
-    "the deadline ignored": Parts(loads=DeadlineIgnored),
-    "abandoned before it is quiet": Parts(loads=AbandonBeforeQuiet),
-    "renewals not sent": Parts(renewals=RenewalsNotSent),
-    "renewed once": Parts(renewals=RenewedOnce),
-    "renewed while the fence is under way": Parts(renewals=RenewedWhileFencing),
-    "a renewal before the proof was verified": Parts(consumer_rank=RenewedUnproved),
-    "a load before the proof was verified": Parts(consumer_rank=LoadedUnproved),
-    "renewals not heard": Parts(keeper=RenewalsNotHeard),
-    "the oldest of all ranks counts": Parts(pressure=OldestRankCounts),
-    "nobody is asked for silent holds": Parts(pressure=NobodyIsAsked),
-    "heartbeats not heard": Parts(keeper=HeartbeatsNotHeard),
-    "an ended hold's word cleared after its pages": Parts(keeper=EndedWordClearedAfterwards),
-    "nothing to read, nothing reported": Parts(loads=NothingReadNothingReported),
-    "done bound to the fence of a shared load": Parts(consumer_rank=SharedFenceSaysDone),
-    "abandon sent for a shared load": Parts(loads=SharedFailureSaysAbandon),
-    "done ordered when the first user is over": Parts(users=DoneAfterTheFirstUser),
-    "done never ordered": Parts(users=DoneNeverOrdered),
-    "nobody shares": Parts(users=NobodyShares),
-    "a sample counts as alone": Parts(users=SamplesCountAsAlone),
+PLANTED: dict[str, Components] = {
+    "done bound to the data read": Components(consumer_rank=DoneBoundToTheDataRead),
+    "the slot word is ready at take-on": Components(worker_holds=ReadyAtTakeOn),
+    "only one check when a drafter runs": Components(loads=NoCheckBeforeTheRead),
+    "no check when a drafter runs": Components(loads=NoCheckAtAll),
+    "counter generations across a restart": Components(scheduler_holds=CountedGenerations),
+    "the slot word is cleared after the pages are given back": Components(
+        worker_holds=WordClearedAfterwards
+    ),
+    "abandon not sent": Components(loads=AbandonNotSent),
+    "an unread rank gets no done": Components(loads=UnreadRankNotNotified),
+    "one rank counted twice": Components(worker_holds=RanksNotDistinct),
+    "any generation releases": Components(worker_holds=AnyGenerationReleases),
+    "any incarnation releases": Components(worker_holds=AnyIncarnationReleases),
+    "consumer engines counted together": Components(worker_holds=EnginesCountedTogether),
+    "expired and sent": Components(worker_holds=ExpiryForgets),
+    "ready before the device has finished": Components(worker_holds=ReadyWithTheOrder),
+    "drops after take-ons": Components(worker_holds=DropsLate),
+    "reset forgotten": Components(worker_holds=ResetForgotten),
+    "the slot is free at the ticket": Components(scheduler_holds=SlotFreeAtTheTicket),
+    "a new hold after preemption": Components(scheduler_holds=NewHoldAfterPreemption),
+    "held without limit": Components(scheduler_holds=HeldWithoutLimit),
+    "pages given back when one rank has sent": Components(producer=SentByOneRank),
+    "the fence ignored": Components(loads=FenceIgnored),
+    "reported while failing": Components(loads=ReportedWhileFailing),
+    "an abort does not wait": Components(loads=AbortedAtOnce),
+    "read after the report": Components(loads=ReadsAfterTheReport),
+    "one fence for all ranks": Components(loads=OneFenceForAll),
+    "computing pages are checked once": Components(loads=CheckedOnce),
+    "the deadline ignored": Components(loads=DeadlineIgnored),
+    "abandoned before its reads have ended": Components(loads=AbandonBeforeReadsEnd),
+    "renewals not sent": Components(renewals=RenewalsNotSent),
+    "renewed once": Components(renewals=RenewedOnce),
+    "renewed while the fence is under way": Components(renewals=RenewedWhileFencing),
+    "a renewal before the proof was verified": Components(consumer_rank=RenewedUnproved),
+    "a load before the proof was verified": Components(consumer_rank=LoadedUnproved),
+    "renewals ignored": Components(worker_holds=RenewalsIgnored),
+    "the oldest of all ranks counts": Components(pressure=OldestRankCounts),
+    "ranks are never asked for silent holds": Components(pressure=NeverAsksForSilentHolds),
+    "heartbeats ignored": Components(worker_holds=HeartbeatsIgnored),
+    "an ended hold's slot word is cleared after its pages are given back": Components(
+        worker_holds=EndedWordClearedAfterwards
+    ),
+    "a load without reads is not reported": Components(loads=NothingReadNothingReported),
+    "done bound to the fence of a shared load": Components(consumer_rank=SharedFenceSaysDone),
+    "abandon sent for a shared load": Components(loads=SharedFailureSaysAbandon),
+    "done ordered when the first user is over": Components(users=DoneAfterTheFirstUser),
+    "done never ordered": Components(users=DoneNeverOrdered),
+    "every load sends done": Components(users=EveryLoadSendsDone),
+    "a sample counts as the only user": Components(users=SampleCountsAsOnlyUser),
 }
 
 
-BY_TABLE = {"drops after take-ons", "one rank counted twice"}
+FOUND_BY_TABLE = {"drops after take-ons", "one rank counted twice"}
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_fault_is_caught(fault: str) -> None:
     class Planted(Protocol):
-        parts = replace(PLANTED[fault], strict=fault in BY_TABLE)
+        components = replace(PLANTED[fault], strict=fault in FOUND_BY_TABLE)
 
     Planted.__qualname__ = f"Planted[{fault}]"
-    with pytest.raises(Violation):
+    with pytest.raises(ProtocolViolation):
         run_state_machine_as_test(Planted, settings=SEARCH)

@@ -1,4 +1,4 @@
-"""What the model's decode engine knows of its requests: its scheduler, its ranks, and the world."""
+"""Requests of the simulated decode engine, as its scheduler and its ranks see them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.loads import RemoteRank
 from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.lifecycle.fabric import Content, Link, Transfer
-from tests.core.lifecycle.producer import PAGES, Issue, tokens_digest
+from tests.core.lifecycle.producer import PAGES, IssuedTicket, tokens_digest
 from tests.core.proving import altered
 
 STALE = "stale"
 LATE = "late"
 
 
-class Stage(enum.Enum):
-    """Where a request stands in its scheduler."""
+class DecodeState(enum.Enum):
+    """The state of a request in the decode scheduler."""
 
     WAITING = enum.auto()
     LOADING = enum.auto()
@@ -28,28 +28,28 @@ class Stage(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Decode:
+class DecodeRequest:
     """A request to the decode engine, with a ticket.
 
     Attributes:
-        cached: how many leading pages are there already; if all, nothing is read.
+        cached: how many leading pages are in the prefix cache; if all are, nothing is read.
         prompt_fits: whether it is the prompt that the ticket is about.
         forged: whether its ticket names other pages than the producer's.
         sample: whether more requests with its ticket may be on their way, unknown to the scheduler.
-        pulls: rank to its part, where the rank has heard of it.
+        pulls: rank to its part of the load, once the rank has begun it.
     """
 
     uid: int
     id: RequestId
-    issue: Issue
+    issue: IssuedTicket
     cached: int
     prompt_fits: bool
     forged: bool = False
     sample: bool = False
-    stage: Stage = Stage.WAITING
+    stage: DecodeState = DecodeState.WAITING
     pages: tuple[int, ...] = ()
     reports: dict[int, KVFerryError | None] = field(default_factory=dict)
-    pulls: dict[int, Pull] = field(default_factory=dict)
+    pulls: dict[int, RankLoad] = field(default_factory=dict)
 
     @property
     def tokens(self) -> list[int]:
@@ -58,7 +58,7 @@ class Decode:
 
     @property
     def ticket(self) -> Ticket:
-        """The ticket that it came with."""
+        """Return the ticket that the request came with."""
         ticket = self.issue.ticket
         if not self.forged:
             return ticket
@@ -67,29 +67,29 @@ class Decode:
 
     @property
     def admitted(self) -> bool:
-        """Whether its scheduler finds that the ticket is about this prompt."""
+        """Return whether the digest of the ticket is that of this prompt."""
         return tokens_digest(self.tokens) == self.issue.ticket.digest
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Pull:
-    """One rank's part of a request: what the world knows of a load.
+class RankLoad:
+    """One rank's part of a request, with what the checks need to know of it.
 
     Attributes:
-        pulling: whether pages are read, and the outcome reported; if not, the producer is told.
-        shared: whether nobody is told anything about it.
-        wants: destination page and source page and what must come to lie there.
-        causes: why it must fail, in order: errors that it was told, or ``STALE``, ``LATE``.
+        pulling: whether pages are read and the outcome is reported; if not, "done" is sent.
+        shared: whether no "done" or "abandon" is sent.
+        wants: destination page, source page and expected content of each page.
+        causes: why it must fail, in order: errors, or ``STALE``, ``LATE``.
         reads: producer rank to the transfer of its pages.
-        told: producer ranks that were told by a message of its own, not one bound to a fence.
+        told: producer ranks to which a "done" or "abandon" was sent that is not bound to a fence.
     """
 
-    request: Decode
+    request: DecodeRequest
     pulling: bool
     shared: bool
     deadline: float
     wants: list[tuple[int, int, Content]]
-    parties: tuple[RemoteRank, ...] = ()
+    remote_ranks: tuple[RemoteRank, ...] = ()
     link: Link | None = None
     causes: list[KVFerryError | str] = field(default_factory=list)
     reads: dict[int, Transfer] = field(default_factory=dict)
@@ -98,28 +98,30 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Order:
-    """What the ranks are to do about a request whose ticket was accepted.
+class LoadOrder:
+    """The order to the ranks for a request whose ticket was accepted.
 
     Attributes:
-        pulling: whether its pages are read; if not, the producer is told, unless it is shared.
-        shared: whether the producer is told nothing.
-        prepared: whether the ranks have heard of the request before; not of a "done" that is
+        pulling: whether its pages are read; if not, "done" is sent, unless it is shared.
+        shared: whether no "done" or "abandon" is sent.
+        prepared: whether the ranks were told of the request before; false for a "done" that is
             ordered by itself.
     """
 
-    request: Decode
+    request: DecodeRequest
     pulling: bool
     shared: bool
     prepared: bool = True
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Meta:
-    """A step's metadata, what the ranks hear, and what they report with it."""
+class StepMetadata:
+    """The metadata of a step for the ranks, and what they report with it."""
 
-    prepares: list[Decode]
-    begins: list[Order]
-    aborts: list[Decode]
-    refusals: list[tuple[Decode, KVFerryError]]
-    outputs: dict[int, list[tuple[Decode, KVFerryError | None]]] = field(default_factory=dict)
+    prepares: list[DecodeRequest]
+    begins: list[LoadOrder]
+    aborts: list[DecodeRequest]
+    refusals: list[tuple[DecodeRequest, KVFerryError]]
+    outputs: dict[int, list[tuple[DecodeRequest, KVFerryError | None]]] = field(
+        default_factory=dict
+    )

@@ -1,4 +1,4 @@
-"""How a rank of the model's decode engine renews: what an endpoint does around ``Renewals``."""
+"""Renewals of a rank of the simulated decode engine, sent as the endpoint sends them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.core.lifecycle.reclamation import HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.renewals import RenewalId, RenewalRequest, Renewals
 from kvferry.core.messages import Heartbeat, Renewal, decode_notes, encode
 from kvferry.core.transport import State
-from tests.core.lifecycle.decodes import STALE, Decode
+from tests.core.lifecycle.decode_requests import STALE, DecodeRequest
 from tests.core.lifecycle.fabric import Link, Message, Transfer, require
 from tests.core.lifecycle.producer import LEASE
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 def is_renewal(message: Message) -> bool:
-    """Whether it is a batch of renewals, or a heartbeat."""
+    """Return whether a message has only renewals and heartbeats."""
     return all(isinstance(note, Renewal | Heartbeat) for note in decode_notes(message.payload))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Wait:
-    """A request that waits, or whose load is under way, and its renewal.
+    """A waiting request, or one whose load is under way, with its renewal.
 
     Attributes:
-        load: its load, if it has one.
+        load: the load, if it has begun.
         settled: producer ranks whose fence is posted.
         gone: whether a renewal found its hold gone.
     """
 
-    request: Decode
+    request: DecodeRequest
     link: Link | None = None
     renewal: RenewalId | None = None
     load: LoadId | None = None
@@ -44,8 +44,8 @@ class Wait:
     gone: bool = False
 
 
-class Renewing:
-    """All that one rank renews."""
+class RankRenewals:
+    """All renewals of one rank."""
 
     def __init__(self, rank: ConsumerRank, renewals: type[Renewals]) -> None:
         self._rank = rank
@@ -57,54 +57,54 @@ class Renewing:
 
     @property
     def waiting(self) -> bool:
-        """Whether a tick may find anything."""
+        """Return whether requests wait, so that ``tick`` may have something to do."""
         return bool(self._waits)
 
     def renewed(self) -> list[Wait]:
-        """Everything that is renewed over a connection that stands."""
+        """Return the waits that are renewed over an open connection."""
         return [w for w in self._by_id.values() if w.link is not None and not w.link.broken]
 
     # Requests that wait.
 
-    def prepare(self, request: Decode) -> None:
-        """It came in."""
+    def prepare(self, request: DecodeRequest) -> None:
+        """Begin the wait of a request."""
         self._waits.append(Wait(request=request))
 
-    def take(self, request: Decode) -> bool:
-        """It waits no more; whether its hold is known to be gone."""
+    def take(self, request: DecodeRequest) -> bool:
+        """End the wait of a request; return whether its hold was found gone."""
         for wait in self._waits:
             if wait.request is request:
                 self._waits.remove(wait)
                 self._end(wait)
                 return wait.gone
-        require(False, "a load of a request that nobody spoke of")
+        require(False, "a load of a request that was not prepared")
         return False
 
     # Loads.
 
-    def begin(self, load_id: LoadId, request: Decode) -> None:
-        """A load has its producer."""
+    def begin(self, load_id: LoadId, request: DecodeRequest) -> None:
+        """Begin the renewals of a load."""
         wait = Wait(request=request, load=load_id)
         self._loading[load_id] = wait
         self._start(wait, at_once=False)
 
     def settle(self, load_id: LoadId, rank: int) -> None:
-        """Its fence of this rank is posted."""
+        """Stop renewing a load on a rank, because its fence is posted."""
         wait = self._loading.get(load_id)
         if wait is not None and wait.renewal is not None:
             wait.settled.add(rank)
             self._renewals.settle(wait.renewal, rank)
 
     def end(self, load_id: LoadId) -> None:
-        """It is over."""
+        """End the renewals of a load."""
         wait = self._loading.pop(load_id, None)
         if wait is not None:
             self._end(wait)
 
-    # What goes on.
+    # Progress.
 
     def tick(self) -> None:
-        """Producers are reached, and what is due is renewed."""
+        """Connect producers, and send the renewals and heartbeats that are due."""
         for wait in self._waits:
             if wait.link is not None and wait.link.broken:
                 self._end(wait)
@@ -121,7 +121,7 @@ class Renewing:
         self._say_alive()
 
     def hear(self, transfer: Transfer) -> None:
-        """A renewal's transfer is final."""
+        """Handle the end of a renewal's transfer."""
         for ask in transfer.loads:
             if transfer.state is State.FAILED:
                 self._renewals.unanswered(ask)
@@ -132,7 +132,7 @@ class Renewing:
         rank = self._rank
         wait.link = rank.link
         wait.renewal = self._renewals.begin(
-            rank.parties, lease=LEASE, now=rank.now(), at_once=at_once
+            rank.remote_ranks, lease=LEASE, now=rank.now(), at_once=at_once
         )
         self._by_id[wait.renewal] = wait
 
@@ -152,8 +152,7 @@ class Renewing:
             self._post(link, rank, asks)
 
     def _say_alive(self) -> None:
-        """Every second, to every rank where something is renewed; an old build knows nothing of
-        that."""
+        """Send a heartbeat to every renewed rank once a second; older builds send none."""
         rank, renewed = self._rank, self.renewed()
         if not renewed or rank.now() < self._next_heartbeat or not rank.life:
             return
@@ -162,8 +161,8 @@ class Renewing:
         for incarnation in sorted(incarnations):
             note = Heartbeat(incarnation=incarnation, engine=rank.engine, life=rank.life)
             rank.fabric.messages += [
-                Message(sender=rank.engine, rank=party.rank, payload=encode([note]), origins=(0,))
-                for party in rank.parties
+                Message(sender=rank.engine, rank=remote.rank, payload=encode([note]), origins=(0,))
+                for remote in rank.remote_ranks
             ]
 
     def _post(self, link: Link, rank: int, asks: list[RenewalRequest]) -> None:
@@ -215,7 +214,7 @@ class Renewing:
         if not self._renewals.answered(ask, stands=stands):
             return
         if wait is None:
-            require(False, "what is not renewed any more was answered")
+            require(False, "a renewal that has ended was answered")
             return
         self._rank.check_gone(wait.request, transfer.rank)
         wait.gone = True
