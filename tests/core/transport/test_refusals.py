@@ -1,4 +1,4 @@
-"""What every driver refuses, and in which words."""
+"""Refusals that all drivers share, and their messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     backend: str = "fast"
 
 
-def test_an_owner_may_until_it_has_ended_once() -> None:
+def test_an_owner_may_call_until_it_is_closed() -> None:
     owner = TransportOwner("me")
     owner.check()
     assert owner.end()
@@ -43,7 +43,7 @@ def test_an_owner_may_until_it_has_ended_once() -> None:
         owner.check()
 
 
-def test_a_fork_may_nothing_and_ends_nothing() -> None:
+def test_a_forked_process_may_not_call_and_does_not_close() -> None:
     owner = TransportOwner("me")
     child = os.fork()
     if child == 0:
@@ -56,19 +56,19 @@ def test_a_fork_may_nothing_and_ends_nothing() -> None:
     owner.check()
 
 
-def test_options_are_the_struct_that_declares_them() -> None:
+def test_options_are_converted_to_their_struct() -> None:
     assert parse_options("mine", Options, {"threads": 3}) == Options(threads=3)
 
 
 @pytest.mark.parametrize(
     "options", [{"thread": 3}, {"threads": "3"}, {"threads": 9}, {"backend": None}]
 )
-def test_an_option_that_is_none_is_refused_with_all_there_are(options: dict[str, object]) -> None:
+def test_an_unknown_option_is_refused_with_all_known_ones(options: dict[str, object]) -> None:
     with pytest.raises(DriverError, match=r"of mine: .*has.*threads \(2\), backend \(fast\)"):
         parse_options("mine", Options, options)
 
 
-def test_who_and_what_is_unknown_is_named() -> None:
+def test_unknown_peers_and_transfers_are_named() -> None:
     assert find_peer({PeerId(1): "one"}, PeerId(1)) == "one"
     with pytest.raises(TransportUsageError, match=r"no peer 2; connected: \[1\]"):
         find_peer({PeerId(1): "one"}, PeerId(2))
@@ -78,7 +78,7 @@ def test_who_and_what_is_unknown_is_named() -> None:
 
 
 @pytest.mark.parametrize("state", State)
-def test_only_what_is_final_is_forgotten(state: State) -> None:
+def test_only_final_transfers_can_be_forgotten(state: State) -> None:
     if state.final:
         check_final(TransferId(1), Status(state=state))
         return
@@ -86,7 +86,7 @@ def test_only_what_is_final_is_forgotten(state: State) -> None:
         check_final(TransferId(1), Status(state=state))
 
 
-def test_regions_are_deregistered_when_registered_and_unused() -> None:
+def test_only_registered_unused_regions_can_be_deregistered() -> None:
     check_registered(HERE, {HERE})
     check_unused(HERE, {THERE})
     with pytest.raises(TransportUsageError, match="is not registered"):
@@ -95,13 +95,13 @@ def test_regions_are_deregistered_when_registered_and_unused() -> None:
         check_unused(HERE, {HERE})
 
 
-@pytest.mark.parametrize(("payload", "said"), [(b"", "0"), (b"123456789", "9"), ("text", "str")])
-def test_a_payload_that_is_none_is_refused(payload: object, said: str) -> None:
-    with pytest.raises(TransportUsageError, match=f"is 1 to 8 bytes; this one: {said}"):
+@pytest.mark.parametrize(("payload", "message"), [(b"", "0"), (b"123456789", "9"), ("text", "str")])
+def test_an_invalid_payload_is_refused(payload: object, message: str) -> None:
+    with pytest.raises(TransportUsageError, match=f"is 1 to 8 bytes; this one: {message}"):
         check_payload(payload, 8)
 
 
-def test_where_there_are_no_notifications_none_is_taken() -> None:
+def test_a_payload_is_refused_without_notifications() -> None:
     check_payload(b"12345678", 8)
     with pytest.raises(TransportUnsupportedError, match="no notifications"):
         check_payload(b"1", 0)

@@ -1,5 +1,7 @@
-"""The property tests of the planner are worth what they catch: each rule of the plan and of the
-copies broken on purpose, one at a time, each to be caught by a check that they make.
+"""The property tests of the planner find planted faults, one at a time.
+
+Each fault breaks one rule of the plan or of the copies, and a check of the property tests must find
+it.
 """
 
 from __future__ import annotations
@@ -19,80 +21,79 @@ from kvferry.core.errors import KVFerryError
 from kvferry.core.layout import GroupKind, Layout
 from kvferry.core.memory import I64Array
 from kvferry.core.planner import build_copies, coalesce, coverage, strips
-from kvferry.core.planner import coalesce as runs
-from kvferry.core.planner import plan as planning
+from kvferry.core.planner import plan as plan_module
 from kvferry.core.planner.coalesce import CoalescedRuns
 from kvferry.core.planner.coverage import EngineHoldings, Holding, Piece
 from kvferry.core.planner.plan import LocalGroup, Match, Plan
 from kvferry.core.planner.strips import Overlap
 from kvferry.core.planner.token_blocks import BlockMap, Pairing
-from tests.core import properties
-from tests.core.oracle import World
-from tests.core.properties import CHECKS
-from tests.core.worlds import world_of
+from tests.core.planner import properties
+from tests.core.planner.engine_pairs import random_engine_pair
+from tests.core.planner.oracle import EnginePair
+from tests.core.planner.properties import CHECKS
 
 Patch = pytest.MonkeyPatch
 
-WORLDS = 400
-"""In so many at most a fault has to show."""
+PAIRS = 400
+"""A fault has to be found in this many pairs of engines."""
 
 
 @cache
-def world(seed: int) -> World:
-    return world_of(Random(seed))
+def pair(seed: int) -> EnginePair:
+    return random_engine_pair(Random(seed))
 
 
-def instead(patch: Patch, where: object, name: str, fault: Callable[..., Any]) -> None:
-    """Let ``fault`` be called in place of a function, with that function before the arguments."""
+def replace_function(patch: Patch, where: object, name: str, fault: Callable[..., Any]) -> None:
+    """Have ``fault`` called in place of a function, with that function before the arguments."""
     patch.setattr(where, name, partial(fault, getattr(where, name)))
 
 
-def method(patch: Patch, where: type, name: str, fault: Callable[..., Any]) -> None:
-    """Likewise in place of a method; the object comes first, then the method."""
+def replace_method(patch: Patch, where: type, name: str, fault: Callable[..., Any]) -> None:
+    """Have ``fault`` called in place of a method: with the object, the method, the arguments."""
     real = getattr(where, name)
     patch.setattr(where, name, lambda self, *args: fault(self, real, *args))
 
 
-def plan_is(patch: Patch, fault: Callable[[Plan], Plan]) -> None:
-    """Let every plan be another."""
+def change_plan(patch: Patch, fault: Callable[[Plan], Plan]) -> None:
+    """Apply ``fault`` to every plan."""
 
     def changed(real: Callable[..., Plan], *args: Any) -> Plan:
         return fault(real(*args))
 
-    for module in (planning, properties):
-        instead(patch, module, "make_plan", changed)
+    for module in (plan_module, properties):
+        replace_function(patch, module, "make_plan", changed)
 
 
-# Which remote ranks.
+# Faults in choosing remote ranks.
 
 
-def always_the_first_replica(patch: Patch) -> None:
+def replicas_are_read_in_order(patch: Patch) -> None:
     def sorted_first(real: Any, *args: Any) -> Iterator[Piece]:
         *rest, holders = args
         return real(*rest, sorted(holders))  # type: ignore[no-any-return]
 
-    instead(patch, coverage, "_covered", sorted_first)
+    replace_function(patch, coverage, "_covered", sorted_first)
 
 
-def gaps_are_skipped(patch: Patch) -> None:
+def gaps_are_ignored(patch: Patch) -> None:
     def forgiving(real: Any, *args: Any) -> Iterator[Piece]:
         try:
             yield from real(*args)
         except KVFerryError:
             return
 
-    instead(patch, coverage, "_covered", forgiving)
+    replace_function(patch, coverage, "_covered", forgiving)
 
 
 def ranges_are_not_intersected(patch: Patch) -> None:
-    """What is read is all that the remote rank holds."""
+    """All that the remote rank holds is read."""
 
     def whole(real: Any, *args: Any) -> Iterator[Piece]:
         holders = dict(args[-1])
         for piece in real(*args):
             yield piece._replace(shard=holders[piece.holding].shard)
 
-    instead(patch, coverage, "_covered", whole)
+    replace_function(patch, coverage, "_covered", whole)
 
 
 def ranges_start_at_the_remote_start(patch: Patch) -> None:
@@ -100,77 +101,75 @@ def ranges_start_at_the_remote_start(patch: Patch) -> None:
         first = o.shard[0] - o.remote.shard_range[0]
         return real(replace(o, shard=(o.shard[0] - first, o.shard[1] - first)))
 
-    instead(patch, strips, "_entry_walks", same)
+    replace_function(patch, strips, "_entry_walks", same)
 
 
-def what_only_the_remote_side_holds_is_ignored(patch: Patch) -> None:
+def remote_only_parts_are_ignored(patch: Patch) -> None:
     def one_way(
         real: Any, key: str, reader: EngineHoldings, holder: EngineHoldings
     ) -> list[list[Piece]]:
         return [] if reader.name == "remote" else real(key, reader, holder)
 
-    instead(patch, coverage, "_read", one_way)
+    replace_function(patch, coverage, "_read", one_way)
 
 
-def every_context_shares_tokens_with_its_equal_only(patch: Patch) -> None:
+def only_equal_context_ranks_share_tokens(patch: Patch) -> None:
     patch.setattr(coverage, "share_tokens", lambda one, other: one.rank == other.rank)
 
 
-def one_turn_of_a_context_stands_for_all(patch: Patch) -> None:
+def one_context_rank_is_read_for_all(patch: Patch) -> None:
     def first_only(real: Any, *args: Any) -> list[Piece]:
         pieces = list(real(*args))
         return pieces[: len({piece.shard for piece in pieces})]
 
-    instead(patch, coverage, "_pieces", first_only)
+    replace_function(patch, coverage, "_pieces", first_only)
 
 
 def facts_are_not_compared(*names: str) -> Callable[[Patch], None]:
     def fault(patch: Patch) -> None:
-        """Some of what must be equal wherever a field is held."""
-
         def fewer(self: EngineHoldings, real: Any, holding: Holding) -> dict[str, object]:
             return {name: fact for name, fact in real(self, holding).items() if name not in names}
 
-        method(patch, EngineHoldings, "tensor_facts", fewer)
+        replace_method(patch, EngineHoldings, "tensor_facts", fewer)
 
     fault.__name__ = f"not_compared_{'_'.join(names)}".replace(" ", "_")
     return fault
 
 
-def fields_may_be_missing(patch: Patch) -> None:
-    """The fields that one side lacks are left out, whatever they are."""
+def missing_fields_are_ignored(patch: Patch) -> None:
+    """Fields that one engine lacks are not read."""
 
     def lenient(_: Any, local: EngineHoldings, remote: EngineHoldings) -> None:
         local.exclude(set(local.holdings) - set(remote.holdings))
         remote.exclude(set(remote.holdings) - set(local.holdings))
 
-    instead(patch, planning, "_check_keys", lenient)
+    replace_function(patch, plan_module, "_check_keys", lenient)
 
 
-def drafts_are_like_all_fields(patch: Patch) -> None:
-    method(patch, EngineHoldings, "exclude", lambda self, real, keys: None)
+def draft_fields_are_required(patch: Patch) -> None:
+    replace_method(patch, EngineHoldings, "exclude", lambda self, real, keys: None)
 
 
-def drafts_need_not_agree(patch: Patch) -> None:
-    instead(patch, planning, "_check_drafts", lambda real, *sides: None)
+def draft_flags_are_not_compared(patch: Patch) -> None:
+    replace_function(patch, plan_module, "_check_drafts", lambda real, *sides: None)
 
 
-def drafts_are_always_left_out(patch: Patch) -> None:
-    """Also where both engines have some, but not the same."""
+def differing_draft_fields_are_ignored(patch: Patch) -> None:
+    """They are not read even if both engines have draft fields, but different ones."""
 
     def lenient(real: Any, local: EngineHoldings, remote: EngineHoldings) -> None:
         for here, there in ((local, remote), (remote, local)):
             here.exclude({k for k in here.drafts & set(here.holdings) if k not in there.holdings})
         real(local, remote)
 
-    instead(patch, planning, "_check_keys", lenient)
+    replace_function(patch, plan_module, "_check_keys", lenient)
 
 
-# Who is told.
+# Faults in whom to notify.
 
 
 def every_rank_expects_one_reader(patch: Patch) -> None:
-    plan_is(patch, lambda one: replace(one, readers=(1,) * len(one.readers)))
+    change_plan(patch, lambda one: replace(one, readers=(1,) * len(one.readers)))
 
 
 def readers_are_counted_by_match(patch: Patch) -> None:
@@ -178,23 +177,23 @@ def readers_are_counted_by_match(patch: Patch) -> None:
         reads, overlaps = real(*args)
         return [*reads, *((args[2], source) for source in overlaps)], overlaps
 
-    instead(patch, planning, "_assigned", counted)
+    replace_function(patch, plan_module, "_assigned", counted)
 
 
-def replicas_are_not_told(patch: Patch) -> None:
-    plan_is(patch, lambda one: replace(one, notified_ranks=()))
+def unread_ranks_are_not_notified(patch: Patch) -> None:
+    change_plan(patch, lambda one: replace(one, notified_ranks=()))
 
 
-def replicas_are_told_by_all(patch: Patch) -> None:
+def unread_ranks_are_notified_by_all(patch: Patch) -> None:
     def all_unread(one: Plan) -> Plan:
         read = {source.remote for source in one.sources}
         unread = (i for i, n in enumerate(one.readers) if n == 1 and i not in read)
         return replace(one, notified_ranks=tuple(unread))
 
-    plan_is(patch, all_unread)
+    change_plan(patch, all_unread)
 
 
-# Which tokens.
+# Faults in choosing tokens.
 
 
 def sub_blocks_are_the_smaller_block(patch: Patch) -> None:
@@ -222,11 +221,11 @@ def sub_blocks_are_single_entries(patch: Patch) -> None:
             parts, local, remote, granularity if window else entry(parts), *window, **counted
         )
 
-    instead(patch, planning, "find_strips", fine)
+    replace_function(patch, plan_module, "find_strips", fine)
 
 
-def span_is(patch: Patch, fault: Callable[..., tuple[int, int]]) -> None:
-    method(patch, Pairing, "round_outwards", fault)
+def change_span(patch: Patch, fault: Callable[..., tuple[int, int]]) -> None:
+    replace_method(patch, Pairing, "round_outwards", fault)
 
 
 def the_last_token_is_rounded_down(patch: Patch) -> None:
@@ -239,7 +238,7 @@ def the_last_token_is_rounded_down(patch: Patch) -> None:
         )
         return start, stop - (self.granularity if cut else 0)
 
-    span_is(patch, down)
+    change_span(patch, down)
 
 
 def the_first_token_is_rounded_up(patch: Patch) -> None:
@@ -252,31 +251,33 @@ def the_first_token_is_rounded_up(patch: Patch) -> None:
         )
         return min(start + (self.granularity if cut else 0), stop), stop
 
-    span_is(patch, up)
+    change_span(patch, up)
 
 
 def tokens_before_the_first_are_read_too(patch: Patch) -> None:
-    span_is(patch, lambda self, real, first, last: (0, real(self, first, last)[1]))
+    change_span(patch, lambda self, real, first, last: (0, real(self, first, last)[1]))
 
 
-def all_contexts_are_alike(patch: Patch) -> None:
+def context_sizes_are_ignored(patch: Patch) -> None:
     patch.setattr(Pairing, "holds_same_tokens", property(lambda self: True))
 
 
-def every_rank_has_the_first_turn(patch: Patch) -> None:
+def context_ranks_are_ignored(patch: Patch) -> None:
     def first(self: BlockMap, real: Any, index: I64Array) -> I64Array:
         held: I64Array = real(replace(self, rank=0), index)
         return held
 
-    method(patch, BlockMap, "held", first)
+    replace_method(patch, BlockMap, "held", first)
 
 
-def turns_leave_gaps(patch: Patch) -> None:
-    """A rank stores its tokens as if it held all of them."""
-    method(patch, BlockMap, "locate", lambda self, real, index: np.divmod(index, self.per_page))
+def tokens_are_stored_with_gaps(patch: Patch) -> None:
+    """A rank is taken to store its tokens as if it held all of them."""
+    replace_method(
+        patch, BlockMap, "locate", lambda self, real, index: np.divmod(index, self.per_page)
+    )
 
 
-def the_state_is_on_the_last_page(patch: Patch) -> None:
+def the_state_is_read_from_the_last_page(patch: Patch) -> None:
     def last(
         real: Any, name: str, listed: Any, limit: int, block_map: BlockMap, index: I64Array
     ) -> Any:
@@ -284,76 +285,74 @@ def the_state_is_on_the_last_page(patch: Patch) -> None:
             index = index + listed.first_index + max(len(listed.ids) - 1, 0)
         return real(name, listed, limit, block_map, index)
 
-    instead(patch, build_copies, "_locate_on_side", last)
+    replace_function(patch, build_copies, "_locate_on_side", last)
 
 
-def lists_start_at_the_first_block(patch: Patch) -> None:
+def first_block_indices_are_ignored(patch: Patch) -> None:
     def unmoved(real: Any, name: str, listed: Any, *args: Any) -> Any:
         return real(name, replace(listed, first_index=0), *args)
 
-    instead(patch, build_copies, "_locate_on_side", unmoved)
+    replace_function(patch, build_copies, "_locate_on_side", unmoved)
 
 
-def groups_have_the_same_numbers(patch: Patch) -> None:
+def groups_are_paired_by_number(patch: Patch) -> None:
     def local_number(real: Any, match: Match, request: Any, *args: Any) -> Any:
         number = min(match.local_group, len(request.remote) - 1)
         return real(replace(match, remote_group=number), request, *args)
 
-    instead(patch, build_copies, "_locate", local_number)
+    replace_function(patch, build_copies, "_locate", local_number)
 
 
-def holes_are_pages(patch: Patch) -> None:
+def holes_are_read(patch: Patch) -> None:
     patch.setattr(build_copies, "HOLE", -1)
 
 
-def ids_have_no_end(patch: Patch) -> None:
+def page_ids_are_not_bounded(patch: Patch) -> None:
     def endless(real: Any, name: str, listed: Any, limit: int, *args: Any) -> Any:
         return real(name, listed, 1 << 62, *args)
 
-    instead(patch, build_copies, "_locate_on_side", endless)
+    replace_function(patch, build_copies, "_locate_on_side", endless)
 
 
-# Which bytes.
+# Faults in locating bytes.
 
 
-def shape_is(patch: Patch, fault: Callable[..., Any]) -> None:
+def change_shape(patch: Patch, fault: Callable[..., Any]) -> None:
     def changed(real: Any, o: Overlap, *args: Any) -> Any:
         return fault(real(o, *args), o)
 
-    instead(patch, strips, "_shape", changed)
+    replace_function(patch, strips, "_shape", changed)
 
 
-def pages_are_as_far_apart_as_here(patch: Patch) -> None:
+def the_local_page_stride_is_used_for_both(patch: Patch) -> None:
     def near(shape: Any, o: Overlap) -> Any:
         far = replace(shape.strides.remote, page=o.local.page_stride)
         return replace(shape, strides=replace(shape.strides, remote=far))
 
-    shape_is(patch, near)
+    change_shape(patch, near)
 
 
-def sub_blocks_are_as_far_apart_as_here(patch: Patch) -> None:
+def the_local_sub_block_strides_are_used_for_both(patch: Patch) -> None:
     def near(shape: Any, o: Overlap) -> Any:
         far = replace(shape.strides.remote, within=shape.strides.local.within)
         return replace(shape, strides=replace(shape.strides, remote=far))
 
-    shape_is(patch, near)
+    change_shape(patch, near)
 
 
-def a_page_is_one_sub_block(patch: Patch) -> None:
-    """Sub-blocks of a page all lie at its start."""
-
+def sub_blocks_all_lie_at_the_page_start(patch: Patch) -> None:
     def start(shape: Any, o: Overlap) -> Any:
         far = replace(shape.strides.local, within=())
         return replace(shape, strides=replace(shape.strides, local=far))
 
-    shape_is(patch, start)
+    change_shape(patch, start)
 
 
-def tiles_are_alike_everywhere(patch: Patch) -> None:
+def tiles_are_assumed_uniform(patch: Patch) -> None:
     patch.setattr(strips, "_uniform_entries", lambda near, far, entries: entries)
 
 
-def an_entry_is_a_token(patch: Patch) -> None:
+def entries_are_assumed_single_tokens(patch: Patch) -> None:
     def single(real: Any, o: Overlap, *args: Any) -> Any:
         return real(
             replace(
@@ -364,69 +363,67 @@ def an_entry_is_a_token(patch: Patch) -> None:
             *args,
         )
 
-    instead(patch, strips, "_shape", single)
+    replace_function(patch, strips, "_shape", single)
 
 
-def inner_axes_have_any_order(patch: Patch) -> None:
+def inner_axes_are_reversed(patch: Patch) -> None:
     def backwards(real: Any, f: Any, unit: int) -> Any:
         return tuple(reversed(real(f, unit)))
 
-    instead(patch, strips, "_inner_dims", backwards)
+    replace_function(patch, strips, "_inner_dims", backwards)
 
 
-def units_are_equal(patch: Patch) -> None:
-    """The unit of the local side is taken for that of both."""
-
+def the_local_unit_is_used_for_both(patch: Patch) -> None:
     def local_unit(real: Any, o: Overlap) -> Any:
         return real(
             replace(o, remote=replace_field(o.remote, unit=o.local.unit, inner=o.local.inner))
         )
 
-    instead(patch, strips, "_entry_walks", local_unit)
+    replace_function(patch, strips, "_entry_walks", local_unit)
 
 
-def runs_merge_if_they_do_here(patch: Patch) -> None:
-    """A digit lengthens the run if its local stride alone equals it."""
+def dims_merge_by_local_strides_only(patch: Patch) -> None:
+    """A dim is merged into a run if its local stride alone matches."""
 
     def one_sided(real: Any, nbytes: int, dims: Any) -> Any:
         return real(nbytes, tuple((extent, near, near) for extent, near, _ in dims))
 
-    for module in (runs, strips):
-        instead(patch, module, "absorb_dims", one_sided)
+    for module in (coalesce, strips):
+        replace_function(patch, module, "absorb_dims", one_sided)
 
 
-def neighbours_here_are_neighbours_there(patch: Patch) -> None:
+def runs_coalesce_by_local_addresses_only(patch: Patch) -> None:
     def one_sided(real: Any, some: CoalescedRuns) -> CoalescedRuns:
         found: CoalescedRuns = real(replace(some, remote=some.local))
         starts = dict(zip(some.local.tolist(), some.remote.tolist(), strict=True))
         remote = np.array([starts[start] for start in found.local.tolist()], dtype=np.int64)
         return replace(found, remote=remote)
 
-    instead(patch, coalesce, "coalesce", one_sided)
+    replace_function(patch, coalesce, "coalesce", one_sided)
 
 
-def neighbouring_fields_never_merge(patch: Patch) -> None:
+def runs_never_coalesce(patch: Patch) -> None:
     patch.setattr(
         coalesce, "coalesce", lambda some: some.select(np.lexsort((some.local, some.pair)))
     )
 
 
-def neighbouring_regions_are_one(patch: Patch) -> None:
+def runs_coalesce_across_regions(patch: Patch) -> None:
     def regardless(real: Any, some: CoalescedRuns) -> CoalescedRuns:
         return real(replace(some, pair=np.zeros_like(some.pair)))  # type: ignore[no-any-return]
 
-    instead(patch, coalesce, "coalesce", regardless)
+    replace_function(patch, coalesce, "coalesce", regardless)
 
 
-def fields_of_one_shape_start_alike(patch: Patch) -> None:
+def fields_of_one_shape_share_their_offset(patch: Patch) -> None:
     def shorter(real: Any, o: Overlap) -> object:
         return real(o)[:1]
 
-    instead(patch, strips, "_geometry", shorter)
+    replace_function(patch, strips, "_geometry", shorter)
 
 
-def pages_join_if_they_do_here(patch: Patch) -> None:
-    """Neighbouring local pages are one copy, wherever the remote ones are."""
+def pages_join_by_local_addresses_only(patch: Patch) -> None:
+    """Adjacent local pages are one copy, even if the remote ones are not adjacent."""
 
     def one_sided(real: Any, batch: Any, local: Any, remote: Any) -> Any:
         found = real(batch, local, local)
@@ -435,111 +432,111 @@ def pages_join_if_they_do_here(patch: Patch) -> None:
         kept = np.searchsorted(np.arange(len(near)), np.flatnonzero(np.isin(near, found.local)))
         return replace(found, remote=far[kept][: len(found.local)])
 
-    instead(patch, build_copies, "_part", one_sided)
+    replace_function(patch, build_copies, "_part", one_sided)
 
 
-# What is zeroed.
+# Faults in what is zeroed.
 
 
-def written_is(patch: Patch, fault: Callable[[int, int, int], tuple[int, int]]) -> None:
+def change_written(patch: Patch, fault: Callable[[int, int, int], tuple[int, int]]) -> None:
     def changed(real: Any, entry: int, spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
         start, stop = real(entry, spans)
         return fault(start, stop, entry) if start < stop else (start, stop)
 
-    instead(patch, build_copies, "_common", changed)
+    replace_function(patch, build_copies, "_common", changed)
 
 
-def the_head_stays(patch: Patch) -> None:
-    written_is(patch, lambda start, stop, entry: (0, stop))
+def the_head_is_not_zeroed(patch: Patch) -> None:
+    change_written(patch, lambda start, stop, entry: (0, stop))
 
 
-def the_tail_stays(patch: Patch) -> None:
-    written_is(patch, lambda start, stop, entry: (start, stop + 64 * entry))
+def the_tail_is_not_zeroed(patch: Patch) -> None:
+    change_written(patch, lambda start, stop, entry: (start, stop + 64 * entry))
 
 
 def whole_pages_are_zeroed(patch: Patch) -> None:
-    written_is(patch, lambda start, stop, entry: (0, 0))
+    change_written(patch, lambda start, stop, entry: (0, 0))
 
 
-def the_widest_span_counts(patch: Patch) -> None:
-    """Where several remote groups meet a local one, the union of what they write."""
+def the_union_of_written_spans_counts(patch: Patch) -> None:
+    """For a local group read from several remote ones, the union of the written spans is used."""
 
     def union(real: Any, entry: int, spans: Sequence[tuple[int, int]]) -> Any:
         written = [span for span in spans if span[0] < span[1]] or [(0, 0)]
         return real(entry, [(min(a for a, _ in written), max(b for _, b in written))])
 
-    instead(patch, build_copies, "_common", union)
+    replace_function(patch, build_copies, "_common", union)
 
 
-def unread_fields_stay(patch: Patch) -> None:
+def unread_fields_are_not_zeroed(patch: Patch) -> None:
     def only_read(real: Any, side: EngineHoldings, rank: int) -> tuple[LocalGroup, ...]:
         return tuple(replace(o, fields=o.fields | {False: ()}) for o in real(side, rank))
 
-    instead(patch, planning, "_local_groups", only_read)
+    replace_function(patch, plan_module, "_local_groups", only_read)
 
 
-def unread_groups_stay(patch: Patch) -> None:
+def unread_groups_are_not_zeroed(patch: Patch) -> None:
     def only_matched(real: Any, layout: Layout, found: Plan, request: Any) -> Any:
         matched = {match.local_group for source in found.sources for match in source.matches}
         written = real(layout, found, request)
         return {group: one for group, one in written.items() if group in matched}
 
-    instead(patch, build_copies, "_written", only_matched)
+    replace_function(patch, build_copies, "_written", only_matched)
 
 
 BYTES = "every byte is right"
 
 PLANTED: dict[Callable[[Patch], None], str] = {
-    always_the_first_replica: "replicas share",
-    gaps_are_skipped: "a missing rank",
+    replicas_are_read_in_order: "replicated ranks are read evenly",
+    gaps_are_ignored: "a missing rank",
     ranges_are_not_intersected: BYTES,
     ranges_start_at_the_remote_start: BYTES,
-    what_only_the_remote_side_holds_is_ignored: "a missing rank",
-    every_context_shares_tokens_with_its_equal_only: BYTES,
-    one_turn_of_a_context_stands_for_all: BYTES,
-    facts_are_not_compared("element type"): "misfits",
-    facts_are_not_compared("bytes of one entry"): "misfits",
-    facts_are_not_compared("tokens per entry"): "misfits",
-    fields_may_be_missing: "misfits",
-    drafts_are_like_all_fields: BYTES,
-    drafts_need_not_agree: "misfits",
-    drafts_are_always_left_out: "misfits",
-    every_rank_expects_one_reader: "producers are told",
-    readers_are_counted_by_match: "producers are told",
-    replicas_are_not_told: "producers are told",
-    replicas_are_told_by_all: "producers are told",
+    remote_only_parts_are_ignored: "a missing rank",
+    only_equal_context_ranks_share_tokens: BYTES,
+    one_context_rank_is_read_for_all: BYTES,
+    facts_are_not_compared("element type"): "changed fields are refused",
+    facts_are_not_compared("bytes of one entry"): "changed fields are refused",
+    facts_are_not_compared("tokens per entry"): "changed fields are refused",
+    missing_fields_are_ignored: "changed fields are refused",
+    draft_fields_are_required: BYTES,
+    draft_flags_are_not_compared: "changed fields are refused",
+    differing_draft_fields_are_ignored: "changed fields are refused",
+    every_rank_expects_one_reader: "producers are notified",
+    readers_are_counted_by_match: "producers are notified",
+    unread_ranks_are_not_notified: "producers are notified",
+    unread_ranks_are_notified_by_all: "producers are notified",
     sub_blocks_are_the_smaller_block: BYTES,
-    sub_blocks_are_single_entries: "equal layouts move whole",
+    sub_blocks_are_single_entries: "equal layouts need the fewest copies",
     the_last_token_is_rounded_down: BYTES,
     the_first_token_is_rounded_up: BYTES,
     tokens_before_the_first_are_read_too: BYTES,
-    all_contexts_are_alike: BYTES,
-    every_rank_has_the_first_turn: BYTES,
-    turns_leave_gaps: BYTES,
-    the_state_is_on_the_last_page: BYTES,
-    lists_start_at_the_first_block: BYTES,
-    groups_have_the_same_numbers: BYTES,
-    holes_are_pages: "damaged lists",
-    ids_have_no_end: "strange ids",
-    pages_are_as_far_apart_as_here: BYTES,
-    sub_blocks_are_as_far_apart_as_here: BYTES,
-    a_page_is_one_sub_block: BYTES,
-    tiles_are_alike_everywhere: BYTES,
-    an_entry_is_a_token: BYTES,
-    inner_axes_have_any_order: BYTES,
-    units_are_equal: BYTES,
-    runs_merge_if_they_do_here: BYTES,
-    neighbours_here_are_neighbours_there: BYTES,
-    neighbouring_fields_never_merge: "equal layouts move whole",
-    neighbouring_regions_are_one: BYTES,
-    fields_of_one_shape_start_alike: BYTES,
-    pages_join_if_they_do_here: BYTES,
-    the_head_stays: BYTES,
-    the_tail_stays: BYTES,
-    whole_pages_are_zeroed: "nothing wanted is zeroed",
-    the_widest_span_counts: BYTES,
-    unread_fields_stay: BYTES,
-    unread_groups_stay: BYTES,
+    context_sizes_are_ignored: BYTES,
+    context_ranks_are_ignored: BYTES,
+    tokens_are_stored_with_gaps: BYTES,
+    the_state_is_read_from_the_last_page: BYTES,
+    first_block_indices_are_ignored: BYTES,
+    groups_are_paired_by_number: BYTES,
+    holes_are_read: "damaged page lists",
+    page_ids_are_not_bounded: "page ids out of range",
+    the_local_page_stride_is_used_for_both: BYTES,
+    the_local_sub_block_strides_are_used_for_both: BYTES,
+    sub_blocks_all_lie_at_the_page_start: BYTES,
+    tiles_are_assumed_uniform: BYTES,
+    entries_are_assumed_single_tokens: BYTES,
+    inner_axes_are_reversed: BYTES,
+    the_local_unit_is_used_for_both: BYTES,
+    dims_merge_by_local_strides_only: BYTES,
+    runs_coalesce_by_local_addresses_only: BYTES,
+    runs_never_coalesce: "equal layouts need the fewest copies",
+    runs_coalesce_across_regions: BYTES,
+    fields_of_one_shape_share_their_offset: BYTES,
+    pages_join_by_local_addresses_only: BYTES,
+    the_head_is_not_zeroed: BYTES,
+    the_tail_is_not_zeroed: BYTES,
+    whole_pages_are_zeroed: "nothing requested is zeroed",
+    the_union_of_written_spans_counts: BYTES,
+    unread_fields_are_not_zeroed: BYTES,
+    unread_groups_are_not_zeroed: BYTES,
 }
 
 
@@ -550,13 +547,13 @@ def test_planted_fault_is_caught(
     fault: Callable[[Patch], None], check: str, monkeypatch: Patch
 ) -> None:
     fault(monkeypatch)
-    assert any(caught(check, seed) for seed in range(WORLDS))
+    assert any(is_found(check, seed) for seed in range(PAIRS))
 
 
-def caught(check: str, seed: int) -> bool:
-    """Whether a check of a property test fails in one of its worlds, in whatever way."""
+def is_found(check: str, seed: int) -> bool:
+    """Return whether a check fails, in any way, for one pair of engines."""
     try:
-        CHECKS[check](world(seed), Random(seed))
+        CHECKS[check](pair(seed), Random(seed))
     except (AssertionError, KVFerryError):
         return True
     return False

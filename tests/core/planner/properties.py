@@ -1,7 +1,7 @@
-"""What is true of every pair of engines, as checks of one pair.
+"""Properties of the planner that hold for every pair of engines, as checks of one pair.
 
-The property tests ask these of random pairs; ``test_planner_planted`` asks them of a planner that
-was broken on purpose. What ought to be is found out from the layouts by brute force.
+``test_properties`` checks random pairs; ``test_planted_faults`` uses the same checks on a planner
+with faults. The expected results are computed from the layouts by brute force.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from kvferry.core.layout import (
 )
 from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies, unwritten_spans
 from kvferry.core.planner.plan import Plan, make_plan
-from tests.core.oracle import (
+from tests.core.planner.engine_pairs import POOL
+from tests.core.planner.oracle import (
     ZERO,
-    World,
+    EnginePair,
     check_rank,
     entries,
     field_offsets,
@@ -39,18 +40,17 @@ from tests.core.oracle import (
     tokens_of_page,
     zero,
 )
-from tests.core.worlds import POOL
 
 Layouts = tuple[Layout, ...]
 
 
-def plans(world: World) -> list[Plan]:
-    """The plan of every local rank."""
-    return [make_plan(world.local, world.remote, rank) for rank in range(len(world.local))]
+def plans(pair: EnginePair) -> list[Plan]:
+    """Return the plan of every local rank."""
+    return [make_plan(pair.local, pair.remote, rank) for rank in range(len(pair.local))]
 
 
 def refused(error: type[KVFerryError], call: Callable[..., object], *args: object) -> str | None:
-    """What a call is refused with, or ``None`` if it is not."""
+    """Return the message with which a call is refused, or ``None`` if it is not."""
     try:
         call(*args)
     except error as refusal:
@@ -58,15 +58,15 @@ def refused(error: type[KVFerryError], call: Callable[..., object], *args: objec
     return None
 
 
-# Who is told.
+# Which ranks are notified.
 
 
-def check_producers_are_told(world: World) -> None:
-    """Every remote rank hears "done" from as many local ranks as every one of these tells it."""
-    found = plans(world)
+def check_producers_are_told(pair: EnginePair) -> None:
+    """Check that every remote rank gets "done" from as many local ranks as their plans say."""
+    found = plans(pair)
     assert len({one.readers for one in found}) == 1
-    assert len(found[0].readers) == len(world.remote)
-    told: list[set[int]] = [set() for _ in world.remote]
+    assert len(found[0].readers) == len(pair.remote)
+    told: list[set[int]] = [set() for _ in pair.remote]
     for one in found:
         read = [source.remote for source in one.sources]
         assert read == sorted(set(read))
@@ -77,12 +77,12 @@ def check_producers_are_told(world: World) -> None:
     assert all(told)
 
 
-def check_replicas_share(world: World) -> None:
-    """Where all remote holders of a field hold the same, they are read as evenly as can be."""
-    found = plans(world)
-    for key in {f.key for layout in world.local for f in layout.fields}:
-        holders = _holders(world.remote, key)
-        if len({_content(world.remote[rank], key) for rank in holders}) == 1:
+def check_replicas_share(pair: EnginePair) -> None:
+    """Check that replicated remote ranks are read as evenly as possible."""
+    found = plans(pair)
+    for key in {f.key for layout in pair.local for f in layout.fields}:
+        holders = _holders(pair.remote, key)
+        if len({_content(pair.remote[rank], key) for rank in holders}) == 1:
             readers = {rank: 0 for rank in holders}
             for one in found:
                 for source in one.sources:
@@ -105,7 +105,7 @@ def _content(layout: Layout, key: str) -> tuple[tuple[int, int], ContextParallel
 
 
 def fit(local: Layouts, remote: Layouts) -> bool:
-    """Whether two engines hold the same: every index of every token of every field."""
+    """Return whether two engines hold the same indices of the same tokens of the same fields."""
     near, far = _drafts(local), _drafts(remote)
     left_out = (near if not far else set()) | (far if not near else set())
     horizon = _horizon((*local, *remote))
@@ -121,7 +121,7 @@ def _drafts(layouts: Layouts) -> set[str]:
 
 
 def _horizon(layouts: Layouts) -> int:
-    """So many tokens that every turn of every context comes."""
+    """Return a number of tokens that includes some of every context rank."""
     return math.lcm(*(g.context.size * g.context.interleave for one in layouts for g in one.groups))
 
 
@@ -140,35 +140,35 @@ def _held(layouts: Layouts, horizon: int) -> dict[str, set[tuple[int, int]]]:
     return held
 
 
-def check_missing_rank(world: World, rng: Random) -> None:
-    """Without one of the ranks, on either side: refused by all, or right for all."""
-    local, remote = list(world.local), list(world.remote)
+def check_missing_rank(pair: EnginePair, rng: Random) -> None:
+    """Check that without one rank of either engine all ranks refuse, or all read right."""
+    local, remote = list(pair.local), list(pair.remote)
     side = rng.choice([local, remote])
     rank = rng.randrange(len(side))
     side[rank] = replace(side[rank], fields=())
-    check_refused_or_right(replace(world, local=tuple(local), remote=tuple(remote)), rng)
+    check_refused_or_right(replace(pair, local=tuple(local), remote=tuple(remote)), rng)
 
 
-def check_refused_or_right(world: World, rng: Random) -> None:
-    """Refused by all if the engines do not fit, and right for any rank if they do."""
-    if fit(world.local, world.remote):
-        check_rank(world, rng.randrange(len(world.local)))
+def check_refused_or_right(pair: EnginePair, rng: Random) -> None:
+    """Check that all ranks refuse unless the engines fit, and otherwise that a rank reads right."""
+    if fit(pair.local, pair.remote):
+        check_rank(pair, rng.randrange(len(pair.local)))
     else:
-        check_refused(world)
+        check_refused(pair)
 
 
-def check_refused(world: World) -> None:
-    """Every rank refuses, by name."""
-    for rank in range(len(world.local)):
-        refusal = refused(PlanError, make_plan, world.local, world.remote, rank)
+def check_refused(pair: EnginePair) -> None:
+    """Check that every rank refuses, and names the field and a rank."""
+    for rank in range(len(pair.local)):
+        refusal = refused(PlanError, make_plan, pair.local, pair.remote, rank)
         assert refusal is not None, f"rank {rank} has a plan for engines that do not fit"
         assert "field '" in refusal
         assert "rank" in refusal
 
 
-def check_misfits(world: World, rng: Random) -> None:
-    """Whatever is said otherwise of one field on one rank: refused by all."""
-    local, remote = list(world.local), list(world.remote)
+def check_misfits(pair: EnginePair, rng: Random) -> None:
+    """Check that all ranks refuse when one field of one rank is changed."""
+    local, remote = list(pair.local), list(pair.remote)
     side, other = rng.choice([(local, remote), (remote, local)])
     ranks = [rank for rank, one in enumerate(side) if one.fields]
     if not ranks:
@@ -179,8 +179,8 @@ def check_misfits(world: World, rng: Random) -> None:
         return
     alter = rng.choice([_other_type, _other_entry, _other_key, _other_draft, _other_states])
     side[rank] = alter(side[rank], f)
-    altered = replace(world, local=tuple(local), remote=tuple(remote))
-    if altered != world:
+    altered = replace(pair, local=tuple(local), remote=tuple(remote))
+    if altered != pair:
         check_refused(altered)
 
 
@@ -213,7 +213,7 @@ def _other_draft(layout: Layout, f: Field) -> Layout:
 
 
 def _other_states(layout: Layout, f: Field) -> Layout:
-    """One more token in every entry, where nothing else has to change for it."""
+    """Add a token to every entry, where the layout stays valid."""
     group = layout.groups[f.group]
     if group.kind is GroupKind.PAGED or group.context.size > 1:
         return _other_type(layout, f)
@@ -223,9 +223,9 @@ def _other_states(layout: Layout, f: Field) -> Layout:
 # Page lists.
 
 
-def check_damaged_lists(world: World, rng: Random) -> None:
-    """A page list that lacks pages, or names some that do not exist: refused, or nothing wrong."""
-    request = world.request
+def check_damaged_lists(pair: EnginePair, rng: Random) -> None:
+    """Check that a page list with missing pages or holes is refused, or all bytes are right."""
+    request = pair.request
     side, lists = rng.choice([("local", request.local), ("remote", request.remote)])
     group = rng.randrange(len(lists))
     damaged = tuple(_damaged(one, rng) if i == group else one for i, one in enumerate(lists))
@@ -234,8 +234,8 @@ def check_damaged_lists(world: World, rng: Random) -> None:
         local=damaged if side == "local" else request.local,
         remote=damaged if side == "remote" else request.remote,
     )
-    for rank in range(len(world.local)):
-        refusal = refused(PageError, check_rank, replace(world, request=altered), rank)
+    for rank in range(len(pair.local)):
+        refusal = refused(PageError, check_rank, replace(pair, request=altered), rank)
         assert refusal is None or f"{side} group {group}: " in refusal
 
 
@@ -253,33 +253,33 @@ def _damaged(one: Pages, rng: Random) -> Pages:
     )
 
 
-def check_strange_ids(world: World, rng: Random) -> None:
-    """A wanted page that cannot be: refused by each rank that would read it."""
-    rank = rng.randrange(len(world.local))
-    found = make_plan(world.local, world.remote, rank)
+def check_strange_ids(pair: EnginePair, rng: Random) -> None:
+    """Check that a page id out of range is refused by each rank that would read the page."""
+    rank = rng.randrange(len(pair.local))
+    found = make_plan(pair.local, pair.remote, rank)
     for source in found.sources:
-        for number in range(len(world.request.remote)):
+        for number in range(len(pair.request.remote)):
             strange = rng.choice([-1, 1 << 40])
-            remote = list(world.request.remote)
+            remote = list(pair.request.remote)
             remote[number] = Pages(
                 ids=np.full_like(remote[number].ids, strange),
                 first_index=remote[number].first_index,
             )
-            request = replace(world.request, remote=tuple(remote))
+            request = replace(pair.request, remote=tuple(remote))
             refusal = refused(PageError, build_copies, source, request)
-            wanted = _reads(world, found, source.remote, number)
+            wanted = _reads(pair, found, source.remote, number)
             assert wanted == (refusal is not None)
             assert refusal is None or f"{strange}; ids lie in 1 to" in refusal
 
 
-def _reads(world: World, found: Plan, remote: int, group: int) -> bool:
-    """Whether a rank reads anything of a remote group from a remote rank, for this request."""
+def _reads(pair: EnginePair, found: Plan, remote: int, group: int) -> bool:
+    """Return whether a rank reads something of a remote group from a remote rank."""
     [source] = [source for source in found.sources if source.remote == remote]
     return any(
         match.remote_group == group and match.local_group == near
         for match in source.matches
-        for near, wanted in enumerate(world.request.ranges)
-        if wanted is not None and len(build_copies(source, _only(world.request, near)))
+        for near, wanted in enumerate(pair.request.ranges)
+        if wanted is not None and len(build_copies(source, _only(pair.request, near)))
     )
 
 
@@ -291,53 +291,56 @@ def _only(request: ReadRequest, group: int) -> ReadRequest:
 # What is zeroed.
 
 
-def check_nothing_wanted_is_zeroed(world: World, rng: Random) -> None:
-    """Unless a group is read from several groups, whose blocks may end at different tokens."""
-    rank = rng.randrange(len(world.local))
-    layout, found = world.local[rank], make_plan(world.local, world.remote, rank)
+def check_nothing_wanted_is_zeroed(pair: EnginePair, rng: Random) -> None:
+    """Check that no requested byte is zeroed.
+
+    Groups that are read from several groups are left out: their blocks may end at different tokens.
+    """
+    rank = rng.randrange(len(pair.local))
+    layout, found = pair.local[rank], make_plan(pair.local, pair.remote, rank)
     memory = poison(layout)
-    zero(unwritten_spans(layout, found, world.request), layout, memory)
+    zero(unwritten_spans(layout, found, pair.request), layout, memory)
     from_: dict[int, set[tuple[int, int]]] = {}
     for source in found.sources:
         for match in source.matches:
             meets = match.remote_group, match.pairing.remote.block_tokens
             from_.setdefault(match.local_group, set()).add(meets)
     for f in layout.fields:
-        wanted = world.request.ranges[f.group]
-        if wanted is None or len(from_.get(f.group, ())) != 1 or f.key in _drafts(world.local):
+        wanted = pair.request.ranges[f.group]
+        if wanted is None or len(from_.get(f.group, ())) != 1 or f.key in _drafts(pair.local):
             continue
         one = replace(layout, fields=(f,))
-        for entry in entries(one, {f.key: 0}, world.request.local):
+        for entry in entries(one, {f.key: 0}, pair.request.local):
             if is_wanted(entry, wanted):
                 assert (memory[entry.region][entry.where] != ZERO).all(), (f.key, entry)
 
 
-# How few copies.
+# The number of copies.
 
 
-def check_equal_layouts_move_whole(world: World, rng: Random) -> None:
-    """Between equal engines, as many copies as the loaded pages have separate pieces."""
-    local = world.local
+def check_equal_layouts_move_whole(pair: EnginePair, rng: Random) -> None:
+    """Check that between equal engines each contiguous piece of the loaded pages is one copy."""
+    local = pair.local
     remote = tuple(_moved(one) for one in local)
     rank = rng.randrange(len(local))
-    lists = tuple(_shuffled(one, rng) for one in world.request.local)
-    request = replace(world.request, remote=lists)
+    lists = tuple(_shuffled(one, rng) for one in pair.request.local)
+    request = replace(pair.request, remote=lists)
     [*sources] = make_plan(local, remote, rank).sources
     if [source.remote for source in sources] != [rank]:
-        return  # a replica is as good
+        return  # a replicated rank is read instead
     found = build_copies(sources[0], request)
     pieces = sum(_pieces(local[rank], request, group) for group in range(len(local[rank].groups)))
     assert len(found) == pieces
 
 
 def _moved(layout: Layout) -> Layout:
-    """The same, elsewhere."""
+    """Return the layout at other addresses."""
     regions = tuple(replace(one, address=one.address + (1 << 50)) for one in layout.regions)
     return replace(layout, regions=regions)
 
 
 def _shuffled(one: Pages, rng: Random) -> Pages:
-    """As many other pages, no two of which are neighbours."""
+    """Return a list of as many other pages, no two of them adjacent."""
     held = [page for page in one.ids.tolist() if page != HOLE]
     free = [page for page in range(1, POOL) if page not in held]
     taken: list[int] = []
@@ -349,7 +352,7 @@ def _shuffled(one: Pages, rng: Random) -> Pages:
 
 
 def _pieces(layout: Layout, request: ReadRequest, group: int) -> int:
-    """How many runs of bytes the fields of a group are in a page, times the pages wanted."""
+    """Return the number of contiguous runs of a group's fields in all requested pages."""
     wanted = request.ranges[group]
     fields = [f for f in layout.fields if f.group == group]
     if wanted is None or not fields:
@@ -373,18 +376,18 @@ def _wanted_pages(group: Group, wanted: tuple[int, int]) -> list[int]:
     ]
 
 
-def _right(world: World, rng: Random) -> None:
-    check_rank(world, rng.randrange(len(world.local)))
+def _right(pair: EnginePair, rng: Random) -> None:
+    check_rank(pair, rng.randrange(len(pair.local)))
 
 
-CHECKS: dict[str, Callable[[World, Random], None]] = {
+CHECKS: dict[str, Callable[[EnginePair, Random], None]] = {
     "every byte is right": _right,
-    "producers are told": lambda world, _: check_producers_are_told(world),
-    "replicas share": lambda world, _: check_replicas_share(world),
+    "producers are notified": lambda pair, _: check_producers_are_told(pair),
+    "replicated ranks are read evenly": lambda pair, _: check_replicas_share(pair),
     "a missing rank": check_missing_rank,
-    "misfits": check_misfits,
-    "damaged lists": check_damaged_lists,
-    "strange ids": check_strange_ids,
-    "nothing wanted is zeroed": check_nothing_wanted_is_zeroed,
-    "equal layouts move whole": check_equal_layouts_move_whole,
+    "changed fields are refused": check_misfits,
+    "damaged page lists": check_damaged_lists,
+    "page ids out of range": check_strange_ids,
+    "nothing requested is zeroed": check_nothing_wanted_is_zeroed,
+    "equal layouts need the fewest copies": check_equal_layouts_move_whole,
 }

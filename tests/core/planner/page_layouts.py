@@ -1,4 +1,4 @@
-"""How the tensors of a layer may lie in a page: any order of axes, tiled, padded, packed."""
+"""Random page layouts of the tensors of a layer: any order of axes, tiled, padded, packed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.core.layout import Axis, Dim, GroupKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One tensor of a model, before any engine has cut it up."""
+    """One tensor of a model, before it is sharded."""
 
     key: str
     layer: int
@@ -30,8 +30,8 @@ Pack = tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
-class Placed:
-    """Digits of one field within its page, with strides."""
+class PlacedField:
+    """One field in its page: its offset, and its axes with strides."""
 
     tensor: Tensor
     shard: tuple[int, int]
@@ -43,7 +43,7 @@ class Placed:
 
 
 def factors(rng: Random, number: int, most: int) -> list[int]:
-    """An ordered factorisation."""
+    """Return a random ordered factorisation into at most ``most`` factors."""
     found: list[int] = []
     while number > 1 and len(found) < most - 1:
         found.append(rng.choice([d for d in range(1, number + 1) if number % d == 0]))
@@ -52,16 +52,16 @@ def factors(rng: Random, number: int, most: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
+class PageStyle:
     """How a pack is laid out on an engine: random, but the same on each of its ranks.
 
     Attributes:
         order: axes from coarse to fine; those before "|" are shared by the pack's tensors, which
             then lie one after the other.
-        split: whether axes may have two digits, in any order in memory.
-        seed: for the order of digits and the factors.
-        pad: bytes left out after every digit's extent, times the element's size.
-        kernel: into at most so many smaller pages, one after the other, a page is divided.
+        split: whether axes may have two dims, in any order in memory.
+        seed: for the order of dims and the factors.
+        pad: elements of padding after the extent of every dim.
+        kernel: the most kernel pages that a page consists of.
     """
 
     order: tuple[str, ...]
@@ -84,10 +84,10 @@ ORDERS = (
 )
 
 
-def place_pack(
-    pack: Pack, style: Style, block: int, shards: Sequence[tuple[int, int]]
-) -> tuple[list[Placed], int]:
-    """Fields of one page, and the page's size."""
+def lay_out_pack(
+    pack: Pack, style: PageStyle, block: int, shards: Sequence[tuple[int, int]]
+) -> tuple[list[PlacedField], int]:
+    """Return the fields of one page, and the page's size."""
     if pack[0].kind is GroupKind.OPAQUE:
         return _whole(pack, block, shards)
     if pack[0].kind is GroupKind.STATE:
@@ -101,15 +101,15 @@ def place_pack(
 
 
 def _within(
-    pack: Pack, style: Style, block: int, shards: Sequence[tuple[int, int]]
-) -> tuple[list[Placed], int]:
-    """Fields of one page, or of one of the smaller pages that it is divided into."""
+    pack: Pack, style: PageStyle, block: int, shards: Sequence[tuple[int, int]]
+) -> tuple[list[PlacedField], int]:
+    """Return the fields of one page or kernel page, and its size."""
     rng = Random(style.seed)
     cut = style.order.index("|")
     common, own = style.order[:cut], style.order[cut + 1 :]
     if len({(b - a, t.per_entry) for t, (a, b) in zip(pack, shards, strict=True)}) > 1:
         common, own = (), common + own
-    placed: list[Placed] = []
+    placed: list[PlacedField] = []
     end = 0
     for tensor, shard in zip(pack, shards, strict=True):
         order = own if placed == [] or rng.random() < 0.7 else tuple(rng.sample(own, len(own)))
@@ -120,21 +120,23 @@ def _within(
     for axis in reversed(common):
         count = _count(placed[0].tensor, shards[0], block, axis)
         for field in placed:
-            digits = (Dim(extent=count, stride=end),)
+            dims = (Dim(extent=count, stride=end),)
             if axis == "t" and field.tensor.kind is not GroupKind.STATE:
-                field.tokens = digits
+                field.tokens = dims
             if axis == "s":
-                field.heads = digits
+                field.heads = dims
         end = end * count + style.pad * placed[0].tensor.size
     return placed, end
 
 
-def _whole(pack: Pack, block: int, shards: Sequence[tuple[int, int]]) -> tuple[list[Placed], int]:
-    placed: list[Placed] = []
+def _whole(
+    pack: Pack, block: int, shards: Sequence[tuple[int, int]]
+) -> tuple[list[PlacedField], int]:
+    placed: list[PlacedField] = []
     end = 0
     for tensor, shard in zip(pack, shards, strict=True):
         unit = tensor.elements * tensor.size * block * (shard[1] - shard[0])
-        placed.append(Placed(tensor, shard, end, unit, (), (), ()))
+        placed.append(PlacedField(tensor, shard, end, unit, (), (), ()))
         end += unit
     return placed, end
 
@@ -151,24 +153,24 @@ def _nest(
     shard: tuple[int, int],
     block: int,
     order: tuple[str, ...],
-    style: Style,
-) -> tuple[Placed, int]:
-    """One field with strides from the inside out; its extent."""
+    style: PageStyle,
+) -> tuple[PlacedField, int]:
+    """Return one field, with strides computed from the innermost dim, and its extent."""
     inner = factors(rng, tensor.elements, 3 if style.split else 2)
     if order[-1] == "d":
         inner = [1, tensor.elements] if rng.random() < 0.7 else inner
     unit = inner.pop() * tensor.size
-    digits: list[tuple[str, int]] = []
+    axes: list[tuple[str, int]] = []
     counts: dict[str, list[int]] = {"d": inner}
     for axis in order:
         if axis != "d":
             counts[axis] = factors(rng, _count(tensor, shard, block, axis), 2 if style.split else 1)
-        digits += [(axis, i) for i in range(len(counts[axis]))]
+        axes += [(axis, i) for i in range(len(counts[axis]))]
     if style.split and rng.random() < 0.5:
-        rng.shuffle(digits)
+        rng.shuffle(axes)
     strides: dict[tuple[str, int], int] = {}
     extent = unit
-    for axis, i in reversed(digits):
+    for axis, i in reversed(axes):
         strides[axis, i] = extent
         extent = extent * counts[axis][i] + style.pad * tensor.size
     made = {
@@ -177,16 +179,16 @@ def _nest(
         )
         for axis in counts
     }
-    dims = made["d"]
+    inner_dims = made["d"]
     return (
-        Placed(
+        PlacedField(
             tensor=tensor,
             shard=shard,
             offset=0,
             unit=unit,
             tokens=made.get("t", ()) if tensor.kind is GroupKind.PAGED else (),
             heads=made.get("s", ()),
-            inner=((dims,) if rng.random() < 0.5 else tuple((d,) for d in dims)),
+            inner=((inner_dims,) if rng.random() < 0.5 else tuple((d,) for d in inner_dims)),
         ),
         extent,
     )

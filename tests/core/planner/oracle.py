@@ -1,7 +1,7 @@
-"""What a read must do, found out the slow way: one byte at a time, from the docstring of ``Field``.
+"""The expected result of a read, computed byte by byte from the definition in ``Field``.
 
-Memory is simulated. Every byte is an int64 *label* that says which byte of which tensor it is, so
-that no two bytes are equal by chance. Nothing of the planner's arithmetic is used here.
+Memory is simulated. Every byte is an int64 *label* that identifies a byte of a tensor, so that no
+two bytes are equal by chance. None of the planner's arithmetic is used here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ENTRIES, SHARDS, BYTES = 1 << 16, 1 << 8, 1 << 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """Two engines and one request per local rank (the ranges and pages are those of all ranks)."""
+class EnginePair:
+    """Two engines, and a request with the same ranges and pages for all local ranks."""
 
     local: tuple[Layout, ...]
     remote: tuple[Layout, ...]
@@ -46,10 +46,10 @@ class Entry:
 
     Attributes:
         index: the page's block index.
-        tokens: the global tokens that it stands for; empty for a state.
+        tokens: the global tokens of the entry; empty for a state.
         region: index of the region.
         where: (s, b) offsets in the region.
-        labels: (s, b) what belongs there.
+        labels: (s, b) expected content.
     """
 
     index: int
@@ -60,18 +60,18 @@ class Entry:
 
 
 def pages(ids: Sequence[int], first_index: int = 0) -> Pages:
-    """A page list."""
+    """Return a page list."""
     return Pages(ids=np.array(ids, dtype=np.int64), first_index=first_index)
 
 
 def axis_offsets(axis: Axis) -> list[int]:
-    """The byte offset of every index of an axis."""
-    indices = itertools.product(*(range(digit.extent) for digit in axis))
+    """Return the byte offset of every index of an axis."""
+    indices = itertools.product(*(range(dim.extent) for dim in axis))
     return [sum(i * d.stride for i, d in zip(index, axis, strict=True)) for index in indices]
 
 
 def field_offsets(f: Field) -> Labels:
-    """(t, s, b) offsets from a page's start, of every byte of a field."""
+    """Return the (t, s, b) offsets of every byte of a field from a page's start."""
     inner = [sum(parts) for parts in itertools.product(*(axis_offsets(a) for a in f.inner))]
     entry = [start + byte for start in inner for byte in range(f.unit)]
     return np.array(
@@ -84,19 +84,19 @@ def field_offsets(f: Field) -> Labels:
 
 
 def tokens_of_page(group: Group, index: int) -> list[int]:
-    """The global tokens that block index ``index`` of a request holds on a rank."""
+    """Return the global tokens that block index ``index`` of a request holds on a rank."""
     context, size = group.context, group.block_tokens
     held = (t for t in itertools.count() if t // context.interleave % context.size == context.rank)
     return list(itertools.islice(held, index * size, (index + 1) * size))
 
 
 def label(key: int, entry: int, shard: int, byte: int) -> int:
-    """A number of one byte's own, above 0."""
+    """Return a unique number above 0 for a byte."""
     return 1 + ((key * ENTRIES + entry) * SHARDS + shard) * BYTES + byte
 
 
 def entries(layout: Layout, keys: dict[str, int], lists: Sequence[Pages]) -> Iterator[Entry]:
-    """All entries in the pages of a request that are no holes, on one rank."""
+    """Yield all entries in a request's pages on one rank, without holes."""
     for f in layout.fields:
         where = field_offsets(f)
         for position, page in enumerate(lists[f.group].ids.tolist()):
@@ -126,16 +126,16 @@ def _page_entries(f: Field, key: int, group: Group, index: int, where: Labels) -
 
 
 def poison(layout: Layout) -> list[Labels]:
-    """Memory in which every byte has a label of its own, below 0."""
+    """Return memory in which every byte has a unique label below 0."""
     sizes = [region.nbytes for region in layout.regions]
     starts = itertools.accumulate(sizes, initial=1)
     return [-np.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
-def remote_memory(world: World, rank: int, keys: dict[str, int]) -> list[Labels]:
-    """The memory of a remote rank: the request's pages as they should be, the rest poison."""
-    memory = poison(world.remote[rank])
-    for entry in entries(world.remote[rank], keys, world.request.remote):
+def remote_memory(pair: EnginePair, rank: int, keys: dict[str, int]) -> list[Labels]:
+    """Return the memory of a remote rank: correct pages of the request, poison elsewhere."""
+    memory = poison(pair.remote[rank])
+    for entry in entries(pair.remote[rank], keys, pair.request.remote):
         memory[entry.region][entry.where] = entry.labels
     return memory
 
@@ -143,7 +143,7 @@ def remote_memory(world: World, rank: int, keys: dict[str, int]) -> list[Labels]
 def run(
     found: Copies, layout: Layout, memory: list[Labels], far: Layout, theirs: list[Labels]
 ) -> list[Labels]:
-    """Perform copies in ``memory``, strictly; how often each byte was written."""
+    """Perform copies in ``memory`` with all checks; return how often each byte was written."""
     written = [np.zeros_like(region) for region in memory]
     done = 0
     for segment in found.segments:
@@ -164,7 +164,7 @@ def run(
 
 
 def zero(spans: Spans, layout: Layout, memory: list[Labels]) -> None:
-    """Zero spans in ``memory``, strictly."""
+    """Zero spans in ``memory`` with all checks."""
     done = 0
     for segment in spans.segments:
         assert segment.start == done < segment.stop
@@ -177,37 +177,40 @@ def zero(spans: Spans, layout: Layout, memory: list[Labels]) -> None:
     assert done == len(spans)
 
 
-def check_rank(world: World, rank: int, workspace: Workspace | None = None) -> None:
+def check_rank(pair: EnginePair, rank: int, workspace: Workspace | None = None) -> None:
     """Plan, zero and read for one local rank, and compare every byte of its memory."""
-    layout = world.local[rank]
-    everyone = (*world.remote, *world.local)
+    layout = pair.local[rank]
+    everyone = (*pair.remote, *pair.local)
     keys = {f.key: i for i, f in enumerate(f for one in everyone for f in one.fields)}
     memory = poison(layout)
-    ours = make_plan(world.local, world.remote, rank)
-    zero(unwritten_spans(layout, ours, world.request), layout, memory)
+    ours = make_plan(pair.local, pair.remote, rank)
+    zero(unwritten_spans(layout, ours, pair.request), layout, memory)
     total = [np.zeros_like(region) for region in memory]
     for source in ours.sources:
-        far = world.remote[source.remote]
-        found = build_copies(source, world.request, workspace)
-        theirs = remote_memory(world, source.remote, keys)
+        far = pair.remote[source.remote]
+        found = build_copies(source, pair.request, workspace)
+        theirs = remote_memory(pair, source.remote, keys)
         for counts, more in zip(total, run(found, layout, memory, far, theirs), strict=True):
             counts += more
     assert all(counts.max() <= 1 for counts in total), "a byte was written twice"
-    compare(world, layout, keys, memory)
+    compare(pair, layout, keys, memory)
 
 
-def compare(world: World, layout: Layout, keys: dict[str, int], memory: list[Labels]) -> None:
-    """Every byte: in the listed pages the wanted ones right and the others right or zero, and
-    elsewhere all as they were."""
+def compare(pair: EnginePair, layout: Layout, keys: dict[str, int], memory: list[Labels]) -> None:
+    """Compare every byte of memory with what is expected.
+
+    In the listed pages, requested bytes must be right and others right or zero; elsewhere nothing
+    may have changed.
+    """
     want, blank = poison(layout), [np.zeros(len(m), dtype=bool) for m in memory]
     names = {keys[f.key]: f.key for f in layout.fields}
-    there = {f.key for one in world.remote for f in one.fields}
+    there = {f.key for one in pair.remote for f in one.fields}
     for f in layout.fields:
-        wanted = world.request.ranges[f.group]
+        wanted = pair.request.ranges[f.group]
         if wanted is None:
             continue
         one = Layout(regions=layout.regions, groups=layout.groups, fields=(f,))
-        for entry in entries(one, keys, world.request.local):
+        for entry in entries(one, keys, pair.request.local):
             want[f.region][entry.where] = entry.labels if f.key in there else ZERO
             blank[f.region][entry.where] = not is_wanted(entry, wanted)
     for region, (is_, should, may) in enumerate(zip(memory, want, blank, strict=True)):
@@ -221,14 +224,14 @@ def compare(world: World, layout: Layout, keys: dict[str, int], memory: list[Lab
 
 
 def is_wanted(entry: Entry, wanted: tuple[int, int]) -> bool:
-    """Whether a range touches an entry; a state is wanted if it is of any token at all."""
+    """Return whether a range includes an entry; a state is included in any range with tokens."""
     if not entry.tokens:
         return entry.index == 0 and wanted[1] > 0
     return any(wanted[0] <= token < wanted[1] for token in entry.tokens)
 
 
 def told(value: int, names: dict[int, str]) -> str:
-    """A label in words."""
+    """Describe a label."""
     if value <= 0:
         return "zero" if value == ZERO else f"poison {value}"
     rest, byte = divmod(value - 1, BYTES)

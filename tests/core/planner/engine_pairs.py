@@ -1,4 +1,4 @@
-"""Hypothesis strategies for pairs of engines that hold one model in two ways."""
+"""Random pairs of engines that hold one model in two ways, with a request."""
 
 from __future__ import annotations
 
@@ -18,21 +18,28 @@ from kvferry.core.layout import (
 )
 from kvferry.core.memory import Region
 from kvferry.core.planner.build_copies import Pages, ReadRequest
-from tests.core.oracle import World, pages
-from tests.core.placing import ORDERS, Pack, Placed, Style, Tensor, place_pack
+from tests.core.planner.oracle import EnginePair, pages
+from tests.core.planner.page_layouts import (
+    ORDERS,
+    Pack,
+    PageStyle,
+    PlacedField,
+    Tensor,
+    lay_out_pack,
+)
 
 POOL = 64
-"""Pages of every engine; ids of all groups come from one pool, as vLLM's do."""
+"""Pages of every engine; all groups take their page ids from one pool, as in vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineShape:
     """How one engine holds a model.
 
     Attributes:
         groups: indices of packs, by group.
         blocks: tokens per block, by group; 0 for states.
-        regions: "each" pack its own, or one in which packs are "stack"ed or share "blocks".
+        regions: "each" pack has its own, or one region has the packs in a "stack" or in "blocks".
         gap: bytes between regions.
         slack: bytes between pages.
     """
@@ -48,12 +55,12 @@ class Engine:
     slack: int
 
 
-Cell = tuple[int, list[Placed], int]
+RankPack = tuple[int, list[PlacedField], int]
 """A pack on a rank: its group, its fields, and the size of its page."""
 
 
 def shard_of(tensor: Tensor, index: int, ranks: int) -> tuple[int, int]:
-    """Which part a rank holds: an uneven share where it must be, a replica where there are more."""
+    """Return the part that a rank holds: a share, uneven if need be, or a replicated shard."""
     if tensor.shards >= ranks:
         return index * tensor.shards // ranks, (index + 1) * tensor.shards // ranks
     one = index * tensor.shards // ranks
@@ -61,9 +68,9 @@ def shard_of(tensor: Tensor, index: int, ranks: int) -> tuple[int, int]:
 
 
 def layout_of(
-    packs: Sequence[Pack], engine: Engine, styles: Sequence[Style], rank: int, base: int
+    packs: Sequence[Pack], engine: EngineShape, styles: Sequence[PageStyle], rank: int, base: int
 ) -> Layout:
-    """One rank's layout."""
+    """Return the layout of one rank."""
     context = ContextParallel(
         size=engine.cp, rank=rank % engine.tp % engine.cp, interleave=engine.interleave
     )
@@ -77,7 +84,7 @@ def layout_of(
     )
     cells = list(_cells(packs, engine, styles, rank))
     padded = [(group, placed, size + engine.slack) for group, placed, size in cells]
-    regions, starts = _arranged(padded, engine.regions, engine.gap, base)
+    regions, starts = _place_in_regions(padded, engine.regions, engine.gap, base)
     fields = tuple(
         _field(f, group, *start)
         for (group, placed, _), start in zip(cells, starts, strict=True)
@@ -87,9 +94,9 @@ def layout_of(
 
 
 def _cells(
-    packs: Sequence[Pack], engine: Engine, styles: Sequence[Style], rank: int
-) -> Iterator[Cell]:
-    """The packs that a rank holds."""
+    packs: Sequence[Pack], engine: EngineShape, styles: Sequence[PageStyle], rank: int
+) -> Iterator[RankPack]:
+    """Yield the packs that a rank holds."""
     stage, tp = divmod(rank, engine.tp)
     layers = max(tensor.layer for pack in packs for tensor in pack) + 1
     for group, (members, block) in enumerate(zip(engine.groups, engine.blocks, strict=True)):
@@ -98,10 +105,10 @@ def _cells(
             pack = packs[index]
             if pack[0].layer * engine.pp // layers == stage:
                 shards = [shard_of(t, tp // shared, engine.tp // shared) for t in pack]
-                yield group, *place_pack(pack, styles[index], block, shards)
+                yield group, *lay_out_pack(pack, styles[index], block, shards)
 
 
-def _field(f: Placed, group: int, region: int, offset: int, stride: int) -> Field:
+def _field(f: PlacedField, group: int, region: int, offset: int, stride: int) -> Field:
     return Field(
         key=f.tensor.key,
         group=group,
@@ -121,10 +128,10 @@ def _field(f: Placed, group: int, region: int, offset: int, stride: int) -> Fiel
     )
 
 
-def _arranged(
-    cells: Sequence[Cell], how: str, gap: int, base: int
+def _place_in_regions(
+    cells: Sequence[RankPack], how: str, gap: int, base: int
 ) -> tuple[tuple[Region, ...], list[tuple[int, int, int]]]:
-    """Regions, and (region, offset, page stride) of every cell."""
+    """Return regions, and (region, offset, page stride) of every pack."""
     if not cells:
         return (), []
     if how == "each":
@@ -148,7 +155,7 @@ def _arranged(
 
 
 def _paged_type(rng: Random) -> list[tuple[int, int, str, int]]:
-    """(shards, elements, dtype, tokens per entry) of the tensors of one layer."""
+    """Return (shards, elements, dtype, tokens per entry) of the tensors of one layer."""
     dtype = rng.choice(["int8", "bfloat16", "float32"])
     shards = rng.choice([1, 2, 3, 4, 6, 8])
     elements = [rng.choice([1, 2, 3, 4, 6]) for _ in range(rng.choice([1, 2, 2, 2, 3]))]
@@ -202,8 +209,8 @@ def _pack(
     )
 
 
-def _drafted(rng: Random, packs: list[Pack]) -> tuple[list[Pack], list[Pack]]:
-    """What either engine runs: the model, and with luck a draft model, on one of them or both."""
+def _with_drafts(rng: Random, packs: list[Pack]) -> tuple[list[Pack], list[Pack]]:
+    """Return the packs of both engines: the model, and perhaps a draft model on one or both."""
     opaque = any(pack[0].kind is GroupKind.OPAQUE for pack in packs)
     here, there = rng.choice([(False, False)] * 3 + [(True, False), (False, True), (True, True)])
     type_ = [(*tensor[:3], 1) if opaque else tensor for tensor in _paged_type(rng)]
@@ -215,15 +222,15 @@ def _drafted(rng: Random, packs: list[Pack]) -> tuple[list[Pack], list[Pack]]:
 
 def _engines(
     rng: Random, near_packs: Sequence[Pack], far_packs: Sequence[Pack]
-) -> tuple[Engine, Engine]:
+) -> tuple[EngineShape, EngineShape]:
     near, far = _engine(rng, near_packs), _engine(rng, far_packs)
     if any(pack[0].kind is GroupKind.OPAQUE for pack in near_packs):
         far = replace(_engine(rng, far_packs, near), pp=far.pp, regions=far.regions)
     return near, far
 
 
-def _engine(rng: Random, packs: Sequence[Pack], like: Engine | None = None) -> Engine:
-    """An engine; with ``like``, one that can exchange opaque pages with that one."""
+def _engine(rng: Random, packs: Sequence[Pack], like: EngineShape | None = None) -> EngineShape:
+    """Return an engine's shape; with ``like``, one that can exchange opaque pages with it."""
     entry = math.lcm(*(tensor.per_entry for pack in packs for tensor in pack))
     tp = rng.choice([1, 1, 2, 2, 3, 4, 6, 8])
     cp = rng.choice([1, 1, *(d for d in (2, 3, 4) if tp % d == 0)])
@@ -239,7 +246,7 @@ def _engine(rng: Random, packs: Sequence[Pack], like: Engine | None = None) -> E
         {GroupKind.STATE: 0, GroupKind.OPAQUE: 2}.get(kind, rng.choice([1, 2, 3, 4, 6, 8])) * step
         for kind, _ in groups
     )
-    return Engine(
+    return EngineShape(
         tp=tp,
         pp=rng.choice([1, 1, 1, 2, 3]),
         cp=cp,
@@ -252,13 +259,13 @@ def _engine(rng: Random, packs: Sequence[Pack], like: Engine | None = None) -> E
     )
 
 
-def _styles(rng: Random, packs: Sequence[Pack]) -> list[Style]:
+def _styles(rng: Random, packs: Sequence[Pack]) -> list[PageStyle]:
     one = _style(rng)
     return [one if rng.random() < 0.7 else _style(rng) for _ in packs]
 
 
-def _style(rng: Random) -> Style:
-    return Style(
+def _style(rng: Random) -> PageStyle:
+    return PageStyle(
         order=rng.choice(ORDERS),
         split=rng.random() < 0.3,
         seed=rng.randrange(1 << 16),
@@ -268,7 +275,7 @@ def _style(rng: Random) -> Style:
 
 
 def _layouts(
-    rng: Random, packs: Sequence[Pack], engine: Engine, styles: Sequence[Style]
+    rng: Random, packs: Sequence[Pack], engine: EngineShape, styles: Sequence[PageStyle]
 ) -> tuple[Layout, ...]:
     return tuple(
         layout_of(packs, engine, styles, rank, (rank + 1) << 32)
@@ -276,7 +283,7 @@ def _layouts(
     )
 
 
-def _request(rng: Random, local: Engine, remote: Engine) -> ReadRequest:
+def _request(rng: Random, local: EngineShape, remote: EngineShape) -> ReadRequest:
     sizes = [b * e.cp for e in (local, remote) for b in e.blocks if b]
     tokens = rng.randint(1, 8 * min(sizes, default=4))
     wanted: dict[int, tuple[int, int]] = {}
@@ -287,18 +294,18 @@ def _request(rng: Random, local: Engine, remote: Engine) -> ReadRequest:
     return ReadRequest(
         ranges=tuple(ranges),
         local=tuple(
-            _list(rng, near, one or (0, tokens), tokens, block * local.cp)
+            _page_list(rng, near, one or (0, tokens), tokens, block * local.cp)
             for one, block in zip(ranges, local.blocks, strict=True)
         ),
         remote=tuple(
-            _list(rng, far, _hull(wanted, members), tokens, block * remote.cp)
+            _page_list(rng, far, _token_hull(wanted, members), tokens, block * remote.cp)
             for members, block in zip(remote.groups, remote.blocks, strict=True)
         ),
     )
 
 
-def _hull(wanted: dict[int, tuple[int, int]], members: Sequence[int]) -> tuple[int, int]:
-    """All tokens from the first to the last that is wanted of some of these packs."""
+def _token_hull(wanted: dict[int, tuple[int, int]], members: Sequence[int]) -> tuple[int, int]:
+    """Return the range from the first to the last token that is requested of these packs."""
     some = [wanted[index] for index in members if wanted.get(index, (0, 0))[1]]
     return min((a for a, _ in some), default=0), max((b for _, b in some), default=0)
 
@@ -318,8 +325,10 @@ def _pool(rng: Random) -> list[int]:
     )
 
 
-def _list(rng: Random, pool: list[int], wanted: tuple[int, int], tokens: int, size: int) -> Pages:
-    """A page list that holds what it must, and before and after it pages, holes or nothing."""
+def _page_list(
+    rng: Random, pool: list[int], wanted: tuple[int, int], tokens: int, size: int
+) -> Pages:
+    """Return a page list with the requested pages, and around them pages, holes or nothing."""
     size = size or tokens
     count = -(-tokens // size) + rng.choice([0, 0, 1, 2])
     first, last = wanted[0] // size, max(-(-wanted[1] // size), wanted[0] // size)
@@ -329,21 +338,21 @@ def _list(rng: Random, pool: list[int], wanted: tuple[int, int], tokens: int, si
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
-    """Two engines of any shape and a request."""
+def engine_pairs(draw: st.DrawFn) -> EnginePair:
+    """Draw two engines of any shape and a request."""
     source = st.randoms(use_true_random=False) | st.builds(Random, st.integers(0, 1 << 64))
-    return world_of(draw(source))
+    return random_engine_pair(draw(source))
 
 
-def world_of(rng: Random) -> World:
-    """Two engines of any shape and a request, from a source of chance."""
+def random_engine_pair(rng: Random) -> EnginePair:
+    """Return two engines of any shape and a request, drawn with ``rng``."""
     packs = _packs(rng)
-    near_packs, far_packs = _drafted(rng, packs)
+    near_packs, far_packs = _with_drafts(rng, packs)
     near, far = _engines(rng, near_packs, far_packs)
     near_styles, far_styles = _styles(rng, near_packs), _styles(rng, far_packs)
     if rng.random() < 0.3:
         far_styles = near_styles[: len(far_packs)] + far_styles[len(near_packs) :]
-    return World(
+    return EnginePair(
         local=_layouts(rng, near_packs, near, near_styles),
         remote=_layouts(rng, far_packs, far, far_styles),
         request=_request(rng, near, far),
