@@ -1,4 +1,4 @@
-"""What every test shares: Hypothesis without a clock, since the machine may be busy; and Ctrl-C."""
+"""Settings of all tests: no deadlines for Hypothesis, and the default handler of Ctrl-C."""
 
 import signal
 
@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvferry")
 
-# A shell has the jobs that it starts in the background ignore Ctrl-C, and their children inherit
-# that: the commands that tests interrupt would never hear of it.
+# Background jobs of a shell ignore Ctrl-C, and child processes inherit that: commands that tests
+# interrupt would not end.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -26,7 +26,7 @@ from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import TicketKey
 from kvferry.core.transport import Notification, PeerId, Transport
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.proving import proved
+from tests.core.ticket_proofs import proved
 
 LAYERS, HEADS, DIM, PAGES = 2, 4, 8, 16
 POISON = np.float32("nan")

@@ -11,7 +11,7 @@ import pytest
 from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
 from tests.core.endpoint.engines import engine
 from tests.core.endpoint.loads import load
-from tests.core.scarcity import no_threads
+from tests.core.resource_limits import no_threads
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from tests.core.endpoint.engines import (
     engine,
     eventually,
 )
-from tests.core.proving import altered, proved, said
+from tests.core.ticket_proofs import altered, proved, said
 
 KEY, OTHER_KEY = TicketKey(), TicketKey()
 

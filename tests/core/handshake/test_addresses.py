@@ -14,7 +14,7 @@ from kvferry.core.handshake import HandshakeServer, fetch, ping
 from kvferry.core.handshake import sockets as module
 from kvferry.core.security import NEARBY, Access, Networks
 from tests.core.messages import encoded, payload
-from tests.core.scarcity import no_threads
+from tests.core.resource_limits import no_threads
 
 LONG = 60.0
 HERE = Access(networks=Networks.of(["127.0.0.0/8"]))

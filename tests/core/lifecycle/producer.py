@@ -33,7 +33,7 @@ from kvferry.core.messages import (
 from kvferry.core.security import TicketKey
 from tests.core.lifecycle.fabric import Content, Message, require
 from tests.core.lifecycle.protocol_table import Cause, ProtocolTable
-from tests.core.proving import proved
+from tests.core.ticket_proofs import proved
 
 PAGES = 4
 """Pages of an engine's cache, without the null page."""

@@ -1,4 +1,4 @@
-"""Tickets with proofs, and tickets that were altered on their way."""
+"""Tickets with proofs, and tickets that were altered after they were proved."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvferry.core.security.proof import content_of
 
 
 def said(ticket: Ticket) -> dict[str, Any]:
-    """What a proof of this ticket covers."""
+    """Return the part of a ticket that its proof covers."""
     return {**msgspec.to_builtins(ticket), "proof": None, "routed": None}
 
 
 def proved(ticket: Ticket, key: TicketKey) -> Ticket:
-    """The ticket with a proof by this key."""
+    """Return the ticket with a proof by this key."""
     proof = Proof(
         key=key.public, content=content_of(said(ticket)), signature=key.sign(said(ticket))
     )
@@ -26,7 +26,7 @@ def proved(ticket: Ticket, key: TicketKey) -> Ticket:
 
 
 def altered(ticket: Ticket, **changes: Any) -> Ticket:
-    """The ticket as whoever reads it has it after somebody altered it on its way."""
+    """Return the ticket as its reader decodes it after somebody altered it."""
     assert ticket.proof is not None
     changed = replace(ticket, **changes)
     return replace(changed, proof=replace(ticket.proof, content=content_of(said(changed))))

@@ -1,4 +1,4 @@
-"""What messages and layouts may say at most: each bound itself is allowed, and nothing beyond."""
+"""Bounds of messages and layouts: each bound itself is allowed, and nothing beyond."""
 
 from __future__ import annotations
 
@@ -46,38 +46,38 @@ NUMBERS: list[tuple[Any, dict[str, Any], str, tuple[int, int]]] = [
 
 
 @pytest.mark.parametrize(("decode", "tree", "name", "bounds"), NUMBERS)
-def test_numbers(
+def test_numbers_are_bounded(
     decode: Callable[[bytes], object], tree: dict[str, Any], name: str, bounds: tuple[int, int]
 ) -> None:
-    def ask(value: int) -> object:
+    def decode_with(value: int) -> object:
         message: object = tree | {name: value}
         return decode(msgspec.msgpack.encode([message] if decode is wire.decode_notes else message))
 
     lowest, highest = bounds
-    assert ask(lowest)
-    assert ask(highest)
+    assert decode_with(lowest)
+    assert decode_with(highest)
     for beyond in (lowest - 1, highest + 1):
         with pytest.raises(WireError):
-            ask(beyond)
+            decode_with(beyond)
 
 
 @pytest.mark.parametrize("name", ["pp", "tp", "pcp", "dcp"])
-def test_coordinates(name: str) -> None:
-    def ask(value: int) -> wire.RankPayload:
+def test_coordinates_are_bounded_and_default_to_0(name: str) -> None:
+    def decode_with(value: int) -> wire.RankPayload:
         return wire.decode_payload(msgspec.msgpack.encode(PAYLOAD | {"coordinates": {name: value}}))
 
     others = {"pp", "tp", "pcp", "dcp"} - {name}
     for value in INDEX:
-        found = ask(value).coordinates
+        found = decode_with(value).coordinates
         assert getattr(found, name) == value
         assert {getattr(found, other) for other in others} == {0}
     for beyond in (-1, 1 << 16):
         with pytest.raises(WireError):
-            ask(beyond)
+            decode_with(beyond)
 
 
 @pytest.mark.parametrize(
-    ("decode", "message", "most"),
+    ("decode", "message", "limit"),
     [
         (wire.decode_request, lambda n: {"type": "ping", "engine": "e" * n}, 256),
         (wire.decode_request, lambda n: {"type": "health", "engine": "e" * n}, 256),
@@ -111,12 +111,12 @@ def test_coordinates(name: str) -> None:
         ),
     ],
 )
-def test_lengths(
-    decode: Callable[[bytes], object], message: Callable[[int], object], most: int
+def test_lengths_are_bounded(
+    decode: Callable[[bytes], object], message: Callable[[int], object], limit: int
 ) -> None:
-    assert decode(msgspec.msgpack.encode(message(most)))
+    assert decode(msgspec.msgpack.encode(message(limit)))
     with pytest.raises(WireError):
-        decode(msgspec.msgpack.encode(message(most + 1)))
+        decode(msgspec.msgpack.encode(message(limit + 1)))
 
 
 @pytest.mark.parametrize(
@@ -126,18 +126,18 @@ def test_lengths(
         {"type": "condition", "engine": "", "incarnation": 1},
     ],
 )
-def test_replies_that_say_nothing(message: object) -> None:
+def test_empty_replies_are_refused(message: object) -> None:
     with pytest.raises(WireError):
         wire.decode_reply(msgspec.msgpack.encode(message))
 
 
 @pytest.mark.parametrize("notes", [[], [RELEASE | {"engine": ""}]])
-def test_notes_that_say_nothing(notes: object) -> None:
+def test_empty_notes_are_refused(notes: object) -> None:
     with pytest.raises(WireError):
         wire.decode_notes(msgspec.msgpack.encode(notes))
 
 
-def test_what_a_message_says_without_saying_it() -> None:
+def test_missing_optional_fields_have_defaults() -> None:
     [release] = wire.decode_notes(msgspec.msgpack.encode([RELEASE]))
     assert isinstance(release, wire.Release)
     assert release.abandoned is False
@@ -152,8 +152,8 @@ def test_a_lease_is_a_day_at_most() -> None:
         wire.decode_payload(msgspec.msgpack.encode(day | {"lease": 86400.1}))
 
 
-def test_a_request_of_the_longest_that_is_read() -> None:
-    """Its length counts, whatever is in it: fields of a newer version, too."""
+def test_the_length_of_a_request_is_bounded() -> None:
+    """That includes fields of a newer version."""
     empty = len(msgspec.msgpack.encode({"type": "ping", "engine": "e", "more": b"x" * 256}))
     padding = bytes((1 << 12) - empty + 256)
     whole = msgspec.msgpack.encode({"type": "ping", "engine": "e", "more": padding})
@@ -165,7 +165,7 @@ def test_a_request_of_the_longest_that_is_read() -> None:
 
 
 @pytest.mark.parametrize("module", [wire, fields, address])
-def test_messages_are_values(module: ModuleType) -> None:
+def test_messages_are_frozen(module: ModuleType) -> None:
     found = [
         each
         for each in vars(module).values()
@@ -175,13 +175,13 @@ def test_messages_are_values(module: ModuleType) -> None:
     assert found
 
 
-def test_elements_have_their_sizes() -> None:
+def test_element_types_have_the_sizes_of_torch() -> None:
     torch = pytest.importorskip("torch")
     for name, nbytes in ELEMENT_BYTES.items():
         assert getattr(torch, name).itemsize == nbytes, name
 
 
-MOST = 1 << 40
+LIMIT = 1 << 40
 
 
 @pytest.mark.parametrize(
@@ -191,19 +191,19 @@ MOST = 1 << 40
         {"encoding": "x" * 256},
         {"inner": ((),) * 8},
         {"inner": (axis(*[(1, 1)] * 6),)},
-        {"offset": MOST},
-        {"pages": 1, "page_stride": MOST},
-        {"pages": MOST, "page_stride": 1, "unit": 1, "tokens": (), "shard": (), "group": 1},
-        {"unit": MOST, "tokens": (), "shard": (), "group": 1},
-        {"shard": axis((4, MOST))},
-        {"shard_range": (MOST - 4, MOST)},
+        {"offset": LIMIT},
+        {"pages": 1, "page_stride": LIMIT},
+        {"pages": LIMIT, "page_stride": 1, "unit": 1, "tokens": (), "shard": (), "group": 1},
+        {"unit": LIMIT, "tokens": (), "shard": (), "group": 1},
+        {"shard": axis((4, LIMIT))},
+        {"shard_range": (LIMIT - 4, LIMIT)},
     ],
 )
-def test_the_largest_fields_that_there_may_be(changes: dict[str, Any]) -> None:
-    """One more of the same is refused in ``test_layout.py`` or below."""
+def test_fields_at_the_bounds_are_allowed(changes: dict[str, Any]) -> None:
+    """Values beyond them are refused in ``test_layout.py`` or below."""
     if "group" in changes:
         changes |= {"shard_range": (0, 1), "pages": changes.get("pages", 1)}
-        changes |= {"page_stride": changes.get("page_stride", MOST)}
+        changes |= {"page_stride": changes.get("page_stride", LIMIT)}
     field = replace_field(heads(pages=2), **changes)
     state = Group(kind=GroupKind.STATE, block_tokens=0)
     everything = Region(address=1, nbytes=(1 << 63) - 1)
@@ -212,15 +212,15 @@ def test_the_largest_fields_that_there_may_be(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
-        ({"offset": MOST + 1}, "offset"),
-        ({"page_stride": MOST + 1}, "page_stride"),
-        ({"pages": MOST + 1}, "pages"),
-        ({"unit": MOST + 1}, "unit"),
-        ({"shard": axis((4, MOST + 1))}, "a dim of 4 entries"),
-        ({"shard": axis((MOST + 1, 1))}, "a dim of"),
-        ({"shard_range": (MOST - 3, MOST + 1)}, "shard range"),
+        ({"offset": LIMIT + 1}, "offset"),
+        ({"page_stride": LIMIT + 1}, "page_stride"),
+        ({"pages": LIMIT + 1}, "pages"),
+        ({"unit": LIMIT + 1}, "unit"),
+        ({"shard": axis((4, LIMIT + 1))}, "a dim of 4 entries"),
+        ({"shard": axis((LIMIT + 1, 1))}, "a dim of"),
+        ({"shard_range": (LIMIT - 3, LIMIT + 1)}, "shard range"),
         ({"tokens_per_state": (1 << 24) + 1}, "tokens_per_state"),
         ({"tokens_per_state": 0}, "tokens_per_state"),
         ({"unit": 0}, "unit"),
@@ -228,9 +228,9 @@ def test_the_largest_fields_that_there_may_be(changes: dict[str, Any]) -> None:
         ({"shard_range": (5, 4)}, "shard range"),
     ],
 )
-def test_fields_that_are_too_large(changes: dict[str, Any], words: str) -> None:
+def test_fields_beyond_the_bounds_are_refused(changes: dict[str, Any], message: str) -> None:
     everything = Region(address=1, nbytes=(1 << 63) - 1)
-    with pytest.raises(LayoutError, match=words):
+    with pytest.raises(LayoutError, match=message):
         Layout(
             regions=(everything,),
             groups=(paged(),),
@@ -238,7 +238,7 @@ def test_fields_that_are_too_large(changes: dict[str, Any], words: str) -> None:
         )
 
 
-def test_a_field_may_end_where_its_region_does() -> None:
+def test_a_field_may_end_at_the_end_of_its_region() -> None:
     one = layout(heads())
     exact = one.regions[0]
     assert replace(one, regions=(exact,)) == one
@@ -247,11 +247,11 @@ def test_a_field_may_end_where_its_region_does() -> None:
         replace(one, regions=(short,))
 
 
-def test_the_largest_groups_that_there_may_be() -> None:
-    most = 1 << 24
-    assert Group(kind=GroupKind.PAGED, block_tokens=most).block_tokens == most
+def test_groups_and_contexts_are_bounded() -> None:
+    limit = 1 << 24
+    assert Group(kind=GroupKind.PAGED, block_tokens=limit).block_tokens == limit
     with pytest.raises(LayoutError, match="block_tokens"):
-        Group(kind=GroupKind.PAGED, block_tokens=most + 1)
+        Group(kind=GroupKind.PAGED, block_tokens=limit + 1)
     assert ContextParallel(size=1 << 16, rank=(1 << 16) - 1).interleave == 1
     with pytest.raises(LayoutError, match="context rank"):
         ContextParallel(size=(1 << 16) + 1)
@@ -260,7 +260,7 @@ def test_the_largest_groups_that_there_may_be() -> None:
     assert ContextParallel() == ContextParallel(size=1, rank=0, interleave=1)
 
 
-def test_a_field_says_little_without_saying_it() -> None:
+def test_optional_attributes_of_a_field_have_defaults() -> None:
     plain = Field(
         key="k", group=0, region=0, offset=0, page_stride=1, pages=1, dtype="int8", unit=1
     )

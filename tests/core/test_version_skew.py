@@ -1,7 +1,7 @@
-"""Engines of unlike minor versions beside each other, as in a rolling upgrade.
+"""Engines of different minor versions exchange messages, as in a rolling upgrade.
 
-What an older one sends is written out here as its first version sent it, so that no change of this
-build can change it too. What a newer one sends has fields everywhere that nobody here knows.
+Messages of an older engine are literals, as the first version sent them, so that no change of this
+build changes them too. Messages of a newer engine have unknown fields everywhere.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OLDER: dict[str, Any] = {
     "address": b"here",
     "slots": {"address": 1 << 21, "nbytes": 128},
 }
-"""A payload of the first version without whatever it may leave out."""
+"""A payload of the first version without optional fields."""
 
 OLDER_RELEASE = {
     "type": "release",
@@ -67,7 +67,7 @@ OLDER_RELEASE = {
 
 
 def newer(message: Any) -> Any:
-    """The same message with a field more wherever there can be one."""
+    """Return a message with an unknown field in every object."""
     grown = copy.deepcopy(message)
     nodes = [grown]
     while nodes:
@@ -85,80 +85,85 @@ def packed(message: object) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def test_a_payload_of_an_older_version() -> None:
+def test_a_payload_of_an_older_version_is_read() -> None:
     assert wire.decode_payload(packed(OLDER)) == payload()
 
 
-def test_a_payload_of_a_newer_version() -> None:
-    """Nothing that it says beyond what is known here is looked at."""
+def test_unknown_fields_of_a_newer_payload_are_ignored() -> None:
     grown = newer(msgspec.msgpack.decode(wire.encode(payload()))) | {"newest": 3}
     got = wire.decode_payload(packed(grown))
     assert got == payload(newest=3)
     assert engine_info([packed(grown)]).ranks == (got,)
 
 
-@pytest.mark.parametrize("lacking", [key for key in OLDER if key != "coordinates"])
-def test_what_every_version_says_may_not_be_missing(lacking: str) -> None:
-    less = {key: value for key, value in OLDER.items() if key != lacking}
-    with pytest.raises(WireError, match=lacking):
+@pytest.mark.parametrize("missing", [key for key in OLDER if key != "coordinates"])
+def test_a_payload_without_a_required_field_is_refused(missing: str) -> None:
+    less = {key: value for key, value in OLDER.items() if key != missing}
+    with pytest.raises(WireError, match=missing):
         wire.decode_payload(packed(less))
 
 
-def test_older_and_newer_requests() -> None:
+def test_older_and_newer_requests_are_read() -> None:
     ask = {"type": "ask", "oldest": 1, "newest": 1, "engine": "prefill"}
     assert wire.decode_request(packed(ask)) == wire.PayloadRequest(
         oldest=1, newest=1, engine="prefill"
     )
     assert wire.decode_request(packed(newer(ask))) == wire.decode_request(packed(ask))
-    knock = {"type": "ping", "engine": "prefill"}
-    assert wire.decode_request(packed(newer(knock))) == wire.Ping(engine="prefill")
+    ping_request = {"type": "ping", "engine": "prefill"}
+    assert wire.decode_request(packed(newer(ping_request))) == wire.Ping(engine="prefill")
     probe = {"type": "health"}
     assert wire.decode_request(packed(probe)) == wire.Health()
     assert wire.decode_request(packed(newer(probe | {"engine": "p"}))) == wire.Health(engine="p")
 
 
-def test_older_and_newer_replies() -> None:
+def test_older_and_newer_replies_are_read() -> None:
     pong = {"type": "pong", "incarnation": 7}
     assert wire.decode_reply(packed(newer(pong))) == wire.decode_reply(packed(pong))
     refusal = {"type": "refusal", "reason": "no"}
     assert wire.decode_reply(packed(newer(refusal))) == wire.Refusal(reason="no")
     condition = {"type": "condition", "engine": "prefill", "incarnation": 7}
-    known = wire.Condition(engine="prefill", incarnation=7)
-    assert wire.decode_reply(packed(condition)) == known
-    assert wire.decode_reply(packed(newer(condition))) == known
+    expected = wire.Condition(engine="prefill", incarnation=7)
+    assert wire.decode_reply(packed(condition)) == expected
+    assert wire.decode_reply(packed(newer(condition))) == expected
 
 
 class OlderPayloads(msgspec.Struct, kw_only=True, tag="payloads"):
-    """A reply as the first version knows it."""
+    """A reply as the first version decodes it."""
 
     ranks: list[bytes]
 
 
-def test_an_older_consumer_reads_a_reply_and_a_payload_with_a_key_of_tickets() -> None:
-    """It finds the slot table where it always was."""
+def test_an_older_consumer_reads_a_reply_with_a_ticket_key() -> None:
+    """The slot table is in the same place as before."""
     mine = payload(fingerprint=Region(address=(1 << 21) - 16, nbytes=16))
     reply = wire.Payloads(ranks=encoded(mine), ticket_key=bytes(32))
     [raw] = msgspec.msgpack.decode(wire.encode(reply), type=OlderPayloads).ranks
     found = msgspec.msgpack.decode(raw)
-    known = msgspec.msgpack.decode(wire.encode(payload()))
-    assert {name: found[name] for name in OLDER} == {name: known[name] for name in OLDER}
+    expected = msgspec.msgpack.decode(wire.encode(payload()))
+    assert {name: found[name] for name in OLDER} == {name: expected[name] for name in OLDER}
 
 
-def test_older_and_newer_messages_about_holds() -> None:
-    known = wire.Release(
+def test_older_and_newer_notes_are_read() -> None:
+    expected = wire.Release(
         incarnation=7, slot=3, generation=9, engine="decode", rank=0, expected=1, abandoned=False
     )
-    assert wire.decode_notes(packed([OLDER_RELEASE])) == [known]
-    assert wire.decode_notes(packed([newer(OLDER_RELEASE)])) == [known]
+    assert wire.decode_notes(packed([OLDER_RELEASE])) == [expected]
+    assert wire.decode_notes(packed([newer(OLDER_RELEASE)])) == [expected]
     renewal = {"type": "renewal", "incarnation": 7, "slot": 3, "generation": 9}
-    waits = wire.Renewal(incarnation=7, slot=3, generation=9)
-    assert wire.decode_notes(packed([newer(renewal), OLDER_RELEASE])) == [waits, known]
-    beat = {"type": "heartbeat", "incarnation": 7, "engine": "decode"}
-    alive = wire.Heartbeat(incarnation=7, engine="decode")
-    assert wire.decode_notes(packed([newer(beat), OLDER_RELEASE])) == [alive, known]
+    expected_renewal = wire.Renewal(incarnation=7, slot=3, generation=9)
+    assert wire.decode_notes(packed([newer(renewal), OLDER_RELEASE])) == [
+        expected_renewal,
+        expected,
+    ]
+    heartbeat = {"type": "heartbeat", "incarnation": 7, "engine": "decode"}
+    expected_heartbeat = wire.Heartbeat(incarnation=7, engine="decode")
+    assert wire.decode_notes(packed([newer(heartbeat), OLDER_RELEASE])) == [
+        expected_heartbeat,
+        expected,
+    ]
 
 
-def test_versions_meet_in_the_newest_that_both_speak() -> None:
+def test_the_newest_common_protocol_version_is_used() -> None:
     mine = payload(engine="decode")
     assert agree(mine, payload(oldest=1, newest=3)) == Compatibility(version=1)
     with pytest.raises(IncompatibleError, match="upgrade the older of the two engines"):
@@ -169,8 +174,8 @@ def test_versions_meet_in_the_newest_that_both_speak() -> None:
 
 
 @contextmanager
-def answering(*replies: bytes) -> Iterator[int]:
-    """The port of a side channel of another version: it gives one reply after the other."""
+def serve_replies(*replies: bytes) -> Iterator[int]:
+    """Serve these replies one after the other, as a side channel would; yield the port."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
         other.linger, other.rcvtimeo = 0, int(LONG * 1e3)
         port = other.bind_to_random_port("tcp://127.0.0.1")
@@ -187,10 +192,10 @@ def answering(*replies: bytes) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("grow", [copy.deepcopy, newer], ids=["older", "newer"])
-def test_this_build_reads_from_another(grow: Any) -> None:
+def test_this_build_fetches_from_another_version(grow: Any) -> None:
     ranks = {"type": "payloads", "ranks": [packed(grow(OLDER))]}
     pong = {"type": "pong", "incarnation": 7}
-    with answering(packed(grow(ranks)), packed(grow(pong))) as port:
+    with serve_replies(packed(grow(ranks)), packed(grow(pong))) as port:
         assert fetch("127.0.0.1", port, "prefill", timeout=LONG).ranks == (payload(),)
         assert ping("127.0.0.1", port, "prefill", timeout=LONG) == 7
 
@@ -203,7 +208,7 @@ def test_this_build_reads_from_another(grow: Any) -> None:
     ],
     ids=["older", "newer"],
 )
-def test_this_build_serves_another(ask: Any) -> None:
+def test_this_build_serves_another_version(ask: Any) -> None:
     with (
         HandshakeServer(encoded(payload()), engine="prefill", incarnation=7) as server,
         zmq.Context() as context,
@@ -214,7 +219,7 @@ def test_this_build_serves_another(ask: Any) -> None:
         other.send_multipart([b"", packed(ask)])
         reply = wire.decode_reply(other.recv_multipart()[-1])
         assert isinstance(reply, wire.Payloads)
-        # What is not known here yet is answered, so that a newer engine can do without it.
+        # An unknown request is answered, so that a newer engine can do without it.
         other.send_multipart([b"", packed({"type": "of_a_newer_version", "engine": "prefill"})])
         refusal = wire.decode_reply(other.recv_multipart()[-1])
         assert isinstance(refusal, wire.Refusal)

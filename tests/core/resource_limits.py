@@ -1,4 +1,4 @@
-"""A process that gets no more threads."""
+"""A process that cannot start more threads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 
 @contextmanager
 def no_threads(name: str) -> Iterator[list[threading.Thread]]:
-    """None whose name begins so is started meanwhile; those that were to be."""
+    """Refuse to start threads whose name begins with ``name``; yield the refused ones."""
     start, refused = threading.Thread.start, list[threading.Thread]()
 
-    def scarce(thread: threading.Thread) -> None:
+    def start_unless_refused(thread: threading.Thread) -> None:
         if thread.name.startswith(name):
             refused.append(thread)
             raise RuntimeError("can't start new thread")
         start(thread)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", scarce)
+        patch.setattr(threading.Thread, "start", start_unless_refused)
         yield refused
