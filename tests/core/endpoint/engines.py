@@ -76,7 +76,7 @@ class Engine:
     shape: Shape
     ranks: list[Rank]
     server: HandshakeServer
-    ledger: SchedulerHolds
+    scheduler_holds: SchedulerHolds
     incarnation: int
     ticket_key: TicketKey | None = None
     ids: Iterator[int] = field(default_factory=itertools.count)
@@ -84,13 +84,13 @@ class Engine:
 
     def step(self, passed: Callable[[], bool] | None = None) -> None:
         """Do one engine step: send the orders to every rank."""
-        orders = self.ledger.drain()
+        orders = self.scheduler_holds.drain()
         for rank in self.ranks:
             rank.endpoint.apply(orders, passed)
 
     def compute(self, request: str, pages: list[int], tokens: int) -> None:
         """Take a request on and fill its pages with values that are unique to its tokens."""
-        assert self.ledger.take_on(RequestId(request)) is not None
+        assert self.scheduler_holds.take_on(RequestId(request)) is not None
         self.step()
         for rank in self.ranks:
             fill(self.shape, rank, pages, tokens)
@@ -106,7 +106,7 @@ class Engine:
         order: bool = True,
     ) -> Ticket:
         """Make the ticket and, with ``order``, send the workers the order that goes with it."""
-        hold = self.ledger.ticket(RequestId(request), lease, frozenset(pages))
+        hold = self.scheduler_holds.ticket(RequestId(request), lease, frozenset(pages))
         assert hold is not None
         if order:
             self.step()
@@ -172,7 +172,7 @@ class Engine:
         """Wait until every rank has reported the request sent; tell the scheduler's holds."""
         for rank in self.ranks:
             until(rank.endpoint, lambda r: RequestId(request) in r.sent)
-        self.ledger.sent(RequestId(request))
+        self.scheduler_holds.sent(RequestId(request))
 
 
 class Clock:
@@ -349,7 +349,7 @@ def engine(
             shape=shape,
             ranks=ranks,
             server=server,
-            ledger=SchedulerHolds(shape.pages),
+            scheduler_holds=SchedulerHolds(shape.pages),
             incarnation=incarnation,
             ticket_key=ticket_key,
         )

@@ -196,7 +196,7 @@ def test_a_read_after_the_lease_is_stale() -> None:
 def test_a_reset_makes_tickets_stale_and_gives_pages_back() -> None:
     with engine("prefill") as prefill, engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], 4)
-        prefill.ledger.reset()
+        prefill.scheduler_holds.reset()
         prefill.step()
         prefill.released("p-1")
         decode.pull("d-1", ticket, [2])

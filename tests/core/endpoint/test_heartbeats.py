@@ -78,7 +78,7 @@ def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ende
         eventually(lambda: count_silent_holds(prefill) == [1], "the hold is silent")
         [silent_hold] = prefill.ranks[0].endpoint.silent()
         assert silent_hold.engines == ("decode",)
-        assert prefill.ledger.give_up([silent_hold], 1) == [silent_hold]
+        assert prefill.scheduler_holds.give_up([silent_hold], 1) == [silent_hold]
         prefill.step()
         prefill.released("p-1")
         with engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:

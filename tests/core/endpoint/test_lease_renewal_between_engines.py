@@ -92,7 +92,7 @@ def test_a_lost_hold_fails_its_request_before_anything_is_read() -> None:
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
         wait_for_renewal(driver)
-        prefill.ledger.reset()
+        prefill.scheduler_holds.reset()
         prefill.step()
         prefill.released("p-1")
         driver.received.clear()

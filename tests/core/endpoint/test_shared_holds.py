@@ -82,7 +82,7 @@ def test_an_aborted_request_does_not_end_the_shared_hold() -> None:
 def test_the_fence_of_a_shared_load_refuses_a_lost_hold() -> None:
     with pair(tp=1) as (prefill, decode, [driver]):
         ticket = prefill.serve("p-1", [1], 4)
-        prefill.ledger.reset()
+        prefill.scheduler_holds.reset()
         prefill.step()
         prefill.released("p-1")
         decode.pull("d-1", ticket, [2], shared=True)
