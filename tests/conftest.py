@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("kvferry", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvferry")
 
-# A shell has the jobs that it starts in the background ignore Ctrl-C, and their children inherit
-# that: the commands that tests interrupt would never hear of it.
+# Background jobs of a shell ignore Ctrl-C, and child processes inherit that: commands that tests
+# interrupt would not end.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""What ``make build`` finds wrong with an sdist and a wheel."""
+"""Problems that ``make build`` finds in an sdist and a wheel."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def wheel(folder: Path, names: set[str]) -> Path:
     return path
 
 
-def test_an_sdist_as_it_should_be(tmp_path: Path) -> None:
+def test_a_correct_sdist_has_no_problems(tmp_path: Path) -> None:
     assert list(sdist_problems(sdist(tmp_path, IN_SDIST), TRACKED)) == []
 
 
@@ -56,7 +56,7 @@ def test_caches_and_results_are_found_in_an_sdist(tmp_path: Path) -> None:
     assert found == {f"kvferry-1.0.tar.gz has {n}, which does not belong there" for n in unwanted}
 
 
-def test_a_file_that_an_sdist_lacks_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_of_an_sdist_is_named(tmp_path: Path) -> None:
     found = list(sdist_problems(sdist(tmp_path, IN_SDIST - {"kvferry/py.typed"}), TRACKED))
     assert found == ["kvferry-1.0.tar.gz lacks kvferry/py.typed"]
 
@@ -72,7 +72,7 @@ def test_a_link_in_an_sdist_is_found(tmp_path: Path) -> None:
     assert found == ["kvferry-1.0.tar.gz: kvferry-1.0/README.md is no plain file"]
 
 
-def test_a_wheel_as_it_should_be(tmp_path: Path) -> None:
+def test_a_correct_wheel_has_no_problems(tmp_path: Path) -> None:
     assert list(wheel_problems(wheel(tmp_path, IN_WHEEL), TRACKED)) == []
 
 

@@ -1,4 +1,4 @@
-"""The examples that need no vLLM do what they say."""
+"""The examples without vLLM run and print what they promise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_two_endpoints() -> None:
+def test_the_example_of_two_endpoints_runs() -> None:
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / "two_endpoints.py")],
         capture_output=True,

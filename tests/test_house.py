@@ -1,4 +1,4 @@
-"""The rules of the house that hold for the package and the repository as a whole."""
+"""Rules for the package and the repository as a whole."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ import kvferry
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: None of these may be loaded by whoever only asks for the package or for the command's help.
+#: Modules that importing the package, or the command's help, must not import.
 HEAVY = ("libucx", "nixl", "nixl_cu12", "numba", "torch", "transformers", "ucp", "ucxx", "vllm")
 
 BLOCK_HEAVY = f"""
@@ -22,7 +22,7 @@ sys.modules.update(dict.fromkeys({HEAVY!r}))  # None in sys.modules: importing i
 
 
 def run_python(code: str) -> str:
-    """Run ``code`` in a fresh interpreter and return what it printed; its failure is ours."""
+    """Run ``code`` in a new interpreter, check that it succeeds, and return its output."""
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
     )
@@ -31,14 +31,14 @@ def run_python(code: str) -> str:
 
 
 def loaded_by(code: str) -> set[str]:
-    """Names of the top-level modules in ``sys.modules`` after ``code`` ran."""
+    """Return the top-level modules in ``sys.modules`` after ``code`` ran."""
     names = "{name.partition('.')[0] for name in sys.modules}"
     printed = run_python(f"import sys\n{code}\nprint(*{names})")
     return set(printed.splitlines()[-1].split())
 
 
 def modules() -> list[str]:
-    """Every module of kvferry that has to work without vLLM and torch."""
+    """Return the modules of kvferry that have to work without vLLM and torch."""
     package = ROOT / "kvferry"
     paths = (path.relative_to(ROOT).with_suffix("") for path in package.rglob("*.py"))
     names = (".".join(path.parts).removesuffix(".__init__") for path in paths)
@@ -48,7 +48,7 @@ def modules() -> list[str]:
 
 
 def tracked_texts() -> list[tuple[Path, str]]:
-    """Path and content of every text file that git tracks."""
+    """Return path and content of every text file that git tracks."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -59,12 +59,12 @@ def tracked_texts() -> list[tuple[Path, str]]:
     return [(p, p.read_text()) for p in present if b"\0" not in p.read_bytes()]
 
 
-def test_importing_the_package_loads_nothing_but_itself() -> None:
+def test_importing_the_package_imports_no_other_module() -> None:
     before = loaded_by("")
     assert loaded_by("import kvferry") - before == {"kvferry"}
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_no_heavy_module() -> None:
     code = """
 sys.argv = ["kvferry", "--help"]
 from kvferry.cli import main
@@ -82,11 +82,11 @@ def test_every_module_imports_without_torch_and_vllm() -> None:
     run_python(BLOCK_HEAVY + imports)
 
 
-def test_version_is_the_distributions() -> None:
+def test_the_version_is_that_of_the_distribution() -> None:
     assert kvferry.__version__ == distribution("kvferry").version
 
 
-def test_unknown_attribute_is_an_attribute_error() -> None:
+def test_an_unknown_attribute_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = kvferry.nonsense  # type: ignore[attr-defined]
 
@@ -99,14 +99,14 @@ def test_unknown_attribute_is_an_attribute_error() -> None:
         ("kvferry.drivers", "nixl"),
     ],
 )
-def test_entry_point_resolves(group: str, name: str) -> None:
+def test_an_entry_point_can_be_loaded(group: str, name: str) -> None:
     (found,) = entry_points(group=group, name=name)
     assert callable(found.load())
 
 
 @pytest.mark.vllm
-def test_vllm_plugin_entry_point_resolves() -> None:
-    # In a process of its own: importing vLLM changes the one that does it.
+def test_the_entry_point_of_the_vllm_plugin_can_be_loaded() -> None:
+    # In a process of its own, because importing vLLM changes the process.
     code = """
 from importlib.metadata import entry_points
 (found,) = entry_points(group="vllm.general_plugins", name="kvferry")
@@ -116,19 +116,19 @@ print(callable(found.load()))
     assert run.stdout.splitlines()[-1:] == ["True"], run.stderr
 
 
-def test_package_is_typed() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert (ROOT / "kvferry" / "py.typed").is_file()
 
 
-def test_changelog_knows_the_version() -> None:
+def test_the_changelog_names_the_version() -> None:
     assert kvferry.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_citation_names_the_version() -> None:
+def test_the_citation_names_the_version() -> None:
     assert f"\nversion: {kvferry.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_makefile_installs_a_vllm_that_the_extra_allows() -> None:
+def test_the_makefile_installs_a_vllm_version_that_the_extra_allows() -> None:
     extra = next(r for r in distribution("kvferry").requires or [] if r.startswith("vllm"))
     bounds = sorted(tuple(map(int, found)) for found in re.findall(r"(\d+)\.(\d+)", extra))
     makefile = (ROOT / "Makefile").read_text()
@@ -137,7 +137,7 @@ def test_makefile_installs_a_vllm_that_the_extra_allows() -> None:
     assert [low <= tuple(map(int, version)) < high for version in installed] == [True]
 
 
-def test_no_tracked_file_names_a_machine() -> None:
+def test_no_tracked_file_has_a_path_of_a_machine() -> None:
     folder = re.compile(r"(?<![\w.~<)}\]-])/(?:home|opt|root|tmp|work|Users)/\w")
     index = re.compile(r"https?://\S+/(?:simple|whl)\b")
     found = [
@@ -147,15 +147,3 @@ def test_no_tracked_file_names_a_machine() -> None:
         if folder.search(line) or index.search(line)
     ]
     assert found == []
-
-
-def test_links_between_documents_lead_somewhere() -> None:
-    link = re.compile(r"\[[^\]]*\]\((?!\w+:|#)([^)#\s]+)")
-    broken = [
-        f"{path.relative_to(ROOT)}: {target}"
-        for path, text in tracked_texts()
-        if path.suffix == ".md"
-        for target in link.findall(text)
-        if not (path.parent / target).exists()
-    ]
-    assert broken == []

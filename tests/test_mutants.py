@@ -1,4 +1,4 @@
-"""Mutants are drawn from code that runs, and each is one change."""
+"""``tests.mutants``: which mutants code has, and which tests are run for a module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = Path("kvferry/core/made_up.py")
 
 
 def changed(body: str) -> set[str]:
-    """Every mutant of some lines, as the whole text."""
+    """Return the source with each mutant of some lines."""
     return {m.applied(body.encode()).decode() for m in mutants_of(HERE, body.encode())}
 
 
@@ -35,7 +35,7 @@ def changed(body: str) -> set[str]:
         ("def f() -> None:\n    x.y()\n    z = a\n", {"def f() -> None:\n    return\n    z = a\n"}),
     ],
 )
-def test_what_is_changed(body: str, mutants: set[str]) -> None:
+def test_code_has_these_mutants(body: str, mutants: set[str]) -> None:
     assert mutants <= changed(body)
 
 
@@ -50,16 +50,16 @@ def test_what_is_changed(body: str, mutants: set[str]) -> None:
         "from a import b",
     ],
 )
-def test_what_is_left_alone(body: str) -> None:
+def test_code_without_behaviour_has_no_mutants(body: str) -> None:
     assert changed(body) == set()
 
 
-def test_text_that_is_not_ascii() -> None:
-    """Places are in bytes."""
+def test_mutants_of_lines_with_non_ascii_text() -> None:
+    """Positions of ``ast`` are in bytes."""
     assert "x = 'ä', (a <= b)" in changed("x = 'ä', a < b")
 
 
-def test_one_seed_draws_the_same() -> None:
+def test_the_same_seed_draws_the_same_mutants() -> None:
     first, second, other = (
         draw(["kvferry/core/planner/coalesce.py"], 5, seed) for seed in (1, 1, 2)
     )
@@ -76,10 +76,10 @@ def test_one_seed_draws_the_same() -> None:
         "kvferry/integrations/vllm/caches/pages.py",
     ],
 )
-def test_every_test_has_its_turn_once(module: str) -> None:
-    asked = stages(Path(module))
+def test_every_test_file_is_in_exactly_one_stage(module: str) -> None:
+    stage_arguments = stages(Path(module))
     turns = {path: 0 for path in (ROOT / "tests").rglob("test_*.py")}
-    for arguments in asked:
+    for arguments in stage_arguments:
         ignored = {b for a, b in itertools.pairwise(arguments) if a == "--ignore"}
         chosen = [
             ROOT / each for each in arguments if each.startswith("tests") and each not in ignored

@@ -1,4 +1,4 @@
-"""One word, one meaning: what the names of modules and classes are held to."""
+"""Names of public classes are unique in the package."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def public_classes() -> dict[str, list[str]]:
     return found
 
 
-def test_no_public_class_name_stands_twice() -> None:
-    twice = {name: places for name, places in public_classes().items() if len(places) > 1}
-    assert not twice, f"name one of each by what tells it from the other: {twice}"
+def test_no_public_class_name_is_used_twice() -> None:
+    repeated = {name: paths for name, paths in public_classes().items() if len(paths) > 1}
+    assert not repeated, f"rename one of each pair: {repeated}"
 
 
-def test_classes_are_found() -> None:
+def test_public_classes_are_found() -> None:
     assert public_classes()["Endpoint"] == ["core/endpoint/endpoint.py"]

@@ -1,4 +1,4 @@
-"""How ``make pythons`` finds interpreters, and what it makes of their outcomes."""
+"""``make pythons``: how interpreters are found, and which outcomes are a success."""
 
 from __future__ import annotations
 
@@ -12,45 +12,49 @@ from tests import pythons
 OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def script(path: Path, text: str) -> Path:
+def write_script(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
 
 
-def test_an_interpreter_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = script(tmp_path / f"python{OWN}", f'exec {sys.executable} "$@"')
+def test_an_interpreter_on_the_path_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = write_script(tmp_path / f"python{OWN}", f'exec {sys.executable} "$@"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert pythons.find_interpreter(OWN) == found
 
 
-def test_a_stand_in_that_does_not_start_is_passed_over_for_pyenv_s_own(
+def test_a_pyenv_shim_that_does_not_start_is_replaced_by_pyenvs_interpreter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(tmp_path / f"python{OWN}", "exit 127")
-    own = script(tmp_path / "versions" / "bin" / f"python{OWN}", f'exec {sys.executable} "$@"')
-    script(tmp_path / "pyenv", f"echo {tmp_path / 'versions'}")
+    write_script(tmp_path / f"python{OWN}", "exit 127")
+    own = write_script(
+        tmp_path / "versions" / "bin" / f"python{OWN}", f'exec {sys.executable} "$@"'
+    )
+    write_script(tmp_path / "pyenv", f"echo {tmp_path / 'versions'}")
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert pythons.find_interpreter(OWN) == own
 
 
-def test_an_interpreter_of_another_version_is_none(
+def test_an_interpreter_of_another_version_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(tmp_path / "python3.99", f'exec {sys.executable} "$@"')
+    write_script(tmp_path / "python3.99", f'exec {sys.executable} "$@"')
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert pythons.find_interpreter("3.99") is None
 
 
-def test_a_version_that_is_not_there_is_said_to_be_skipped(
+def test_a_missing_version_is_reported_as_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert pythons.main(["3.98", "3.99"]) == 1
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for version in ("3.98", "3.99"):
-        assert f"Python {version}: SKIPPED, since it is not on this machine: install it" in said
+        assert f"Python {version}: SKIPPED, since it is not on this machine: install it" in printed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plain layouts, written out: what the examples of the planner's tests are made of."""
+"""Plain layouts for the examples in tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGES = 100
 
 
 def paged(block: int = 16, context: ContextParallel = ContextParallel()) -> Group:  # noqa: B008
-    """A group of tokens."""
+    """Return a group of tokens."""
     return Group(kind=GroupKind.PAGED, block_tokens=block, context=context)
 
 
@@ -32,7 +32,7 @@ def heads(
     dim: int = DIM,
     packed: int = 1,
 ) -> Field:
-    """K or V of one layer; with ``packed`` 2, each of its tokens shares a row with the other's."""
+    """Return K or V of one layer; with ``packed`` 2, K and V of a token share a row."""
     count = shard[1] - shard[0]
     row = dim * packed
     inside: dict[str, tuple[Axis, Axis]] = {
@@ -58,7 +58,7 @@ def heads(
 def layout(
     *fields: Field, groups: Sequence[Group] | None = None, base: int = 1 << 32, gap: int = 4096
 ) -> Layout:
-    """Fields with as many regions as they need, ``gap`` bytes apart."""
+    """Return a layout of fields, with as many regions as they need, ``gap`` bytes apart."""
     regions: list[Region] = []
     start = base
     for index in range(max((f.region for f in fields), default=-1) + 1):
@@ -74,7 +74,7 @@ def layout(
 def model(
     layers: int, *, shard: tuple[int, int] = (0, 4), order: str = "HND", pages: int = PAGES
 ) -> Layout:
-    """K and V of every layer in one region of the layer's own, K before V in every page."""
+    """Return layers with a region each, K before V in every page."""
     size = (shard[1] - shard[0]) * 16 * DIM
     fields = [
         heads(
@@ -93,7 +93,7 @@ def model(
 
 
 def stacked(layers: int, *, shard: tuple[int, int] = (0, 4)) -> Layout:
-    """K and V of every layer next to each other in one page of one region."""
+    """Return layers in one region, K and V of all of them next to each other in every page."""
     size = (shard[1] - shard[0]) * 16 * DIM
     return layout(
         *(

@@ -1,4 +1,4 @@
-"""Strategies for everything that crosses between engines, and payloads for the servers of tests."""
+"""Strategies for all messages between engines, and payloads for servers in tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ versions = st.tuples(counts, counts).map(sorted)
 
 @st.composite
 def regions(draw: st.DrawFn, *, nbytes: int | None = None) -> Region:
-    """Anywhere, of any kind; a multiple of 8 bytes at a multiple of 8 if ``nbytes`` is."""
+    """Draw a region at any address that is a multiple of 8, of any kind and size."""
     return Region(
         address=8 * draw(st.integers(1, 1 << 56)),
         nbytes=nbytes or 8 * draw(st.integers(1, 1 << 40)),
@@ -33,7 +33,7 @@ def regions(draw: st.DrawFn, *, nbytes: int | None = None) -> Region:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Paged fields, token-major, one after the other in a region of their own."""
+    """Draw a layout of token-major paged fields, one after the other in one region."""
     block, heads, unit = draw(st.integers(1, 64)), draw(st.integers(1, 8)), draw(st.integers(1, 64))
     pages, start = draw(st.integers(1, 1000)), draw(st.integers(0, 100))
     page = block * heads * unit
@@ -145,8 +145,7 @@ def payload(
     address: bytes | None = None,
     fingerprint: Region | None = None,
 ) -> wire.RankPayload:
-    """A rank's payload with a small layout; ``tp`` is ``rank`` unless given, and its address is its
-    own."""
+    """Return a rank's payload with a small layout and, unless given, a unique address and tp."""
     block = Field(
         key="layer.0/k",
         group=0,

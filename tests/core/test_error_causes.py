@@ -1,4 +1,4 @@
-"""Every error of ours has a cause, and is one line that says what to do."""
+"""Causes of errors, and one-line messages with a remedy."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def test_every_error_that_fails_a_load_has_a_cause() -> None:
         (TransportUsageError("x"), "transport"),
     ],
 )
-def test_causes(error: KVFerryError, cause: str) -> None:
+def test_an_error_has_its_cause(error: KVFerryError, cause: str) -> None:
     assert cause_of(error) == cause
 
 
-def test_what_others_wrote_stays_in_its_line() -> None:
-    """A ticket's engine may be called anything."""
-    evil = "prefill\n2026-01-01 ERROR \x1b[2J all is lost\u2028\x00"
-    assert on_one_line(evil) == "prefill 2026-01-01 ERROR ?[2J all is lost ?"
+def test_text_of_a_peer_stays_on_one_line() -> None:
+    """A ticket may name any engine."""
+    hostile = "prefill\n2026-01-01 ERROR \x1b[2J all is lost\u2028\x00"
+    assert on_one_line(hostile) == "prefill 2026-01-01 ERROR ?[2J all is lost ?"
     assert len(on_one_line("x" * 100_000)) == 4096
-    assert "\n" not in with_remedy(TicketError(evil))
+    assert "\n" not in with_remedy(TicketError(hostile))
 
 
-def test_a_remedy_follows_where_the_error_has_none() -> None:
+def test_a_remedy_is_added_unless_the_error_has_one() -> None:
     assert with_remedy(TicketError("it is torn")).startswith("it is torn (prefill again")
     assert with_remedy(StaleError("gone: prefill again")) == "gone: prefill again"

@@ -1,4 +1,4 @@
-"""What is known already is moved, and that gives what making it anew gives."""
+"""Caches of decoded layouts and of plans: cached results equal new ones, and caches are bounded."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def payload(of: Layout, rank: int = 0) -> bytes:
     )
 
 
-def elsewhere(of: Layout, starts: list[int]) -> Layout:
-    """The same, each region in a place of its own, in any order."""
+def move(of: Layout, starts: list[int]) -> Layout:
+    """Return the layout with its regions at these addresses."""
     regions = tuple(
         replace(each, address=(start + 1) << 40)
         for each, start in zip(of.regions, starts, strict=True)
@@ -51,7 +51,7 @@ def elsewhere(of: Layout, starts: list[int]) -> Layout:
 
 
 def assert_equal(found: Plan, wanted: Plan) -> None:
-    """Plans hold arrays, which have no equality of their own."""
+    """Compare plans, whose arrays need a comparison of their own."""
     assert (found.rank, found.readers, found.notified_ranks) == (
         wanted.rank,
         wanted.readers,
@@ -80,24 +80,24 @@ def tp(size: int, layers: int = 3) -> list[Layout]:
     sizes=st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 4), (2, 4)]),
     orders=st.lists(st.permutations(range(3)), min_size=2, max_size=4),
 )
-def test_a_moved_plan_is_the_plan(sizes: tuple[int, int], orders: list[list[int]]) -> None:
+def test_a_moved_plan_equals_a_new_plan(sizes: tuple[int, int], orders: list[list[int]]) -> None:
     far, near = map(tp, sizes)
     planner = PlanCache(near, len(near) - 1)
     for number, order in enumerate(orders):
-        moved = [elsewhere(each, [8 * number + i for i in order]) for each in far]
+        moved = [move(each, [8 * number + i for i in order]) for each in far]
         met = [decode_payload(payload(each, rank)).layout for rank, each in enumerate(moved)]
         assert_equal(planner.plan(met), make_plan(near, moved, len(near) - 1))
 
 
-def test_an_engine_of_another_shape_is_planned_anew() -> None:
+def test_an_engine_of_another_shape_gets_a_new_plan() -> None:
     planner = PlanCache(tp(1), 0)
     for size in (1, 2, 4, 1, 2):
         far = [decode_payload(payload(each, rank)).layout for rank, each in enumerate(tp(size))]
         assert_equal(planner.plan(far), make_plan(tp(1), far, 0))
 
 
-def test_regions_that_are_equal_say_not_which_moves() -> None:
-    """Two fields in two regions that are one range of memory: nothing can be moved by them."""
+def test_plans_with_equal_regions_are_not_moved() -> None:
+    """Two regions have the same address, so their order in another layout cannot be told."""
     region = Region(address=1 << 40, nbytes=1 << 20)
     twice = Layout(
         regions=(region, region),
@@ -110,18 +110,16 @@ def test_regions_that_are_equal_say_not_which_moves() -> None:
         assert_equal(planner.plan([far]), make_plan([apart], [far], 0))
 
 
-def test_fields_are_there_once_for_all_engines() -> None:
-    first, second = (
-        decode_payload(payload(elsewhere(stacked(2), [start]))).layout for start in (1, 2)
-    )
+def test_engines_with_equal_layouts_share_their_fields() -> None:
+    first, second = (decode_payload(payload(move(stacked(2), [start]))).layout for start in (1, 2))
     assert first.fields is second.fields
     assert first.regions != second.regions
-    assert second == elsewhere(stacked(2), [2])
+    assert second == move(stacked(2), [2])
 
 
 @pytest.mark.parametrize("where", ["groups", "fields"])
-def test_what_is_too_long_is_not_kept(where: str) -> None:
-    """Also where the length is in what nobody reads."""
+def test_payloads_that_are_too_long_are_not_cached(where: str) -> None:
+    """That includes payloads with long unknown fields."""
     long = msgspec.msgpack.decode(payload(stacked(2)))
     long["layout"][where][0]["padding"] = bytes(300_000)
     first, second = (decode_payload(msgspec.msgpack.encode(long)).layout for _ in range(2))
@@ -129,7 +127,7 @@ def test_what_is_too_long_is_not_kept(where: str) -> None:
     assert first.fields is not second.fields
 
 
-def test_what_does_not_fit_is_refused_also_where_it_is_known() -> None:
+def test_a_layout_that_does_not_fit_is_refused_even_if_its_fields_are_cached() -> None:
     good = layout(heads("a", region=0), heads("b", region=1))
     assert decode_payload(payload(good)).layout == good
     first, second = good.regions
@@ -143,14 +141,14 @@ def test_what_does_not_fit_is_refused_also_where_it_is_known() -> None:
         good.with_regions(overlapping)
 
 
-def test_a_shorter_region_is_no_move() -> None:
+def test_a_layout_with_a_shorter_region_gets_a_new_plan() -> None:
     good = model(1)
     short = (replace(good.regions[0], nbytes=good.regions[0].nbytes - 1),)
     with pytest.raises(LayoutError, match="ends at byte"):
         good.with_regions(short)
 
 
-def test_the_last_that_were_met_are_known() -> None:
+def test_the_most_recently_used_entries_are_cached() -> None:
     known: LRUCache[int] = LRUCache(2)
     for key in "abac":
         known.put(key, ord(key)) if known.get(key) is None else None
@@ -158,7 +156,7 @@ def test_the_last_that_were_met_are_known() -> None:
     assert len(known) == 2
 
 
-def test_what_weighs_too_much_together_is_forgotten() -> None:
+def test_entries_beyond_the_total_weight_are_dropped() -> None:
     known: LRUCache[int] = LRUCache(10, 10)
     for key, weight in (("a", 4), ("b", 4), ("a", 6), ("c", 4)):
         known.put(key, weight, weight)
@@ -169,15 +167,15 @@ def test_what_weighs_too_much_together_is_forgotten() -> None:
     assert known.get("e") == 10
 
 
-def test_layouts_that_are_long_together_are_not_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_total_length_of_cached_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     known: LRUCache[Layout] = LRUCache(wire.MAX_CACHED_LAYOUTS, 1)
     monkeypatch.setattr(wire, "_layouts", known)
     decode_payload(payload(stacked(2)))
     assert len(known) == 0
 
 
-def test_layouts_of_many_regions_are_not_all_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little is said of their fields."""
+def test_the_total_number_of_cached_regions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That holds even for layouts with few fields."""
     known: LRUCache[Layout] = LRUCache(wire.MAX_CACHED_LAYOUTS, wire.MAX_ALL_CACHED_LAYOUT_BYTES)
     monkeypatch.setattr(wire, "_layouts", known)
     few = stacked(1)
@@ -187,38 +185,38 @@ def test_layouts_of_many_regions_are_not_all_known(monkeypatch: pytest.MonkeyPat
     assert 10 < len(known) < 30
 
 
-def test_plans_that_are_much_work_together_are_not_all_kept() -> None:
+def test_the_total_work_of_cached_plans_is_bounded() -> None:
     planner = PlanCache([stacked(1)], 0)
     planner._plans = LRUCache(MAX_PLANS, 1)
     planner.plan([stacked(1)])
     assert len(planner._plans) == 0
 
 
-def test_fields_are_none_of_the_garbage_collectors_business() -> None:
-    """It holds everything up while it looks at all that it knows, and peers publish thousands."""
+def test_cached_fields_are_not_tracked_by_the_garbage_collector() -> None:
+    """Peers publish thousands of fields, and a collection would visit all of them."""
     [field, *_] = decode_payload(payload(stacked(2))).layout.fields
     assert not gc.is_tracked(field)
     assert msgspec.structs.replace(field, key="other").key == "other"
 
 
-def test_a_planner_forgets_shapes_and_goes_on() -> None:
+def test_a_plan_cache_drops_shapes_and_still_plans() -> None:
     planner = PlanCache([stacked(1)], 0)
     for number in range(MAX_PLANS + 3):
-        far = elsewhere(stacked(1), [number])
+        far = move(stacked(1), [number])
         assert_equal(planner.plan([far]), make_plan([stacked(1)], [far], 0))
 
 
 def test_several_threads_may_plan() -> None:
     planner, found = PlanCache(tp(1), 0), []
 
-    def meet(number: int) -> None:
+    def plan_once(number: int) -> None:
         far = [
-            decode_payload(payload(elsewhere(each, [4 * number + i for i in range(3)]), rank))
+            decode_payload(payload(move(each, [4 * number + i for i in range(3)]), rank))
             for rank, each in enumerate(tp(2))
         ]
         found.append((planner.plan([each.layout for each in far]), far))
 
-    threads = [threading.Thread(target=meet, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=plan_once, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

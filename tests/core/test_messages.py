@@ -1,4 +1,4 @@
-"""What crosses between engines: it survives the trip, and nothing else gets through."""
+"""Encoding and decoding of messages: valid ones survive, all others raise ``WireError``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ KINDS: dict[str, tuple[st.SearchStrategy[object], Decode]] = {
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def only_wire_error(decode: Decode, data: bytes) -> None:
-    """Anything but a ``WireError`` fails the test."""
+def decode_or_wire_error(decode: Decode, data: bytes) -> None:
+    """Decode; anything raised but a ``WireError`` fails the test."""
     try:
         decode(data)
     except WireError:
@@ -34,7 +34,7 @@ def only_wire_error(decode: Decode, data: bytes) -> None:
 
 @each_kind
 @given(data=st.data())
-def test_every_message_survives_the_trip(kind: str, data: st.DataObject) -> None:
+def test_every_message_survives_encoding(kind: str, data: st.DataObject) -> None:
     strategy, decode = KINDS[kind]
     message = data.draw(strategy)
     assert decode(wire.encode(message)) == message  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ def test_every_message_survives_the_trip(kind: str, data: st.DataObject) -> None
 
 @each_kind
 @given(data=st.data())
-def test_no_truncated_message_is_taken_for_a_whole_one(kind: str, data: st.DataObject) -> None:
+def test_truncated_messages_are_refused(kind: str, data: st.DataObject) -> None:
     strategy, decode = KINDS[kind]
     encoded = wire.encode(data.draw(strategy))  # type: ignore[arg-type]
     short = encoded[: data.draw(st.integers(0, len(encoded) - 1))]
@@ -59,14 +59,14 @@ def test_mutated_bytes_raise_nothing_but_wire_errors(kind: str, data: st.DataObj
     places = st.integers(0, len(encoded) - 1)
     for place, value in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=5)):
         encoded[place] = value
-    only_wire_error(decode, bytes(encoded))
+    decode_or_wire_error(decode, bytes(encoded))
 
 
 @each_kind
 @given(noise=st.binary(max_size=200))
 @settings(max_examples=300)
 def test_noise_raises_nothing_but_wire_errors(kind: str, noise: bytes) -> None:
-    only_wire_error(KINDS[kind][1], noise)
+    decode_or_wire_error(KINDS[kind][1], noise)
 
 
 json_like = st.recursive(
@@ -79,7 +79,7 @@ json_like = st.recursive(
 @given(data=st.data())
 @settings(max_examples=300)
 def test_a_payload_with_other_values_raises_nothing_but_wire_errors(data: st.DataObject) -> None:
-    """Well-formed msgpack of the right shape, with any value anywhere, also deep in the layout."""
+    """The payload is well-formed msgpack with some values replaced, also deep in the layout."""
     tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
     node = tree
     while isinstance(node, dict | list) and node:
@@ -90,7 +90,7 @@ def test_a_payload_with_other_values_raises_nothing_but_wire_errors(data: st.Dat
             node[key] = data.draw(json_like)
             break
         node = inner
-    only_wire_error(wire.decode_payload, msgspec.msgpack.encode(tree))
+    decode_or_wire_error(wire.decode_payload, msgspec.msgpack.encode(tree))
 
 
 @pytest.mark.parametrize("decode", [kind[1] for kind in KINDS.values()])
@@ -106,24 +106,24 @@ def test_a_payload_with_other_values_raises_nothing_but_wire_errors(data: st.Dat
         b"\x82\xa4type\xa4ping\xa6engine\xa1\xff",
     ],
 )
-def test_bombs_are_refused(decode: Decode, bomb: bytes) -> None:
+def test_deeply_nested_and_huge_messages_are_refused(decode: Decode, bomb: bytes) -> None:
     with pytest.raises(WireError):
         decode(bomb)
 
 
-def test_an_oversized_request_is_refused_unread() -> None:
+def test_an_oversized_request_is_refused_without_decoding() -> None:
     with pytest.raises(WireError, match=f"{wire.MAX_REQUEST_BYTES} are allowed"):
         wire.decode_request(b"\0" * (wire.MAX_REQUEST_BYTES + 1))
 
 
-def test_fields_of_a_newer_version_are_skipped() -> None:
+def test_fields_of_a_newer_version_are_ignored() -> None:
     tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
     tree["compression"] = {"any": ["thing"]}
     tree["layout"]["fields"][0]["colour"] = "red"
     assert wire.decode_payload(msgspec.msgpack.encode(tree)) == messages.payload()
 
 
-def test_the_versions_of_a_payload_that_makes_no_sense_can_be_read() -> None:
+def test_the_versions_of_an_invalid_payload_can_be_read() -> None:
     alien = msgspec.msgpack.encode({"oldest": 8, "newest": 9, "layout": "a picture"})
     assert wire.decode_versions(alien).spoken == "8 to 9"
     with pytest.raises(WireError):
@@ -131,7 +131,7 @@ def test_the_versions_of_a_payload_that_makes_no_sense_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "complaint"),
     [
         ({"slots": {"address": 4, "nbytes": 8}}, "torn"),
         ({"slots": {"address": 8, "nbytes": 12}}, "torn"),
@@ -147,20 +147,20 @@ def test_the_versions_of_a_payload_that_makes_no_sense_can_be_read() -> None:
         ({"address": b"x" * (wire.MAX_PAYLOAD_BYTES + 1)}, f"{wire.MAX_PAYLOAD_BYTES} are allowed"),
     ],
 )
-def test_a_payload_out_of_bounds_is_refused(change: dict[str, object], words: str) -> None:
+def test_a_payload_out_of_bounds_is_refused(change: dict[str, object], complaint: str) -> None:
     tree = msgspec.msgpack.decode(wire.encode(messages.payload())) | change
-    with pytest.raises(WireError, match=words):
+    with pytest.raises(WireError, match=complaint):
         wire.decode_payload(msgspec.msgpack.encode(tree))
 
 
 @pytest.mark.parametrize("size", [1, 31, 33])
-def test_a_key_of_tickets_of_another_length_is_refused(size: int) -> None:
+def test_a_ticket_key_of_the_wrong_length_is_refused(size: int) -> None:
     tree = {"type": "payloads", "ranks": [b"x"], "ticket_key": bytes(size)}
     with pytest.raises(WireError):
         wire.decode_reply(msgspec.msgpack.encode(tree))
 
 
-def test_a_payload_whose_field_leaves_its_region_is_refused() -> None:
+def test_a_payload_with_a_field_outside_its_region_is_refused() -> None:
     tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
     tree["layout"]["fields"][0]["pages"] = 17
     with pytest.raises(WireError, match="ends at byte 17408"):
@@ -168,7 +168,7 @@ def test_a_payload_whose_field_leaves_its_region_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "complaint"),
     [
         ({"offset": -1}, "offset -1 must lie in 0 to"),
         ({"offset": 1 << 30}, "ends at byte"),
@@ -187,8 +187,10 @@ def test_a_payload_whose_field_leaves_its_region_is_refused() -> None:
         ({"page_stride": -(1 << 63)}, r"\$\[77\]\.page_stride"),
     ],
 )
-def test_one_bad_field_among_many_alike_is_refused(change: dict[str, object], words: str) -> None:
-    """Whatever the others share with it: by its key, or by its place where it is no number."""
+def test_one_invalid_field_among_many_similar_ones_is_refused(
+    change: dict[str, object], complaint: str
+) -> None:
+    """The error names its key, or its position."""
     tree = msgspec.msgpack.decode(wire.encode(messages.payload()))
     layout = tree["layout"]
     [field] = layout["fields"]
@@ -197,12 +199,12 @@ def test_one_bad_field_among_many_alike_is_refused(change: dict[str, object], wo
     layout["fields"] = [field | {"key": f"layer.{i}", "offset": i * size} for i in range(160)]
     assert len(wire.decode_payload(msgspec.msgpack.encode(tree)).layout.field_sets) == 1
     layout["fields"][77] |= change
-    with pytest.raises(WireError, match=words) as refusal:
+    with pytest.raises(WireError, match=complaint) as refusal:
         wire.decode_payload(msgspec.msgpack.encode(tree))
     assert re.search(rf"'{change.get('key', 'layer.77')}'|\$\[77\]", str(refusal.value))
 
 
-def test_no_release_is_longer_than_its_bound() -> None:
+def test_no_release_exceeds_its_bound() -> None:
     release = wire.Release(
         incarnation=(1 << 63) - 1,
         slot=(1 << 32) - 1,
@@ -221,7 +223,7 @@ def test_no_release_is_longer_than_its_bound() -> None:
     mine=messages.versions.map(lambda v: wire.Versions(oldest=v[0], newest=v[1])),
     theirs=messages.versions.map(lambda v: wire.Versions(oldest=v[0], newest=v[1])),
 )
-def test_two_sides_find_the_same_newest_common_version(
+def test_both_sides_find_the_same_newest_common_version(
     mine: wire.Versions, theirs: wire.Versions
 ) -> None:
     common = mine.common(theirs)

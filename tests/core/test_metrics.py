@@ -1,4 +1,4 @@
-"""Figures: what is new since the last time, and that it adds up wherever it is added."""
+"""``Metrics``: changes since the last ``take``, and their sums."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from kvferry.core.metrics import (
     merge,
 )
 
-BY_NAME = {figure.name: figure for figure in FIGURES}
+BY_NAME = {metric.name: metric for metric in FIGURES}
 
 
-def counting() -> Metrics:
+def new_metrics() -> Metrics:
     return Metrics(driver="loopback", rank="3")
 
 
 def record(**changes: Any) -> LoadRecord:
-    """A load of 10 tokens that succeeded."""
-    said: dict[str, Any] = {
+    """Return the record of a successful load of 10 tokens."""
+    fields: dict[str, Any] = {
         "request": "r",
         "engine": "prefill",
         "path": "memcpy",
@@ -56,54 +56,54 @@ def record(**changes: Any) -> LoadRecord:
         "transfer_seconds": 0.3,
         "fence_seconds": 0.05,
     }
-    return LoadRecord(**(said | changes))
+    return LoadRecord(**(fields | changes))
 
 
-def values(figure: Metric, data: Data) -> dict[tuple[str, ...], Any]:
-    return dict(flat(figure, data))
+def values(metric: Metric, data: Data) -> dict[tuple[str, ...], Any]:
+    return dict(flat(metric, data))
 
 
-def test_names_are_unique_and_labels_known() -> None:
+def test_metric_names_are_unique_and_labels_known() -> None:
     assert len(BY_NAME) == len(FIGURES)
     known = {"driver", "rank", "peer", "path", "stage", "cause", "reason"}
-    assert {label for figure in FIGURES for label in figure.labels} == known
-    assert all(figure.labels[0] == "driver" for figure in FIGURES)
+    assert {label for metric in FIGURES for label in metric.labels} == known
+    assert all(metric.labels[0] == "driver" for metric in FIGURES)
 
 
-def test_nothing_is_new_where_nothing_happened() -> None:
-    figures = counting()
-    assert figures.take() is None
-    figures.add(BYTES, 0, peer="p", path="")
-    figures.set(PEERS_UP, 0)
-    figures.count_load(record(reads=False))
-    assert figures.take() is None
+def test_take_returns_none_if_nothing_changed() -> None:
+    metrics = new_metrics()
+    assert metrics.take() is None
+    metrics.add(BYTES, 0, peer="p", path="")
+    metrics.set(PEERS_UP, 0)
+    metrics.count_load(record(reads=False))
+    assert metrics.take() is None
 
 
-def test_what_was_taken_is_not_given_again() -> None:
-    figures = counting()
-    figures.add(BYTES, 5, peer="p", path="a")
-    figures.add(BYTES, 6, peer="p", path="a")
-    figures.add(BYTES, 7, peer="q", path="")
-    taken = figures.take()
+def test_each_change_is_taken_once() -> None:
+    metrics = new_metrics()
+    metrics.add(BYTES, 5, peer="p", path="a")
+    metrics.add(BYTES, 6, peer="p", path="a")
+    metrics.add(BYTES, 7, peer="q", path="")
+    taken = metrics.take()
     assert taken == {"bytes": {"loopback": {"p": {"a": 11}, "q": {"": 7}}}}
-    figures.add(BYTES, 1, peer="p", path="a")
+    metrics.add(BYTES, 1, peer="p", path="a")
     assert taken["bytes"]["loopback"]["p"]["a"] == 11
-    assert figures.take() == {"bytes": {"loopback": {"p": {"a": 1}}}}
+    assert metrics.take() == {"bytes": {"loopback": {"p": {"a": 1}}}}
 
 
-def test_a_gauge_is_new_when_it_changes() -> None:
-    figures = counting()
+def test_a_gauge_is_taken_when_it_changes() -> None:
+    metrics = new_metrics()
     for now, new in ((2, {"peers_up": {"loopback": {"3": 2}}}), (2, None)):
-        figures.set(PEERS_UP, now)
-        assert figures.take() == new
-    figures.set(PEERS_UP, 0)
-    assert figures.take() == {"peers_up": {"loopback": {"3": 0}}}
+        metrics.set(PEERS_UP, now)
+        assert metrics.take() == new
+    metrics.set(PEERS_UP, 0)
+    assert metrics.take() == {"peers_up": {"loopback": {"3": 0}}}
 
 
-def test_a_load_that_succeeded() -> None:
-    figures = counting()
-    figures.count_load(record())
-    data = figures.take()
+def test_a_successful_load_is_counted() -> None:
+    metrics = new_metrics()
+    metrics.count_load(record())
+    data = metrics.take()
     assert data is not None
     assert values(BYTES, data) == {("loopback", "prefill", "memcpy"): 4096}
     assert values(LOAD_SECONDS, data) == {("loopback",): [0.5]}
@@ -124,18 +124,20 @@ def test_a_load_that_succeeded() -> None:
         ),
     ],
 )
-def test_a_load_that_failed(changes: dict[str, Any], labels: tuple[str, ...], stale: int) -> None:
-    """What was read is not counted as pulled; an engine that was never met has no name here."""
-    figures = counting()
-    figures.count_load(record(**changes))
-    data = figures.take()
+def test_a_failed_load_is_counted(
+    changes: dict[str, Any], labels: tuple[str, ...], stale: int
+) -> None:
+    """Its bytes are not counted; an engine that was not reached is not named."""
+    metrics = new_metrics()
+    metrics.count_load(record(**changes))
+    data = metrics.take()
     assert data is not None
     assert dict(flat(BY_NAME["load_failures"], data)) == {("loopback", *labels): 1}
     assert sum(values(BY_NAME["stale_reads"], data).values()) == stale
     assert set(data) <= {"load_failures", "stale_reads"}
 
 
-def test_names_of_peers_are_bounded() -> None:
+def test_the_number_of_peer_names_is_bounded() -> None:
     names = PeerNames(limit=2)
     assert [names(peer) for peer in ("a", "b", "c", "a", UNREACHED, "d")] == [
         "a",
@@ -150,11 +152,11 @@ def test_names_of_peers_are_bounded() -> None:
     assert len(record(engine="x" * 1000).peer) == MAX_NAME
 
 
-def test_a_distribution_that_nobody_takes_does_not_grow_for_ever() -> None:
-    figures = counting()
+def test_a_distribution_that_is_not_taken_does_not_grow_without_bound() -> None:
+    metrics = new_metrics()
     for _ in range(MAX_OBSERVED + 10):
-        figures.observe(LOAD_SECONDS, 1.0)
-    data = figures.take()
+        metrics.observe(LOAD_SECONDS, 1.0)
+    data = metrics.take()
     assert data is not None
     assert len(data["load_seconds"]["loopback"]) == MAX_OBSERVED
 
@@ -164,28 +166,28 @@ names = st.sampled_from(["a", "b", "c"])
 events = st.lists(st.tuples(st.sampled_from(FIGURES), names, names, amounts), max_size=30)
 
 
-def happen(figures: Metrics, what: list[tuple[Metric, str, str, int]]) -> None:
-    for figure, one, two, amount in what:
-        labels = dict.fromkeys(set(figure.labels) - {"driver", "rank"}, one) | {"path": two}
-        if figure.kind is MetricKind.COUNTER:
-            figures.add(figure, amount, **labels)
-        elif figure.kind is MetricKind.GAUGE:
-            figures.set(figure, amount)
+def apply_events(metrics: Metrics, happened: list[tuple[Metric, str, str, int]]) -> None:
+    for metric, one, two, amount in happened:
+        labels = dict.fromkeys(set(metric.labels) - {"driver", "rank"}, one) | {"path": two}
+        if metric.kind is MetricKind.COUNTER:
+            metrics.add(metric, amount, **labels)
+        elif metric.kind is MetricKind.GAUGE:
+            metrics.set(metric, amount)
         else:
-            figures.observe(figure, amount, **labels)
+            metrics.observe(metric, amount, **labels)
 
 
 @given(events, st.integers(0, 30), st.integers(0, 30))
-def test_taken_in_parts_it_is_the_same(
-    what: list[tuple[Metric, str, str, int]], first: int, second: int
+def test_merged_parts_equal_the_whole(
+    happened: list[tuple[Metric, str, str, int]], first: int, second: int
 ) -> None:
-    """However often it is taken, and whether the parts travelled or not; parts stay as they are."""
-    whole, parts = counting(), counting()
-    happen(whole, what)
+    """Merging does not change the parts, and JSON does not either."""
+    whole, parts = new_metrics(), new_metrics()
+    apply_events(whole, happened)
     first, second = sorted((first, second))
     total: Data = {}
-    for part in (what[:first], what[first:second], what[second:]):
-        happen(parts, part)
+    for part in (happened[:first], happened[first:second], happened[second:]):
+        apply_events(parts, part)
         data = parts.take() or {}
         sent = json.loads(json.dumps(data))
         merge(BY_NAME, total, data)
@@ -193,7 +195,7 @@ def test_taken_in_parts_it_is_the_same(
     assert total == (whole.take() or {})
 
 
-def test_what_another_version_counts_is_left_out() -> None:
+def test_metrics_of_another_version_are_ignored() -> None:
     total: Data = {}
     merge(BY_NAME, total, {"unheard_of": {"x": 1}, "lost_peers": {"loopback": {"p": 1}}})
     assert values(LOST_PEERS, total) == {("loopback", "p"): 1}

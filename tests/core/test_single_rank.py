@@ -1,4 +1,4 @@
-"""An engine of one rank, as an integration uses it; a whole hand-over is in tests/test_examples."""
+"""``SingleRankEngine``; ``tests/test_examples.py`` has a whole hand-over between two of them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def decode() -> Iterator[Cache]:
     cache.engine.close()
 
 
-def test_a_ticket_travels_as_json(prefill: Cache, decode: Cache) -> None:
+def test_a_ticket_can_be_sent_as_json(prefill: Cache, decode: Cache) -> None:
     text = msgspec.json.encode(prefill.computed("theirs", [3, 1]))
     ticket = msgspec.json.decode(text, type=Ticket)
     decode.engine.load("ours", ticket, PROMPT, [2, 7])
@@ -87,14 +87,14 @@ def test_a_ticket_travels_as_json(prefill: Cache, decode: Cache) -> None:
 
 
 def test_an_engine_prefills_and_decodes_at_the_same_time(prefill: Cache, decode: Cache) -> None:
-    there, back = prefill.computed("one", [1, 2]), decode.computed("two", [1, 2])
-    decode.engine.load("one here", there, PROMPT, [3, 4])
+    forth, back = prefill.computed("one", [1, 2]), decode.computed("two", [1, 2])
+    decode.engine.load("one here", forth, PROMPT, [3, 4])
     prefill.engine.load("two here", back, PROMPT, [3, 4])
     assert decode.until_received().failed == {}
     assert prefill.until_received().failed == {}
 
 
-def test_a_slot_is_free_again_when_its_request_was_sent(prefill: Cache, decode: Cache) -> None:
+def test_a_slot_is_free_again_once_its_request_is_sent(prefill: Cache, decode: Cache) -> None:
     for turn in range(2 * PAGES):
         decode.engine.load(f"{turn} here", prefill.computed(f"{turn}", [1, 2]), PROMPT, [1, 2])
         assert decode.until_received().failed == {}
@@ -102,8 +102,8 @@ def test_a_slot_is_free_again_when_its_request_was_sent(prefill: Cache, decode: 
 
 
 def test_no_more_requests_are_held_than_there_are_pages(prefill: Cache) -> None:
-    taken = [prefill.engine.begin_prefill(f"{n}") for n in range(PAGES + 1)]
-    assert taken == [True] * PAGES + [False]
+    taken_on = [prefill.engine.begin_prefill(f"{n}") for n in range(PAGES + 1)]
+    assert taken_on == [True] * PAGES + [False]
     prefill.engine.cancel_prefill("0")
     assert prefill.engine.begin_prefill("another")
 
@@ -126,7 +126,7 @@ def test_a_request_gets_one_ticket(prefill: Cache) -> None:
         prefill.engine.finish_prefill("once", PROMPT, [1, 2])
 
 
-def test_pages_that_no_ticket_can_name_come_back_when_the_lease_ends() -> None:
+def test_pages_of_an_invalid_ticket_are_free_when_the_lease_ends() -> None:
     cache = Cache("prefill", EndpointOptions(lease=0.05))
     with cache.engine as engine:
         assert engine.begin_prefill("wrong")
@@ -135,7 +135,7 @@ def test_pages_that_no_ticket_can_name_come_back_when_the_lease_ends() -> None:
         assert cache.until_sent().sent == {"wrong"}
 
 
-def test_closed_it_neither_serves_nor_loads(prefill: Cache, decode: Cache) -> None:
+def test_a_closed_engine_neither_serves_nor_loads(prefill: Cache, decode: Cache) -> None:
     ticket = prefill.computed("theirs", [1, 2])
     prefill.engine.close()
     prefill.engine.close()
@@ -145,30 +145,30 @@ def test_closed_it_neither_serves_nor_loads(prefill: Cache, decode: Cache) -> No
         prefill.engine.load("ours", ticket, PROMPT, [1, 2])
 
 
-def test_an_endpoint_is_closed_where_the_side_channel_cannot_listen(
+def test_the_endpoint_is_closed_if_the_side_channel_cannot_listen(
     prefill: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = prefill.computed("theirs", [1, 2]).port
+    port = prefill.computed("theirs", [1, 2]).port
     closed: list[Endpoint] = []
     close = Endpoint.close
 
-    def closing(self: Endpoint) -> None:
+    def recording_close(self: Endpoint) -> None:
         closed.append(self)
         close(self)
 
-    monkeypatch.setattr(Endpoint, "close", closing)
+    monkeypatch.setattr(Endpoint, "close", recording_close)
     with pytest.raises(HandshakeError, match="the port is in use"):
-        SingleRankEngine("other", paged_layout({"layer": prefill.array}, DIMS), port=taken)
+        SingleRankEngine("other", paged_layout({"layer": prefill.array}, DIMS), port=port)
     assert [endpoint.problems for endpoint in closed] == [("the endpoint is closed",)]
 
 
-def test_an_unknown_driver_is_named_with_those_that_are_installed() -> None:
+def test_an_unknown_driver_is_refused_with_the_installed_ones() -> None:
     layout = paged_layout({"layer": np.zeros((2, 2, 2, 2), dtype=np.float32)}, DIMS)
     with pytest.raises(DriverError, match=r"no driver 'ferry' is installed; installed: .*loopback"):
         SingleRankEngine("engine", layout, driver="ferry")
 
 
-def test_states_need_an_endpoint_of_ones_own() -> None:
+def test_groups_of_states_are_refused() -> None:
     memory = np.zeros((4, 16), dtype=np.float32)
     state = Field(
         key="state",
@@ -190,7 +190,7 @@ def test_states_need_an_endpoint_of_ones_own() -> None:
         SingleRankEngine("engine", layout)
 
 
-def test_memory_of_a_device_needs_an_endpoint_of_ones_own() -> None:
+def test_device_memory_is_refused() -> None:
     array = np.zeros((2, 2, 2, 2), dtype=np.float32)
     region = region_of(array)
     cuda = Region(address=region.address, nbytes=region.nbytes, kind="cuda")

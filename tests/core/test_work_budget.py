@@ -1,5 +1,6 @@
-"""What a peer publishes costs a bounded amount of work, or is refused: every payload here took from
-seconds to hours to check or to plan, and names a way in which small things multiply.
+"""Payloads and plans that need too much work are refused.
+
+Without the budget, each payload here takes from seconds to hours to check or to plan.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TOO_MUCH = f"steps or more, .*, and {MAX_STEPS} are allowed"
 
 
 def field(key: str, **changes: object) -> Field:
-    """Of one byte, but for the changes."""
+    """Return a field of one byte, with changes."""
     plain: dict[str, object] = {"group": 0, "region": 0, "offset": 0, "page_stride": 1}
     plain |= {"pages": 1, "dtype": "int8", "unit": 1}
     return Field(key=key, **(plain | changes))  # type: ignore[arg-type]
@@ -40,8 +41,8 @@ def state(*fields: Field, regions: Sequence[Region] = (PLENTY,), groups: int = 1
 # Layouts.
 
 
-def meeting(key: str, runs: int = 700, **changes: object) -> list[Field]:
-    """Two fields of which only enumerating tells that they do not meet: runs squared of each."""
+def interleaved_fields(key: str, runs: int = 700, **changes: object) -> list[Field]:
+    """Return two fields that interleave; only enumerating runs shows that they share no byte."""
     shape = {"shard": axis((runs, 2)), "shard_range": (0, runs), "page_stride": 1 << 20} | changes
     return [
         field(f"{key}/a", pages=runs, **shape),
@@ -55,12 +56,12 @@ def many_groups_and_devices() -> Layout:
         f
         for group in range(16)
         for device in range(16)
-        for f in meeting(f"{group}.{device}", group=group, region=device)
+        for f in interleaved_fields(f"{group}.{device}", group=group, region=device)
     ]
     return state(*fields, regions=regions, groups=16)
 
 
-def questions_that_say_nothing() -> Layout:
+def a_field_per_group_and_device() -> Layout:
     regions = [Region(address=1 << 40, nbytes=1 << 34, device=device) for device in range(160)]
     fields = [
         field(f"{group}.{device}", group=group, region=device)
@@ -70,19 +71,19 @@ def questions_that_say_nothing() -> Layout:
     return state(*fields, regions=regions, groups=160)
 
 
-def clusters_that_are_all_different() -> Layout:
-    digits = axis((2, 1 << 24), (2, 1 << 22), (2, 1 << 20))
+def clusters_of_different_shapes() -> Layout:
+    dims = axis((2, 1 << 24), (2, 1 << 22), (2, 1 << 20))
     return state(
         *(
-            field(f"{cluster}/{which}", offset=(cluster << 26) + which * cluster, inner=(digits,))
+            field(f"{cluster}/{which}", offset=(cluster << 26) + which * cluster, inner=(dims,))
             for cluster in range(1, 16_000)
             for which in range(2)
         )
     )
 
 
-def many_kinds_of_many_fields() -> Layout:
-    """They may all hash alike."""
+def many_fields_of_many_kinds() -> Layout:
+    """The hashes of their kinds may all be equal."""
     return state(
         *(field(str(i), offset=i, page_stride=1 + i % 500) for i in range(30_000)),
     )
@@ -90,32 +91,37 @@ def many_kinds_of_many_fields() -> Layout:
 
 LAYOUTS: list[Callable[[], Layout]] = [
     many_groups_and_devices,
-    questions_that_say_nothing,
-    clusters_that_are_all_different,
-    many_kinds_of_many_fields,
+    a_field_per_group_and_device,
+    clusters_of_different_shapes,
+    many_fields_of_many_kinds,
 ]
 
 
-@pytest.mark.parametrize("made", LAYOUTS)
-def test_a_layout_that_is_too_much_work_is_refused(made: Callable[[], Layout]) -> None:
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_a_layout_that_is_too_much_work_is_refused(make: Callable[[], Layout]) -> None:
     with pytest.raises(LayoutError, match=TOO_MUCH):
-        made()
+        make()
 
 
-def test_one_of_what_is_refused_many_times_is_accepted() -> None:
-    assert 0 < state(*meeting("k")).steps <= MAX_STEPS
+def test_one_pair_of_interleaved_fields_is_accepted() -> None:
+    assert 0 < state(*interleaved_fields("k")).steps <= MAX_STEPS
 
 
-# What an engine publishes.
+# Payloads.
 
 
-def of_rank(layout: Layout, rank: int) -> bytes:
+def encoded_rank(layout: Layout, rank: int) -> bytes:
     return encode(msgspec.structs.replace(payload(rank), layout=layout))
 
 
 def test_ranks_that_are_too_much_work_together_are_refused() -> None:
     ranks = [
-        of_rank(state(*meeting("k", 300), regions=[replace(PLENTY, nbytes=(1 << 40) + rank)]), rank)
+        encoded_rank(
+            state(
+                *interleaved_fields("k", 300), regions=[replace(PLENTY, nbytes=(1 << 40) + rank)]
+            ),
+            rank,
+        )
         for rank in range(20)
     ]
     assert len(engine_info(ranks[:3]).ranks) == 3
@@ -123,30 +129,30 @@ def test_ranks_that_are_too_much_work_together_are_refused() -> None:
         engine_info(ranks)
 
 
-def test_ranks_that_are_known_cost_what_they_did() -> None:
-    """Or what is refused would depend on who was met before."""
-    one = state(*meeting("k", 300))
-    ranks = [of_rank(one, rank) for rank in range(20)]
+def test_cached_ranks_count_as_much_work_as_new_ones() -> None:
+    """Otherwise the refusal would depend on which engines came before."""
+    one = state(*interleaved_fields("k", 300))
+    ranks = [encoded_rank(one, rank) for rank in range(20)]
     with pytest.raises(HandshakeError, match=TOO_MUCH):
         engine_info(ranks)
 
 
-def test_facts_to_agree_on_count() -> None:
+def test_agreement_facts_count_as_work() -> None:
     facts = {f"{number:x}": "" for number in range(256)}
     ranks = [encode(payload(rank, agreement=facts)) for rank in range(2000)]
     with pytest.raises(HandshakeError, match=TOO_MUCH):
         engine_info(ranks)
 
 
-@pytest.mark.parametrize(("what", "most"), [("groups", 256), ("fields", 65536)])
-def test_lists_are_bounded_before_they_are_decoded(what: str, most: int) -> None:
+@pytest.mark.parametrize(("part", "limit"), [("groups", 256), ("fields", 65536)])
+def test_lists_are_bounded_before_they_are_decoded(part: str, limit: int) -> None:
     tree = msgspec.msgpack.decode(encode(payload()))
-    tree["layout"][what] = [None] * (most + 1)
-    with pytest.raises(WireError, match=f"length <= {most}"):
+    tree["layout"][part] = [None] * (limit + 1)
+    with pytest.raises(WireError, match=f"length <= {limit}"):
         decode_payload(msgspec.msgpack.encode(tree))
 
 
-def test_digits_are_bounded_before_they_are_decoded() -> None:
+def test_dims_are_bounded_before_they_are_decoded() -> None:
     tree = msgspec.msgpack.decode(encode(payload()))
     tree["layout"]["fields"][0]["inner"] = [[None] * 9]
     with pytest.raises(WireError, match="length <= 8"):
@@ -156,9 +162,9 @@ def test_digits_are_bounded_before_they_are_decoded() -> None:
 # Plans.
 
 
-def whole(keys: int, channels: int, *, apart: bool = True) -> Layout:
-    """A tensor's every channel on one rank; every tensor of a kind of its own if ``apart``."""
-    return state(*(channel(key, 0, channels, key * apart) for key in range(keys)))
+def all_channels(keys: int, channels: int, *, distinct: bool = True) -> Layout:
+    """Return all channels of tensors on one rank; with ``distinct``, each of another kind."""
+    return state(*(channel(key, 0, channels, key * distinct) for key in range(keys)))
 
 
 def channel(key: int, start: int, stop: int, more: int = 0) -> Field:
@@ -173,13 +179,13 @@ def channel(key: int, start: int, stop: int, more: int = 0) -> Field:
     )
 
 
-def a_channel_on_each_of_many_ranks() -> tuple[list[Layout], list[Layout]]:
+def one_channel_on_each_of_many_ranks() -> tuple[list[Layout], list[Layout]]:
     ranks = [state(*(channel(key, r, r + 1) for key in range(20))) for r in range(1000)]
-    return [whole(20, 1000)], ranks
+    return [all_channels(20, 1000)], ranks
 
 
-def shapes_that_are_all_different(count: int = 100) -> tuple[list[Layout], list[Layout]]:
-    def shaped(key: int, digits: list[tuple[int, int]], more: int) -> Field:
+def fields_of_different_shapes(count: int = 100) -> tuple[list[Layout], list[Layout]]:
+    def shaped(key: int, dims: list[tuple[int, int]], more: int) -> Field:
         return field(
             f"k{key}",
             offset=key << 30,
@@ -187,7 +193,7 @@ def shapes_that_are_all_different(count: int = 100) -> tuple[list[Layout], list[
             page_stride=(1 << 20) + more,
             shard=axis((8, 1 << 16)),
             shard_range=(0, 8),
-            inner=(axis(*digits),),
+            inner=(axis(*dims),),
         )
 
     near = [shaped(key, [(1 << 14, 1)], 0) for key in range(count)]
@@ -195,8 +201,8 @@ def shapes_that_are_all_different(count: int = 100) -> tuple[list[Layout], list[
     return [state(*near)], [state(*far)]
 
 
-def a_byte_of_everything_from_many_ranks() -> tuple[list[Layout], list[Layout]]:
-    def held(start: int, stop: int, digits: list[tuple[int, int]]) -> Layout:
+def one_shard_of_each_tensor_on_many_ranks() -> tuple[list[Layout], list[Layout]]:
+    def held(start: int, stop: int, dims: list[tuple[int, int]]) -> Layout:
         return state(
             *(
                 field(
@@ -206,7 +212,7 @@ def a_byte_of_everything_from_many_ranks() -> tuple[list[Layout], list[Layout]]:
                     page_stride=1 << 26,
                     shard=axis((stop - start, 8192)),
                     shard_range=(start, stop),
-                    inner=(axis(*digits),),
+                    inner=(axis(*dims),),
                 )
                 for key in range(20)
             )
@@ -217,22 +223,22 @@ def a_byte_of_everything_from_many_ranks() -> tuple[list[Layout], list[Layout]]:
 
 
 PLANS: list[Callable[[], tuple[list[Layout], list[Layout]]]] = [
-    a_channel_on_each_of_many_ranks,
-    shapes_that_are_all_different,
-    a_byte_of_everything_from_many_ranks,
+    one_channel_on_each_of_many_ranks,
+    fields_of_different_shapes,
+    one_shard_of_each_tensor_on_many_ranks,
 ]
 
 
-@pytest.mark.parametrize("made", PLANS)
+@pytest.mark.parametrize("make", PLANS)
 def test_a_plan_that_is_too_much_work_is_refused(
-    made: Callable[[], tuple[list[Layout], list[Layout]]],
+    make: Callable[[], tuple[list[Layout], list[Layout]]],
 ) -> None:
-    local, remote = made()
+    local, remote = make()
     with pytest.raises(PlanError, match=TOO_MUCH):
         make_plan(local, remote, 0)
 
 
-def test_context_ranks_are_not_compared_with_each_other() -> None:
+def test_work_grows_linearly_with_context_ranks() -> None:
     def steps(ranks: int) -> int:
         one = model(1, pages=2)
         remote = [
@@ -244,15 +250,15 @@ def test_context_ranks_are_not_compared_with_each_other() -> None:
     assert steps(200) < 3 * steps(100)
 
 
-def test_plans_that_are_large_are_made_anew_and_not_kept() -> None:
-    """Or some dozens of peers would fill the memory."""
+def test_large_plans_are_not_cached() -> None:
+    """Otherwise the plans of some dozens of peers would fill the memory."""
     for count, kept in ((1, True), (10, False)):
-        local, remote = shapes_that_are_all_different(count)
+        local, remote = fields_of_different_shapes(count)
         planner = PlanCache(local, 0)
         assert (planner.plan(remote).local_groups is planner.plan(remote).local_groups) is kept
 
 
-# What there is.
+# Real engines.
 
 
 def tp(size: int, **how: object) -> list[Layout]:
@@ -264,10 +270,12 @@ def tp(size: int, **how: object) -> list[Layout]:
 
 @pytest.mark.parametrize("sizes", [(1, 8), (8, 1), (8, 8), (3, 2)])
 @pytest.mark.parametrize("order", ["HND", "NHD"])
-def test_real_engines_are_a_tenth_of_what_is_allowed(sizes: tuple[int, int], order: str) -> None:
+def test_real_engines_need_less_than_a_tenth_of_the_budget(
+    sizes: tuple[int, int], order: str
+) -> None:
     local, remote = tp(sizes[0]), tp(sizes[1], order=order)
     ranks: list[RankPayload] = list(
-        engine_info([of_rank(layout, rank) for rank, layout in enumerate(remote)]).ranks
+        engine_info([encoded_rank(layout, rank) for rank, layout in enumerate(remote)]).ranks
     )
     assert sum(len(encode(each)) // 8 + each.layout.steps for each in ranks) < MAX_STEPS // 10
     assert make_plan(local, [each.layout for each in ranks], 0).steps < MAX_STEPS // 10

@@ -100,7 +100,7 @@ class Produced:
 
     def __init__(self, prefill: Engine) -> None:
         self.prefill = prefill
-        prefill.ledger = SchedulerHolds(SHAPE.pages, max_pages=len(HELD))
+        prefill.scheduler_holds = SchedulerHolds(SHAPE.pages, max_pages=len(HELD))
         self._sent: Counter[str] = Counter()
 
     def serve(self, request: str, lease: float) -> Ticket:
@@ -122,12 +122,12 @@ class Produced:
             sent = rank.endpoint.results().sent
             self._sent.update(sent)
             for request in sent:
-                self.prefill.ledger.sent(request)
+                self.prefill.scheduler_holds.sent(request)
         return dict(self._sent)
 
     def reset(self) -> None:
         """Give all pages up."""
-        self.prefill.ledger.reset()
+        self.prefill.scheduler_holds.reset()
         self.prefill.step()
 
     def reuse(self, spin: float = 0.0) -> None:

@@ -153,7 +153,7 @@ class Soak:
             assert sent <= held, "given back twice"
             held.difference_update(sent)
             for request in sent:
-                self.prefill.ledger.sent(request)
+                self.prefill.scheduler_holds.sent(request)
             return not held
 
         eventually(released, f"all pages are given back: {held}", seconds=PATIENCE)

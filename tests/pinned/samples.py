@@ -1,4 +1,4 @@
-"""One or more samples of everything that crosses between engines, made from fixed values.
+"""Samples of all messages, tickets and addresses, made from fixed values.
 
 Each sample is built by the constructors of its classes, so renaming a class changes an import here
 and nothing else. The bytes that belong to it are in ``bytes.txt``.
@@ -68,12 +68,12 @@ class Sample:
 def _message(
     message: Any, encode: Callable[[Any], bytes], read: Callable[[bytes], object]
 ) -> Sample:
-    """Return the sample of a message that is read as it was written."""
+    """Return the sample of a message that decodes to an equal one."""
     return Sample(make=lambda: encode(message), read=read, found=message, objects=[message])
 
 
 def _ticket_key() -> TicketKey:
-    """Return a key of tickets that is always the same."""
+    """Return a fixed ticket key."""
     private = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
     with mock.patch.object(Ed25519PrivateKey, "generate", return_value=private):
         return TicketKey()
@@ -343,7 +343,7 @@ def _ticket(offer: TicketParams, ticket: Ticket, *, signed: bool, proved: bool) 
 
 
 def _refused_ticket(offer: TicketParams) -> Sample:
-    """Return the sample of a ticket with neither a proof nor a signature, which nobody takes."""
+    """Return the sample of a ticket without proof and signature, which is refused."""
 
     def found(data: bytes) -> object:
         try:
@@ -360,12 +360,12 @@ def _refused_ticket(offer: TicketParams) -> Sample:
 
 
 def _digest(request: SimpleNamespace) -> Sample:
-    """Return the sample of what a ticket says of a prompt."""
+    """Return the sample of a prompt's digest."""
     return Sample(make=lambda: prompt_digest(request, 30), read=len, found=16)
 
 
 def _request(**changes: object) -> Any:
-    """Return as much of vLLM's ``Request`` as a digest is made of."""
+    """Return the attributes of vLLM's ``Request`` that a digest depends on."""
     plain = {
         "prompt_token_ids": list(range(40)),
         "lora_request": None,
@@ -402,7 +402,7 @@ TICKETS = {
     ),
 }
 
-# What peers read from memory.
+# Memory that peers read.
 
 HOLD = Hold(slot=1, generation=5)
 LAST_HOLD = Hold(slot=2, generation=LARGEST)
@@ -431,8 +431,8 @@ CLAIMS = claims_of(
 )
 
 
-def _board() -> bytes:
-    """Return the memory of the driver loopback's list of what is registered."""
+def _region_registry() -> bytes:
+    """Return the memory of the region registry of the driver loopback."""
     board = RegionRegistry(instance=INSTANCE)
     try:
         for region in BOARD_REGIONS:
@@ -442,7 +442,7 @@ def _board() -> bytes:
         board.close()
 
 
-def _checked_board(data: bytes) -> object:
+def _checked_region_registry(data: bytes) -> object:
     check_claims(np.frombuffer(data, np.uint64), INSTANCE, CLAIMS, "a peer")
     return None  # anything else raises
 
@@ -451,7 +451,9 @@ MEMORY = {
     "memory, slot table": Sample(
         make=_slot_table, read=_words, found=(True, [(True, False), (True, True)])
     ),
-    "memory, loopback's regions": Sample(make=_board, read=_checked_board, found=None),
+    "memory, loopback's regions": Sample(
+        make=_region_registry, read=_checked_region_registry, found=None
+    ),
 }
 
 # Drivers.
@@ -515,7 +517,7 @@ UCX = ucx.UcxAddress(
 
 
 def _ucx(data: bytes) -> object:
-    """Read an address, and leave out the two hashes that were checked while it was read."""
+    """Decode an address without the two hashes that decoding has checked."""
     found = ucx.decode(data)
     if not (found.digest and found.full_digest):
         return "without hashes"

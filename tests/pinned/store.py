@@ -1,4 +1,4 @@
-"""The file of pinned bytes: a name in a line, and below it the bytes as Python writes them."""
+"""The file of pinned bytes: the name of each sample, then its bytes as Python literals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 60
 
 
 def load(path: Path = FILE) -> dict[str, bytes]:
-    """Return the pinned bytes by name; nothing if there is no file yet."""
+    """Return the pinned bytes by name; an empty dict if there is no file yet."""
     found: dict[str, bytes] = {}
     name = ""
     for line in path.read_text("ascii").splitlines() if path.exists() else ():

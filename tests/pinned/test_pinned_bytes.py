@@ -1,8 +1,8 @@
-"""Everything that crosses between engines has the bytes that it had when it was pinned.
+"""Messages, tickets and addresses have the same bytes as when they were pinned.
 
-Engines of two builds run beside each other while a deployment is upgraded, so what one build
-writes another one must read. ``bytes.txt`` was written by ``python -m tests.pinned.write``, which
-adds what is new and never changes what is there.
+Engines of two builds exchange messages while a deployment is upgraded, so each build must read what
+the other one writes. ``python -m tests.pinned.write`` adds new samples to ``bytes.txt`` and never
+changes those in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 from kvferry.core import messages as wire
 from kvferry.drivers.loopback import address as loopback
-from kvferry.drivers.loopback import notifications as mail
+from kvferry.drivers.loopback import notifications
 from kvferry.drivers.nixl import address as nixl
 from kvferry.drivers.ucx import address as ucx
 from kvferry.drivers.ucx import messages
@@ -30,13 +30,13 @@ from tests.pinned.samples import SAMPLES
 PINNED = store.load()
 SURROUNDING = 24
 HASHES = {"digest", "full_digest"}
-"""Fields of addresses that are written over whatever a constructor was given."""
+"""Fields of addresses whose values are computed, whatever a constructor was given."""
 
 each_name = pytest.mark.parametrize("name", SAMPLES)
 
 
 def difference(name: str, made: bytes, pinned: bytes) -> str:
-    """Return what to say of a message whose bytes changed."""
+    """Describe the change of a message's bytes."""
     pairs = zip(made, pinned, strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     part = slice(max(0, same - SURROUNDING), same + SURROUNDING)
@@ -52,7 +52,7 @@ def difference(name: str, made: bytes, pinned: bytes) -> str:
 
 
 @each_name
-def test_the_bytes_are_those_that_were_pinned(name: str) -> None:
+def test_a_message_is_encoded_as_pinned(name: str) -> None:
     pinned = PINNED.get(name)
     assert pinned is not None, f"{name!r} is not pinned: run python -m tests.pinned.write"
     made = SAMPLES[name].make()
@@ -61,7 +61,7 @@ def test_the_bytes_are_those_that_were_pinned(name: str) -> None:
 
 
 @each_name
-def test_the_pinned_bytes_are_read_as_what_was_written(name: str) -> None:
+def test_pinned_bytes_are_decoded_to_the_same_message(name: str) -> None:
     sample = SAMPLES[name]
     try:
         found = sample.read(PINNED[name])
@@ -70,23 +70,23 @@ def test_the_pinned_bytes_are_read_as_what_was_written(name: str) -> None:
     assert found == sample.found, f"{name!r} as older engines write it is read as something else"
 
 
-def test_nothing_that_was_pinned_is_left_out() -> None:
+def test_every_pinned_message_has_a_sample() -> None:
     missing = PINNED.keys() - SAMPLES.keys()
     assert not missing, f"older engines write {sorted(missing)}, and no sample reads it"
 
 
-def test_a_changed_byte_is_shown_with_its_message() -> None:
+def test_the_failure_shows_the_message_and_the_changed_byte() -> None:
     shown = difference("note, done", b"\x81\xa4slot\x03", b"\x81\xa4slot\x04")
     assert "the bytes of 'note, done' changed" in shown
     assert "engines of older builds cannot read it" in shown
     assert "from byte 6 on they differ" in shown
 
 
-def test_the_file_is_what_the_script_writes(tmp_path: Path) -> None:
-    again = tmp_path / "bytes.txt"
-    store.save({name: sample.make() for name, sample in SAMPLES.items()}, again)
-    assert again.read_bytes() == store.FILE.read_bytes()
-    assert store.load(again) == PINNED
+def test_the_script_reproduces_the_file(tmp_path: Path) -> None:
+    copy = tmp_path / "bytes.txt"
+    store.save({name: sample.make() for name, sample in SAMPLES.items()}, copy)
+    assert copy.read_bytes() == store.FILE.read_bytes()
+    assert store.load(copy) == PINNED
 
 
 def structs(module: ModuleType) -> Iterator[type[msgspec.Struct]]:
@@ -98,7 +98,7 @@ def structs(module: ModuleType) -> Iterator[type[msgspec.Struct]]:
 
 
 def nodes(root: object) -> Iterator[object]:
-    """Yield a message and everything in it that has fields."""
+    """Yield a message and all objects in it that have fields."""
     if isinstance(root, msgspec.Struct) or dataclasses.is_dataclass(root):
         yield root
         names = [field.name for field in fields_of(type(root))]
@@ -110,8 +110,8 @@ def nodes(root: object) -> Iterator[object]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Optional:
-    """A field of a class; ``default`` is ``MISSING`` where it must be given."""
+class PinnedField:
+    """A field of a class; ``default`` is ``MISSING`` if the field is required."""
 
     name: str
     default: object
@@ -120,11 +120,11 @@ class Optional:
 MISSING = object()
 
 
-def fields_of(cls: Any) -> list[Optional]:
+def fields_of(cls: Any) -> list[PinnedField]:
     """Return the fields of a message class, or of a class in a message."""
     if issubclass(cls, msgspec.Struct):
         return [
-            Optional(
+            PinnedField(
                 name=field.name,
                 default=MISSING
                 if field.required
@@ -135,7 +135,7 @@ def fields_of(cls: Any) -> list[Optional]:
             for field in msgspec.structs.fields(cls)
         ]
     return [
-        Optional(
+        PinnedField(
             name=field.name,
             default=MISSING if field.default is dataclasses.MISSING else field.default,
         )
@@ -147,7 +147,7 @@ ALL_NODES = [node for sample in SAMPLES.values() for each in sample.objects for 
 
 
 @pytest.mark.parametrize(
-    "module", [wire, loopback, mail, nixl, messages, ucx], ids=lambda each: each.__name__
+    "module", [wire, loopback, notifications, nixl, messages, ucx], ids=lambda each: each.__name__
 )
 def test_every_message_of_a_module_is_pinned(module: ModuleType) -> None:
     pinned = {cls for node in ALL_NODES for cls in type(node).__mro__}

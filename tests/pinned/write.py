@@ -1,7 +1,7 @@
 """Pin the bytes of samples that are new: ``python -m tests.pinned.write``.
 
-What is pinned already stays as it is, also where this build makes other bytes: those must be taken
-out of ``bytes.txt`` by hand first, by somebody who means it.
+Samples that are pinned already stay as they are, even if this build makes other bytes. To pin those
+bytes, remove the sample from ``bytes.txt`` by hand first.
 """
 
 from __future__ import annotations

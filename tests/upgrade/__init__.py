@@ -1,1 +1,1 @@
-"""Engines of an older commit and of this one beside each other: ``make upgrade FROM=<commit>``."""
+"""Engines of an older commit hand over to engines of this one: ``make upgrade FROM=<commit>``."""

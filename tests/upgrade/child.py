@@ -1,4 +1,4 @@
-"""A process that runs a file of one of the trees, and is talked to in lines of JSON."""
+"""A process that runs a file of one of the trees, with commands in lines of JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXCERPT = 4000
 
 
 class ChildError(Exception):
-    """A process refused, ended or is silent; says what it said last."""
+    """A process refused, ended or does not answer; the message has the end of its output."""
 
 
 class Child:
@@ -81,17 +81,17 @@ class Child:
         return reply["answer"]
 
     def tail(self) -> str:
-        """Return the end of what it wrote."""
+        """Return the end of the process's output."""
         return self._log.read_text("utf-8", "replace")[-EXCERPT:]
 
     def begin_close(self) -> None:
-        """Tell it to end, without waiting for that."""
+        """Tell the process to end, without waiting for that."""
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
     def close(self, seconds: float) -> None:
-        """End it, kindly for some seconds, and whatever it started."""
+        """End the process and its children; kill them after ``seconds``."""
         self.begin_close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)

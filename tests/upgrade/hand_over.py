@@ -23,7 +23,7 @@ from tests.upgrade.trees import SIDE, Tree
 
 SECRET = "a secret of both engines"
 TOKENS = 75
-"""Of a prompt: the last page is not full on either side."""
+"""Tokens of a prompt; the last page is not full on either side."""
 SHAPES = ((1, 1), (2, 1), (1, 2))
 """Ranks of the old engine, and of the new one."""
 BLOCKS = {"old": 16, "new": 32}
@@ -33,9 +33,9 @@ RESERVED = 8
 LONG_LEASE, SHORT_LEASE = 90.0, 9.0
 """In seconds; consumers renew thrice in a lease, and at once."""
 SILENCE_SECONDS = 20.0
-"""Until when a producer must know who is silent. No long lease is renewed a second time before."""
+"""Seconds within which a producer must find silent holds; shorter than a third of a long lease."""
 SETTLE_SECONDS = 1.0
-"""By so much may a consumer's first sign of life be younger than its ticket."""
+"""Seconds by which a consumer's first sign of life may be later than its ticket."""
 WAIT_SECONDS = 12.0
 """Longer than a short lease."""
 RELEASE_SECONDS = 20.0
@@ -83,11 +83,11 @@ class Side:
 
     @property
     def proves(self) -> bool:
-        """Whether its tickets carry proofs."""
+        """Return whether the engine's tickets carry proofs."""
         return bool(self.facts["proves"])
 
     def pages(self, tokens: int) -> list[int]:
-        """Return pages for a prompt that no request of the last few has."""
+        """Return pages for a prompt that none of the last few requests has."""
         first = 1 + RESERVED * (next(self._numbers) % 7)
         count = -(-tokens // self.block)
         return list(range(first, first + count))[::-1]
@@ -95,7 +95,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A ticket, and the pages' content that it stands for."""
+    """A ticket, and the expected content of its pages."""
 
     request: str
     params: dict[str, Any]
@@ -123,7 +123,7 @@ def serve(producer: Side, *, lease: float = LONG_LEASE, secret: str = "") -> Tic
 
 
 def load(consumer: Side, ticket: Ticket) -> str:
-    """Let an engine load what a ticket stands for.
+    """Let an engine load the pages of a ticket.
 
     Returns:
         What is wrong, or an empty text: why it was not loaded, or which bytes are others.
@@ -173,7 +173,7 @@ def check_tickets(producer: Side, consumer: Side, report: Report) -> None:
 
 
 def check_claims(sides: Sequence[Side], report: Report) -> None:
-    """Check what a producer hears of consumers that wait, in both directions at once."""
+    """Check that producers know which consumers wait, in both directions at once."""
     waits = [_wait(*pair, lease=LONG_LEASE) for pair in itertools.permutations(sides)]
     until = time.monotonic() + SILENCE_SECONDS
     for wait in waits:
@@ -190,7 +190,7 @@ def check_claims(sides: Sequence[Side], report: Report) -> None:
 
 
 def check_renewals(sides: Sequence[Side], report: Report) -> None:
-    """Check what keeps pages beyond a lease, in both directions at once."""
+    """Check that renewals keep pages beyond a lease, in both directions at once."""
     waits = [_wait(*pair, lease=SHORT_LEASE) for pair in itertools.permutations(sides)]
     time.sleep(WAIT_SECONDS)
     for wait in waits:
@@ -204,7 +204,7 @@ def check_renewals(sides: Sequence[Side], report: Report) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Two tickets of a producer: a consumer waits with the one, and nobody came with the other."""
+    """Two tickets of a producer: a consumer waits with one, and the other is unused."""
 
     producer: Side
     consumer: Side
@@ -213,11 +213,11 @@ class Wait:
 
     @property
     def way(self) -> str:
-        """For people."""
+        """Return both engines, for the report."""
         return f"{self.producer.name} to {self.consumer.name}"
 
     def is_known(self, until: float) -> bool:
-        """Return whether the producer knows, in time, which of the two is waited for."""
+        """Return whether the producer finds, in time, that only the unused ticket is silent."""
         while self.unclaimed.request not in self._silent():
             if time.monotonic() > until:
                 return False
@@ -297,7 +297,7 @@ def both(
 
 
 def facts(old: Tree, new: Tree) -> dict[str, dict[str, Any]]:
-    """Return what each tree's build knows, by its name."""
+    """Return the facts of each tree's build, by its name."""
     with both(old, new, WAYS["loopback"][0], (1, 1)) as sides:
         return {side.name: side.facts for side in sides}
 

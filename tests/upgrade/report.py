@@ -1,4 +1,4 @@
-"""What is shown while it runs, and what it comes to."""
+"""The report of ``make upgrade``: results of checks, and a summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SHOWN = {True: "[green]yes[/]", False: "[red]NO[/] "}
 
 
 class Report:
-    """Findings, printed as they come."""
+    """Results of checks, printed at once."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -20,16 +20,16 @@ class Report:
         self._failed: list[str] = []
 
     def heading(self, text: str) -> None:
-        """Say what comes next."""
+        """Print a heading."""
         self._heading = text
         self._console.print(f"\n[bold]{text}[/]")
 
     def say(self, text: str) -> None:
-        """Say something that is neither right nor wrong."""
+        """Print a remark."""
         self._console.print(text, markup=False)
 
     def check(self, what: str, holds: bool, why: str = "") -> None:
-        """Print a finding.
+        """Print the result of a check.
 
         Args:
             what: is right, or is not.
@@ -44,7 +44,7 @@ class Report:
                 self._console.print(why, markup=False)
 
     def conclude(self) -> bool:
-        """Print how many findings there are, and those that are wrong; return whether none is."""
+        """Print the number of checks and the failed ones; return whether none failed."""
         seconds = time.monotonic() - self._began
         right = self._checked - len(self._failed)
         self.heading(f"{right} of {self._checked} hold ({seconds:.0f} s)")

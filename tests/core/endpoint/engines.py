@@ -1,4 +1,4 @@
-"""Small engines without a model: numpy caches, real endpoints, real side channels, loopback."""
+"""Small engines without a model: numpy caches, real endpoints and side channels, loopback."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +21,21 @@ from kvferry.core.lifecycle.holds import RequestId, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import region_of
-from kvferry.core.messages import Coordinates, encode
+from kvferry.core.messages import Coordinates, Note, decode_notes, encode
 from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import TicketKey
 from kvferry.core.transport import Notification, PeerId, Transport
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.core.proving import proved
+from tests.core.ticket_proofs import proved
 
 LAYERS, HEADS, DIM, PAGES = 2, 4, 8, 16
 POISON = np.float32("nan")
+N = TypeVar("N", bound=Note)
 
 
 @dataclass(kw_only=True)
 class Shape:
-    """How an engine's cache looks: pages of [heads, tokens, dim], or [tokens, heads, dim]."""
+    """Shape of an engine's cache: pages of [heads, tokens, dim] or [tokens, heads, dim]."""
 
     tp: int = 1
     block: int = 4
@@ -59,7 +61,7 @@ class Rank:
     first_head: int
 
     def tokens(self, pages: list[int], layer: int) -> npt.NDArray[np.float32]:
-        """(token, head, dim) of these pages, in whatever way they are stored."""
+        """Return these pages as (token, head, dim), whatever their order in memory."""
         blocks = self.cache[layer, pages]
         if self.heads_first:
             blocks = blocks.swapaxes(1, 2)
@@ -68,27 +70,27 @@ class Rank:
 
 @dataclass(kw_only=True)
 class Engine:
-    """All ranks of an engine, its scheduler's ledger and its side channel."""
+    """All ranks of an engine, its scheduler's holds and its side channel."""
 
     name: str
     shape: Shape
     ranks: list[Rank]
     server: HandshakeServer
-    ledger: SchedulerHolds
+    scheduler_holds: SchedulerHolds
     incarnation: int
     ticket_key: TicketKey | None = None
     ids: Iterator[int] = field(default_factory=itertools.count)
     sent: list[list[RequestId]] = field(default_factory=list)
 
     def step(self, passed: Callable[[], bool] | None = None) -> None:
-        """One engine step: the orders go to every rank."""
-        orders = self.ledger.drain()
+        """Do one engine step: send the orders to every rank."""
+        orders = self.scheduler_holds.drain()
         for rank in self.ranks:
             rank.endpoint.apply(orders, passed)
 
     def compute(self, request: str, pages: list[int], tokens: int) -> None:
-        """Take a request on and fill its pages with what only these tokens have there."""
-        assert self.ledger.take_on(RequestId(request)) is not None
+        """Take a request on and fill its pages with values that are unique to its tokens."""
+        assert self.scheduler_holds.take_on(RequestId(request)) is not None
         self.step()
         for rank in self.ranks:
             fill(self.shape, rank, pages, tokens)
@@ -103,8 +105,8 @@ class Engine:
         lease: float = 30.0,
         order: bool = True,
     ) -> Ticket:
-        """Make the ticket, and (unless it is to come late) send the order that goes with it."""
-        hold = self.ledger.ticket(RequestId(request), lease, frozenset(pages))
+        """Make the ticket and, with ``order``, send the workers the order that goes with it."""
+        hold = self.scheduler_holds.ticket(RequestId(request), lease, frozenset(pages))
         assert hold is not None
         if order:
             self.step()
@@ -125,7 +127,7 @@ class Engine:
         return proved(ticket, self.ticket_key) if self.ticket_key is not None else ticket
 
     def serve(self, request: str, pages: list[int], tokens: int) -> Ticket:
-        """Compute and finish."""
+        """Compute and finish a request; return its ticket."""
         self.compute(request, pages, tokens)
         return self.finish(request, pages, tokens)
 
@@ -154,12 +156,12 @@ class Engine:
             rank.endpoint.load(load, passed)
 
     def prepare(self, ticket: Ticket) -> None:
-        """A request with this ticket waits for pages, on every rank."""
+        """Tell every rank that a request with this ticket waits for local pages."""
         for rank in self.ranks:
             rank.endpoint.prepare(ticket)
 
     def outcome(self, request: str) -> Results:
-        """Wait until every rank has reported the request; the failures of all of them."""
+        """Wait until every rank has reported the request; return the failures of all ranks."""
         failed: dict[RequestId, KVFerryError] = {}
         for rank in self.ranks:
             results = until(rank.endpoint, lambda r: RequestId(request) in r.received)
@@ -167,14 +169,14 @@ class Engine:
         return Results(received=frozenset({RequestId(request)}), failed=failed)
 
     def released(self, request: str) -> None:
-        """Wait until every rank has reported the request sent, and say so to the ledger."""
+        """Wait until every rank has reported the request sent; tell the scheduler's holds."""
         for rank in self.ranks:
             until(rank.endpoint, lambda r: RequestId(request) in r.sent)
-        self.ledger.sent(RequestId(request))
+        self.scheduler_holds.sent(RequestId(request))
 
 
 class Clock:
-    """Time that passes faster when the test says so."""
+    """The real clock, which tests can move forward."""
 
     def __init__(self) -> None:
         self._ahead = 0.0
@@ -183,30 +185,30 @@ class Clock:
         return time.monotonic() + self._ahead
 
     def skip(self, seconds: float) -> None:
-        """So much time has passed."""
+        """Move the clock forward."""
         self._ahead += seconds
 
 
 def eventually(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    """Wait until something holds; fails if it never does."""
+    """Wait until ``holds()`` is true; fail with ``what`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.002)
 
 
-class Watched(LoopbackTransport):
-    """A driver that says what it was told."""
+class RecordingTransport(LoopbackTransport):
+    """A transport that records notifications, connections and disconnections."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[Notification] = []
+        self.received: list[Notification] = []
         self.connected: set[PeerId] = set()
         self.disconnected: set[PeerId] = set()
 
     def notifications(self) -> list[Notification]:
         arrived = super().notifications()
-        self.heard += arrived
+        self.received += arrived
         return arrived
 
     def connect(self, address: bytes) -> PeerId:
@@ -218,14 +220,19 @@ class Watched(LoopbackTransport):
         super().disconnect(peer)
         self.disconnected.add(peer)
 
+    def notes(self, kind: type[N]) -> list[N]:
+        """Return all notes of a kind that have arrived, in their order."""
+        arrived = (note for each in self.received for note in decode_notes(each.payload))
+        return [note for note in arrived if isinstance(note, kind)]
+
     @property
-    def links(self) -> int:
-        """Connections that stand."""
+    def open_connections(self) -> int:
+        """Return how many connections are open."""
         return len(self.connected - self.disconnected)
 
 
 def until(endpoint: Endpoint, holds: Callable[[Results], bool], seconds: float = 20.0) -> Results:
-    """The results in which something holds; fails if it never does."""
+    """Return the first results for which ``holds`` is true; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         endpoint.wait(0.05)
@@ -236,7 +243,7 @@ def until(endpoint: Endpoint, holds: Callable[[Results], bool], seconds: float =
 
 
 def expected(shape: Shape, tokens: int, layer: int, first_head: int) -> npt.NDArray[np.float32]:
-    """(token, head, dim): a value that names layer, token, head and element."""
+    """Return (token, head, dim): each value is unique to its layer, token, head and element."""
     token = np.arange(tokens)[:, None, None]
     head = first_head + np.arange(shape.heads)[None, :, None]
     element = np.arange(DIM)[None, None, :]
@@ -245,7 +252,7 @@ def expected(shape: Shape, tokens: int, layer: int, first_head: int) -> npt.NDAr
 
 
 def fill(shape: Shape, rank: Rank, pages: list[int], tokens: int) -> None:
-    """What a prefill of these tokens would leave in the pages; zeros after the last token."""
+    """Write these tokens into the pages as a prefill would, with zeros after the last token."""
     for layer in range(LAYERS):
         values = np.zeros((len(pages) * shape.block, shape.heads, DIM), dtype=np.float32)
         values[:tokens] = expected(shape, tokens, layer, rank.first_head)
@@ -254,7 +261,7 @@ def fill(shape: Shape, rank: Rank, pages: list[int], tokens: int) -> None:
 
 
 def layout_of(shape: Shape, cache: npt.NDArray[np.float32], rank: int) -> Layout:
-    """One field per layer."""
+    """Return the layout of a rank's cache: one field per layer."""
     row, page = DIM * 4, shape.heads * shape.block * DIM * 4
     token, head = (row, shape.block * row) if shape.heads_first else (shape.heads * row, row)
     fields = tuple(
@@ -290,7 +297,7 @@ def engine(
     clock: Callable[[], float] = time.monotonic,
     ticket_key: TicketKey | None = None,
 ) -> Iterator[Engine]:
-    """An engine that runs until the block ends; without a key, as an older build."""
+    """Run an engine until the block ends; without a ticket key, as older builds do."""
     shape = shape or Shape()
     incarnation = random_incarnation()
     with contextlib.ExitStack() as stack:
@@ -342,7 +349,7 @@ def engine(
             shape=shape,
             ranks=ranks,
             server=server,
-            ledger=SchedulerHolds(shape.pages),
+            scheduler_holds=SchedulerHolds(shape.pages),
             incarnation=incarnation,
             ticket_key=ticket_key,
         )

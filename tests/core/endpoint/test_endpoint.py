@@ -1,4 +1,4 @@
-"""Whole loads between real endpoints: the bytes, the reports, and every way to fail."""
+"""Whole loads between real endpoints: bytes, results and failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHAPES = [
 
 
 def assert_pulled(decode: Engine, pages: list[int], tokens: int) -> None:
-    """Every token is right, and every byte after the last one is zero, not what was there."""
+    """Check that every token is right, and that every byte after the last token is zero."""
     for rank in decode.ranks:
         for layer in range(LAYERS):
             found = rank.tokens(pages, layer)
@@ -47,18 +47,20 @@ def assert_pulled(decode: Engine, pages: list[int], tokens: int) -> None:
             np.testing.assert_array_equal(found[tokens:], 0)
 
 
-@pytest.mark.parametrize(("there", "here"), SHAPES)
+@pytest.mark.parametrize(("remote_shape", "local_shape"), SHAPES)
 @pytest.mark.parametrize("tokens", [1, 7, 12])
-def test_pages_arrive_and_are_released_once(there: Shape, here: Shape, tokens: int) -> None:
-    with engine("prefill", there) as prefill, engine("decode", here) as decode:
-        remote = [5, 2, 9, 7, 3, 8][: -(-tokens // there.block)]
-        local = [4, 11, 6, 1, 2, 3, 13][: -(-tokens // here.block)]
+def test_pages_arrive_and_their_hold_is_released(
+    remote_shape: Shape, local_shape: Shape, tokens: int
+) -> None:
+    with engine("prefill", remote_shape) as prefill, engine("decode", local_shape) as decode:
+        remote = [5, 2, 9, 7, 3, 8][: -(-tokens // remote_shape.block)]
+        local = [4, 11, 6, 1, 2, 3, 13][: -(-tokens // local_shape.block)]
         ticket = prefill.serve("p-1", remote, tokens)
         decode.pull("d-1", ticket, local)
         assert not decode.outcome("d-1").failed
         assert_pulled(decode, local, tokens)
         prefill.released("p-1")
-        assert [rank.endpoint.held for rank in prefill.ranks] == [0] * there.tp
+        assert [rank.endpoint.held for rank in prefill.ranks] == [0] * remote_shape.tp
 
 
 def test_pages_beyond_the_range_are_zeroed() -> None:
@@ -68,7 +70,7 @@ def test_pages_beyond_the_range_are_zeroed() -> None:
         assert_pulled(decode, [3, 4, 5], 6)
 
 
-def test_a_partial_hit_pulls_the_rest_and_touches_nothing_else() -> None:
+def test_a_partial_hit_loads_only_the_missing_pages() -> None:
     with engine("prefill") as prefill, engine("decode") as decode:
         ticket = prefill.serve("p-1", [1, 2, 3], 12)
         decode.pull("d-1", ticket, [7, 8], first=4, first_index=1)
@@ -80,7 +82,7 @@ def test_a_partial_hit_pulls_the_rest_and_touches_nothing_else() -> None:
         assert np.isnan(rank.cache[:, untouched]).all()
 
 
-def test_a_full_local_hit_tells_the_producer_and_reports_nothing() -> None:
+def test_a_request_that_needs_nothing_is_released_and_not_reported() -> None:
     with engine("prefill", Shape(tp=2)) as prefill, engine("decode") as decode:
         decode.pull("d-1", prefill.serve("p-1", [1, 2], 8), [], nothing=True)
         prefill.released("p-1")
@@ -89,17 +91,17 @@ def test_a_full_local_hit_tells_the_producer_and_reports_nothing() -> None:
         assert decode.ranks[0].endpoint.pending == 0
 
 
-def test_replicas_that_nobody_reads_are_told() -> None:
-    """Every rank of both engines holds all heads: two ranks read two of four."""
-    there, here = Shape(tp=4, replicated=True), Shape(tp=2, replicated=True)
-    with engine("prefill", there) as prefill, engine("decode", here) as decode:
+def test_replicated_ranks_that_nobody_reads_are_notified() -> None:
+    """Every rank of both engines holds all heads, so two consumer ranks read two of four."""
+    remote_shape, local_shape = Shape(tp=4, replicated=True), Shape(tp=2, replicated=True)
+    with engine("prefill", remote_shape) as prefill, engine("decode", local_shape) as decode:
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert not decode.outcome("d-1").failed
         assert_pulled(decode, [2], 4)
         prefill.released("p-1")
 
 
-def test_a_consumer_faster_than_the_order_is_not_stale() -> None:
+def test_a_load_that_begins_before_the_producers_order_succeeds() -> None:
     with engine("prefill") as prefill, engine("decode") as decode:
         prefill.compute("p-1", [1], 4)
         ticket = prefill.finish("p-1", [1], 4, order=False)
@@ -109,35 +111,35 @@ def test_a_consumer_faster_than_the_order_is_not_stale() -> None:
         prefill.released("p-1")
 
 
-def test_with_a_drafter_the_read_waits_for_the_device() -> None:
+def test_the_read_waits_for_the_producers_device() -> None:
     with engine("prefill") as prefill, engine("decode") as decode:
         prefill.compute("p-1", [1], 4)
-        drafted = threading.Event()
+        drafter_is_done = threading.Event()
         ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
-        prefill.step(passed=drafted.is_set)
+        prefill.step(passed=drafter_is_done.is_set)
         decode.pull("d-1", ticket, [2])
         assert not decode.ranks[0].endpoint.wait(0.05)
         prefill.ranks[0].cache[:, 1] += 1  # the drafter's work
-        drafted.set()
+        drafter_is_done.set()
         assert not decode.outcome("d-1").failed
         np.testing.assert_array_equal(decode.ranks[0].cache[:, 2], prefill.ranks[0].cache[:, 1])
 
 
-def test_nothing_is_read_before_the_device_is_done_with_the_pages() -> None:
-    """What it still does to them, zeroing say, comes before what is read."""
+def test_nothing_is_read_before_the_consumers_device_has_finished_with_the_pages() -> None:
+    """Otherwise work on the device, such as zeroing, could overwrite what was read."""
     with engine("prefill") as prefill, engine("decode") as decode:
-        zeroed = threading.Event()
-        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2], passed=zeroed.is_set)
+        zeroing_is_done = threading.Event()
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2], passed=zeroing_is_done.is_set)
         assert not decode.ranks[0].endpoint.wait(0.05)
         decode.ranks[0].cache[:, 2] = 0
-        zeroed.set()
+        zeroing_is_done.set()
         assert not decode.outcome("d-1").failed
         assert_pulled(decode, [2], 4)
 
 
-@pytest.mark.parametrize("how", ["aborted", "too late"])
-def test_a_load_that_waits_for_the_device_can_be_given_up(how: str) -> None:
-    """Its producer is told, and nobody touches its pages, of which the device may have hold."""
+@pytest.mark.parametrize("cause", ["aborted", "too late"])
+def test_a_load_that_waits_for_the_device_can_be_aborted_or_time_out(cause: str) -> None:
+    """Its hold is released, and its pages stay untouched: the device may still use them."""
     options, clock, asked = EndpointOptions(load_timeout=LONG), Clock(), threading.Event()
 
     def never() -> bool:
@@ -145,22 +147,22 @@ def test_a_load_that_waits_for_the_device_can_be_given_up(how: str) -> None:
         return False
 
     with engine("prefill") as prefill, engine("decode", options=options, clock=clock) as decode:
-        decode.pull("d-0", prefill.serve("p-0", [1], 4), [2])  # they know each other
+        decode.pull("d-0", prefill.serve("p-0", [1], 4), [2])  # connects the engines
         assert not decode.outcome("d-0").failed
         prefill.released("p-0")
         decode.pull("d-1", prefill.serve("p-1", [3], 3), [4, 5], passed=never)
         assert asked.wait(20)
-        if how == "aborted":
+        if cause == "aborted":
             decode.ranks[0].endpoint.abort(RequestId("d-1"))
         else:
             clock.skip(LONG + 1.0)
-        wanted = EndpointClosedError if how == "aborted" else DeadlineError
+        wanted = EndpointClosedError if cause == "aborted" else DeadlineError
         assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], wanted)
         assert np.isnan(decode.ranks[0].cache[:, [4, 5]]).all()
         prefill.released("p-1")
 
 
-def test_who_closes_tells_the_producers_of_loads_that_wait_for_the_device() -> None:
+def test_closing_the_endpoint_releases_loads_that_wait_for_the_device() -> None:
     with engine("prefill") as prefill:
         with engine("decode") as decode:
             decode.pull("d-0", prefill.serve("p-0", [1], 4), [2])
@@ -170,18 +172,18 @@ def test_who_closes_tells_the_producers_of_loads_that_wait_for_the_device() -> N
         prefill.released("p-1")
 
 
-def test_a_device_that_cannot_say_fails_only_what_waits_for_it() -> None:
-    def broken() -> bool:
+def test_a_device_check_that_raises_fails_only_its_load() -> None:
+    def broken_check() -> bool:
         raise RuntimeError("an error of the device")
 
     with engine("prefill") as prefill, engine("decode") as decode:
-        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2], passed=broken)
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2], passed=broken_check)
         assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], EndpointClosedError)
         decode.pull("d-2", prefill.serve("p-2", [3], 4), [5])
         assert not decode.outcome("d-2").failed
 
 
-def test_a_late_read_fails() -> None:
+def test_a_read_after_the_lease_is_stale() -> None:
     with engine("prefill") as prefill, engine("decode") as decode:
         prefill.compute("p-1", [1], 4)
         ticket = prefill.finish("p-1", [1], 4, lease=0.0)
@@ -194,7 +196,7 @@ def test_a_late_read_fails() -> None:
 def test_a_reset_makes_tickets_stale_and_gives_pages_back() -> None:
     with engine("prefill") as prefill, engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], 4)
-        prefill.ledger.reset()
+        prefill.scheduler_holds.reset()
         prefill.step()
         prefill.released("p-1")
         decode.pull("d-1", ticket, [2])
@@ -258,7 +260,7 @@ def test_a_ticket_that_the_handshake_denies_is_refused(
         assert not decode.outcome("d-2").failed
 
 
-def test_a_hole_where_a_page_is_needed_fails_the_load_and_abandons() -> None:
+def test_a_hole_in_place_of_a_needed_page_fails_the_load_and_releases_the_hold() -> None:
     with engine("prefill") as prefill, engine("decode") as decode:
         ticket = dataclasses.replace(prefill.serve("p-1", [1, 2], 8), pages=((0, 2),))
         decode.pull("d-1", ticket, [3, 4])
@@ -272,7 +274,7 @@ def test_a_ticket_of_the_engine_itself_is_refused() -> None:
         assert isinstance(both.outcome("d-1").failed[RequestId("d-1")], TicketError)
 
 
-def test_engines_that_disagree_are_refused_by_name() -> None:
+def test_incompatible_engines_are_refused_with_both_values() -> None:
     with (
         engine("prefill", agreement={"model": "llama"}) as prefill,
         engine("decode", agreement={"model": "qwen"}) as decode,
@@ -284,13 +286,13 @@ def test_engines_that_disagree_are_refused_by_name() -> None:
         assert "qwen" in str(error)
 
 
-def test_a_judgement_that_is_overridden_is_warned_of_once(
+def test_an_overridden_judgement_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     judgements = Judgements(keys=frozenset({"model"}), overridden=True)
     with (
         engine("prefill", Shape(tp=2), agreement={"model": "llama"}) as prefill,
-        engine("stranger", agreement={"model": "llama", "dtype": "x"}) as stranger,
+        engine("stranger", agreement={"model": "llama", "dtype": "x"}) as third,
         engine(
             "decode",
             Shape(tp=2),
@@ -301,7 +303,7 @@ def test_a_judgement_that_is_overridden_is_warned_of_once(
         for request in ("1", "2"):
             decode.pull(f"d-{request}", prefill.serve(f"p-{request}", [1], 4), [2])
             assert not decode.outcome(f"d-{request}").failed
-        decode.pull("d-3", stranger.serve("p-3", [1], 4), [2])
+        decode.pull("d-3", third.serve("p-3", [1], 4), [2])
         error = decode.outcome("d-3").failed[RequestId("d-3")]
         assert "dtype: 'y' here, 'x' there" in str(error)
     [warning] = [r.getMessage() for r in caplog.records if "although" in r.getMessage()]
@@ -309,7 +311,7 @@ def test_a_judgement_that_is_overridden_is_warned_of_once(
     assert "model: 'its copy' here, 'llama' there" in warning
 
 
-def test_a_producer_that_is_gone_fails_the_load_and_its_successor_serves() -> None:
+def test_a_load_from_a_stopped_producer_fails_and_its_successor_serves() -> None:
     with engine("decode") as decode:
         with engine("prefill") as prefill:
             old = prefill.serve("p-1", [1], 4)
@@ -325,7 +327,7 @@ def test_a_producer_that_is_gone_fails_the_load_and_its_successor_serves() -> No
             assert not decode.outcome("d-4").failed
 
 
-def test_nobody_at_the_address_fails_the_load() -> None:
+def test_a_load_fails_if_nobody_listens_at_the_address() -> None:
     with engine("prefill") as prefill, engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], 4)
         prefill.server.close()
@@ -335,7 +337,7 @@ def test_nobody_at_the_address_fails_the_load() -> None:
         assert str(ticket.port) in str(error)
 
 
-def test_many_loads_at_once() -> None:
+def test_many_loads_at_once_succeed() -> None:
     with engine("prefill", Shape(pages=64)) as prefill, engine("decode", Shape(pages=64)) as decode:
         tickets = [prefill.serve(f"p-{i}", [1 + 2 * i, 2 + 2 * i], 8) for i in range(30)]
         for i, ticket in enumerate(tickets):
@@ -349,7 +351,7 @@ def test_many_loads_at_once() -> None:
             assert_pulled(decode, [2 + 2 * i, 1 + 2 * i], 8)
 
 
-def test_a_closed_endpoint_says_so() -> None:
+def test_a_closed_endpoint_refuses_loads() -> None:
     with engine("prefill") as prefill, engine("decode") as decode:
         ticket = prefill.serve("p-1", [1], 4)
         decode.ranks[0].endpoint.close()
@@ -358,81 +360,83 @@ def test_a_closed_endpoint_says_so() -> None:
             decode.pull("d-1", ticket, [2])
 
 
-class Unlucky(LoopbackTransport):
-    """A driver with a bug: now and then it raises what no driver should."""
+class RaisingTransport(LoopbackTransport):
+    """A transport with methods that raise exceptions which the interface does not allow."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.broken: set[str] = set()
+        self.broken_methods: set[str] = set()
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        if "read" in self.broken:
+        if "read" in self.broken_methods:
             raise MemoryError("no room")
         return super().read(peer, copies, notify)
 
     def connect(self, address: bytes) -> PeerId:
-        if "connect" in self.broken:
+        if "connect" in self.broken_methods:
             raise PermissionError("hidden")
         return super().connect(address)
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
-        if "notify" in self.broken:
+        if "notify" in self.broken_methods:
             raise RuntimeError("no way")
         super().notify(peer, payload)
 
 
-@pytest.mark.parametrize("broken", ["read", "connect", "notify"])
-def test_an_exception_of_the_driver_fails_one_load_and_not_the_endpoint(broken: str) -> None:
-    driver = Unlucky()
+@pytest.mark.parametrize("method", ["read", "connect", "notify"])
+def test_an_exception_of_the_driver_fails_one_load_and_not_the_endpoint(
+    method: str,
+) -> None:
+    driver = RaisingTransport()
     with engine("prefill") as prefill, engine("decode", transport=lambda: driver) as decode:
         ticket = prefill.serve("p-1", [1], 4)
-        driver.broken = {broken, "read"}
+        driver.broken_methods = {method, "read"}
         decode.pull("d-1", ticket, [2])
         assert decode.outcome("d-1").failed
-        driver.broken = set()
+        driver.broken_methods = set()
         decode.pull("d-2", prefill.serve("p-2", [3], 4), [2])
         assert not decode.outcome("d-2").failed
 
 
-class Deaf(LoopbackTransport):
-    """A driver whose reads cannot be cancelled, and go on until the peer is disconnected."""
+class UncancellableTransport(LoopbackTransport):
+    """A transport whose reads ignore ``cancel`` and end when the peer is disconnected."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._endless: dict[TransferId, bool] = {}
+        self._pending: dict[TransferId, bool] = {}
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
-        self._endless[transfer] = True
+        self._pending[transfer] = True
         return transfer
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
-        endless = Status(state=State.PENDING)
+        pending = Status(state=State.PENDING)
         lost = Status(state=State.FAILED, error=PeerLostError("disconnected"))
-        return [endless if self._endless[transfer] else lost for transfer in transfers]
+        return [pending if self._pending[transfer] else lost for transfer in transfers]
 
     def forget(self, transfer: TransferId) -> None:
-        del self._endless[transfer]
+        del self._pending[transfer]
 
     def cancel(self, transfer: TransferId) -> None:
         pass
 
     def disconnect(self, peer: PeerId) -> None:
-        self._endless = dict.fromkeys(self._endless, False)
+        self._pending = dict.fromkeys(self._pending, False)
         super().disconnect(peer)
 
 
-def test_a_read_that_cannot_be_cancelled_ends_with_its_peer() -> None:
+def test_a_read_that_cannot_be_cancelled_ends_when_its_peer_is_disconnected() -> None:
     options = EndpointOptions(load_timeout=0.05)
     with (
         engine("prefill") as prefill,
-        engine("decode", transport=Deaf, options=options) as decode,
+        engine("decode", transport=UncancellableTransport, options=options) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], DeadlineError)
 
 
-def test_a_second_engine_of_one_name_does_not_end_loads_from_the_first() -> None:
+def test_a_second_engine_with_the_same_name_does_not_end_loads_from_the_first() -> None:
     with engine("prefill") as one, engine("prefill") as other, engine("decode") as decode:
         first = one.serve("p-1", [1], 4)
         decode.pull("d-1", first, [2])
@@ -447,10 +451,10 @@ def test_a_second_engine_of_one_name_does_not_end_loads_from_the_first() -> None
 
 
 def test_abandon_is_sent_before_the_failure_is_reported() -> None:
-    """Whoever hears of the failure may rely on the producer's hearing of it, too."""
-    driver = Unlucky()
+    """A caller that sees the failure can rely on the producer's being told."""
+    driver = RaisingTransport()
     with engine("prefill") as prefill, engine("decode", transport=lambda: driver) as decode:
-        driver.broken = {"read"}
+        driver.broken_methods = {"read"}
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert decode.outcome("d-1").failed
         decode.ranks[0].endpoint.close()

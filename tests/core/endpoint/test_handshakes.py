@@ -1,4 +1,4 @@
-"""Handshakes: once for all who ask, side by side, and not too often after a failure."""
+"""``Handshakes``: shared by concurrent requests, run concurrently, delayed after failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.core.endpoint import handshakes as shaking
+from kvferry.core.endpoint import handshakes as module
 from kvferry.core.endpoint.handshakes import MAX_HANDSHAKES, HandshakeResult, Handshakes, PeerKey
 from kvferry.core.errors import HandshakeError, KVFerryError
 from kvferry.core.planner.plan import Plan
@@ -19,25 +19,25 @@ GOOD = HandshakeResult(
 )
 
 
-class Bench:
-    """Handshakes whose outcomes the test decides; what they post runs when it says so."""
+class HandshakeHarness:
+    """``Handshakes`` whose results the test decides, and whose callbacks it runs."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.now = 0.0
         self.fails = fails
         self.calls: list[PeerKey] = []
-        self.heard: list[HandshakeResult | KVFerryError] = []
+        self.reported: list[HandshakeResult | KVFerryError] = []
         self._posted: list[Callable[[], None]] = []
         self._changed = threading.Condition()
-        self.gate = threading.Event()
-        self.gate.set()
-        self.shakes = Handshakes(self._shake, self._post, lambda: self.now)
+        self.may_return = threading.Event()
+        self.may_return.set()
+        self.handshakes = Handshakes(self._perform, self._post, lambda: self.now)
 
     def ask(self, name: str = "a") -> None:
-        self.shakes.ask(PeerKey(name, "host", 1), self.heard.append)
+        self.handshakes.ask(PeerKey(name, "host", 1), self.reported.append)
 
     def run(self, count: int = 1) -> None:
-        """Wait for so many handshakes to end, and hear of them."""
+        """Wait for ``count`` handshakes to end, and run the callbacks that they posted."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._posted) >= count, 20)
             posted, self._posted = self._posted, []
@@ -49,192 +49,195 @@ class Bench:
             self._posted.append(call)
             self._changed.notify_all()
 
-    def _shake(self, key: PeerKey) -> HandshakeResult:
+    def _perform(self, key: PeerKey) -> HandshakeResult:
         with self._changed:
             self.calls.append(key)
             self._changed.notify_all()
-        self.gate.wait()
+        self.may_return.wait()
         if self.fails:
             raise HandshakeError("nobody there")
         return GOOD
 
-    def under_way(self, count: int) -> bool:
+    def wait_for_calls(self, count: int) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: len(self.calls) >= count, 20)
 
 
-def test_one_handshake_for_all_who_ask_meanwhile() -> None:
-    bench = Bench()
-    bench.gate.clear()
+def test_concurrent_requests_share_one_handshake() -> None:
+    harness = HandshakeHarness()
+    harness.may_return.clear()
     for _ in range(3):
-        bench.ask()
-    bench.gate.set()
-    bench.run()
-    assert (len(bench.calls), bench.heard) == (1, [GOOD] * 3)
-    assert len(bench.shakes) == 0
+        harness.ask()
+    harness.may_return.set()
+    harness.run()
+    assert (len(harness.calls), harness.reported) == (1, [GOOD] * 3)
+    assert len(harness.handshakes) == 0
 
 
-def test_engines_are_reached_side_by_side_up_to_a_limit() -> None:
-    bench = Bench()
-    bench.gate.clear()
+def test_handshakes_run_concurrently_up_to_a_limit() -> None:
+    harness = HandshakeHarness()
+    harness.may_return.clear()
     for number in range(MAX_HANDSHAKES + 2):
-        bench.ask(f"engine-{number}")
-    assert bench.under_way(MAX_HANDSHAKES)
-    assert len(bench.calls) == MAX_HANDSHAKES
-    bench.gate.set()
-    bench.run(MAX_HANDSHAKES)
-    bench.run(2)
-    assert len(bench.heard) == MAX_HANDSHAKES + 2
+        harness.ask(f"engine-{number}")
+    assert harness.wait_for_calls(MAX_HANDSHAKES)
+    assert len(harness.calls) == MAX_HANDSHAKES
+    harness.may_return.set()
+    harness.run(MAX_HANDSHAKES)
+    harness.run(2)
+    assert len(harness.reported) == MAX_HANDSHAKES + 2
 
 
-def have_failed(bench: Bench, *names: str) -> None:
-    """Each of these has failed, as often as it is named, and may be asked for again."""
-    bench.fails = True
+def fail(harness: HandshakeHarness, *names: str) -> None:
+    """Let a handshake with each name fail, and let the wait after the failure pass."""
+    harness.fails = True
     for name in names:
-        bench.ask(name)
-        bench.now += 100.0
-        bench.shakes.progress(bench.now)
-        bench.run()
-    bench.now += 100.0
-    bench.fails = False
+        harness.ask(name)
+        harness.now += 100.0
+        harness.handshakes.progress(harness.now)
+        harness.run()
+    harness.now += 100.0
+    harness.fails = False
 
 
-MUTE = [f"mute-{number}" for number in range(5)]
+SILENT = [f"silent-{number}" for number in range(5)]
 
 
-@pytest.mark.parametrize("begun", [0, 1])
-def test_who_has_failed_least_is_next_at_every_second_turn(
-    begun: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("earlier_failures", [0, 1])
+def test_every_second_handshake_goes_to_the_engine_with_the_fewest_failures(
+    earlier_failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shaking, "MAX_HANDSHAKES", 1)
-    bench = Bench()
-    have_failed(bench, *MUTE, *MUTE, "restarting", *["other"] * begun)
-    bench.gate.clear()
-    bench.ask("running")
-    assert bench.under_way(len(bench.heard) + 1)
-    before = len(bench.calls)
-    order = [*MUTE, "restarting", "one"]
+    monkeypatch.setattr(module, "MAX_HANDSHAKES", 1)
+    harness = HandshakeHarness()
+    fail(harness, *SILENT, *SILENT, "restarting", *["other"] * earlier_failures)
+    harness.may_return.clear()
+    harness.ask("running")
+    assert harness.wait_for_calls(len(harness.reported) + 1)
+    before = len(harness.calls)
+    order = [*SILENT, "restarting", "one"]
     for name in order:
-        bench.ask(name)
-    bench.gate.set()
+        harness.ask(name)
+    harness.may_return.set()
     for _ in ["running", *order]:
-        bench.run()
-    called = [key.engine for key in bench.calls[before:]]
+        harness.run()
+    called = [key.engine for key in harness.calls[before:]]
     assert sorted(called) == sorted(order)
     assert called.index("one") < 2
     assert called.index("restarting") < 4
 
 
-def test_nobody_waits_for_ever_while_new_names_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shaking, "MAX_HANDSHAKES", 1)
-    bench = Bench()
-    have_failed(bench, "restarting")
-    bench.gate.clear()
+def test_no_engine_waits_forever_while_new_names_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_HANDSHAKES", 1)
+    harness = HandshakeHarness()
+    fail(harness, "restarting")
+    harness.may_return.clear()
     for name in ("running", *(f"early-{number}" for number in range(5)), "restarting"):
-        bench.ask(name)
-    before = bench.calls.count(PeerKey("restarting", "host", 1))
-    bench.gate.set()
-    for number in range(20):  # at every second turn one of seven is called that came before them
-        bench.ask(f"new-{number}")
-        bench.ask(f"newer-{number}")
-        bench.run()
-    assert bench.calls.count(PeerKey("restarting", "host", 1)) > before
+        harness.ask(name)
+    before = harness.calls.count(PeerKey("restarting", "host", 1))
+    harness.may_return.set()
+    for number in range(20):
+        # Every second handshake is with one of the seven names that were asked for first.
+        harness.ask(f"new-{number}")
+        harness.ask(f"newer-{number}")
+        harness.run()
+    assert harness.calls.count(PeerKey("restarting", "host", 1)) > before
 
 
 @pytest.mark.parametrize("failures", [1, 2, 5, 20])
-def test_the_next_handshake_after_failures_waits_longer(failures: int) -> None:
-    bench = Bench(fails=True)
+def test_the_wait_after_failures_grows(failures: int) -> None:
+    harness = HandshakeHarness(fails=True)
     for _ in range(failures):
-        bench.ask()
-        bench.now += 100.0
-        bench.shakes.progress(bench.now)
-        bench.run()
-    assert all(isinstance(result, HandshakeError) for result in bench.heard)
-    bench.fails, calls = False, len(bench.calls)
-    bench.ask()
+        harness.ask()
+        harness.now += 100.0
+        harness.handshakes.progress(harness.now)
+        harness.run()
+    assert all(isinstance(result, HandshakeError) for result in harness.reported)
+    harness.fails, calls = False, len(harness.calls)
+    harness.ask()
     wait = min(0.1 * 2 ** (failures - 1), 5.0)
-    bench.now += wait * 0.99
-    bench.shakes.progress(bench.now)
-    assert len(bench.calls) == calls
-    bench.now += wait * 0.02
-    bench.shakes.progress(bench.now)
-    bench.run()
-    assert bench.heard[-1] is GOOD
+    harness.now += wait * 0.99
+    harness.handshakes.progress(harness.now)
+    assert len(harness.calls) == calls
+    harness.now += wait * 0.02
+    harness.handshakes.progress(harness.now)
+    harness.run()
+    assert harness.reported[-1] is GOOD
 
 
-def test_a_failure_delays_nobody_else_and_a_success_is_the_end_of_it() -> None:
-    bench = Bench(fails=True)
-    bench.ask("a")
-    bench.run()
-    bench.fails = False
-    bench.ask("b")
-    bench.run()
-    assert bench.heard[-1] is GOOD
-    bench.shakes.succeeded(PeerKey("a", "host", 1))
-    bench.ask("a")
-    bench.run()
-    assert bench.heard[-1] is GOOD
+def test_a_failure_delays_no_other_engine_and_a_success_resets_the_wait() -> None:
+    harness = HandshakeHarness(fails=True)
+    harness.ask("a")
+    harness.run()
+    harness.fails = False
+    harness.ask("b")
+    harness.run()
+    assert harness.reported[-1] is GOOD
+    harness.handshakes.succeeded(PeerKey("a", "host", 1))
+    harness.ask("a")
+    harness.run()
+    assert harness.reported[-1] is GOOD
 
 
-def test_whatever_a_handshake_raises_is_heard_of() -> None:
-    heard: list[HandshakeResult | KVFerryError] = []
+def test_any_exception_of_a_handshake_is_reported() -> None:
+    reported: list[HandshakeResult | KVFerryError] = []
     done = threading.Event()
     posted: list[Callable[[], None]] = []
 
-    def shake(key: PeerKey) -> HandshakeResult:
+    def perform(key: PeerKey) -> HandshakeResult:
         raise ZeroDivisionError(key.engine)
 
     def post(call: Callable[[], None]) -> None:
         posted.append(call)
         done.set()
 
-    Handshakes(shake, post, lambda: 0.0).ask(PeerKey("a", "host", 1), heard.append)
+    Handshakes(perform, post, lambda: 0.0).ask(PeerKey("a", "host", 1), reported.append)
     assert done.wait(20)
     posted[0]()
-    [error] = heard
+    [error] = reported
     assert isinstance(error, HandshakeError)
     assert "ZeroDivisionError" in str(error)
 
 
-def test_an_error_keeps_nothing_of_what_was_decoded() -> None:
+def test_an_error_keeps_no_reference_to_decoded_data() -> None:
     class Decoded:
         pass
 
-    gone: list[weakref.ref[Decoded]] = []
+    references: list[weakref.ref[Decoded]] = []
     posted = queue.SimpleQueue[Callable[[], None]]()
 
-    def shake(key: PeerKey) -> HandshakeResult:
+    def perform(key: PeerKey) -> HandshakeResult:
         decoded = Decoded()
-        gone.append(weakref.ref(decoded))
+        references.append(weakref.ref(decoded))
         try:
             raise ZeroDivisionError
         except ZeroDivisionError as exc:
             raise HandshakeError(key.engine) from exc
 
-    heard: list[HandshakeResult | KVFerryError] = []
-    Handshakes(shake, posted.put, lambda: 0.0).ask(PeerKey("a", "host", 1), heard.append)
+    reported: list[HandshakeResult | KVFerryError] = []
+    Handshakes(perform, posted.put, lambda: 0.0).ask(PeerKey("a", "host", 1), reported.append)
     posted.get(timeout=20)()
-    assert isinstance(heard[0], HandshakeError)
-    assert gone[0]() is None
+    assert isinstance(reported[0], HandshakeError)
+    assert references[0]() is None
 
 
-def test_what_was_read_is_said_to_be_used() -> None:
-    bench, used = Bench(), list[HandshakeResult]()
-    bench.shakes = Handshakes(bench._shake, bench._post, lambda: bench.now, used.append)
-    bench.ask()
-    bench.run()
-    bench.fails = True
-    bench.ask("b")
-    bench.run()
-    assert (bench.heard[0], used) == (GOOD, [GOOD])
+def test_a_successful_result_is_passed_to_the_used_callback() -> None:
+    harness, used = HandshakeHarness(), list[HandshakeResult]()
+    harness.handshakes = Handshakes(
+        harness._perform, harness._post, lambda: harness.now, used.append
+    )
+    harness.ask()
+    harness.run()
+    harness.fails = True
+    harness.ask("b")
+    harness.run()
+    assert (harness.reported[0], used) == (GOOD, [GOOD])
 
 
-def test_after_the_close_nothing_starts() -> None:
-    bench = Bench(fails=True)
-    bench.ask()
-    bench.run()
-    bench.ask()
-    bench.shakes.close()
-    bench.now += 100.0
-    bench.shakes.progress(bench.now)
-    assert len(bench.calls) == 1
+def test_no_handshake_starts_after_close() -> None:
+    harness = HandshakeHarness(fails=True)
+    harness.ask()
+    harness.run()
+    harness.ask()
+    harness.handshakes.close()
+    harness.now += 100.0
+    harness.handshakes.progress(harness.now)
+    assert len(harness.calls) == 1

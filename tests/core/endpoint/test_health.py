@@ -1,4 +1,4 @@
-"""How an engine says that it is not well, from the driver to whoever probes it."""
+"""Problems of an engine, from the driver to the health probe."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.messages import encode
 from kvferry.core.transport import Notification, PeerId, TransferId
 from kvferry.core.transport.copies import Copies
-from tests.core.endpoint.engines import Watched, engine, eventually
+from tests.core.endpoint.engines import RecordingTransport, engine, eventually
 
 LONG = 20.0
 
 
-class Loud(Watched):
-    """A driver whose connections do not fall silent when they are closed."""
+class NotQuiescingTransport(RecordingTransport):
+    """A transport whose ``disconnect`` raises until the test says so."""
 
     not_quiesced = True
 
@@ -30,8 +30,8 @@ class Loud(Watched):
         super().disconnect(peer)
 
 
-def test_a_connection_that_does_not_fall_silent_is_a_problem_until_it_does() -> None:
-    driver = Loud()
+def test_a_failed_disconnect_is_a_problem_until_it_succeeds() -> None:
+    driver = NotQuiescingTransport()
     options = EndpointOptions(liveness_interval=5.0)
     with (
         engine("prefill") as prefill,
@@ -58,52 +58,52 @@ def test_a_connection_that_does_not_fall_silent_is_a_problem_until_it_does() -> 
     assert endpoint.problems == ("the endpoint is closed",)
 
 
-class Down(Watched):
-    """A driver whose library has gone, once the test says so."""
+class FailingNotificationsTransport(RecordingTransport):
+    """A transport whose ``notifications`` raises while ``is_down`` is set."""
 
-    down = False
+    is_down = False
 
     def notifications(self) -> list[Notification]:
-        if self.down:
+        if self.is_down:
             raise TransportError("the library has gone")
         return super().notifications()
 
 
-def test_a_driver_that_is_down_is_a_problem_until_it_is_up_again() -> None:
-    """And the endpoint goes on: nothing that it serves depends on what has failed for long."""
-    driver = Down()
+def test_a_failing_driver_is_a_problem_until_it_works_again() -> None:
+    """Loads that do not need the failing method go on meanwhile."""
+    driver = FailingNotificationsTransport()
     with engine("prefill") as prefill, engine("decode", transport=lambda: driver) as decode:
         endpoint = decode.ranks[0].endpoint
         assert endpoint.healthy
-        driver.down = True
-        eventually(lambda: not endpoint.healthy, "nobody has to ask anything of it")
+        driver.is_down = True
+        eventually(lambda: not endpoint.healthy, "the problem is known without any load")
         assert endpoint.problems == (
             "the driver's notifications failed, again and again, first with TransportError: the "
             "library has gone; restart the engine if that lasts",
         )
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert not decode.outcome("d-1").failed
-        driver.down = False
-        eventually(lambda: endpoint.healthy, "it is up again")
+        driver.is_down = False
+        eventually(lambda: endpoint.healthy, "the driver works again")
 
 
-class Stuck(Watched):
-    """A driver that does not come back from a read until the test says so."""
+class StuckReadTransport(RecordingTransport):
+    """A transport whose ``read`` does not return until the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.let_go = threading.Event()
+        self.may_return = threading.Event()
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        self.let_go.wait()
+        self.may_return.wait()
         return super().read(peer, copies, notify)
 
 
-def test_a_call_that_does_not_return_is_a_problem_until_it_does(
+def test_a_driver_call_that_does_not_return_is_a_problem_until_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvferry.core.endpoint.endpoint.STUCK_SECONDS", 1.0)
-    driver = Stuck()
+    driver = StuckReadTransport()
     with (
         engine("prefill") as prefill,
         engine("decode", transport=lambda: driver) as decode,
@@ -115,7 +115,7 @@ def test_a_call_that_does_not_return_is_a_problem_until_it_does(
             assert "a call of the driver does not return" in endpoint.problems[0]
             assert endpoint.pending == 1
         finally:
-            driver.let_go.set()
+            driver.may_return.set()
         assert not decode.outcome("d-1").failed
         eventually(lambda: endpoint.healthy, "the call has returned")
 
@@ -137,7 +137,7 @@ def server(problems: list[str]) -> Iterator[HandshakeServer]:
 
 
 @pytest.mark.parametrize("name", ["", "prefill"])
-def test_a_probe_hears_what_is_wrong(
+def test_a_probe_gets_the_problems_of_the_engine(
     server: HandshakeServer, problems: list[str], name: str
 ) -> None:
     condition = health(server.host, server.port, name, timeout=LONG)
@@ -153,7 +153,7 @@ def test_a_probe_for_another_engine_is_refused(server: HandshakeServer) -> None:
         health(server.host, server.port, "decode", timeout=LONG)
 
 
-def test_a_probe_of_nobody(server: HandshakeServer) -> None:
+def test_a_probe_of_a_closed_port_fails(server: HandshakeServer) -> None:
     server.close()
     with pytest.raises(HandshakeError, match="nobody listens there"):
         health(server.host, server.port, timeout=LONG)

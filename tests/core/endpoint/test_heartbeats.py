@@ -1,4 +1,4 @@
-"""A consumer says that it lives, and a producer whose consumer is gone knows it within seconds."""
+"""Heartbeats: a producer knows within seconds that a consumer is dead."""
 
 from __future__ import annotations
 
@@ -6,104 +6,94 @@ from typing import Any
 
 import pytest
 
-from kvferry.core import messages as wire
+from kvferry.core import messages
 from kvferry.core.endpoint import EndpointOptions, endpoint
 from kvferry.core.endpoint.producer import HoldServer, SlotTable
 from kvferry.core.errors import StaleError, TransportError
 from kvferry.core.lifecycle.holds import Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.reclamation import GONE_SECONDS, HEARTBEAT_SECONDS
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
-from kvferry.core.messages import Heartbeat, Note, Renewal, decode_notes
+from kvferry.core.messages import Heartbeat, Renewal, decode_notes
 from kvferry.core.metrics import Metrics
 from kvferry.core.transport import PeerId
-from tests.core.endpoint.engines import Clock, Engine, Shape, Watched, engine, eventually
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, Shape, engine, eventually
 
-PATIENT = EndpointOptions(liveness_interval=0, load_timeout=1000.0)
+NO_LIVENESS_CHECKS = EndpointOptions(liveness_interval=0, load_timeout=1000.0)
 HOLDS = 300
 
 
-def notes(driver: Watched) -> list[Note]:
-    return [note for heard in driver.heard for note in decode_notes(heard.payload)]
-
-
-def beats(driver: Watched) -> list[Heartbeat]:
-    return [note for note in notes(driver) if isinstance(note, Heartbeat)]
-
-
-def pass_seconds(clock: Clock, seconds: int, *drivers: Watched) -> None:
-    """In steps of a heartbeat, each of which arrives at every producer rank."""
+def pass_seconds(clock: Clock, seconds: int, *drivers: RecordingTransport) -> None:
+    """Let time pass in steps of a heartbeat; wait until each arrives at every producer rank."""
     for _ in range(seconds):
-        known = [len(beats(driver)) for driver in drivers]
+        known = [len(driver.notes(Heartbeat)) for driver in drivers]
         clock.skip(HEARTBEAT_SECONDS)
         for driver, count in zip(drivers, known, strict=True):
-            eventually(lambda d=driver, c=count: len(beats(d)) > c, "a heartbeat arrives")  # type: ignore[misc]
+            eventually(lambda d=driver, c=count: len(d.notes(Heartbeat)) > c, "a heartbeat arrives")  # type: ignore[misc]
 
 
-def claimed(driver: Watched, count: int) -> None:
+def wait_for_renewals(driver: RecordingTransport, count: int) -> None:
     eventually(
-        lambda: (
-            sum(isinstance(n, Renewal) and n.engine == "decode" for n in notes(driver)) >= count
-        ),
-        "everything is claimed",
+        lambda: sum(note.engine == "decode" for note in driver.notes(Renewal)) >= count,
+        "all holds are renewed",
     )
 
 
-def silent(prefill: Engine) -> list[int]:
+def count_silent_holds(prefill: Engine) -> list[int]:
     return [len(rank.endpoint.silent()) for rank in prefill.ranks]
 
 
-def test_an_honest_backlog_is_never_silent() -> None:
-    """Hundreds of holds, no renewal for long, and one heartbeat a second and rank for all."""
-    clock, drivers = Clock(), [Watched(), Watched()]
+def test_holds_of_a_live_consumer_are_never_silent() -> None:
+    """One heartbeat per second and rank serves hundreds of holds, without a renewal for each."""
+    clock, drivers = Clock(), [RecordingTransport(), RecordingTransport()]
     made = iter(drivers)
     shape = Shape(tp=2, pages=HOLDS + 1)
     with (
         engine("prefill", shape, transport=lambda: next(made), clock=clock) as prefill,
-        engine("decode", Shape(pages=8), options=PATIENT, clock=clock) as decode,
+        engine("decode", Shape(pages=8), options=NO_LIVENESS_CHECKS, clock=clock) as decode,
     ):
         tickets = [prefill.serve(f"p-{i}", [i + 1], 4) for i in range(HOLDS)]
         for ticket in tickets:
             decode.prepare(ticket)
         for driver in drivers:
-            claimed(driver, HOLDS)
-            driver.heard.clear()
+            wait_for_renewals(driver, HOLDS)
+            driver.received.clear()
         pass_seconds(clock, 9, *drivers)
-        assert silent(prefill) == [0, 0]
+        assert count_silent_holds(prefill) == [0, 0]
         for driver in drivers:
-            assert 9 <= len(beats(driver)) <= 11
-            assert not [note for note in notes(driver) if isinstance(note, Renewal)]
+            assert 9 <= len(driver.notes(Heartbeat)) <= 11
+            assert not driver.notes(Renewal)
 
 
-def test_who_is_gone_is_silent_after_three_seconds_and_its_late_read_is_stale() -> None:
-    clock, driver = Clock(), Watched()
+def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ended() -> None:
+    clock, driver = Clock(), RecordingTransport()
     with engine("prefill", transport=lambda: driver, clock=clock) as prefill:
-        with engine("decode", options=PATIENT, clock=clock) as decode:
+        with engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
             ticket = prefill.serve("p-1", [1, 2], 8)
             decode.prepare(ticket)
-            claimed(driver, 1)
+            wait_for_renewals(driver, 1)
         clock.skip(GONE_SECONDS - 1.0)
-        prefill_listens(driver, prefill)
-        assert silent(prefill) == [0]
+        wait_until_listening(driver, prefill)
+        assert count_silent_holds(prefill) == [0]
         clock.skip(1.5)
-        eventually(lambda: silent(prefill) == [1], "it is silent")
-        [found] = prefill.ranks[0].endpoint.silent()
-        assert found.engines == ("decode",)
-        assert prefill.ledger.give_up([found], 1) == [found]
+        eventually(lambda: count_silent_holds(prefill) == [1], "the hold is silent")
+        [silent_hold] = prefill.ranks[0].endpoint.silent()
+        assert silent_hold.engines == ("decode",)
+        assert prefill.scheduler_holds.give_up([silent_hold], 1) == [silent_hold]
         prefill.step()
         prefill.released("p-1")
-        with engine("decode", options=PATIENT, clock=clock) as decode:
+        with engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
             decode.pull("d-1", ticket, [3, 4])
             assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], StaleError)
 
 
-def prefill_listens(driver: Watched, prefill: Engine) -> None:
-    """Wait until the producer has looked for messages since now."""
+def wait_until_listening(driver: RecordingTransport, prefill: Engine) -> None:
+    """Wait until the producer has looked for notifications once more."""
     listened = prefill.ranks[0].endpoint._hold_server._listened
     eventually(lambda: prefill.ranks[0].endpoint._hold_server._listened > listened, "it listens")
 
 
-def test_a_producer_that_could_not_listen_takes_nobody_for_gone() -> None:
-    """Its ages stand still while its thread does: heartbeats may have come meanwhile."""
+def test_a_producer_that_could_not_listen_counts_no_consumer_as_dead() -> None:
+    """Silence is measured only while its thread runs: heartbeats may have arrived meanwhile."""
     clock, table, incarnation = Clock(), SlotTable(4), random_incarnation()
     server = HoldServer(table, incarnation, clock, Metrics(driver="loopback", rank="0"))
     request, hold = RequestId("p-1"), Hold(slot=1, generation=7)
@@ -115,31 +105,31 @@ def test_a_producer_that_could_not_listen_takes_nobody_for_gone() -> None:
     assert [each.request for each in server.silent()] == [request]
 
 
-def test_nothing_is_said_to_a_producer_that_does_not_know_heartbeats(
+def test_a_producer_that_does_not_know_heartbeats_gets_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An older build would drop the notification, and say so in its log."""
+    """An older build would drop and log each heartbeat."""
     original = endpoint.Endpoint._make_payload
 
-    def older(self: Any, *args: Any) -> wire.RankPayload:
+    def older_payload(self: Any, *args: Any) -> messages.RankPayload:
         payload = original(self, *args)
         fields = {name: getattr(payload, name) for name in payload.__struct_fields__}
-        return wire.RankPayload(**fields | {"heartbeats": False})
+        return messages.RankPayload(**fields | {"heartbeats": False})
 
-    clock, driver = Clock(), Watched()
-    with engine("decode", options=PATIENT, clock=clock) as decode:
-        monkeypatch.setattr(endpoint.Endpoint, "_make_payload", older)
+    clock, driver = Clock(), RecordingTransport()
+    with engine("decode", options=NO_LIVENESS_CHECKS, clock=clock) as decode:
+        monkeypatch.setattr(endpoint.Endpoint, "_make_payload", older_payload)
         with engine("prefill", transport=lambda: driver, clock=clock) as prefill:
             ticket = prefill.serve("p-1", [1, 2], 8)
             decode.prepare(ticket)
-            claimed(driver, 1)
+            wait_for_renewals(driver, 1)
             clock.skip(15.0)
-            claimed(driver, 2)
-            assert not beats(driver)
+            wait_for_renewals(driver, 2)
+            assert not driver.notes(Heartbeat)
 
 
-def test_a_heartbeat_that_cannot_be_sent_ends_nothing() -> None:
-    class Mute(Watched):
+def test_a_heartbeat_that_cannot_be_sent_fails_no_load() -> None:
+    class NoHeartbeatsTransport(RecordingTransport):
         def notify(self, peer: PeerId, payload: bytes) -> None:
             if isinstance(decode_notes(payload)[0], Heartbeat):
                 raise TransportError("the queue is full")
@@ -148,7 +138,9 @@ def test_a_heartbeat_that_cannot_be_sent_ends_nothing() -> None:
     clock = Clock()
     with (
         engine("prefill", clock=clock) as prefill,
-        engine("decode", options=PATIENT, transport=Mute, clock=clock) as decode,
+        engine(
+            "decode", options=NO_LIVENESS_CHECKS, transport=NoHeartbeatsTransport, clock=clock
+        ) as decode,
     ):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)

@@ -1,4 +1,4 @@
-"""Producers that die, fall silent, come back or are not needed: between real endpoints."""
+"""Liveness checks between real endpoints: producers that die, return or are not used."""
 
 from __future__ import annotations
 
@@ -14,85 +14,85 @@ from kvferry.core.errors import HandshakeError, PeerLostError
 from kvferry.core.handshake import HandshakeServer
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.messages import encode
-from tests.core.endpoint.engines import Clock, Engine, Watched, engine, eventually
+from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, engine, eventually
 
-QUICK = EndpointOptions(liveness_interval=5.0, liveness_misses=3)
-"""What is closed is noticed long before the next ping is due."""
+OPTIONS = EndpointOptions(liveness_interval=5.0, liveness_misses=3)
+"""A closed side channel is noticed long before the next ping is due."""
 
 
-def waits_for_the_device(prefill: Engine, decode: Engine) -> None:
-    """A load that can end by nothing that its transfers tell it."""
+def start_load_waiting_for_device(prefill: Engine, decode: Engine) -> None:
+    """Start a load that reads nothing yet, so only a liveness check can fail it."""
     prefill.compute("p-1", [1], 4)
     ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
     decode.pull("d-1", ticket, [2])
 
 
-def connected(driver: Watched) -> None:
-    eventually(lambda: driver.links == 1, "the producer is connected")
+def wait_for_connection(driver: RecordingTransport) -> None:
+    eventually(lambda: driver.open_connections == 1, "the producer is connected")
 
 
-def test_a_dead_side_channel_fails_loads_and_releases_connections() -> None:
-    driver = Watched()
+def test_a_closed_side_channel_fails_loads_and_releases_the_connection() -> None:
+    driver = RecordingTransport()
     with (
         engine("prefill") as prefill,
-        engine("decode", options=QUICK, transport=lambda: driver) as decode,
+        engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
-        waits_for_the_device(prefill, decode)
-        connected(driver)
+        start_load_waiting_for_device(prefill, decode)
+        wait_for_connection(driver)
         prefill.server.close()
         error = decode.outcome("d-1").failed[RequestId("d-1")]
         assert isinstance(error, PeerLostError)
         assert "missed 3 of 3 pings" in str(error)
-        eventually(lambda: driver.links == 0, "the connection is released")
+        eventually(lambda: driver.open_connections == 0, "the connection is released")
 
 
-def test_an_idle_connection_to_a_dead_producer_is_released_too() -> None:
-    driver = Watched()
+def test_an_idle_connection_to_a_dead_producer_is_released() -> None:
+    driver = RecordingTransport()
     with (
         engine("prefill") as prefill,
-        engine("decode", options=QUICK, transport=lambda: driver) as decode,
+        engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
         assert not decode.outcome("d-1").failed
-        assert driver.links == 1
+        assert driver.open_connections == 1
         prefill.server.close()
-        eventually(lambda: driver.links == 0, "the connection is released")
+        eventually(lambda: driver.open_connections == 0, "the connection is released")
 
 
-def test_a_producer_that_lives_is_left_alone() -> None:
-    driver = Watched()
+def test_a_live_producer_stays_connected() -> None:
+    driver = RecordingTransport()
     options = EndpointOptions(liveness_interval=0.02, liveness_misses=500)
     with (
         engine("prefill") as prefill,
         engine("decode", options=options, transport=lambda: driver) as decode,
     ):
-        waits_for_the_device(prefill, decode)
+        start_load_waiting_for_device(prefill, decode)
         assert not decode.ranks[0].endpoint.wait(0.5)
         prefill.step()
         assert not decode.outcome("d-1").failed
-        assert driver.links == 1
+        assert driver.open_connections == 1
 
 
-def test_nobody_is_watched_when_the_endpoint_is_closed() -> None:
-    def watching() -> set[threading.Thread]:
+def test_the_liveness_thread_ends_with_the_endpoint() -> None:
+    def liveness_threads() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name == "kvferry-liveness"}
 
-    before = watching()
+    before = liveness_threads()
     with engine("prefill") as prefill, engine("decode") as decode:
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [3])
         assert not decode.outcome("d-1").failed
-        assert len(watching() - before) == 1
-    eventually(lambda: watching() <= before, "the watch ends")
+        assert len(liveness_threads() - before) == 1
+    eventually(lambda: liveness_threads() <= before, "the liveness thread ends")
 
 
-def test_another_start_at_the_same_address_is_another_producer() -> None:
-    driver = Watched()
+def test_a_restarted_engine_at_the_same_address_is_another_producer() -> None:
+    driver = RecordingTransport()
     with (
         engine("prefill") as prefill,
-        engine("decode", options=QUICK, transport=lambda: driver) as decode,
+        engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
-        waits_for_the_device(prefill, decode)
-        connected(driver)
+        start_load_waiting_for_device(prefill, decode)
+        wait_for_connection(driver)
         prefill.server.close()
         with engine("prefill", port=prefill.server.port) as successor:
             error = decode.outcome("d-1").failed[RequestId("d-1")]
@@ -102,29 +102,29 @@ def test_another_start_at_the_same_address_is_another_producer() -> None:
             assert not decode.outcome("d-2").failed
 
 
-def test_an_address_that_another_engine_took_over() -> None:
-    driver = Watched()
+def test_a_producer_is_lost_if_another_engine_takes_its_address() -> None:
+    driver = RecordingTransport()
     with (
         engine("prefill") as prefill,
-        engine("decode", options=QUICK, transport=lambda: driver) as decode,
+        engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
     ):
-        waits_for_the_device(prefill, decode)
-        connected(driver)
+        start_load_waiting_for_device(prefill, decode)
+        wait_for_connection(driver)
         prefill.server.close()
         with engine("other", port=prefill.server.port):
             assert isinstance(decode.outcome("d-1").failed[RequestId("d-1")], PeerLostError)
 
 
 def test_a_side_channel_that_comes_back_in_time_is_the_same_producer() -> None:
-    """Its connections broke, say, and its process lives."""
+    """As after a network failure that its process survives."""
     options = EndpointOptions(liveness_interval=5.0, liveness_misses=1000)
-    driver = Watched()
+    driver = RecordingTransport()
     with (
         engine("prefill") as prefill,
         engine("decode", options=options, transport=lambda: driver) as decode,
     ):
-        waits_for_the_device(prefill, decode)
-        connected(driver)
+        start_load_waiting_for_device(prefill, decode)
+        wait_for_connection(driver)
         prefill.server.close()
         with HandshakeServer(
             [encode(rank.endpoint.payload) for rank in prefill.ranks],
@@ -137,11 +137,11 @@ def test_a_side_channel_that_comes_back_in_time_is_the_same_producer() -> None:
             assert not decode.outcome("d-1").failed
 
 
-def test_a_producer_that_is_not_used_is_let_go_of_and_reached_again() -> None:
-    clock, driver, theirs = Clock(), Watched(), Watched()
+def test_an_unused_producer_is_released_and_connected_again() -> None:
+    clock, driver, producer_transport = Clock(), RecordingTransport(), RecordingTransport()
     options = EndpointOptions(engine_ttl=100.0, load_timeout=1000.0)
     with (
-        engine("prefill", transport=lambda: theirs, clock=clock) as prefill,
+        engine("prefill", transport=lambda: producer_transport, clock=clock) as prefill,
         engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
     ):
         decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
@@ -150,63 +150,62 @@ def test_a_producer_that_is_not_used_is_let_go_of_and_reached_again() -> None:
         decode.pull("d-2", prefill.serve("p-2", [1], 4), [2])
         assert not decode.outcome("d-2").failed
         assert driver.disconnected == set()
-        prefill.released("p-2")  # what is heard from here on is no "done"
+        prefill.released("p-2")  # so that later notifications are renewals
         clock.skip(90.0)
         waiting = prefill.serve("p-3", [1], 4)
-        theirs.heard.clear()
+        producer_transport.received.clear()
         decode.prepare(waiting)
-        eventually(lambda: bool(theirs.heard), "it is renewed")
+        eventually(lambda: bool(producer_transport.received), "the hold is renewed")
         clock.skip(20.0)
         decode.pull("d-3", waiting, [2])
         assert not decode.outcome("d-3").failed
         assert driver.disconnected == set()
         clock.skip(100.0)
-        eventually(lambda: driver.links == 0, "the connection is released")
+        eventually(lambda: driver.open_connections == 0, "the connection is released")
         decode.pull("d-4", prefill.serve("p-4", [1], 4), [2])
         assert not decode.outcome("d-4").failed
 
 
 @pytest.fixture
-def mute() -> Iterator[int]:
-    """The port of a host that takes every connection, and never says anything."""
+def silent_host() -> Iterator[int]:
+    """Accept connections without ever replying; yield the port."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         listener.settimeout(0.05)
-        taken, ended = [], threading.Event()
+        connections, stop = [], threading.Event()
 
-        def take() -> None:
-            while not ended.is_set():
+        def accept() -> None:
+            while not stop.is_set():
                 try:
-                    taken.append(listener.accept()[0])
+                    connections.append(listener.accept()[0])
                 except TimeoutError:
                     continue
 
-        thread = threading.Thread(target=take)
+        thread = threading.Thread(target=accept)
         thread.start()
         yield listener.getsockname()[1]
-        ended.set()
+        stop.set()
         thread.join()
-        for connection in taken:
+        for connection in connections:
             connection.close()
 
 
-def test_a_handshake_with_a_mute_host_delays_nobody(mute: int) -> None:
-
+def test_handshakes_with_a_silent_host_delay_no_other_load(silent_host: int) -> None:
     options = EndpointOptions(handshake_timeout=30.0)
     with engine("prefill") as prefill, engine("decode", options=options) as decode:
         good = prefill.serve("p-1", [1], 4)
         for number in range(50):
-            decode.prepare(replace(good, engine=f"mute-{number}", port=mute))
+            decode.prepare(replace(good, engine=f"silent-{number}", port=silent_host))
         decode.pull("d-1", good, [2])
         assert not decode.outcome("d-1").failed
 
 
-def test_a_producer_that_was_not_there_yet_is_used_when_it_comes() -> None:
-    with engine("prefill") as first, engine("decode", options=QUICK) as decode:
+def test_a_producer_that_was_unreachable_is_used_once_it_listens() -> None:
+    with engine("prefill") as first, engine("decode", options=OPTIONS) as decode:
         port = first.server.port
-        late = first.serve("p-0", [1], 4)
+        ticket = first.serve("p-0", [1], 4)
         first.server.close()
         for number in range(3):
-            decode.pull(f"d-{number}", late, [2])
+            decode.pull(f"d-{number}", ticket, [2])
             failed = decode.outcome(f"d-{number}").failed
             assert isinstance(failed[RequestId(f"d-{number}")], HandshakeError)
         with engine("prefill", port=port) as prefill:

@@ -7,23 +7,32 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import EndpointClosedError, StaleError
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.messages import Release, decode_notes
-from tests.core.endpoint.engines import Clock, Engine, Shape, Watched, engine, expected, until
-from tests.core.endpoint.test_renewal import PATIENT, pass_leases, renewed
-
-LAYER = 1
+from kvferry.core.messages import Release
+from tests.core.endpoint.engines import (
+    Clock,
+    Engine,
+    RecordingTransport,
+    Shape,
+    engine,
+    until,
+)
+from tests.core.endpoint.loads import pages_are_right
+from tests.core.endpoint.test_lease_renewal_between_engines import (
+    OPTIONS,
+    pass_leases,
+    wait_for_renewal,
+)
 
 
 @contextlib.contextmanager
-def pair(tp: int = 2) -> Iterator[tuple[Engine, Engine, list[Watched]]]:
-    """Two engines with as many ranks, and what drives the first one's."""
-    drivers = [Watched() for _ in range(tp)]
+def pair(tp: int = 2) -> Iterator[tuple[Engine, Engine, list[RecordingTransport]]]:
+    """Run two engines with ``tp`` ranks each; yield them and the producer's transports."""
+    drivers = [RecordingTransport() for _ in range(tp)]
     made = iter(drivers)
     with (
         engine("prefill", Shape(tp=tp), transport=lambda: next(made)) as prefill,
@@ -32,25 +41,8 @@ def pair(tp: int = 2) -> Iterator[tuple[Engine, Engine, list[Watched]]]:
         yield prefill, decode, drivers
 
 
-def releases(driver: Watched) -> list[Release]:
-    """What a producer rank was told so far."""
-    notes = [note for heard in driver.heard for note in decode_notes(heard.payload)]
-    return [note for note in notes if isinstance(note, Release)]
-
-
-def is_right(decode: Engine, pages: list[int], tokens: int) -> bool:
-    """Whether every rank has what was computed."""
-    return all(
-        np.array_equal(
-            rank.tokens(pages, LAYER)[:tokens],
-            expected(decode.shape, tokens, LAYER, rank.first_head),
-        )
-        for rank in decode.ranks
-    )
-
-
-def test_all_load_and_one_done_ends_the_hold() -> None:
-    """The ranks take them in different orders."""
+def test_several_requests_load_and_one_done_ends_the_hold() -> None:
+    """The ranks start the loads in different orders."""
     with pair() as (prefill, decode, drivers):
         ticket = prefill.serve("p-1", [1, 2], 8)
         names, pages = ["d-1", "d-2", "d-3"], [[3, 4], [5, 6], [7, 8]]
@@ -65,14 +57,14 @@ def test_all_load_and_one_done_ends_the_hold() -> None:
                 results = rank.endpoint.results()
                 received |= {name: results.failed.get(name) for name in results.received}
             assert received == dict.fromkeys(map(RequestId, names))
-        assert all(is_right(decode, each, 8) for each in pages)
+        assert all(pages_are_right(decode, each, 8) for each in pages)
         decode.pull("done", ticket, [], nothing=True)
         prefill.released("p-1")
         for driver in drivers:
-            assert [release.abandoned for release in releases(driver)] == [False]
+            assert [release.abandoned for release in driver.notes(Release)] == [False]
 
 
-def test_one_that_is_given_up_takes_nothing_from_the_others() -> None:
+def test_an_aborted_request_does_not_end_the_shared_hold() -> None:
     with pair() as (prefill, decode, drivers):
         ticket = prefill.serve("p-1", [1], 4)
         never = threading.Event()
@@ -84,13 +76,13 @@ def test_one_that_is_given_up_takes_nothing_from_the_others() -> None:
         assert not decode.outcome("d-2").failed
         prefill.released("p-1")
         for driver in drivers:
-            assert [release.abandoned for release in releases(driver)] == [False]
+            assert [release.abandoned for release in driver.notes(Release)] == [False]
 
 
-def test_the_fence_of_one_that_shares_still_refuses_what_is_gone() -> None:
+def test_the_fence_of_a_shared_load_refuses_a_lost_hold() -> None:
     with pair(tp=1) as (prefill, decode, [driver]):
         ticket = prefill.serve("p-1", [1], 4)
-        prefill.ledger.reset()
+        prefill.scheduler_holds.reset()
         prefill.step()
         prefill.released("p-1")
         decode.pull("d-1", ticket, [2], shared=True)
@@ -99,11 +91,11 @@ def test_the_fence_of_one_that_shares_still_refuses_what_is_gone() -> None:
         decode.pull("d-2", second, [4])
         assert not decode.outcome("d-2").failed
         prefill.released("p-2")
-        told = [release.generation for release in releases(driver)]
-        assert told == [second.hold.generation]
+        generations = [release.generation for release in driver.notes(Release)]
+        assert generations == [second.hold.generation]
 
 
-def test_one_that_needs_nothing_reaches_nobody() -> None:
+def test_a_shared_request_that_needs_nothing_connects_to_no_producer() -> None:
     with pair(tp=1) as (prefill, decode, _):
         ticket = prefill.serve("p-1", [1], 4)
         decode.pull("d-1", ticket, [], nothing=True, shared=True)
@@ -113,20 +105,20 @@ def test_one_that_needs_nothing_reaches_nobody() -> None:
 
 
 @pytest.mark.parametrize("needs_pages", [True, False])
-def test_one_that_needs_nothing_ends_only_its_own_wait(needs_pages: bool) -> None:
-    clock, driver = Clock(), Watched()
+def test_a_shared_request_that_needs_nothing_ends_only_its_own_wait(needs_pages: bool) -> None:
+    clock, driver = Clock(), RecordingTransport()
     with (
         engine("prefill", transport=lambda: driver, clock=clock) as prefill,
-        engine("decode", options=PATIENT, clock=clock) as decode,
+        engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
         ticket = prefill.serve("p-1", [1], 4)
         decode.prepare(ticket)
         decode.prepare(ticket)
-        renewed(driver)
+        wait_for_renewal(driver)
         decode.pull("d-1", ticket, [], nothing=True, shared=True)
         pass_leases(clock, [driver], count=2)
         decode.pull("d-2", ticket, [2] if needs_pages else [], nothing=not needs_pages)
         assert not needs_pages or not decode.outcome("d-2").failed
         prefill.released("p-1")
         assert not decode.ranks[0].endpoint._load_manager._pending_tickets._tickets
-        assert [release.abandoned for release in releases(driver)] == [False]
+        assert [release.abandoned for release in driver.notes(Release)] == [False]

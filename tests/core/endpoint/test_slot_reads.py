@@ -1,4 +1,4 @@
-"""Reads of slot words: batched by rank and by what they say, within every driver's notification."""
+"""``SlotReads``: reads of slot words in batches whose notes fit into a notification."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def release(number: int, engine: str = "decode") -> Release:
     )
 
 
-class Peer:
-    """As much of a producer as a word's read sees."""
+class PeerStub:
+    """The attributes of a ``Peer`` that slot reads use."""
 
     def __init__(self, ids: dict[int, PeerId]) -> None:
         self.ids = ids
@@ -57,34 +57,34 @@ class Peer:
         return PeerLostError("gone")
 
 
-class Queue:
-    """Transfers that are only collected."""
+class TransfersStub:
+    """``Transfers`` that collects reads; the test ends them."""
 
     def __init__(self) -> None:
-        self.jobs: list[Read] = []
+        self.reads: list[Read] = []
 
-    def add(self, job: Read) -> None:
-        self.jobs.append(job)
+    def add(self, read: Read) -> None:
+        self.reads.append(read)
 
-    def ends(self, index: int, error: KVFerryError | None = None, seconds: float = 0.5) -> None:
-        self.jobs[index].finished(
+    def end(self, index: int, error: KVFerryError | None = None, seconds: float = 0.5) -> None:
+        self.reads[index].finished(
             Outcome(error=error, copies=1, nbytes=8, begun=1.0, seconds=seconds, post_seconds=0.1)
         )
 
 
-class Words:
-    """Word reads, the memory they land in, and what was heard of each."""
+class SlotReadsHarness:
+    """``SlotReads`` with their scratch memory, and what was reported of each read."""
 
     def __init__(self, scratch: int = 256) -> None:
         self.scratch = ScratchWords(scratch)
         self.reads = SlotReads(self.scratch, ErrorContainment())
-        self.queue = Queue()
+        self.queue = TransfersStub()
         self.landed: list[tuple[Any, int, float]] = []
         self.lost: list[tuple[Any, KVFerryError]] = []
         self.failing: list[tuple[object, KVFerryError]] = []
 
     def add(
-        self, tag: object, peer: Peer, rank: int = 0, slot: int = 0, note: Note | None = None
+        self, tag: object, peer: PeerStub, rank: int = 0, slot: int = 0, note: Note | None = None
     ) -> None:
         read = SlotRead(
             tag=tag,
@@ -99,21 +99,21 @@ class Words:
         self.reads.add(read)
 
     def post(self, max_notification: int = PLENTY) -> list[Read]:
-        known = len(self.queue.jobs)
+        known = len(self.queue.reads)
         self.reads.post(self.queue, max_notification)  # type: ignore[arg-type]
-        return self.queue.jobs[known:]
+        return self.queue.reads[known:]
 
-    def write(self, job: Read, values: Sequence[int]) -> None:
-        """What a driver would leave in the scratch words of a job."""
-        for address, value in zip(job.build().local.tolist(), values, strict=True):
+    def write(self, read: Read, values: Sequence[int]) -> None:
+        """Write values into a batch's scratch words, as a driver would."""
+        for address, value in zip(read.build().local.tolist(), values, strict=True):
             self.scratch._words[(address - self.scratch.region.address) // WORD_BYTES] = value
 
 
-# Scratch words, and the slot table.
+# Scratch words and the slot table.
 
 
-def test_a_word_is_cleared_when_it_is_taken() -> None:
-    """Or one that a fence left valid would make the next fence valid that never lands."""
+def test_a_scratch_word_is_cleared_when_it_is_taken() -> None:
+    """Otherwise the word of an earlier valid fence would make a fence valid that never landed."""
     scratch = ScratchWords(1)
     index = scratch.take()
     scratch._words[index] = 77
@@ -122,7 +122,7 @@ def test_a_word_is_cleared_when_it_is_taken() -> None:
     assert scratch.give_back(index) == NOTHING
 
 
-def test_words_are_taken_once_and_lie_apart() -> None:
+def test_scratch_words_are_distinct_until_given_back() -> None:
     scratch = ScratchWords(3)
     assert scratch.free == 3
     taken = [scratch.take() for _ in range(3)]
@@ -147,130 +147,130 @@ def test_a_slot_table_has_a_word_per_slot_and_at_least_one() -> None:
 # Batches.
 
 
-def test_words_of_one_rank_are_read_in_one_batch_with_what_is_said_of_all() -> None:
-    words, peer = Words(), Peer({0: PeerId(5), 1: PeerId(6)})
+def test_slot_reads_with_the_same_rank_and_kind_of_note_share_a_batch() -> None:
+    harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5), 1: PeerId(6)})
     for slot in (3, 9):
-        words.add(f"a{slot}", peer, slot=slot, note=release(slot))
-    words.add("b", peer, rank=1, slot=4, note=release(4))
-    words.add("check", peer, slot=8)
-    words.add("renew", peer, slot=7, note=Renewal(incarnation=1, slot=7, generation=1))
-    assert len(words.reads) == 5
-    jobs = words.post()
-    assert len(words.reads) == 0
-    assert [job.peer for job in jobs] == [5, 6, 5, 5]
-    assert [job.tags for job in jobs] == [{"a3", "a9"}, {"b"}, {"check"}, {"renew"}]
-    assert all(job.urgent for job in jobs)
-    assert jobs[0].notify is not None
-    assert decode_notes(jobs[0].notify) == [release(3), release(9)]
-    assert [job.notify is None for job in jobs] == [False, False, True, False]
-    copies = jobs[0].build()
+        harness.add(f"a{slot}", peer, slot=slot, note=release(slot))
+    harness.add("b", peer, rank=1, slot=4, note=release(4))
+    harness.add("check", peer, slot=8)
+    harness.add("renew", peer, slot=7, note=Renewal(incarnation=1, slot=7, generation=1))
+    assert len(harness.reads) == 5
+    reads = harness.post()
+    assert len(harness.reads) == 0
+    assert [read.peer for read in reads] == [5, 6, 5, 5]
+    assert [read.tags for read in reads] == [{"a3", "a9"}, {"b"}, {"check"}, {"renew"}]
+    assert all(read.urgent for read in reads)
+    assert reads[0].notify is not None
+    assert decode_notes(reads[0].notify) == [release(3), release(9)]
+    assert [read.notify is None for read in reads] == [False, False, True, False]
+    copies = reads[0].build()
     assert [each - TABLE.address for each in copies.remote.tolist()] == [24, 72]
     assert copies.nbytes.tolist() == [8, 8]
-    words.write(jobs[0], [70, 71])
-    words.queue.ends(0, seconds=0.25)
-    assert words.landed == [("a3", 70, 0.25), ("a9", 71, 0.25)]
-    assert words.scratch.free == 256 - 3
+    harness.write(reads[0], [70, 71])
+    harness.queue.end(0, seconds=0.25)
+    assert harness.landed == [("a3", 70, 0.25), ("a9", 71, 0.25)]
+    assert harness.scratch.free == 256 - 3
 
 
-def test_of_peers_each_has_a_batch_of_its_own() -> None:
-    words = Words()
-    for peer in (Peer({0: PeerId(5)}), Peer({0: PeerId(6)})):
-        words.add("x", peer)
-    assert [job.peer for job in words.post()] == [5, 6]
+def test_each_peer_has_its_own_batch() -> None:
+    harness = SlotReadsHarness()
+    for peer in (PeerStub({0: PeerId(5)}), PeerStub({0: PeerId(6)})):
+        harness.add("x", peer)
+    assert [read.peer for read in harness.post()] == [5, 6]
 
 
-def test_a_batch_that_fails_fails_all_its_reads_and_gives_their_words_back() -> None:
-    words, peer = Words(), Peer({0: PeerId(5)})
+def test_a_failed_batch_fails_all_its_reads_and_frees_their_scratch_words() -> None:
+    harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5)})
     for tag in ("a", "b"):
-        words.add(tag, peer)
-    [job] = words.post()
+        harness.add(tag, peer)
+    [read] = harness.post()
     error = TransportError("out")
-    job.failing(error)
-    assert words.failing == [("a", error), ("b", error)]
-    assert words.scratch.free == 254, "the words may still be written"
-    words.queue.ends(0, error)
-    assert words.lost == [("a", error), ("b", error)]
-    assert not words.landed
-    assert words.scratch.free == 256
+    read.failing(error)
+    assert harness.failing == [("a", error), ("b", error)]
+    assert harness.scratch.free == 254, "the words may still be written"
+    harness.queue.end(0, error)
+    assert harness.lost == [("a", error), ("b", error)]
+    assert not harness.landed
+    assert harness.scratch.free == 256
 
 
 @pytest.mark.parametrize("note", [None, release(1)])
-def test_batches_have_a_limit(note: Note | None) -> None:
-    words, peer = Words(), Peer({0: PeerId(5)})
+def test_the_size_of_a_batch_is_limited(note: Note | None) -> None:
+    harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5)})
     for number in range(2 * MAX_BATCH + 1):
-        words.add(number, peer, note=note)
-    assert [len(job.tags) for job in words.post()] == [MAX_BATCH, MAX_BATCH, 1]
+        harness.add(number, peer, note=note)
+    assert [len(read.tags) for read in harness.post()] == [MAX_BATCH, MAX_BATCH, 1]
 
 
-def test_what_there_is_no_scratch_memory_for_waits() -> None:
-    words, peer = Words(scratch=2), Peer({0: PeerId(5)})
+def test_reads_wait_until_there_are_enough_scratch_words() -> None:
+    harness, peer = SlotReadsHarness(scratch=2), PeerStub({0: PeerId(5)})
     for slot in range(3):
-        words.add(f"a{slot}", peer, slot=slot)
-    assert words.post() == []
-    assert len(words.reads) == 3
-    words.reads.remove("a0")
-    [job] = words.post()
-    assert job.tags == {"a1", "a2"}
-    words.add("b", peer)
-    assert words.post() == []
-    words.queue.ends(0)
-    [job] = words.post()
-    assert job.tags == {"b"}
-    assert words.post() == []
+        harness.add(f"a{slot}", peer, slot=slot)
+    assert harness.post() == []
+    assert len(harness.reads) == 3
+    harness.reads.remove("a0")
+    [read] = harness.post()
+    assert read.tags == {"a1", "a2"}
+    harness.add("b", peer)
+    assert harness.post() == []
+    harness.queue.end(0)
+    [read] = harness.post()
+    assert read.tags == {"b"}
+    assert harness.post() == []
 
 
-def test_a_read_that_was_removed_before_it_was_posted_is_not_made() -> None:
-    words, peer = Words(), Peer({0: PeerId(5)})
+def test_a_removed_read_is_not_posted() -> None:
+    harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5)})
     for tag in ("a", "b"):
-        words.add(tag, peer, note=release(1))
-    assert words.reads.remove("a")
-    assert not words.reads.remove("a")
-    assert not words.reads.remove("c")
-    [job] = words.post()
-    assert job.tags == {"b"}
-    assert not words.reads.remove("b"), "it is posted"
-    assert not words.lost
+        harness.add(tag, peer, note=release(1))
+    assert harness.reads.remove("a")
+    assert not harness.reads.remove("a")
+    assert not harness.reads.remove("c")
+    [read] = harness.post()
+    assert read.tags == {"b"}
+    assert not harness.reads.remove("b"), "it is posted already"
+    assert not harness.lost
 
 
-def test_of_a_rank_that_was_disconnected_nothing_is_read() -> None:
-    words, peer = Words(), Peer({1: PeerId(6)})
-    words.add("a", peer, rank=0)
-    words.add("b", peer, rank=1)
-    [job] = words.post()
-    assert job.tags == {"b"}
-    assert [(tag, str(error)) for tag, error in words.lost] == [("a", "gone")]
+def test_reads_from_a_disconnected_rank_are_lost() -> None:
+    harness, peer = SlotReadsHarness(), PeerStub({1: PeerId(6)})
+    harness.add("a", peer, rank=0)
+    harness.add("b", peer, rank=1)
+    [read] = harness.post()
+    assert read.tags == {"b"}
+    assert [(tag, str(error)) for tag, error in harness.lost] == [("a", "gone")]
 
 
-def test_a_callback_that_raises_loses_its_own_read_only() -> None:
-    words, peer = Words(), Peer({0: PeerId(5)})
+def test_a_callback_that_raises_loses_only_its_own_read() -> None:
+    harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5)})
     lost: list[KVFerryError] = []
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    words.add("a", peer)
-    words.reads.add(
+    harness.add("a", peer)
+    harness.reads.add(
         SlotRead(
             tag="b", peer=peer, rank=0, slot=1, note=None, landed=fails, lost=lost.append,  # type: ignore[arg-type]
             failing=fails,
         )
     )  # fmt: skip
-    words.add("c", peer)
-    [job] = words.post()
-    job.failing(TransportError("out"))
-    assert [tag for tag, _ in words.failing] == ["a", "c"]
-    words.queue.ends(0)
-    assert [tag for tag, *_ in words.landed] == ["a", "c"]
+    harness.add("c", peer)
+    [read] = harness.post()
+    read.failing(TransportError("out"))
+    assert [tag for tag, _ in harness.failing] == ["a", "c"]
+    harness.queue.end(0)
+    assert [tag for tag, *_ in harness.landed] == ["a", "c"]
     assert [str(error) for error in lost] == ["unexpected ZeroDivisionError: a bug"]
 
 
-def test_what_cannot_be_said_fails_where_it_was_to_be_said() -> None:
-    words, peer = Words(), Peer({0: PeerId(5), 1: PeerId(6)})
-    words.add("a", peer, note=release(1 << 70))  # more than a message can hold
-    words.add("b", peer, rank=1, note=release(1))
-    [job] = words.post()
-    assert job.tags == {"b"}
-    assert [tag for tag, _ in words.lost] == ["a"]
+def test_a_batch_whose_notes_cannot_be_encoded_is_lost_alone() -> None:
+    harness, peer = SlotReadsHarness(), PeerStub({0: PeerId(5), 1: PeerId(6)})
+    harness.add("a", peer, note=release(1 << 70))  # too large an integer to encode
+    harness.add("b", peer, rank=1, note=release(1))
+    [read] = harness.post()
+    assert read.tags == {"b"}
+    assert [tag for tag, _ in harness.lost] == ["a"]
 
 
 # Notifications.
@@ -278,29 +278,31 @@ def test_what_cannot_be_said_fails_where_it_was_to_be_said() -> None:
 
 @pytest.mark.parametrize("limit", [200, 1000, loopback.MAX_NOTIFICATION, ucx.MAX_NOTIFICATION])
 @pytest.mark.parametrize("count", [1, 40, 200])
-def test_notes_are_split_so_that_each_part_fits(limit: int, count: int) -> None:
+def test_notes_are_split_into_notifications_that_fit(limit: int, count: int) -> None:
     notes = [release(number) for number in range(count)]
     parts = list(fitting(notes, limit))
     assert [note for part in parts for note in part] == notes
     assert all(0 < len(encode(part)) <= limit for part in parts)
     one = len(encode([notes[-1]]))
-    assert len(parts) <= 1 + count // max(1, min(MAX_BATCH, limit // one - 1)), "as few as that"
+    assert len(parts) <= 1 + count // max(1, min(MAX_BATCH, limit // one - 1)), (
+        "no more notifications than needed"
+    )
 
 
-def test_a_notification_is_filled() -> None:
-    """Eight bytes are left for the list that the notes are in."""
+def test_a_notification_holds_as_many_notes_as_fit() -> None:
+    """Eight bytes are reserved for the encoding of the list."""
     notes = [release(1)] * 5
     full = 5 * len(encode(notes[:1])) + 8
     assert [len(part) for part in fitting(notes, full)] == [5]
     assert [len(part) for part in fitting(notes, full - 1)] == [4, 1]
 
 
-def test_no_notes_are_no_notifications() -> None:
+def test_no_notes_make_no_notification() -> None:
     assert list(fitting([], 1000)) == []
 
 
-def test_a_note_that_fits_no_notification_is_said_alone() -> None:
-    """The driver refuses it, and the lease ends what it was about."""
+def test_a_note_too_large_for_a_notification_is_sent_alone() -> None:
+    """The driver refuses it, and the hold ends with its lease."""
     notes = [release(1, "x" * 500), release(2, "y" * 500)]
     assert list(fitting(notes, 100)) == [[note] for note in notes]
 
@@ -310,7 +312,7 @@ NOTES = st.builds(release, st.integers(0, 1 << 60), st.text(max_size=40))
 
 @given(st.lists(NOTES, max_size=150), st.integers(400, 5000))
 @settings(deadline=None)
-def test_all_notes_are_said_once_in_their_order_and_fit(notes: list[Release], limit: int) -> None:
+def test_every_note_is_sent_once_in_order_and_fits(notes: list[Release], limit: int) -> None:
     parts = list(fitting(notes, limit))
     assert [note for part in parts for note in part] == notes
     assert all(len(encode(part)) <= limit and len(part) <= MAX_BATCH for part in parts)
@@ -321,26 +323,30 @@ ADDS = st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 9), st.boo
 
 @given(st.lists(ADDS, max_size=100), st.sets(st.integers(0, 99)), st.data())
 @settings(deadline=None, max_examples=60)
-def test_every_read_is_heard_of_once(
+def test_every_read_is_reported_once(
     adds: list[tuple[int, int, int, bool]], removed: set[int], data: st.DataObject
 ) -> None:
-    """Landed, lost or removed; with its own word; and all scratch memory is free in the end."""
-    words = Words(scratch=70)
-    peers = [Peer({0: PeerId(1), 1: PeerId(2)}), Peer({0: PeerId(3), 1: PeerId(4)}), Peer({})]
-    for tag, (peer, rank, slot, says) in enumerate(adds):
-        words.add(tag, peers[peer], rank, slot, release(tag) if says else None)
-    taken = {tag for tag in removed if words.reads.remove(tag)}
+    """It lands with its own word, is lost or was removed; all scratch words are free in the end."""
+    harness = SlotReadsHarness(scratch=70)
+    peers = [
+        PeerStub({0: PeerId(1), 1: PeerId(2)}),
+        PeerStub({0: PeerId(3), 1: PeerId(4)}),
+        PeerStub({}),
+    ]
+    for tag, (peer, rank, slot, has_note) in enumerate(adds):
+        harness.add(tag, peers[peer], rank, slot, release(tag) if has_note else None)
+    taken = {tag for tag in removed if harness.reads.remove(tag)}
     assert taken == {tag for tag in removed if tag < len(adds)}
     ended = 0
     for _ in range(len(adds) + 1):
-        words.post(data.draw(st.integers(300, 3000)))
-        while ended < len(words.queue.jobs):
-            job = words.queue.jobs[ended]
-            slots = [(each - TABLE.address) // WORD_BYTES for each in job.build().remote.tolist()]
-            words.write(job, [slot + 1 for slot in slots])
-            words.queue.ends(ended, TransportError("out") if data.draw(st.booleans()) else None)
+        harness.post(data.draw(st.integers(300, 3000)))
+        while ended < len(harness.queue.reads):
+            read = harness.queue.reads[ended]
+            slots = [(each - TABLE.address) // WORD_BYTES for each in read.build().remote.tolist()]
+            harness.write(read, [slot + 1 for slot in slots])
+            harness.queue.end(ended, TransportError("out") if data.draw(st.booleans()) else None)
             ended += 1
-    heard = [tag for tag, *_ in words.landed] + [tag for tag, _ in words.lost]
-    assert sorted(heard) == sorted(set(range(len(adds))) - taken)
-    assert all(value == adds[tag][2] + 1 for tag, value, _ in words.landed)
-    assert words.scratch.free == 70
+    reported = [tag for tag, *_ in harness.landed] + [tag for tag, _ in harness.lost]
+    assert sorted(reported) == sorted(set(range(len(adds))) - taken)
+    assert all(value == adds[tag][2] + 1 for tag, value, _ in harness.landed)
+    assert harness.scratch.free == 70

@@ -1,4 +1,4 @@
-"""A peer that a driver takes long to reach, or to part from: nobody else waits for it."""
+"""A peer whose connect or disconnect takes long does not delay other peers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.core.endpoint.engines import (
     LAYERS,
     Clock,
     Engine,
-    Watched,
+    RecordingTransport,
     engine,
     eventually,
     expected,
@@ -31,55 +31,57 @@ TOKENS = 4
 LONG = 60.0
 
 
-class Slow(Watched):
-    """A driver with one peer that it takes long to reach, to read from and to part from.
+class SlowPeerTransport(RecordingTransport):
+    """A transport with one slow peer: the first to be connected.
 
-    Reads from it go on until ``disconnect`` has returned, for which the test has to let it go.
+    Reads from it go on until ``disconnect`` has returned, which waits for the test.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.slow: PeerId | None = None
-        self.is_reached = True
-        self.let_go = threading.Event()
-        self.parting = threading.Event()
-        self._endless: set[TransferId] = set()
+        self.connects_at_once = True
+        self.may_return = threading.Event()
+        self.disconnecting = threading.Event()
+        self._stalled: set[TransferId] = set()
 
     @property
     def is_reading(self) -> bool:
-        """Whether a read from the slow peer has begun, which then goes on."""
-        return bool(self._endless)
+        """Return whether a read from the slow peer is under way."""
+        return bool(self._stalled)
 
     def connect(self, address: bytes) -> PeerId:
         peer = super().connect(address)
         if self.slow is None:
             self.slow = peer
-            if not self.is_reached:
-                assert self.let_go.wait(LONG)
+            if not self.connects_at_once:
+                assert self.may_return.wait(LONG)
         return peer
 
     def disconnect(self, peer: PeerId) -> None:
         if peer == self.slow:
-            self.parting.set()
-            assert self.let_go.wait(LONG)
+            self.disconnecting.set()
+            assert self.may_return.wait(LONG)
         super().disconnect(peer)
         if peer == self.slow:
-            self._endless.clear()
+            self._stalled.clear()
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
         if peer == self.slow:
-            self._endless.add(transfer)
+            self._stalled.add(transfer)
         return transfer
 
     def cancel(self, transfer: TransferId) -> None:
-        assert not self.parting.is_set() or transfer not in self._endless, "named while it parts"
+        assert not self.disconnecting.is_set() or transfer not in self._stalled, (
+            "named while it is being disconnected"
+        )
         super().cancel(transfer)
 
     def poll(self, transfers: list[TransferId]) -> list[Status]:  # type: ignore[override]
         endless = Status(state=State.PENDING)
-        named = self._endless.intersection(transfers)
-        assert not (named and self.parting.is_set()), "named while it parts"
+        named = self._stalled.intersection(transfers)
+        assert not (named and self.disconnecting.is_set()), "named while it is being disconnected"
         statuses = super().poll(transfers)
         return [
             endless if each in named else status
@@ -88,23 +90,25 @@ class Slow(Watched):
 
 
 @contextlib.contextmanager
-def three(
-    driver: Slow, clock: Clock, theirs: Callable[[], Transport] = LoopbackTransport
+def three_engines(
+    driver: SlowPeerTransport,
+    clock: Clock,
+    producer_transport: Callable[[], Transport] = LoopbackTransport,
 ) -> Iterator[tuple[Engine, Engine, Engine]]:
-    """A producer that is slow, another one, and who reads from both."""
+    """Run a slow producer, another one, and a consumer that reads from both."""
     options = EndpointOptions(liveness_interval=0.0, load_timeout=100.0)
     with (
         engine("slow") as slow,
-        engine("other", transport=theirs) as other,
+        engine("other", transport=producer_transport) as other,
         engine("decode", options=options, transport=lambda: driver, clock=clock) as decode,
     ):
         try:
             yield slow, other, decode
         finally:
-            driver.let_go.set()
+            driver.may_return.set()
 
 
-def loads_go_on(other: Engine, decode: Engine, count: int = 20) -> None:
+def assert_loads_succeed(other: Engine, decode: Engine, count: int = 20) -> None:
     for number in range(count):
         ticket = other.serve(f"o-{number}", [5], TOKENS)
         decode.pull(f"do-{number}", ticket, [6])
@@ -116,20 +120,22 @@ def loads_go_on(other: Engine, decode: Engine, count: int = 20) -> None:
             np.testing.assert_array_equal(rank.tokens([6], layer)[:TOKENS], want)
 
 
-def test_loads_and_renewals_go_on_while_another_peer_is_parted_from() -> None:
-    driver, clock, theirs = Slow(), Clock(), Watched()
-    with three(driver, clock, lambda: theirs) as (slow, other, decode):
+def test_loads_and_renewals_go_on_while_another_peer_is_being_disconnected() -> None:
+    driver, clock, producer_transport = SlowPeerTransport(), Clock(), RecordingTransport()
+    with three_engines(driver, clock, lambda: producer_transport) as (slow, other, decode):
         decode.pull("d-1", slow.serve("p-1", [1], TOKENS), [2])
         eventually(lambda: driver.is_reading, "the slow peer is read from")
         waiting = other.serve("w", [7], TOKENS)
         decode.prepare(waiting)
-        clock.skip(200.0)  # the load is too late, and so its peer is given up
-        eventually(driver.parting.is_set, "it is being disconnected")
-        loads_go_on(other, decode)
-        theirs.heard.clear()
+        clock.skip(200.0)  # past the load's deadline, so its peer is given up
+        eventually(driver.disconnecting.is_set, "it is being disconnected")
+        assert_loads_succeed(other, decode)
+        producer_transport.received.clear()
         clock.skip(15.0)
-        eventually(lambda: bool(theirs.heard), "what waits is renewed")
-        assert not driver.let_go.is_set()
+        eventually(
+            lambda: bool(producer_transport.received), "the hold of the waiting request is renewed"
+        )
+        assert not driver.may_return.is_set()
         results = decode.ranks[0].endpoint.results()
         assert RequestId("d-1") not in results.received, "bytes may still land in its pages"
         decode.pull("d-w", waiting, [8])
@@ -137,20 +143,20 @@ def test_loads_and_renewals_go_on_while_another_peer_is_parted_from() -> None:
         assert decode.ranks[0].endpoint.healthy
         clock.skip(30.0)
         assert "have not returned for 30 s" in decode.ranks[0].endpoint.problems[0]
-        driver.let_go.set()
+        driver.may_return.set()
         error = decode.outcome("d-1").failed[RequestId("d-1")]
         assert isinstance(error, DeadlineError | PeerLostError)
         eventually(lambda: decode.ranks[0].endpoint.healthy, "the call has returned")
 
 
-def test_loads_go_on_while_another_peer_is_connected_to() -> None:
-    driver, clock = Slow(), Clock()
-    driver.is_reached = False
-    with three(driver, clock) as (slow, other, decode):
+def test_loads_go_on_while_another_peer_is_being_connected() -> None:
+    driver, clock = SlowPeerTransport(), Clock()
+    driver.connects_at_once = False
+    with three_engines(driver, clock) as (slow, other, decode):
         for number in range(3):
             decode.pull(f"d-{number}", slow.serve(f"p-{number}", [1], TOKENS), [2])
         eventually(lambda: driver.slow is not None, "the slow peer is being connected")
-        loads_go_on(other, decode)
+        assert_loads_succeed(other, decode)
         clock.skip(200.0)
         failed: dict[RequestId, KVFerryError] = {}
 
@@ -160,24 +166,24 @@ def test_loads_go_on_while_another_peer_is_connected_to() -> None:
 
         until(decode.ranks[0].endpoint, all_failed)
         assert all("stage: handshake" in str(error) for error in failed.values())
-        driver.let_go.set()
-        slow.released("p-2")  # "abandon" goes to whoever is connected at last
+        driver.may_return.set()
+        slow.released("p-2")  # "abandon" is sent once the peer is connected
 
 
-def test_an_engine_that_closes_while_a_peer_is_parted_from_keeps_its_memory(
+def test_closing_while_a_peer_is_being_disconnected_asks_to_keep_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That the transport is closed under a call of its own would be no end of anything."""
+    """The transport cannot be closed while one of its calls has not returned."""
     monkeypatch.setattr(module, "JOIN_SECONDS", 0.5)
     monkeypatch.setattr(module, "WIND_DOWN_SECONDS", 0.1)
-    driver, clock = Slow(), Clock()
-    with three(driver, clock) as (slow, _, decode):
+    driver, clock = SlowPeerTransport(), Clock()
+    with three_engines(driver, clock) as (slow, _, decode):
         decode.pull("d-1", slow.serve("p-1", [1], TOKENS), [2])
         eventually(lambda: driver.is_reading, "the slow peer is read from")
         clock.skip(200.0)
-        eventually(driver.parting.is_set, "it is being disconnected")
+        eventually(driver.disconnecting.is_set, "it is being disconnected")
         with pytest.raises(TransportError, match="keep it until the process ends"):
             decode.ranks[0].endpoint.close()
-        driver.let_go.set()
+        driver.may_return.set()
         eventually(lambda: driver.slow in driver.disconnected, "the driver's call returns")
         driver.close()

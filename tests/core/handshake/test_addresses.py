@@ -1,4 +1,4 @@
-"""To which addresses an engine connects: a client chooses what a ticket says."""
+"""The addresses that an engine connects to, since clients can write any host into a ticket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.core.handshake import HandshakeServer, fetch, ping
 from kvferry.core.handshake import sockets as module
 from kvferry.core.security import NEARBY, Access, Networks
 from tests.core.messages import encoded, payload
-from tests.core.scarcity import no_threads
+from tests.core.resource_limits import no_threads
 
 LONG = 60.0
 HERE = Access(networks=Networks.of(["127.0.0.0/8"]))
@@ -27,8 +27,8 @@ def server() -> Iterator[HandshakeServer]:
         yield running
 
 
-def names(monkeypatch: pytest.MonkeyPatch, answers: Iterator[list[str]]) -> None:
-    """Have ``prefill.test`` stand for other addresses each time that it is asked for."""
+def resolve_to(monkeypatch: pytest.MonkeyPatch, answers: Iterator[list[str]]) -> None:
+    """Resolve ``prefill.test`` to the next of these address lists at each look-up."""
     resolve = socket.getaddrinfo
 
     def look_up(host: str | None, *args: Any, **options: Any) -> list[Any]:
@@ -42,8 +42,8 @@ def names(monkeypatch: pytest.MonkeyPatch, answers: Iterator[list[str]]) -> None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "2130706433", "0x7f000001", "localhost"])
-def test_an_address_that_is_not_allowed_is_never_connected_to(host: str) -> None:
-    """However it is written; a connection would be waiting in the listener's queue."""
+def test_an_address_that_is_not_allowed_is_not_connected_to(host: str) -> None:
+    """In any notation. A connection would be waiting in the listener's queue."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         with pytest.raises(HandshakeError) as refused:
@@ -53,20 +53,20 @@ def test_an_address_that_is_not_allowed_is_never_connected_to(host: str) -> None
     assert "in none of the networks of allowed_peers (192.0.2.0/24)" in str(refused.value)
 
 
-def test_a_name_is_resolved_once_and_what_was_checked_is_connected_to(
+def test_a_name_is_resolved_once_and_the_checked_address_is_used(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name that means another address the second time (DNS rebinding) gains nothing."""
-    names(monkeypatch, iter([["127.0.0.1"]]))  # a second question would raise
+    """So another address at a second look-up (DNS rebinding) has no effect."""
+    resolve_to(monkeypatch, iter([["127.0.0.1"]]))  # a second look-up would raise
     assert ping("prefill.test", server.port, "prefill", timeout=LONG, access=HERE) == 7
 
 
-def test_of_several_addresses_only_the_allowed_are_tried(
+def test_of_several_addresses_only_allowed_ones_are_tried(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.2", server.port)) as forbidden:
         forbidden.setblocking(False)
-        names(monkeypatch, iter([["127.0.0.2", "127.0.0.1"]]))
+        resolve_to(monkeypatch, iter([["127.0.0.2", "127.0.0.1"]]))
         only = Access(networks=Networks.of(["127.0.0.1"]))
         assert ping("prefill.test", server.port, "prefill", timeout=LONG, access=only) == 7
         with pytest.raises(BlockingIOError):
@@ -74,8 +74,8 @@ def test_of_several_addresses_only_the_allowed_are_tried(
 
 
 @pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A resolver that does not answer until the event is set."""
+def stuck_resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Have the resolver not answer until the event is set."""
     release, resolve = threading.Event(), socket.getaddrinfo
 
     def look_up(host: str | None, *args: Any, **options: Any) -> list[Any]:
@@ -94,15 +94,15 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         thread.join()
 
 
-def test_a_resolver_that_hangs_ends_at_the_deadline(stuck: threading.Event) -> None:
+def test_a_resolver_that_hangs_times_out(stuck_resolver: threading.Event) -> None:
     with pytest.raises(HandshakeError, match=r"no answer from the resolver within 0\.05 s"):
         fetch("slow.test", 4242, "prefill", timeout=0.05)
 
 
-def test_resolvers_that_hang_are_bounded(
-    stuck: threading.Event, server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
+def test_the_number_of_hanging_resolvers_is_bounded(
+    stuck_resolver: threading.Event, server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names are refused then, at once; numeric addresses need no resolver."""
+    """Beyond the bound, names are refused at once; numeric addresses need no resolver."""
     monkeypatch.setattr(module, "_resolvers", threading.BoundedSemaphore(2))
     for _ in range(2):
         with pytest.raises(HandshakeError, match="no answer"):
@@ -112,10 +112,12 @@ def test_resolvers_that_hang_are_bounded(
     assert ping("127.0.0.1", server.port, "prefill", timeout=LONG) == 7
 
 
-def test_no_thread_for_a_resolver(server: HandshakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no resolver's place: once there are threads again, names are looked up."""
+def test_a_name_is_refused_while_no_thread_can_be_started(
+    server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failed attempt does not count as a hanging resolver: later look-ups work."""
     monkeypatch.setattr(module, "_resolvers", threading.BoundedSemaphore(1))
-    names(monkeypatch, iter([["127.0.0.1"]]))
+    resolve_to(monkeypatch, iter([["127.0.0.1"]]))
     with no_threads("kvferry-resolve"):
         for _ in range(2):
             with pytest.raises(HandshakeError, match=r"can't start new thread; .*ulimit"):
@@ -123,8 +125,8 @@ def test_no_thread_for_a_resolver(server: HandshakeServer, monkeypatch: pytest.M
     assert ping("prefill.test", server.port, "prefill", timeout=LONG) == 7
 
 
-def test_nearby_is_this_host_by_whatever_address_it_has() -> None:
-    """The one of its network may be public."""
+def test_all_addresses_of_this_host_are_nearby() -> None:
+    """That includes a public address of its network interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect(("192.0.2.77", 9))
@@ -136,7 +138,7 @@ def test_nearby_is_this_host_by_whatever_address_it_has() -> None:
         assert ping(own, server.port, "prefill", timeout=LONG, access=NEARBY) == 7
 
 
-def test_what_is_not_nearby_is_not_connected_to_unless_it_is_said() -> None:
+def test_addresses_that_are_not_nearby_must_be_allowed_explicitly() -> None:
     with pytest.raises(AdmissionError) as refused:
         ping("198.51.100.7", 1, "prefill", timeout=LONG, access=NEARBY)
     said = str(refused.value)

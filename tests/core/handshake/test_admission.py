@@ -1,4 +1,4 @@
-"""Who is admitted to a side channel, and what either side says of who is not."""
+"""Admission to the side channel by key and network, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvferry.core.security import OPEN, Access, Networks, generate
 from tests.core.messages import encoded, payload
 
 LONG = 60.0
-"""Seconds; every answer here comes far sooner, and nothing waits for the end of them."""
+"""Seconds; a deadline that is never reached."""
 RANKS = [payload(0), payload(1)]
-PREFILL, DECODE, STRANGER = generate(), generate(), generate()
+PREFILL, DECODE, UNLISTED = generate(), generate(), generate()
 SERVES = Access(own=PREFILL, peers=frozenset({DECODE.public}))
 READS = Access(own=DECODE, peers=frozenset({PREFILL.public}))
 
@@ -50,23 +50,23 @@ def test_a_listed_engine_is_served() -> None:
         assert read(server, READS) == 7
 
 
-def test_many_are_served_at_once_while_strangers_are_refused() -> None:
-    stranger = Access(own=STRANGER, peers=frozenset({PREFILL.public}))
+def test_many_listed_engines_are_served_while_unlisted_ones_are_refused() -> None:
+    unlisted = Access(own=UNLISTED, peers=frozenset({PREFILL.public}))
     with serve(SERVES) as server, ThreadPoolExecutor(8) as pool:
-        refused = [pool.submit(refusal, server, stranger) for _ in range(20)]
+        refused = [pool.submit(refusal, server, unlisted) for _ in range(20)]
         served = [pool.submit(read, server, READS) for _ in range(20)]
         assert [each.result() for each in served] == [7] * 20
         assert all("refuses this engine's key" in each.result() for each in refused)
 
 
-def test_one_key_pair_for_all_engines() -> None:
+def test_all_engines_may_share_one_key_pair() -> None:
     shared = Access(own=PREFILL, peers=frozenset({PREFILL.public}))
     with serve(shared) as server:
         assert read(server, shared) == 7
 
 
-def test_what_crosses_is_encrypted() -> None:
-    """A stranger between the two sees neither the question nor the layouts."""
+def test_requests_and_replies_are_encrypted() -> None:
+    """A relay between client and server sees neither the request nor the layouts."""
     crossed: list[bytes] = []
     with (
         serve(SERVES) as server,
@@ -79,15 +79,15 @@ def test_what_crosses_is_encrypted() -> None:
         )
         while not asked.done():
             if select.select([between], [], [], 0.01)[0]:
-                crossed += relayed(between.accept()[0], server)
+                crossed += relay(between.accept()[0], server)
         assert list(asked.result().ranks) == RANKS
     seen = b"".join(crossed)
     assert b"CURVE" in seen
     assert not [word for word in (b"layer.0/k", b"payloads", b"prefill") if word in seen]
 
 
-def relayed(client: socket.socket, server: HandshakeServer) -> list[bytes]:
-    """Everything that a client and the server say to each other, until one of them ends it."""
+def relay(client: socket.socket, server: HandshakeServer) -> list[bytes]:
+    """Relay between a client and the server until one closes; return all bytes."""
     seen: list[bytes] = []
     with (
         client,
@@ -102,53 +102,57 @@ def relayed(client: socket.socket, server: HandshakeServer) -> list[bytes]:
     return seen
 
 
-# Both sides say what is wrong, at once.
+# Refusals are reported at once by both sides.
 
 
-def test_a_key_that_is_not_listed(caplog: pytest.LogCaptureFixture) -> None:
-    stranger = Access(own=STRANGER, peers=frozenset({PREFILL.public}))
+def test_an_unlisted_key_is_refused_and_both_sides_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    unlisted = Access(own=UNLISTED, peers=frozenset({PREFILL.public}))
     with serve(SERVES) as server, caplog.at_level(logging.WARNING):
-        text = refusal(server, stranger)
-        assert f"it refuses this engine's key, {STRANGER.public.hex()}" in text
+        text = refusal(server, unlisted)
+        assert f"it refuses this engine's key, {UNLISTED.public.hex()}" in text
         assert "add them to curve_peers and allowed_peers there" in text
-        assert f"has the key {STRANGER.public.hex()}, which is not in curve_peers" in caplog.text
+        assert f"has the key {UNLISTED.public.hex()}, which is not in curve_peers" in caplog.text
         assert read(server, READS) == 7
 
 
-def test_a_server_that_has_another_key(caplog: pytest.LogCaptureFixture) -> None:
-    misled = Access(own=DECODE, peers=frozenset({STRANGER.public}))
+def test_a_server_with_another_key_is_refused_and_both_sides_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expects_other_key = Access(own=DECODE, peers=frozenset({UNLISTED.public}))
     with serve(SERVES) as server, caplog.at_level(logging.WARNING):
-        text = refusal(server, misled, STRANGER.public)
-        assert f"does not have the secret key of the public key {STRANGER.public.hex()}" in text
+        text = refusal(server, expects_other_key, UNLISTED.public)
+        assert f"does not have the secret key of the public key {UNLISTED.public.hex()}" in text
         assert read(server, READS) == 7
         assert "it expects another key here" in caplog.text
 
 
-def test_a_client_without_keys() -> None:
-    """It cannot know from a ticket that it needs some."""
+def test_a_client_without_keys_is_told_to_set_them() -> None:
+    """The ticket does not tell that keys are needed."""
     with serve(SERVES) as server:
         text = refusal(server, OPEN, b"")
         assert "its side channel is encrypted: set curve_secret_key and curve_peers here" in text
         assert read(server, READS) == 7
 
 
-def test_a_server_without_keys() -> None:
+def test_a_server_without_keys_is_reported_as_open() -> None:
     with serve(OPEN) as server:
         text = refusal(server, READS)
         assert "its side channel is open: set curve_secret_key and curve_peers on that" in text
         assert ping(server.host, server.port, "prefill", timeout=LONG) == 7
 
 
-def test_a_key_that_may_not_be_asked_is_refused_before_anything_is_sent() -> None:
+def test_a_server_key_that_is_not_listed_is_refused_before_anything_is_sent() -> None:
     with serve(SERVES) as server:
-        text = refusal(server, READS, STRANGER.public)
-    assert f"its key is {STRANGER.public.hex()}, which is not listed here" in text
+        text = refusal(server, READS, UNLISTED.public)
+    assert f"its key is {UNLISTED.public.hex()}, which is not listed here" in text
     assert f"engine 'prefill' at 127.0.0.1 port {server.port}" in text
 
 
 @contextmanager
-def line(server: HandshakeServer, access: Access) -> Iterator[SideChannelConnection]:
-    """A connection for more than one question."""
+def side_channel_connection(
+    server: HandshakeServer, access: Access
+) -> Iterator[SideChannelConnection]:
+    """Yield a connection for several requests."""
     call = Dialer(
         host=server.host,
         port=server.port,
@@ -157,26 +161,31 @@ def line(server: HandshakeServer, access: Access) -> Iterator[SideChannelConnect
         access=access,
         key=PREFILL.public,
     )
-    made = SideChannelConnection(call)
-    yield made
-    made.close()
+    connection = SideChannelConnection(call)
+    yield connection
+    connection.close()
 
 
-def test_a_connection_for_several_questions_is_encrypted_likewise() -> None:
-    stranger = Access(own=STRANGER, peers=frozenset({PREFILL.public}))
+def test_a_connection_for_several_requests_is_encrypted() -> None:
+    unlisted = Access(own=UNLISTED, peers=frozenset({PREFILL.public}))
     with serve(SERVES) as server:
-        with line(server, READS) as admitted:
+        with side_channel_connection(server, READS) as admitted:
             for _ in range(3):
                 assert admitted.ask(wire.Ping(engine="prefill")) == wire.Pong(incarnation=7)
-        with line(server, stranger) as refused, pytest.raises(AdmissionError, match="refuses"):
+        with (
+            side_channel_connection(server, unlisted) as refused,
+            pytest.raises(AdmissionError, match="refuses"),
+        ):
             refused.ask(wire.Ping(engine="prefill"))
 
 
-# By address.
+# Admission by address.
 
 
 @pytest.mark.parametrize("keys", [True, False])
-def test_a_client_from_elsewhere_is_refused(keys: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_from_another_network_is_refused(
+    keys: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     elsewhere = Networks.of(["192.0.2.0/24"])
     own, peers = (SERVES.own, SERVES.peers) if keys else (None, frozenset[bytes]())
     with serve(Access(own=own, peers=peers, networks=elsewhere)) as server:
@@ -195,19 +204,19 @@ def test_a_client_from_an_allowed_network_is_served() -> None:
         assert read(server, Access(networks=here), b"") == 7
 
 
-def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    stranger = Access(own=STRANGER, peers=frozenset({PREFILL.public}))
+def test_refused_clients_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    unlisted = Access(own=UNLISTED, peers=frozenset({PREFILL.public}))
     with serve(SERVES) as server, caplog.at_level(logging.WARNING):
         for _ in range(5):
-            refusal(server, stranger)
+            refusal(server, unlisted)
     assert len(caplog.records) == 1
 
 
-def test_a_key_alone_is_not_enough_to_say_anything() -> None:
-    """Whoever is refused has sent nothing that the server would decode."""
+def test_a_refused_client_cannot_send_requests() -> None:
+    """The server decodes nothing that a refused client sends."""
     with serve(SERVES) as server, zmq.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.linger, raw.reconnect_ivl = 0, -1
-        encrypt(raw, STRANGER)
+        encrypt(raw, UNLISTED)
         raw.curve_serverkey = zmq.utils.z85.encode(PREFILL.public)
         monitor = raw.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         monitor.rcvtimeo = int(LONG * 1e3)

@@ -1,4 +1,4 @@
-"""A connection takes any number of questions, and its end is noticed at once."""
+"""``SideChannelConnection``: any number of requests, repeated ones, and late replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvferry.core.security import Access, generate
 from tests.core.messages import payload
 
 LONG = 20.0
-ENGINE, ASKER = generate(), generate()
+ENGINE, CLIENT = generate(), generate()
 PING = Ping(engine="prefill")
 
 
@@ -30,7 +30,7 @@ def encrypted(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def server(encrypted: bool) -> Iterator[HandshakeServer]:
-    access = Access(own=ENGINE, peers=frozenset({ASKER.public})) if encrypted else Access()
+    access = Access(own=ENGINE, peers=frozenset({CLIENT.public})) if encrypted else Access()
     with HandshakeServer(
         [encode(payload())], engine="prefill", incarnation=7, access=access
     ) as running:
@@ -38,116 +38,118 @@ def server(encrypted: bool) -> Iterator[HandshakeServer]:
 
 
 @pytest.fixture
-def line(server: HandshakeServer, encrypted: bool) -> Iterator[SideChannelConnection]:
-    access = Access(own=ASKER, peers=frozenset({ENGINE.public})) if encrypted else Access()
+def connection(server: HandshakeServer, encrypted: bool) -> Iterator[SideChannelConnection]:
+    access = Access(own=CLIENT, peers=frozenset({ENGINE.public})) if encrypted else Access()
     key = ENGINE.public if encrypted else b""
-    call = Dialer(
+    dialer = Dialer(
         host=server.host, port=server.port, timeout=LONG, context=None, access=access, key=key
     )
-    made = SideChannelConnection(call)
-    yield made
-    made.close()
+    created = SideChannelConnection(dialer)
+    yield created
+    created.close()
 
 
-def test_it_answers_again_and_again(line: SideChannelConnection) -> None:
+def test_a_connection_can_be_used_for_several_requests(connection: SideChannelConnection) -> None:
     for _ in range(5):
-        assert line.ask(PING) == Pong(incarnation=7)
-    assert isinstance(line.ask(Ping(engine="other")), Refusal)
+        assert connection.ask(PING) == Pong(incarnation=7)
+    assert isinstance(connection.ask(Ping(engine="other")), Refusal)
 
 
-def test_the_other_end_closes_before_the_next_question(
-    line: SideChannelConnection, server: HandshakeServer
+def test_a_request_fails_if_the_server_has_closed(
+    connection: SideChannelConnection, server: HandshakeServer
 ) -> None:
-    assert line.ask(PING) == Pong(incarnation=7)
+    assert connection.ask(PING) == Pong(incarnation=7)
     server.close()
     with pytest.raises(HandshakeError):
-        line.ask(PING)
+        connection.ask(PING)
 
 
-def test_nobody_is_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    call = Dialer(host="127.0.0.1", port=port, timeout=LONG, context=None, access=Access(), key=b"")
+def test_a_port_without_a_listener_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    dialer = Dialer(
+        host="127.0.0.1", port=port, timeout=LONG, context=None, access=Access(), key=b""
+    )
     with pytest.raises(HandshakeError, match="nobody listens there"):
-        SideChannelConnection(call)
+        SideChannelConnection(dialer)
 
 
-# Another end, which does what the test says: libzmq may lose a wake-up, so that a question or an
-# answer is not taken before the next one comes.
+# A server that replies when the test says so. libzmq may lose a wake-up, so that a request or a
+# reply is only received when the next one arrives.
 
 
-class Other:
-    """A side channel that does not answer by itself."""
+class ManualServer:
+    """A side channel whose replies the test sends."""
 
     def __init__(
-        self, channel: Socket, asked: ThreadPoolExecutor, line: SideChannelConnection
+        self, channel: Socket, asked: ThreadPoolExecutor, connection: SideChannelConnection
     ) -> None:
         self.channel = channel
-        self.line = line
+        self.connection = connection
         self._asked = asked
 
     def ask(self) -> Future[object]:
-        """What the line gets for a question."""
-        return self._asked.submit(self.line.ask, PING)
+        """Send a request; return the future reply."""
+        return self._asked.submit(self.connection.ask, PING)
 
-    def hear(self) -> bytes:
-        """Wait for a question; from whom."""
-        assert self.channel.poll(int(LONG * 1e3)), "nobody asks"
+    def receive(self) -> bytes:
+        """Wait for a request; return its routing id."""
+        assert self.channel.poll(int(LONG * 1e3)), "no request arrives"
         return self.channel.recv_multipart()[0]
 
     def await_arrival(self) -> None:
-        """Wait until what was said has come to the connection, which does not take it yet."""
-        assert self.line._channel.poll(int(LONG * 1e3)), "nothing arrives"
+        """Wait until a reply has arrived that the connection has not received yet."""
+        assert self.connection._channel.poll(int(LONG * 1e3)), "no reply arrives"
 
-    def say(self, to: bytes) -> None:
+    def reply(self, to: bytes) -> None:
         self.channel.send_multipart([to, encode(Pong(incarnation=7))])
 
 
 @pytest.fixture
-def other() -> Iterator[Other]:
+def manual_server() -> Iterator[ManualServer]:
     context: Context = zmq.Context()
     with context, context.socket(zmq.ROUTER) as channel, ThreadPoolExecutor(1) as asked:
         channel.linger = 0
         port = channel.bind_to_random_port("tcp://127.0.0.1")
-        call = Dialer(
+        dialer = Dialer(
             host="127.0.0.1", port=port, timeout=LONG, context=None, access=Access(), key=b""
         )
-        line = SideChannelConnection(call)
-        yield Other(channel, asked, line)
-        line.close()
+        connection = SideChannelConnection(dialer)
+        yield ManualServer(channel, asked, connection)
+        connection.close()
 
 
-def test_a_question_that_is_not_answered_is_asked_again(other: Other) -> None:
-    answer = other.ask()
-    other.hear()
-    other.say(other.hear())
+def test_an_unanswered_request_is_repeated(manual_server: ManualServer) -> None:
+    answer = manual_server.ask()
+    manual_server.receive()
+    manual_server.reply(manual_server.receive())
     assert answer.result(LONG) == Pong(incarnation=7)
 
 
-def test_an_answer_that_came_late_is_dropped(other: Other) -> None:
-    answer = other.ask()
-    asker = other.hear()
-    assert other.hear() == asker
-    other.say(asker)
+def test_a_late_reply_is_dropped(manual_server: ManualServer) -> None:
+    answer = manual_server.ask()
+    routing_id = manual_server.receive()
+    assert manual_server.receive() == routing_id
+    manual_server.reply(routing_id)
     assert answer.result(LONG) == Pong(incarnation=7)
-    other.say(asker)
-    other.await_arrival()
-    answer = other.ask()
-    other.say(other.hear())
-    assert answer.result(LONG) == Pong(incarnation=7)
-
-
-def test_what_was_not_asked_for_is_refused(other: Other) -> None:
-    answer = other.ask()
-    asker = other.hear()
-    other.say(asker)
+    manual_server.reply(routing_id)
+    manual_server.await_arrival()
+    answer = manual_server.ask()
+    manual_server.reply(manual_server.receive())
     assert answer.result(LONG) == Pong(incarnation=7)
 
-    def spoken_to() -> None:
-        while True:  # the question may have been asked more than once
-            other.say(asker)
-            other.await_arrival()
-            other.line._drop_late_answer()
+
+def test_unrequested_replies_are_refused(manual_server: ManualServer) -> None:
+    answer = manual_server.ask()
+    routing_id = manual_server.receive()
+    manual_server.reply(routing_id)
+    assert answer.result(LONG) == Pong(incarnation=7)
+
+    def send_unrequested_replies() -> None:
+        while True:  # the request may have been sent more than once
+            manual_server.reply(routing_id)
+            manual_server.await_arrival()
+            manual_server.connection._drop_late_answer()
 
     with pytest.raises(HandshakeError, match="not asked for"):
-        spoken_to()
+        send_unrequested_replies()

@@ -1,4 +1,4 @@
-"""What one connection can make a side channel keep: little, whatever it sends."""
+"""Limits on what connections can make a side channel keep in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = 60.0
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 MORE = b"\x01\x01a"
-"""A frame of one byte, and more to come."""
+"""A frame of one byte with the flag that more follow."""
 
 
 @pytest.fixture
@@ -31,19 +31,19 @@ def server() -> Iterator[HandshakeServer]:
         yield running
 
 
-def lives(server: HandshakeServer) -> bool:
+def still_serves(server: HandshakeServer) -> bool:
     return ping(server.host, server.port, "prefill", timeout=LONG) == 7
 
 
-def connected(server: HandshakeServer) -> socket.socket:
-    """A connection that may send messages."""
+def connect(server: HandshakeServer) -> socket.socket:
+    """Return a connection that has exchanged greetings."""
     raw = socket.create_connection((server.host, server.port), LONG)
-    greeted(raw)
+    exchange_greetings(raw)
     return raw
 
 
-def greeted(raw: socket.socket) -> None:
-    """Both ends know of each other that they speak ZMQ."""
+def exchange_greetings(raw: socket.socket) -> None:
+    """Exchange the greetings of ZMQ."""
     raw.sendall(GREETING)
     raw.sendall(b"\x04" + bytes([len(READY)]) + READY)
     heard = b""
@@ -51,8 +51,8 @@ def greeted(raw: socket.socket) -> None:
         heard += raw.recv(1000)
 
 
-def flood(raw: socket.socket, chunk: bytes, limit: int) -> int:
-    """Send until it is cut off, ``limit`` bytes at most; how many were taken."""
+def send_until_closed(raw: socket.socket, chunk: bytes, limit: int) -> int:
+    """Send until the connection is closed, at most ``limit`` bytes; return how many were sent."""
     sent = 0
     with contextlib.suppress(OSError):
         while sent < limit:
@@ -60,48 +60,48 @@ def flood(raw: socket.socket, chunk: bytes, limit: int) -> int:
     return sent
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 @pytest.mark.parametrize("frame", [MORE, b"\x01\x00", b"\x01\x64" + bytes(100)])
-def test_a_message_without_end_is_cut_off(
+def test_an_endless_message_ends_its_connection(
     server: HandshakeServer, frame: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = resident()
-    with caplog.at_level(logging.WARNING), connected(server) as raw:
-        assert flood(raw, frame * 1000, 1 << 30) < 1 << 30
-    assert lives(server)
-    assert resident() - before < 1 << 28  # in time, however late a busy machine is
+    before = resident_bytes()
+    with caplog.at_level(logging.WARNING), connect(server) as raw:
+        assert send_until_closed(raw, frame * 1000, 1 << 30) < 1 << 30
+    assert still_serves(server)
+    assert resident_bytes() - before < 1 << 28  # closed early enough even on a busy machine
     assert "the connection from 127.0.0.1 is closed: it sent more than a question" in caplog.text
 
 
-def test_many_connections_share_a_bound(
+def test_all_connections_share_a_bound(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "MAX_ALL_BYTES", 1 << 16)
     with contextlib.ExitStack() as stack:
-        some = [stack.enter_context(connected(server)) for _ in range(4)]
+        some = [stack.enter_context(connect(server)) for _ in range(4)]
         for raw in some:
-            flood(raw, MORE * 1000, 30_000)
-        assert any(is_over(raw) for raw in some)
-    assert lives(server)
+            send_until_closed(raw, MORE * 1000, 30_000)
+        assert any(is_closed(raw) for raw in some)
+    assert still_serves(server)
 
 
-def test_those_that_sent_little_stay(
+def test_connections_that_sent_little_stay_open(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Together they sent too much, and only as many are cut off as that takes."""
+    """All together sent too much; only as many are closed as necessary."""
     monkeypatch.setattr(watch, "MAX_ALL_BYTES", 1 << 14)
-    with connected(server) as little, connected(server) as much:
-        flood(much, MORE * 1000, 30_000)
-        assert is_over(much, seconds=20)
-        assert answered(little)
+    with connect(server) as little, connect(server) as much:
+        send_until_closed(much, MORE * 1000, 30_000)
+        assert is_closed(much, seconds=20)
+        assert ping_is_answered(little)
 
 
-def is_over(raw: socket.socket, seconds: float = 1) -> bool:
-    """Wait for the end of a connection, or for some time without one."""
+def is_closed(raw: socket.socket, seconds: float = 1) -> bool:
+    """Wait for a connection to be closed, for at most ``seconds``; return whether it was."""
     raw.settimeout(seconds)
     try:
         return raw.recv(1) == b""
@@ -111,67 +111,67 @@ def is_over(raw: socket.socket, seconds: float = 1) -> bool:
         return True
 
 
-def test_too_many_connections_cost_those_that_ask_nothing(
+def test_beyond_the_limit_idle_connections_are_closed(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watch, "MAX_CONNECTIONS", 4)
     with caplog.at_level(logging.WARNING), contextlib.ExitStack() as stack:
-        asking = stack.enter_context(connected(server))
-        assert answered(asking)
-        idle = [stack.enter_context(connected(server)) for _ in range(6)]
-        assert lives(server)
-        assert is_over(idle[0])
-        assert answered(asking)
+        asking = stack.enter_context(connect(server))
+        assert ping_is_answered(asking)
+        idle = [stack.enter_context(connect(server)) for _ in range(6)]
+        assert still_serves(server)
+        assert is_closed(idle[0])
+        assert ping_is_answered(asking)
     assert "asked for nothing yet, and there are 4 others" in caplog.text
-    assert lives(server)
+    assert still_serves(server)
 
 
-def answered(raw: socket.socket) -> bool:
+def ping_is_answered(raw: socket.socket) -> bool:
     question = wire.encode(wire.Ping(engine="prefill"))
     raw.sendall(b"\x00" + bytes([len(question)]) + question)
     return b"pong" in raw.recv(1000)
 
 
-def test_a_connection_may_ask_without_end(
+def test_a_connection_may_send_any_number_of_requests(
     server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Peers that ask for a sign of life keep theirs for days."""
+    """Liveness checks keep a connection for days."""
     monkeypatch.setattr(watch, "MAX_BYTES", 300)
     monkeypatch.setattr(watch, "LOOK_MS", 1)
-    with connected(server) as raw:
-        assert all(answered(raw) for _ in range(300))
+    with connect(server) as raw:
+        assert all(ping_is_answered(raw) for _ in range(300))
 
 
-def test_no_descriptor_is_left_behind(server: HandshakeServer) -> None:
+def test_no_file_descriptor_is_left_open(server: HandshakeServer) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(30):
-        with connected(server) as raw:
+        with connect(server) as raw:
             raw.sendall(MORE)
-    assert lives(server)
-    assert len(os.listdir("/proc/self/fd")) < before + 15  # the last ones a little later
+    assert still_serves(server)
+    assert len(os.listdir("/proc/self/fd")) < before + 15  # some are closed a little later
 
 
-# The other way round: a ticket names a listener that does the same.
+# The client: a ticket may name a hostile listener.
 
 
 @pytest.mark.parametrize("frame", [MORE, b"\x03" + (1 << 18).to_bytes(8, "big") + bytes(1 << 18)])
-def test_an_answer_without_end_is_no_answer(frame: bytes) -> None:
-    before = resident()
+def test_an_endless_reply_is_refused(frame: bytes) -> None:
+    before = resident_bytes()
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(fetch, "127.0.0.1", listener.getsockname()[1], "prefill", timeout=LONG)
-        listener.accept()[0].close()  # looks whether anybody listens
+        listener.accept()[0].close()  # the check that something listens
         with listener.accept()[0] as raw:
-            greeted(raw)
-            flood(raw, frame * (1 + 4096 // len(frame)), 1 << 30)
+            exchange_greetings(raw)
+            send_until_closed(raw, frame * (1 + 4096 // len(frame)), 1 << 30)
         with pytest.raises(HandshakeError, match="it has several frames"):
             asked.result()
-    assert resident() - before < 1 << 26
+    assert resident_bytes() - before < 1 << 26
 
 
 @pytest.mark.parametrize(
     ("files", "most"), [(16, 4), (1024, 256), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)]
 )
-def test_connections_are_a_quarter_of_the_files_that_may_be_open(
+def test_the_connection_limit_is_a_quarter_of_the_file_limit(
     files: int,
     most: int,
     server: HandshakeServer,
@@ -182,6 +182,6 @@ def test_connections_are_a_quarter_of_the_files_that_may_be_open(
     assert watch._most() == most
     if files == 16:
         with caplog.at_level(logging.WARNING), contextlib.ExitStack() as stack:
-            idle = [stack.enter_context(connected(server)) for _ in range(6)]
-            assert is_over(idle[0])
+            idle = [stack.enter_context(connect(server)) for _ in range(6)]
+            assert is_closed(idle[0])
         assert "asked for nothing yet, and there are 4 others" in caplog.text

@@ -1,4 +1,4 @@
-"""Bounds on all replies that are in a process at once, and on each."""
+"""Limits on each reply, and on all replies that a process handles at once."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ FLEETING = 0xF1EE
 LONG_RANKS = [payload(rank, address=bytes([rank]) * 400_000) for rank in range(3)]
 
 
-def soon() -> float:
+def deadline() -> float:
     return time.monotonic() + LONG
 
 
-def test_one_reply_is_read_at_a_time() -> None:
+def test_one_reply_is_decoded_at_a_time() -> None:
     reading, inside = ReplyLimits(), []
 
     def read() -> None:
-        with reading.turn(soon()):
+        with reading.turn(deadline()):
             inside.append(1)
             assert len(inside) == 1
             inside.pop()
 
     threads = [threading.Thread(target=read) for _ in range(20)]
-    with reading.turn(soon()):
+    with reading.turn(deadline()):
         for thread in threads:
             thread.start()
         with pytest.raises(HandshakeError, match="replies of other engines were being read"):
@@ -51,28 +51,28 @@ def test_one_reply_is_read_at_a_time() -> None:
         thread.join()
 
 
-def test_nothing_is_read_while_much_waits_to_be_used() -> None:
+def test_no_reply_is_decoded_while_too_much_waits_to_be_used() -> None:
     reading = ReplyLimits()
-    with reading.turn(soon()):
+    with reading.turn(deadline()):
         reading.made(MAX_UNUSED_BYTES)
-    with reading.turn(soon()):
+    with reading.turn(deadline()):
         reading.made(1)
     with pytest.raises(HandshakeError), reading.turn(time.monotonic()):
         pass
     reading.used(1)
-    with reading.turn(soon()):
+    with reading.turn(deadline()):
         assert reading.unused == MAX_UNUSED_BYTES
 
 
-def test_a_turn_that_failed_is_over() -> None:
+def test_a_failed_turn_is_over() -> None:
     reading = ReplyLimits()
-    with pytest.raises(ZeroDivisionError), reading.turn(soon()):
+    with pytest.raises(ZeroDivisionError), reading.turn(deadline()):
         raise ZeroDivisionError
     with reading.turn(time.monotonic()):
         pass
 
 
-def test_few_long_replies_are_received_at_once() -> None:
+def test_only_few_long_replies_are_received_at_once() -> None:
     reading = ReplyLimits()
     with (
         ExitStack() as stack,
@@ -85,7 +85,7 @@ def test_few_long_replies_are_received_at_once() -> None:
             assert len(fetched.info.ranks) == len(LONG_RANKS)
             assert fetched.numeric == "127.0.0.1"
         for _ in range(MAX_LONG_REPLIES):
-            stack.enter_context(reading.room(soon()))
+            stack.enter_context(reading.room(deadline()))
         short = Dialer(
             host=server.host, port=server.port, timeout=1.0, context=None, access=OPEN, key=b""
         )
@@ -94,8 +94,8 @@ def test_few_long_replies_are_received_at_once() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, len(LONG_RANKS)])
-def test_what_was_made_of_a_reply_goes_at_once(ranks: int) -> None:
-    """The garbage collector would stop all threads to let go of many of them."""
+def test_decoded_replies_are_freed_without_the_garbage_collector(ranks: int) -> None:
+    """Collecting many of them would stop all threads."""
     published = [
         payload(r, address=bytes([r]) * 400_000, incarnation=FLEETING) for r in range(ranks)
     ]
@@ -106,7 +106,7 @@ def test_what_was_made_of_a_reply_goes_at_once(ranks: int) -> None:
             info = fetch(server.host, server.port, "prefill", timeout=LONG)
             assert len(info.ranks) == ranks
             del info
-            # By type: isinstance asks some objects of other libraries, which warn.
+            # By type, because isinstance makes some objects of other libraries warn.
             left = [each for each in gc.get_objects() if type(each) is RankPayload]
             left = [each for each in left if each.incarnation == FLEETING]
             assert not left
@@ -114,14 +114,14 @@ def test_what_was_made_of_a_reply_goes_at_once(ranks: int) -> None:
             gc.enable()
 
 
-def test_a_short_reply_needs_no_room() -> None:
+def test_a_short_reply_needs_no_turn() -> None:
     reading = ReplyLimits()
     with (
         ExitStack() as stack,
         HandshakeServer(encoded(payload()), engine="prefill", incarnation=7) as server,
     ):
         for _ in range(MAX_LONG_REPLIES):
-            stack.enter_context(reading.room(soon()))
+            stack.enter_context(reading.room(deadline()))
         call = Dialer(
             host=server.host, port=server.port, timeout=LONG, context=None, access=OPEN, key=b""
         )
@@ -130,7 +130,7 @@ def test_a_short_reply_needs_no_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"),
+    ("ranks", "message"),
     [
         ([payload(address=bytes(wire.MAX_PAYLOAD_BYTES - 100))], "the payload of rank 0 takes"),
         (
@@ -142,14 +142,14 @@ def test_a_short_reply_needs_no_room() -> None:
         ),
     ],
 )
-def test_an_engine_that_publishes_too_much_is_told_at_its_start(
-    ranks: list[wire.RankPayload], words: str
+def test_an_engine_that_publishes_too_much_is_refused_at_its_start(
+    ranks: list[wire.RankPayload], message: str
 ) -> None:
-    with pytest.raises(HandshakeError, match=f"{words} .* allowed.*fewer fields and regions"):
+    with pytest.raises(HandshakeError, match=f"{message} .* allowed.*fewer fields and regions"):
         HandshakeServer(encoded(*ranks), engine="prefill", incarnation=7)
 
 
-def test_no_payload_is_longer_than_is_decoded_in_one_go() -> None:
+def test_no_payload_exceeds_the_limit_for_decoding_at_once() -> None:
     data = encoded(payload(address=bytes(wire.MAX_PAYLOAD_BYTES - 100)))[0]
     for decode in (wire.decode_payload, wire.decode_versions):
         with pytest.raises(WireError, match=f"{wire.MAX_PAYLOAD_BYTES} are allowed"):
@@ -158,7 +158,7 @@ def test_no_payload_is_longer_than_is_decoded_in_one_go() -> None:
         engine_info([data])
 
 
-def test_a_reply_that_is_longer_than_any_may_be_is_not_taken(
+def test_a_reply_beyond_the_limit_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with HandshakeServer(encoded(*LONG_RANKS), engine="prefill", incarnation=7) as server:
@@ -167,21 +167,21 @@ def test_a_reply_that_is_longer_than_any_may_be_is_not_taken(
             fetch(server.host, server.port, "prefill", timeout=LONG)
 
 
-# A long reply.
+# Long replies.
 
 
 def long_reply() -> bytes:
     return wire.encode(wire.Payloads(ranks=encoded(*LONG_RANKS)))
 
 
-def test_a_long_reply_is_cut_into_its_payloads() -> None:
+def test_a_long_reply_is_split_into_its_payloads() -> None:
     reply = wire.decode_reply(long_reply())
     assert isinstance(reply, wire.Payloads)
     assert reply.ranks == encoded(*LONG_RANKS)
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 60])
-def test_payloads_of_any_length_and_number(count: int) -> None:
+def test_payloads_of_any_length_and_number_are_split(count: int) -> None:
     ranks = [bytes([rank]) * size for rank, size in enumerate([0, 255, 256, 65_536] * count)]
     ranks[0] = bytes(wire.MAX_PAYLOAD_BYTES)
     reply = wire.decode_reply(wire.encode(wire.Payloads(ranks=ranks[: 4 * count])))
@@ -190,7 +190,7 @@ def test_payloads_of_any_length_and_number(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 13, 20])
-def test_what_a_newer_version_adds_to_a_long_reply_is_skipped(count: int) -> None:
+def test_fields_that_a_newer_version_adds_to_a_long_reply_are_skipped(count: int) -> None:
     tree = msgspec.msgpack.decode(long_reply()) | {"ticket_key": b"k" * 32}
     more = {f"more-{number}": [1, {"a": b"b"}] for number in range(count)}
     reply = wire.decode_reply(msgspec.msgpack.encode(tree | more))
@@ -199,7 +199,7 @@ def test_what_a_newer_version_adds_to_a_long_reply_is_skipped(count: int) -> Non
     assert reply.ticket_key == b"k" * 32
 
 
-def test_a_long_reply_without_a_key_names_none() -> None:
+def test_a_long_reply_without_a_ticket_key_has_none() -> None:
     tree = msgspec.msgpack.decode(long_reply())
     del tree["ticket_key"]
     reply = wire.decode_reply(msgspec.msgpack.encode(tree))
@@ -208,7 +208,7 @@ def test_a_long_reply_without_a_key_names_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (bytes(1_000_000), "does not begin with the payloads"),
         (long_reply()[:-1], "truncated"),
@@ -222,12 +222,12 @@ def test_a_long_reply_without_a_key_names_none() -> None:
         (b"\x82" + wire.LONG_START + b"\x91\xc6" + b"\xff" * 1_000_000, "takes 4294967295"),
     ],
 )
-def test_a_long_reply_that_is_none(data: bytes, words: str) -> None:
-    with pytest.raises(WireError, match=words):
+def test_an_invalid_long_reply_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(WireError, match=message):
         wire.decode_reply(data)
 
 
-def test_all_ranks_have_a_bounded_number_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_fields_of_all_ranks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = encoded(*(payload(rank) for rank in range(3)))
     monkeypatch.setattr(sys.modules["kvferry.core.handshake.compatibility"], "MAX_ENGINE_FIELDS", 2)
     assert len(engine_info(ranks[:2]).ranks) == 2

@@ -1,4 +1,4 @@
-"""What a layout may be, and that what it may not be is refused by name."""
+"""``Layout``, ``Field``, ``Group`` and ``Region``: valid ones, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from kvferry.core.layout import (
 )
 from kvferry.core.memory import Region, region_of
 from tests.core.layouts import DIM, PAGES, heads, layout, paged
-from tests.core.oracle import World, field_offsets
-from tests.core.worlds import worlds
+from tests.core.planner.engine_pairs import engine_pairs
+from tests.core.planner.oracle import EnginePair, field_offsets
 
 
-def test_an_axis_multiplies_its_extents() -> None:
+def test_the_length_of_an_axis_is_the_product_of_its_extents() -> None:
     assert axis_length(axis((3, 100), (4, 10))) == 12
     assert axis_length(()) == 1
 
 
-def test_a_field_knows_its_bytes() -> None:
+def test_a_field_computes_its_entry_bytes_and_span() -> None:
     f = replace_field(heads(), inner=(axis((2, 1024)),))
     assert f.entry_bytes == 2 * DIM
     assert f.byte_span == 1024 + 4 * 16 * DIM
@@ -45,7 +45,7 @@ def test_a_group_has_as_many_pages_as_its_smallest_field() -> None:
     assert two.pages(1) == 0
 
 
-BAD_PLACES = {
+INVALID_PLACES = {
     "a key has 1 to 512 characters": {"key": ""},
     "this one 513": {"key": "k" * 513},
     "offset -1 must lie in 0 to": {"offset": -1},
@@ -53,9 +53,9 @@ BAD_PLACES = {
     "and region 1 of 1 groups and 1 regions": {"region": 1},
     f"ends at byte {8 + PAGES * 4 * 16 * DIM + (1 << 20)} of region 0": {"offset": 8 + (1 << 20)},
 }
-"""What may differ between fields that are alike otherwise."""
+"""Attributes that may differ between fields of one kind."""
 
-BAD_FIELDS = {
+INVALID_FIELDS = {
     "unknown element type 'int4'": {"dtype": "int4"},
     "is not a positive multiple of a float32": {"dtype": "float32", "unit": 6},
     "page_stride 0 must lie in 1 to": {"page_stride": 0},
@@ -71,9 +71,11 @@ BAD_FIELDS = {
 
 
 @pytest.mark.parametrize(
-    ("message", "change"), (BAD_PLACES | BAD_FIELDS).items(), ids=list(BAD_PLACES | BAD_FIELDS)
+    ("message", "change"),
+    (INVALID_PLACES | INVALID_FIELDS).items(),
+    ids=list(INVALID_PLACES | INVALID_FIELDS),
 )
-def test_refuses_a_field_that_cannot_be(message: str, change: dict[str, object]) -> None:
+def test_an_invalid_field_is_refused(message: str, change: dict[str, object]) -> None:
     good = layout(heads())
     bad = replace_field(good.fields[0], **change)
     with pytest.raises(LayoutError) as refusal:
@@ -94,7 +96,9 @@ BAD_IN_A_LAYOUT = {
 
 
 @pytest.mark.parametrize(("message", "change"), BAD_IN_A_LAYOUT.items(), ids=list(BAD_IN_A_LAYOUT))
-def test_refuses_a_field_that_does_not_fit(message: str, change: dict[str, object]) -> None:
+def test_a_field_that_does_not_fit_the_layout_is_refused(
+    message: str, change: dict[str, object]
+) -> None:
     good = layout(heads())
     bad = replace_field(good.fields[0], **change)
     with pytest.raises(LayoutError) as refusal:
@@ -105,10 +109,10 @@ def test_refuses_a_field_that_does_not_fit(message: str, change: dict[str, objec
 @pytest.mark.parametrize("place", [0, 77, 159])
 @pytest.mark.parametrize(
     ("message", "change"),
-    (BAD_PLACES | BAD_FIELDS | BAD_IN_A_LAYOUT).items(),
-    ids=list(BAD_PLACES | BAD_FIELDS | BAD_IN_A_LAYOUT),
+    (INVALID_PLACES | INVALID_FIELDS | BAD_IN_A_LAYOUT).items(),
+    ids=list(INVALID_PLACES | INVALID_FIELDS | BAD_IN_A_LAYOUT),
 )
-def test_one_bad_field_among_many_alike_is_refused_by_name(
+def test_one_invalid_field_among_many_similar_ones_is_refused_by_key(
     message: str, change: dict[str, object], place: int
 ) -> None:
     size = PAGES * 4 * 16 * DIM
@@ -121,8 +125,8 @@ def test_one_bad_field_among_many_alike_is_refused_by_name(
     assert repr(bad.key[:512]) in str(refusal.value)
 
 
-def test_refuses_more_kinds_of_fields_than_a_model_has() -> None:
-    """Also those that hash alike, as -1 and -2 do: a peer decides what it publishes."""
+def test_too_many_kinds_of_fields_are_refused() -> None:
+    """That includes kinds with equal hashes, such as -1 and -2, which a peer could choose."""
     some = [
         replace_field(heads(f"layer.{i}"), shard_range=(-1 - i % 2, i // 2)) for i in range(513)
     ]
@@ -130,7 +134,7 @@ def test_refuses_more_kinds_of_fields_than_a_model_has() -> None:
         layout(*some)
 
 
-def test_refuses_a_key_that_stands_twice() -> None:
+def test_a_repeated_key_is_refused() -> None:
     with pytest.raises(LayoutError, match="field 'k' stands twice"):
         layout(heads("k"), heads("k", region=1))
 
@@ -144,27 +148,25 @@ def test_refuses_a_key_that_stands_twice() -> None:
         (GroupKind.PAGED, 16, ContextParallel(size=2, interleave=3)),
     ],
 )
-def test_refuses_a_group_that_cannot_be(
-    kind: GroupKind, block: int, context: ContextParallel
-) -> None:
+def test_an_invalid_group_is_refused(kind: GroupKind, block: int, context: ContextParallel) -> None:
     with pytest.raises(LayoutError):
         Group(kind=kind, block_tokens=block, context=context)
 
 
 @pytest.mark.parametrize("wrong", [{"size": 0}, {"size": 2, "rank": 2}, {"interleave": 0}])
-def test_refuses_a_context_that_cannot_be(wrong: dict[str, int]) -> None:
+def test_an_invalid_context_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(LayoutError):
         ContextParallel(**wrong)
 
 
-def test_refuses_entries_that_two_ranks_would_share() -> None:
+def test_entries_that_two_context_ranks_would_share_are_refused() -> None:
     compressed = replace_field(heads(), tokens=axis((4, DIM)), tokens_per_state=4)
     with pytest.raises(LayoutError, match="which would lie on two ranks"):
         layout(compressed, groups=[paged(16, ContextParallel(size=2, interleave=2))])
     layout(compressed, groups=[paged(16, ContextParallel(size=2, interleave=4))])
 
 
-def test_refuses_axes_where_there_is_nothing_to_index() -> None:
+def test_axes_without_something_to_index_are_refused() -> None:
     whole = Field(
         key="k",
         group=0,
@@ -192,8 +194,8 @@ def test_groups_may_share_bytes_and_fields_of_one_group_may_not() -> None:
         layout(k, replace_field(v, group=0))
 
 
-def test_regions_that_share_bytes_hide_nothing() -> None:
-    """The same memory, named twice, or the end of one region inside another."""
+def test_fields_that_share_bytes_through_overlapping_regions_are_refused() -> None:
+    """The regions are equal, or the end of one lies inside the other."""
     one, size = layout(heads("k")), PAGES * 4 * 16 * DIM
     other = replace_field(heads("v"), region=1)
     flipped = replace_field(other, region=0), replace_field(one.fields[0], region=1)
@@ -205,7 +207,7 @@ def test_regions_that_share_bytes_hide_nothing() -> None:
             replace(one, regions=(twin, one.regions[0]), fields=flipped)
 
 
-def test_regions_may_share_bytes_that_no_two_fields_of_a_group_share() -> None:
+def test_overlapping_regions_are_allowed_if_fields_of_a_group_share_no_bytes() -> None:
     one, size = layout(heads("k")), PAGES * 4 * 16 * DIM
     both = Region(address=one.regions[0].address, nbytes=2 * size)
     other = replace_field(heads("v"), region=1, offset=size)
@@ -236,7 +238,7 @@ def test_the_highest_addresses_do_not_overflow() -> None:
         {"page_stride": 1 << 40, "pages": 1 << 24},
     ],
 )
-def test_what_would_leave_64_bits_leaves_its_region_first(change: dict[str, object]) -> None:
+def test_values_that_would_overflow_64_bits_are_refused(change: dict[str, object]) -> None:
     everything = Region(address=1, nbytes=(1 << 63) - 1)
     field = replace_field(heads(), **change)
     with pytest.raises(LayoutError, match="ends at byte"):
@@ -251,19 +253,19 @@ def test_fields_may_interleave() -> None:
 
 
 @pytest.mark.parametrize("bounds", [(0, 8), (8, 0), ((1 << 63) - 4, 8)])
-def test_refuses_a_region_outside_the_address_space(bounds: tuple[int, int]) -> None:
+def test_a_region_outside_the_address_space_is_refused(bounds: tuple[int, int]) -> None:
     with pytest.raises(LayoutError, match="must be positive and end below"):
         Region(address=bounds[0], nbytes=bounds[1])
 
 
-def test_a_region_contains_what_lies_in_it() -> None:
+def test_a_region_contains_addresses_within_its_bounds() -> None:
     region = Region(address=100, nbytes=10)
     assert region.contains(Region(address=102, nbytes=8))
     assert not region.contains(Region(address=102, nbytes=9))
     assert not region.contains(Region(address=102, nbytes=8, kind="cuda"))
 
 
-def test_an_array_gives_its_region() -> None:
+def test_region_of_an_array_is_its_memory() -> None:
     array = np.zeros((4, 6), dtype=np.float32)
     assert region_of(array) == Region(address=array.ctypes.data, nbytes=96)
     with pytest.raises(LayoutError, match="is not contiguous"):
@@ -272,9 +274,9 @@ def test_an_array_gives_its_region() -> None:
         region_of([1, 2])
 
 
-@given(worlds())
-def test_engines_of_any_shape_are_accepted(world: World) -> None:
-    for one in (*world.local, *world.remote):
+@given(engine_pairs())
+def test_layouts_of_random_engines_are_accepted(pair: EnginePair) -> None:
+    for one in (*pair.local, *pair.remote):
         assert Layout(regions=one.regions, groups=one.groups, fields=one.fields) == one
 
 
@@ -283,7 +285,7 @@ DIGITS = st.builds(Dim, extent=st.integers(1, 3), stride=st.integers(1, 40))
 
 @st.composite
 def wild_fields(draw: st.DrawFn, key: str) -> Field:
-    """A field with strides that need not make sense."""
+    """Draw a field with arbitrary strides."""
     shard = tuple(draw(st.lists(DIGITS, max_size=2)))
     return Field(
         key=key,
@@ -300,7 +302,7 @@ def wild_fields(draw: st.DrawFn, key: str) -> Field:
 
 
 @given(wild_fields("a"), wild_fields("b"))
-def test_what_is_accepted_has_no_byte_twice(a: Field, b: Field) -> None:
+def test_two_fields_are_accepted_exactly_if_no_byte_is_used_twice(a: Field, b: Field) -> None:
     state = Group(kind=GroupKind.STATE, block_tokens=0)
     region = Region(address=1, nbytes=1 << 20)
     taken = [

@@ -1,4 +1,4 @@
-"""Layouts from tensors: the same as by hand, and what is refused."""
+"""Layouts from tensors: equal to those made by hand, and what is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def array(*shape: int) -> np.ndarray:
 
 @dataclass
 class TorchLike:
-    """As much of a torch tensor as is asked, on the memory of an array."""
+    """The attributes of a torch tensor that are used, on the memory of an array."""
 
     view: np.ndarray
     buffer: np.ndarray
@@ -53,7 +53,7 @@ class TorchLike:
 
 
 def by_hand(cache: np.ndarray, token: int, head: int, **changes: Any) -> Layout:
-    """One field of the sizes above, with these strides."""
+    """Return one field of the sizes above, with these strides."""
     values: dict[str, Any] = {
         "key": "layer",
         "group": 0,
@@ -74,23 +74,23 @@ def by_hand(cache: np.ndarray, token: int, head: int, **changes: Any) -> Layout:
     )
 
 
-def test_the_tokens_of_a_head_together() -> None:
+def test_tokens_of_a_head_may_be_adjacent() -> None:
     cache = array(PAGES, HEADS, TOKENS, ELEMENTS)
     assert paged_layout({"layer": cache}, HND) == by_hand(cache, token=ROW, head=TOKENS * ROW)
 
 
-def test_the_heads_of_a_token_together() -> None:
+def test_heads_of_a_token_may_be_adjacent() -> None:
     cache = array(PAGES, TOKENS, HEADS, ELEMENTS)
     assert paged_layout({"layer": cache}, NHD) == by_hand(cache, token=HEADS * ROW, head=ROW)
 
 
-def test_a_rank_with_some_of_the_heads() -> None:
+def test_a_rank_may_hold_some_of_the_heads() -> None:
     cache = array(PAGES, TOKENS, HEADS, ELEMENTS)
     layout = paged_layout({"layer": cache}, NHD, heads=(HEADS, 2 * HEADS))
     assert layout == by_hand(cache, HEADS * ROW, ROW, shard_range=(HEADS, 2 * HEADS))
 
 
-def test_one_vector_for_all_heads() -> None:
+def test_tensors_without_heads_have_one_vector_per_token() -> None:
     cache = array(PAGES, TOKENS, HEADS * ELEMENTS)
     layout = paged_layout({"layer": cache}, ("page", "token", "element"))
     unit = HEADS * ROW
@@ -108,14 +108,14 @@ def test_views_of_one_buffer_share_its_region() -> None:
     ]
 
 
-def test_arrays_of_their_own_have_regions_of_their_own() -> None:
+def test_separate_arrays_have_separate_regions() -> None:
     tensors = {f"layer{i}": array(PAGES, TOKENS, HEADS, ELEMENTS) for i in range(3)}
     layout = paged_layout(tensors, NHD)
     assert layout.regions == tuple(map(region_of, tensors.values()))
     assert [f.region for f in layout.fields] == [0, 1, 2]
 
 
-def test_torch_tensors_have_strides_in_elements() -> None:
+def test_strides_of_torch_tensors_are_in_elements() -> None:
     buffer = np.zeros((2, PAGES, TOKENS, HEADS, ELEMENTS), dtype=np.int16)
     tensors = {f"layer{i}": TorchLike(buffer[i], buffer) for i in range(2)}
     layout = paged_layout(tensors, NHD)
@@ -127,7 +127,7 @@ def test_torch_tensors_have_strides_in_elements() -> None:
     assert (first.offset, second.offset) == (0, buffer[0].nbytes)
 
 
-def test_real_torch_tensors() -> None:
+def test_real_torch_tensors_have_the_same_layout() -> None:
     torch = pytest.importorskip("torch")
     cache = torch.zeros((PAGES, 2, TOKENS, HEADS, ELEMENTS), dtype=torch.bfloat16)
     layout = paged_layout({"layer/k": cache[:, 0], "layer/v": cache[:, 1]}, NHD)
@@ -139,29 +139,29 @@ def test_real_torch_tensors() -> None:
 @pytest.mark.parametrize(
     "dims", [("page", "token"), ("page", "token", "token", "element"), (*NHD[:3], "channel")]
 )
-def test_dimensions_that_are_not_these_are_refused(dims: tuple[str, ...]) -> None:
+def test_unknown_dimension_names_are_refused(dims: tuple[str, ...]) -> None:
     with pytest.raises(LayoutError, match="name each of page, token, head, element once"):
         paged_layout({"layer": array(PAGES, TOKENS, HEADS, ELEMENTS)}, dims)
 
 
-def test_a_tensor_with_other_dimensions_is_named() -> None:
+def test_a_tensor_with_another_number_of_dimensions_is_refused() -> None:
     with pytest.raises(LayoutError, match="'layer' has 3 dimensions, and 4 are named"):
         paged_layout({"layer": array(PAGES, TOKENS, ELEMENTS)}, NHD)
 
 
-def test_pages_of_unlike_size_are_refused() -> None:
+def test_pages_of_different_sizes_are_refused() -> None:
     tensors = {f"layer{n}": array(PAGES, n, HEADS, ELEMENTS) for n in (4, 5)}
     with pytest.raises(LayoutError, match="'layer5' has 5 tokens per page, those before it have 4"):
         paged_layout(tensors, NHD)
 
 
-def test_elements_that_lie_apart_are_refused() -> None:
+def test_elements_that_are_not_adjacent_are_refused() -> None:
     cache = array(PAGES, TOKENS, ELEMENTS, HEADS)
     with pytest.raises(LayoutError, match="its elements of 4 bytes lie 12 bytes apart"):
         paged_layout({"layer": cache}, ("page", "token", "element", "head"))
 
 
-def test_what_is_no_tensor_is_refused() -> None:
+def test_an_object_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(LayoutError, match="'layer' is a list: pass a numpy array or a torch"):
         paged_layout({"layer": [0.0]}, NHD)
 
@@ -171,6 +171,6 @@ def test_a_cache_without_tensors_is_refused() -> None:
         paged_layout({}, NHD)
 
 
-def test_heads_that_the_tensors_do_not_have_are_refused() -> None:
+def test_a_head_range_that_does_not_fit_the_tensors_is_refused() -> None:
     with pytest.raises(LayoutError, match="3 entries for the range"):
         paged_layout({"layer": array(PAGES, TOKENS, HEADS, ELEMENTS)}, NHD, heads=(0, 4))

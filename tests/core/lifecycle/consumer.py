@@ -1,4 +1,4 @@
-"""The model's decode engine: its scheduler, with vLLM's delays."""
+"""The simulated decode engine: its scheduler, with vLLM's delays."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.loads import LoadAction, Loads, RemoteRank
 from kvferry.core.lifecycle.renewals import Renewals
 from tests.core.lifecycle.consumer_rank import ConsumerRank
-from tests.core.lifecycle.decodes import Decode, Meta, Order, Stage
+from tests.core.lifecycle.decode_requests import DecodeRequest, DecodeState, LoadOrder, StepMetadata
 from tests.core.lifecycle.fabric import Fabric, require
-from tests.core.lifecycle.producer import PAGES, STEPS_AHEAD, Issue, Producer, skewed
+from tests.core.lifecycle.producer import PAGES, STEPS_AHEAD, IssuedTicket, Producer, skewed
 
 
-class Uncounted(HoldUsers):
-    """What an older build does: every load says "done" for itself."""
+class UncountedHoldUsers(HoldUsers):
+    """The behaviour of an older build: every load sends its own "done"."""
 
     def order(self, request: RequestId, *, siblings: bool = False) -> bool:
         super().order(request, siblings=siblings)
@@ -27,7 +27,7 @@ class Uncounted(HoldUsers):
 
 
 class Consumer:
-    """One life of a decode engine."""
+    """One incarnation of a decode engine."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class Consumer:
         self.name = name
         self.users = users()
         self._uids = uids
-        self._issues: dict[Hold, Issue] = {}
+        self._issues: dict[Hold, IssuedTicket] = {}
         self._ordered: dict[int, int] = {}
         expected: dict[int, int] = defaultdict(int)
-        for parties in plan:
-            for party in parties:
-                expected[party.rank] += 1
+        for remote_ranks in plan:
+            for remote in remote_ranks:
+                expected[remote.rank] += 1
         self.ranks = [
             rank(
                 engine=name,
                 rank=i,
-                parties=parties,
+                remote_ranks=remote_ranks,
                 expected=expected,
                 ordered=self._ordered,
                 loads=loads,
@@ -67,21 +67,21 @@ class Consumer:
                 producer=producer,
                 now=skewed(clock, -500.0 * i),
             )
-            for i, parties in enumerate(plan)
+            for i, remote_ranks in enumerate(plan)
         ]
-        self.requests: dict[RequestId, Decode] = {}
+        self.requests: dict[RequestId, DecodeRequest] = {}
         self.free = list(range(1, PAGES + 1))
-        self.steps: deque[Meta] = deque()
-        self._prepares: list[Decode] = []
-        self._begins: list[Order] = []
-        self._aborts: list[Decode] = []
-        self._refusals: list[tuple[Decode, KVFerryError]] = []
+        self.steps: deque[StepMetadata] = deque()
+        self._prepares: list[DecodeRequest] = []
+        self._begins: list[LoadOrder] = []
+        self._aborts: list[DecodeRequest] = []
+        self._refusals: list[tuple[DecodeRequest, KVFerryError]] = []
 
-    def at(self, *where: Stage) -> list[Decode]:
-        """Requests that stand there, oldest first."""
+    def at(self, *where: DecodeState) -> list[DecodeRequest]:
+        """Return the requests in these states, oldest first."""
         return [request for request in self.requests.values() if request.stage in where]
 
-    def add(self, request: Decode) -> None:
+    def add(self, request: DecodeRequest) -> None:
         self.requests[request.id] = request
         if request.admitted:
             self._issues[request.issue.ticket.hold] = request.issue
@@ -90,7 +90,7 @@ class Consumer:
 
     @property
     def pending(self) -> bool:
-        """Whether the ranks must hear something, although there may be no request."""
+        """Return whether there is something to tell the ranks, even without requests."""
         return bool(self._prepares or self._begins or self._aborts) or self.users.pending
 
     @property
@@ -98,8 +98,8 @@ class Consumer:
         return len(self.steps) < STEPS_AHEAD
 
     def schedule(self) -> None:
-        """A step: requests get pages and are loaded, or need none."""
-        for request in self.at(Stage.WAITING):
+        """Schedule a step: allocate pages for requests and have them loaded, if any are needed."""
+        for request in self.at(DecodeState.WAITING):
             size = request.issue.prompt.size
             if request.cached == size:
                 self._tell(request)
@@ -107,7 +107,7 @@ class Consumer:
                 self._alloc(request, size)
         for ticket in self.users.take_unused():
             self._order_done(self._issues[ticket.hold])
-        step = Meta(
+        step = StepMetadata(
             prepares=self._prepares,
             begins=self._begins,
             aborts=self._aborts,
@@ -123,24 +123,24 @@ class Consumer:
         return bool(self.steps) and len(self.steps[0].outputs) == len(self.ranks)
 
     def process(self) -> None:
-        """The oldest step's results are there."""
+        """Process the results of the oldest step."""
         step = self.steps.popleft()
         for rank, results in step.outputs.items():
             for request, error in results:
                 self._hear(rank, request, error)
 
-    def abort(self, request: Decode) -> None:
-        """The client is gone. Pages that a load has stay with it until all ranks have reported."""
-        if request.stage is Stage.WAITING:
+    def abort(self, request: DecodeRequest) -> None:
+        """Abort a request; a load keeps its pages until all ranks have reported it."""
+        if request.stage is DecodeState.WAITING:
             self._tell(request)
-        elif request.stage is Stage.LOADING:
-            request.stage = Stage.ABORTED
+        elif request.stage is DecodeState.LOADING:
+            request.stage = DecodeState.ABORTED
             self._aborts.append(request)
-        elif request.stage is Stage.READY:
+        elif request.stage is DecodeState.READY:
             self.finish(request)
 
-    def finish(self, request: Decode) -> None:
-        """It is over: its pages come back, and its id."""
+    def finish(self, request: DecodeRequest) -> None:
+        """End a request: its pages and its id are free again."""
         for rank in self.ranks:
             for transfer in rank.transfers:
                 targets = (
@@ -149,7 +149,7 @@ class Consumer:
                 clash = not transfer.state.final and targets.intersection(request.pages)
                 require(not clash, "pages given back while a byte can land in them")
         self.free.extend(request.pages)
-        request.stage = Stage.OVER
+        request.stage = DecodeState.OVER
         if self.requests.get(request.id) is request:
             del self.requests[request.id]
 
@@ -157,52 +157,54 @@ class Consumer:
         for rank in self.ranks:
             rank.crash()
 
-    def _tell(self, request: Decode) -> None:
-        """Nothing is to be read: the producer is told, and nobody reports."""
+    def _tell(self, request: DecodeRequest) -> None:
+        """End a request that reads nothing: send "done", without a report."""
         if request.admitted:
             self._order(request, pulling=False)
             self.users.over(request.id, loaded=False)
         self.finish(request)
 
-    def _alloc(self, request: Decode, size: int) -> None:
+    def _alloc(self, request: DecodeRequest, size: int) -> None:
         request.pages = tuple(self.free.pop() for _ in range(size))
-        request.stage = Stage.LOADING
+        request.stage = DecodeState.LOADING
         if request.admitted:
             self._order(request, pulling=True)
         else:
             self._refusals.append((request, TicketError("another prompt")))
 
-    def _order(self, request: Decode, *, pulling: bool) -> None:
+    def _order(self, request: DecodeRequest, *, pulling: bool) -> None:
         shared = self.users.order(request.id, siblings=request.sample)
-        self._begins.append(Order(request=request, pulling=pulling, shared=shared))
-        # Of a sample, whose siblings may come later, no message may ever end the hold.
-        if not isinstance(self.users, Uncounted):
+        self._begins.append(LoadOrder(request=request, pulling=pulling, shared=shared))
+        # No message of a sample may end the hold, because siblings may come later.
+        if not isinstance(self.users, UncountedHoldUsers):
             self._ordered[request.uid] = sys.maxsize if request.sample else next(self._uids)
 
-    def _order_done(self, issue: Issue) -> None:
-        """Nobody uses a hold any more, and the producer does not know."""
+    def _order_done(self, issue: IssuedTicket) -> None:
+        """Order a "done" by itself, for a hold that no request uses any more."""
         uid = next(self._uids)
         name = RequestId(f"done-{uid}")
-        request = Decode(uid=uid, id=name, issue=issue, cached=issue.prompt.size, prompt_fits=True)
-        order = Order(request=request, pulling=False, shared=False, prepared=False)
+        request = DecodeRequest(
+            uid=uid, id=name, issue=issue, cached=issue.prompt.size, prompt_fits=True
+        )
+        order = LoadOrder(request=request, pulling=False, shared=False, prepared=False)
         self._begins.append(order)
         self._ordered[uid] = uid
 
-    def _hear(self, rank: int, request: Decode, error: KVFerryError | None) -> None:
+    def _hear(self, rank: int, request: DecodeRequest, error: KVFerryError | None) -> None:
         awaited = self.requests.get(request.id) is request
-        awaited = awaited and request.stage in (Stage.LOADING, Stage.ABORTED)
-        require(awaited, "reported received, but nobody waits for it:", request.id)
+        awaited = awaited and request.stage in (DecodeState.LOADING, DecodeState.ABORTED)
+        require(awaited, "reported received, but not awaited:", request.id)
         require(rank not in request.reports, "reported received twice:", request.id)
         request.reports[rank] = error
         if len(request.reports) < len(self.ranks):
             return
         failed = any(e is not None for e in request.reports.values())
         self.users.over(request.id, loaded=not failed)
-        if failed or request.stage is Stage.ABORTED:
+        if failed or request.stage is DecodeState.ABORTED:
             self.finish(request)
             return
         require(request.prompt_fits, "another prompt's pages accepted")
         require(not request.forged, "a forged ticket's pages accepted")
-        request.stage = Stage.READY
+        request.stage = DecodeState.READY
         for each in self.ranks:
             each.check_pages(request.pulls[each.rank])

@@ -1,7 +1,7 @@
-"""A rank of the model's decode engine: it performs what the real ``Loads`` asks for.
+"""A rank of the simulated decode engine: it performs the actions of the real ``Loads``.
 
-The glue is the endpoint's: actions in order, slot words of one producer rank in one batch, "done"
-bound to a fence, a shared read cancelled only when nobody wants it.
+It does so as the endpoint does: actions in order, slot words of one producer rank in one batch,
+"done" bound to a fence, a shared read cancelled only when no load wants it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,36 @@ from kvferry.core.lifecycle.renewals import Renewals
 from kvferry.core.lifecycle.ticket import check_against, page_limits
 from kvferry.core.messages import RankPayload, Release, encode
 from kvferry.core.transport import State
-from tests.core.lifecycle.decodes import LATE, STALE, Decode, Meta, Order, Pull
-from tests.core.lifecycle.fabric import Content, Fabric, Link, Message, Transfer, Violation, require
+from tests.core.lifecycle.decode_requests import (
+    LATE,
+    STALE,
+    DecodeRequest,
+    LoadOrder,
+    RankLoad,
+    StepMetadata,
+)
+from tests.core.lifecycle.fabric import (
+    Content,
+    Fabric,
+    Link,
+    Message,
+    ProtocolViolation,
+    Transfer,
+    require,
+)
 from tests.core.lifecycle.producer import LOAD_TIMEOUT, PAGES, Producer
-from tests.core.lifecycle.renewing import Renewing
+from tests.core.lifecycle.rank_renewals import RankRenewals
 
 
 class ConsumerRank:
-    """One rank: its memory, its machine, and the glue that an endpoint is."""
+    """One rank: its memory, its ``Loads``, and the work of an endpoint."""
 
     def __init__(
         self,
         *,
         engine: str,
         rank: int,
-        parties: tuple[RemoteRank, ...],
+        remote_ranks: tuple[RemoteRank, ...],
         expected: dict[int, int],
         ordered: dict[int, int],
         loads: type[Loads],
@@ -50,21 +65,21 @@ class ConsumerRank:
         self.engine = engine
         self.life = life
         self.rank = rank
-        self.parties = parties
+        self.remote_ranks = remote_ranks
         self.expected = expected
         self._ordered = ordered
         self.loads = loads()
-        self.renewing = Renewing(self, renewals)
+        self.rank_renewals = RankRenewals(self, renewals)
         self.fabric = fabric
         self.producer = producer
         self.now = now
         self.pages: list[dict[int, Content | None]] = [{} for _ in range(PAGES + 1)]
-        self.inbox: deque[Meta] = deque()
-        self.pulls: dict[LoadId, Pull] = {}
-        self.shaking: list[LoadId] = []
+        self.inbox: deque[StepMetadata] = deque()
+        self.pulls: dict[LoadId, RankLoad] = {}
+        self.handshakes: list[LoadId] = []
         self.transfers: list[Transfer] = []
         self.heard: list[Callable[[], None]] = []
-        self.results: list[tuple[Decode, KVFerryError | None]] = []
+        self.results: list[tuple[DecodeRequest, KVFerryError | None]] = []
         self._link = Link(broken=True)
         self._payloads: list[RankPayload] = []
         self._ticket_key = b""
@@ -72,10 +87,10 @@ class ConsumerRank:
     # The engine's step.
 
     def launch(self) -> None:
-        """Take a step: begin and abort loads, hand over results."""
+        """Run a step: begin and abort loads, and report results."""
         step = self.inbox.popleft()
         for request in step.prepares:
-            self.renewing.prepare(request)
+            self.rank_renewals.prepare(request)
         for order in step.begins:
             self._begin(order)
         for request in step.aborts:
@@ -85,10 +100,10 @@ class ConsumerRank:
         self._pump()
 
     def answer(self, load_id: LoadId, error: KVFerryError | None = None) -> None:
-        """The producer that lives now answers a handshake, or it fails."""
-        self.shaking.remove(load_id)
+        """Let the producer that runs now answer a handshake, or let the handshake fail."""
+        self.handshakes.remove(load_id)
         if error is not None:
-            self._unshaken(load_id, error)
+            self._on_handshake_failed(load_id, error)
         else:
             self._connect(self.producer().payloads)
             self._on_connected(load_id)
@@ -97,12 +112,12 @@ class ConsumerRank:
             self._check_told(self.pulls[load_id])
 
     def poll(self) -> None:
-        """Hear of all transfers what there is to hear, then act."""
+        """Poll all transfers, then perform the resulting actions."""
         for transfer in list(self.transfers):
             if transfer.op is None:
                 if transfer.state.final:
                     self.transfers.remove(transfer)
-                    self.renewing.hear(transfer)
+                    self.rank_renewals.hear(transfer)
             elif transfer.state is State.FAILING:
                 self._each(transfer, self._failing)
             elif transfer.state is State.FAILED:
@@ -114,26 +129,26 @@ class ConsumerRank:
         self._pump()
 
     def echo(self, events: int) -> None:
-        """The machine hears once more of the last events; it is to ignore that."""
+        """Repeat the last events, which ``Loads`` must ignore."""
         for event in self.heard[-events:]:
             event()
         self._pump()
 
     def tick(self) -> None:
-        """The machine looks at the clock."""
+        """Let ``Loads`` and the renewals do what is due."""
         now = self.now()
         for pull in self.pulls.values():
             if not pull.reported and now >= pull.deadline:
                 pull.causes.append(LATE)
-        self.renewing.tick()
+        self.rank_renewals.tick()
         self.loads.tick(now)
         self._pump()
 
     # Begin and end.
 
-    def _begin(self, order: Order) -> None:
+    def _begin(self, order: LoadOrder) -> None:
         request, ticket = order.request, order.request.issue.ticket
-        gone_before = order.prepared and self.renewing.take(request)
+        gone_before = order.prepared and self.rank_renewals.take(request)
         if order.shared and not order.pulling:
             return
         deadline = self.now() + LOAD_TIMEOUT
@@ -146,7 +161,7 @@ class ConsumerRank:
             shared=order.shared,
         )
         require(load_id not in self.pulls, "a load id came back")
-        pull = Pull(
+        pull = RankLoad(
             request=request,
             pulling=order.pulling,
             shared=order.shared,
@@ -160,21 +175,21 @@ class ConsumerRank:
         if self.knows(ticket.incarnation):
             self._on_connected(load_id)
         else:
-            self.shaking.append(load_id)
+            self.handshakes.append(load_id)
 
-    def _abort(self, request: Decode) -> None:
+    def _abort(self, request: DecodeRequest) -> None:
         for load_id, pull in self.pulls.items():
             if pull.request is request and pull.pulling and not pull.reported:
                 error = KVFerryError("given up")
                 self.abort(load_id, error, error)
 
     def abort(self, load_id: LoadId, cause: KVFerryError | str, error: KVFerryError) -> None:
-        """A load is given up, because of ``cause``."""
+        """Abort a load because of ``cause``."""
         self.pulls[load_id].causes.append(cause)
         self._hear(partial(self.loads.abort, load_id, error))
 
-    def part(self, *, failing: bool) -> None:
-        """The producer is found dead: nothing of its loads may wait for a transfer's error."""
+    def handle_producer_death(self, *, failing: bool) -> None:
+        """Handle the death of the producer: its loads fail without waiting for transfer errors."""
         error = PeerLostError("it missed its pings")
         link = self._link
         self.fabric.sever(link, failing=failing)
@@ -187,16 +202,16 @@ class ConsumerRank:
 
     @property
     def link(self) -> Link:
-        """The connection to the producer."""
+        """Return the connection to the producer."""
         return self._link
 
     def knows(self, incarnation: int) -> bool:
-        """Whether this start of the producer is connected."""
+        """Return whether this incarnation of the producer is connected."""
         known = bool(self._payloads) and self._payloads[0].incarnation == incarnation
         return known and not self._link.broken
 
     def reach(self) -> None:
-        """Shake hands with the producer that lives now."""
+        """Connect to the producer that runs now."""
         self._connect(self.producer().payloads)
 
     def _connect(self, payloads: list[RankPayload]) -> None:
@@ -210,35 +225,35 @@ class ConsumerRank:
         try:
             self.check(pull.request)
         except TicketError as exc:
-            self._unshaken(load_id, exc)
+            self._on_handshake_failed(load_id, exc)
             return
         wanted = self.loads.wanted(load_id)
         require(wanted is not (pull.reported or bool(pull.causes)), "wanted is", wanted)
         for page, _, _ in pull.wants if wanted else ():
             self.pages[page] = {}  # zeroed
-        pull.link, pull.parties = self._link, self.parties
+        pull.link, pull.remote_ranks = self._link, self.remote_ranks
         if pull.pulling and wanted:
-            self.renewing.begin(load_id, pull.request)
-        self._hear(partial(self.loads.handshake_succeeded, load_id, self.parties))
+            self.rank_renewals.begin(load_id, pull.request)
+        self._hear(partial(self.loads.handshake_succeeded, load_id, self.remote_ranks))
 
-    def check(self, request: Decode) -> None:
+    def check(self, request: DecodeRequest) -> None:
         """Refuse a ticket that the producer did not make. Raises ``TicketError``."""
         limits = page_limits(self._payloads)
         check_against(request.ticket, self._payloads, limits, ticket_key=self._ticket_key)
 
-    def may_renew(self, request: Decode) -> bool:
-        """Whether the hold of a request that waits may be renewed."""
+    def may_renew(self, request: DecodeRequest) -> bool:
+        """Return whether the hold of a waiting request may be renewed."""
         try:
             self.check(request)
         except TicketError:
             return False
         return True
 
-    def _unshaken(self, load_id: LoadId, error: KVFerryError) -> None:
+    def _on_handshake_failed(self, load_id: LoadId, error: KVFerryError) -> None:
         self.pulls[load_id].causes.append(error)
         self._hear(partial(self.loads.handshake_failed, load_id, error))
 
-    # What the machine hears.
+    # Events for Loads.
 
     def _hear(self, event: Callable[[], None]) -> None:
         event()
@@ -271,12 +286,12 @@ class ConsumerRank:
         if transfer.op is LoadAction.FENCE:
             self._hear(partial(self.loads.fenced, load_id, transfer.rank, word))
         elif word == pull.request.issue.ticket.hold.computing:
-            checked()  # an echo could not be told from the answer to the next check
+            checked()  # not repeated: it would look like the answer to the next check
         else:
             self._hear(checked)
 
-    def _judge(self, pull: Pull, transfer: Transfer, word: int) -> None:
-        """What a slot word means, by the table; a hold must have had a reason to be gone."""
+    def _judge(self, pull: RankLoad, transfer: Transfer, word: int) -> None:
+        """Evaluate a slot word by the protocol; if it is stale, check that the hold has ended."""
         ticket, fence = pull.request.issue.ticket, transfer.op is LoadAction.FENCE
         stands = word >> 1 == ticket.hold.generation
         if stands and (word & 1 or not fence or ticket.computed):
@@ -284,21 +299,21 @@ class ConsumerRank:
         pull.causes.append(STALE)
         self.check_gone(pull.request, transfer.rank)
 
-    def check_gone(self, request: Decode, rank: int) -> None:
-        """A hold that was read as gone has a reason to be."""
+    def check_gone(self, request: DecodeRequest, rank: int) -> None:
+        """Check that a hold that was read as gone has ended, and not by this engine itself."""
         producer = self.producer()
         if request.issue.producer is not producer:
             return
-        cause = producer.ranks[rank].book.over.get(request.issue.ticket.hold)
+        cause = producer.ranks[rank].table.over.get(request.issue.ticket.hold)
         if cause is None:
-            raise Violation("a hold that stands was read as stale")
-        # Every "done" that this life of the engine said or ordered when it knew of the request.
+            raise ProtocolViolation("an active hold was read as stale")
+        # The requests whose "done" this incarnation sent or ordered after it knew of the request.
         known = {uid for uid, when in self._ordered.items() if when > request.uid} | {request.uid}
         own = cause.engine == self.engine and cause.origins <= known
         ended = "a hold that was still to be read was ended by those of its own engine:"
         require(not own or not cause.origins, ended, cause.origins)
 
-    # What the machine asks for.
+    # Actions of Loads.
 
     def _pump(self) -> None:
         words: dict[tuple[Link, int, LoadAction], list[LoadId]] = defaultdict(list)
@@ -323,7 +338,7 @@ class ConsumerRank:
             return
         link = pull.link
         if link is None:
-            raise Violation(f"{action.op} before the handshake")
+            raise ProtocolViolation(f"{action.op} before the handshake")
         if action.op is LoadAction.READ:
             require(not pull.reported, "a read after the report")
             self.read_pages(link, action, pull)
@@ -331,14 +346,14 @@ class ConsumerRank:
             require(not pull.reported, "a check after the report")
             self._check_order(action, pull)
             if action.op is LoadAction.FENCE:
-                self.renewing.settle(action.load, action.rank)
+                self.rank_renewals.settle(action.load, action.rank)
             words[link, action.rank, action.op].append(action.load)
         elif action.op is LoadAction.CANCEL:
             self._cancel(action, words)
         else:
             self._tell(link, action, pull)
 
-    def _check_order(self, action: Action, pull: Pull) -> None:
+    def _check_order(self, action: Action, pull: RankLoad) -> None:
         if action.op is LoadAction.CHECK:
             computed = pull.request.issue.ticket.computed
             require(not computed, "a check that the ticket makes needless")
@@ -347,17 +362,17 @@ class ConsumerRank:
             final = read is not None and read.state is State.DONE
             require(final, "a fence before the data is final")
 
-    def read_pages(self, link: Link, action: Action, pull: Pull) -> None:
-        """Post the read of a load's pages from one rank. Nothing is bound to it."""
+    def read_pages(self, link: Link, action: Action, pull: RankLoad) -> None:
+        """Post the read of a load's pages from one rank, without a notification."""
         require(action.rank not in pull.reads, "read twice from one rank")
-        wanted = pull.pulling and RemoteRank(rank=action.rank, reads=True) in pull.parties
-        require(wanted, "read from a rank that is only to be told")
+        wanted = pull.pulling and RemoteRank(rank=action.rank, reads=True) in pull.remote_ranks
+        require(wanted, "read from a rank that is only notified")
         transfer = self.make_read(link, action, pull)
         pull.reads[action.rank] = transfer
         self.post(transfer)
 
-    def make_read(self, link: Link, action: Action, pull: Pull) -> Transfer:
-        """The read of a load's pages from one rank."""
+    def make_read(self, link: Link, action: Action, pull: RankLoad) -> Transfer:
+        """Return the read of a load's pages from one rank."""
         return Transfer(
             op=LoadAction.READ,
             link=link,
@@ -393,11 +408,11 @@ class ConsumerRank:
         self.post(transfer)
 
     def tells(self, load_id: LoadId) -> bool:
-        """Whether "done" is bound to a load's fences."""
+        """Return whether "done" is bound to a load's fences."""
         return not self.pulls[load_id].shared
 
     def post(self, transfer: Transfer) -> None:
-        """Give a transfer to the fabric; where that raises, the loads hear of it at once."""
+        """Post a transfer; if that raises, its loads lose it at once."""
         try:
             self.fabric.post(transfer)
         except PeerLostError as exc:
@@ -408,7 +423,7 @@ class ConsumerRank:
             self.transfers.append(transfer)
 
     def message(self, rank: int, load_ids: list[LoadId], *, abandoned: bool) -> Message:
-        """The "done" or "abandon" of some loads to one producer rank."""
+        """Return the message with the "done" or "abandon" of some loads to one producer rank."""
         releases = []
         for load_id in load_ids:
             ticket = self.pulls[load_id].request.issue.ticket
@@ -440,7 +455,7 @@ class ConsumerRank:
             if transfer.rank == action.rank:
                 transfer.cancel(action.load)
 
-    def _tell(self, link: Link, action: Action, pull: Pull) -> None:
+    def _tell(self, link: Link, action: Action, pull: RankLoad) -> None:
         require(not self.running(action.load), f"{action.op} while bytes may land")
         abandoned = action.op is LoadAction.ABANDON
         require(bool(pull.causes) is abandoned, f"{action.op}, but what happened was", pull.causes)
@@ -450,11 +465,11 @@ class ConsumerRank:
             message = self.message(action.rank, [action.load], abandoned=abandoned)
             self.fabric.messages.append(message)
 
-    def _report(self, action: Action, pull: Pull) -> None:
+    def _report(self, action: Action, pull: RankLoad) -> None:
         require(not pull.reported, "reported twice by one rank")
         require(not self.running(action.load), "reported while bytes may land")
         pull.reported = True
-        self.renewing.end(action.load)
+        self.rank_renewals.end(action.load)
         self._check_reason(action.error, pull)
         self._check_told(pull)
         if action.error is None:
@@ -462,7 +477,7 @@ class ConsumerRank:
         if pull.pulling:
             self.results.append((pull.request, action.error))
 
-    def _check_reason(self, error: KVFerryError | None, pull: Pull) -> None:
+    def _check_reason(self, error: KVFerryError | None, pull: RankLoad) -> None:
         first = pull.causes[0] if pull.causes else None
         if isinstance(first, str):
             kind = DeadlineError if first is LATE else StaleError
@@ -470,52 +485,52 @@ class ConsumerRank:
         else:
             require(error is first, "reported", error, "but what happened was", first)
 
-    def _check_told(self, pull: Pull) -> None:
-        """Of a failure, every rank; else those who heard nothing with a fence.
+    def _check_told(self, pull: RankLoad) -> None:
+        """Check which ranks got a message of their own.
 
-        Of a load that shares its hold, nobody.
+        For a failure these are all ranks; otherwise those without a fence; for a shared load none.
         """
         everybody = bool(pull.causes) or not pull.pulling
-        parties = () if pull.shared else pull.parties
-        told = {party.rank for party in parties if everybody or not party.reads}
+        remote_ranks = () if pull.shared else pull.remote_ranks
+        told = {remote.rank for remote in remote_ranks if everybody or not remote.reads}
         require(pull.told == told, "told were", pull.told, "and to be told", told)
 
     def _check_failing(self) -> None:
-        """What failed winds down, and is reported as soon as it is quiet."""
+        """Check that the transfers of a failed load are ending, and the load is reported then."""
         for load_id, pull in self.pulls.items():
             if not pull.causes or pull.reported:
                 continue
             running = self.running(load_id)
-            require(bool(running), "failed and quiet, but not reported")
+            require(bool(running), "failed and without transfers, but not reported")
             ending = all(load_id not in t.wanted for t in running)
             require(ending, "failed, but its transfers go on")
 
-    # What the world looks at.
+    # What the simulation looks at.
 
     def running(self, load_id: LoadId) -> list[Transfer]:
-        """A load's transfers that are not final, or not heard of."""
+        """Return a load's transfers that are not final, or whose end was not polled."""
         return [t for t in self.transfers if load_id in t.loads]
 
-    def check_pages(self, pull: Pull) -> None:
-        """Every page holds what the ticket's request computed."""
+    def check_pages(self, pull: RankLoad) -> None:
+        """Check that every page holds what the ticket's request computed."""
         if not pull.pulling:
             return
         for page, _, wanted in pull.wants:
-            for party in self.parties:
-                got = self.pages[page].get(party.rank)
-                require(got == wanted or not party.reads, "stale bytes accepted:", got, wanted)
+            for remote in self.remote_ranks:
+                got = self.pages[page].get(remote.rank)
+                require(got == wanted or not remote.reads, "stale bytes accepted:", got, wanted)
 
     def sever(self, *, failing: bool) -> None:
-        """The connection to the producer breaks."""
+        """Break the connection to the producer."""
         self.fabric.sever(self._link, failing=failing)
 
     def crash(self) -> None:
-        """The process is gone: nothing of it goes on."""
+        """End the process, and with it all its transfers."""
         for transfer in self.transfers:
             self.fabric.drop(transfer)
 
 
-def _wants(request: Decode) -> list[tuple[int, int, Content]]:
+def _wants(request: DecodeRequest) -> list[tuple[int, int, Content]]:
     prompt, sources = request.issue.prompt, request.issue.ticket.pages[0]
     wants = [
         (page, source, prompt.content(index))

@@ -1,7 +1,7 @@
-"""The model's transport: bytes land one item at a time, in any order, late, or never.
+"""The simulated transport: bytes land one item at a time, in any order, late, or never.
 
-A read sees whatever lies at the address when the item lands, so a producer that was restarted under
-a connection that did not break answers with its new life's memory.
+A read returns what is at the address when the item lands. So if a producer restarts and its
+connection does not break, the read returns memory of the new incarnation.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from kvferry.core.lifecycle.loads import LoadAction, LoadId
 from kvferry.core.transport import State
 
 
-class Violation(AssertionError):
+class ProtocolViolation(AssertionError):
     """The protocol was broken."""
 
 
 def require(holds: bool, what: str, *details: object) -> None:
     """Raise ``Violation`` unless ``holds``."""
     if not holds:
-        raise Violation(" ".join((what, *map(str, details))))
+        raise ProtocolViolation(" ".join((what, *map(str, details))))
 
 
 class Content(NamedTuple):
-    """What a page holds: which request computed it, which of its pages, and whether all of it."""
+    """The content of a page: the request that computed it, its index, and if it is complete."""
 
     owner: int
     number: int
@@ -44,8 +44,8 @@ class Link:
 class Message:
     """A notification on its way to a producer rank.
 
-    ``origins`` names, per release in it, the consumer's request that it is about: the wire does
-    not, and the model wants to know who ended a hold.
+    ``origins`` has, per release, the consumer's request that caused it. Real messages do not; the
+    checks need it to know which request ended a hold.
     """
 
     sender: str
@@ -59,13 +59,13 @@ class Transfer:
     """A read of one or more items from one producer rank.
 
     Attributes:
-        op: what it is for; ``None`` for a renewal.
-        wanted: the loads that still want it; it is cancelled when nobody does.
-        loads: all loads that it serves, or renewals.
-        items: what has not landed.
-        take: reads one item from the producer rank that lives there now.
-        words: the slot words that have landed, by what they were read for.
-        message: bound to it.
+        op: the action that it performs; ``None`` for a renewal.
+        wanted: the loads that have not cancelled it; it is cancelled when none is left.
+        loads: all loads, or renewals, that it serves.
+        items: the items that have not landed.
+        take: reads one item from the producer rank that runs now.
+        words: the slot words that have landed, by load or renewal.
+        message: the notification that is bound to it.
     """
 
     op: LoadAction | None
@@ -85,13 +85,13 @@ class Transfer:
         self.wanted = set(self.loads)
 
     def cancel(self, load: LoadId) -> None:
-        """One load wants it no more."""
+        """Cancel the transfer for one load."""
         self.wanted.discard(load)
         self.cancelled = not self.wanted
 
 
 class Fabric:
-    """Everything that is on its way.
+    """All transfers and notifications under way.
 
     Attributes:
         transfers: those that are not final.
@@ -111,7 +111,7 @@ class Fabric:
             self._finish(transfer, State.DONE)
 
     def land(self, transfer: Transfer, pick: int) -> None:
-        """One item lands, or a transfer that must end ends."""
+        """Let one item land, or let a failing or cancelled transfer end."""
         failing = transfer.state is State.FAILING
         if failing and (pick % 2 or not transfer.items):
             self._finish(transfer, State.FAILED)
@@ -123,7 +123,7 @@ class Fabric:
                 self._finish(transfer, State.DONE)
 
     def fail(self, transfer: Transfer, error: TransportError, *, failing: bool = False) -> None:
-        """It fails; ``failing``: not yet quiet."""
+        """Let a transfer fail; with ``failing``, it is ``FAILING`` and bytes may still land."""
         transfer.error = transfer.error or error
         if failing:
             transfer.state = State.FAILING
@@ -131,13 +131,13 @@ class Fabric:
             self._finish(transfer, State.FAILED)
 
     def sever(self, link: Link, *, failing: bool = False) -> None:
-        """A connection breaks, and what is under way on it fails."""
+        """Break a connection; its transfers fail."""
         link.broken = True
         for transfer in [t for t in self.transfers if t.link is link]:
             self.fail(transfer, PeerLostError("the producer is gone"), failing=failing)
 
     def drop(self, transfer: Transfer) -> None:
-        """Its process is gone, and so is the transfer."""
+        """Remove a transfer whose process has ended."""
         if transfer in self.transfers:
             self.transfers.remove(transfer)
 

@@ -1,4 +1,4 @@
-"""The Hypothesis machine that drives the model's world."""
+"""The Hypothesis state machine that drives the simulation."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvferry.core.errors import HandshakeError, TransportError
-from tests.core.lifecycle.checks import check_ledger
-from tests.core.lifecycle.model import PLANS, Parts, World
-from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PAGES, At
+from tests.core.lifecycle.invariants import check_scheduler_holds
+from tests.core.lifecycle.producer import LEASE, LOAD_TIMEOUT, PAGES, PrefillState
+from tests.core.lifecycle.simulation import PLANS, Components, Simulation
 
 T = TypeVar("T")
 
 PICKS = st.binary(max_size=8) | st.binary(min_size=24, max_size=60)
-"""Which of the world's moves come next: few, or many."""
+"""Which of the possible moves come next: few, or many."""
 
 
 class Protocol(RuleBasedStateMachine):
-    """Any interleaving of everything."""
+    """Any order of requests, steps, deliveries and failures."""
 
-    parts: ClassVar[Parts] = Parts()
-    world: World
+    components: ClassVar[Components] = Components()
+    simulation: Simulation
 
     @initialize(
         ranks=st.sampled_from(sorted(PLANS)),
@@ -45,15 +45,18 @@ class Protocol(RuleBasedStateMachine):
         is_older: bool,
         old: str,
     ) -> None:
-        """``is_older``: engine B is of a build that does not count who uses a hold;
-        ``old``: which engine's build knows no heartbeats."""
+        """Begin a simulation.
+
+        With ``is_older``, engine B is of a build without ``HoldUsers``. ``old`` names an engine of
+        a build without heartbeats.
+        """
         plans = PLANS[ranks]
         pair = (plans[first % len(plans)], plans[second % len(plans)])
-        self.world = World(
+        self.simulation = Simulation(
             ranks=ranks,
             plans=pair,
             slots=slots,
-            parts=self.parts,
+            components=self.components,
             max_held=max_held,
             is_older=is_older,
             old=old,
@@ -70,16 +73,16 @@ class Protocol(RuleBasedStateMachine):
         until=st.sampled_from(["asked", "scheduled", "preempted", "aborted", "ticket", "ready"]),
     )
     def ask(self, until: str, size: int, chunks: int, **kind: bool) -> None:
-        producer = self.world.producer
-        self.world.ask(size=size, chunks=chunks, **kind)
+        producer = self.simulation.producer
+        self.simulation.ask(size=size, chunks=chunks, **kind)
         if until in ("scheduled", "preempted", "aborted"):
             if producer.can_schedule:
                 producer.schedule()
             stops = {"preempted": producer.preempt, "aborted": producer.abort}
-            for prompt in producer.at(At.RUNNING)[-1:]:
+            for prompt in producer.at(PrefillState.RUNNING)[-1:]:
                 stops.get(until, lambda _: None)(prompt)
         elif until != "asked":
-            self.world.compute(tail=until != "ticket")
+            self.simulation.compute(tail=until != "ticket")
 
     @rule(
         engines=st.sampled_from(["A", "B", "AB", "AA", "BBB"]),
@@ -112,27 +115,27 @@ class Protocol(RuleBasedStateMachine):
         aborts: bool,
         picks: bytes,
     ) -> None:
-        world = self.world
+        simulation = self.simulation
         if back is None:
-            issue = world.fresh(drafter=drafter, ordered=ordered)
+            issue = simulation.fresh(drafter=drafter, ordered=ordered)
         else:
-            issue = world.issues[-1 - back] if back < len(world.issues) else None
-        consumers = [world.consumers["AB".index(name)] for name in engines]
+            issue = simulation.issues[-1 - back] if back < len(simulation.issues) else None
+        consumers = [simulation.consumers["AB".index(name)] for name in engines]
         kind: dict[str, Any] = {"cached": cached, "fits": fits, "forged": forged, "sample": sample}
         if issue is not None and together:
             for consumer in consumers:
-                world.hand(consumer, issue, **kind)
+                simulation.hand(consumer, issue, **kind)
         for consumer in consumers:
             if issue is not None and not together:
-                world.hand(consumer, issue, **kind)
+                simulation.hand(consumer, issue, **kind)
             for _ in range(rounds):
-                world.pull(consumer, items)
+                simulation.pull(consumer, items)
             for request in list(consumer.requests.values())[-1:] if aborts else ():
                 consumer.abort(request)
-                world.pull(consumer, items)
+                simulation.pull(consumer, items)
         self.drift(picks)
 
-    # One engine goes on, and the others wait.
+    # One engine proceeds, and the others wait.
 
     @rule(
         engine=st.integers(0, 1),
@@ -141,8 +144,8 @@ class Protocol(RuleBasedStateMachine):
         processes=st.booleans(),
     )
     def consume(self, engine: int, ranks: slice, items: int, processes: bool) -> None:
-        consumer = self.world.consumers[engine]
-        self.world.pull(consumer, items, ranks)
+        consumer = self.simulation.consumers[engine]
+        self.simulation.pull(consumer, items, ranks)
         if processes and consumer.can_process:
             consumer.process()
 
@@ -154,7 +157,7 @@ class Protocol(RuleBasedStateMachine):
         ticks=st.booleans(),
     )
     def produce(self, schedules: bool, rank: int, launches: int, entries: int, ticks: bool) -> None:
-        producer = self.world.producer
+        producer = self.simulation.producer
         if schedules and producer.can_schedule:
             producer.schedule()
         one = producer.ranks[rank % len(producer.ranks)]
@@ -167,12 +170,12 @@ class Protocol(RuleBasedStateMachine):
         while producer.can_process:
             producer.process()
 
-    # Whatever goes on by itself, in any order.
+    # Any possible moves, in any order.
 
     @rule(picks=PICKS)
     def drift(self, picks: bytes) -> None:
         for pick in picks:
-            moves = self.world.moves()
+            moves = self.simulation.moves()
             if moves:
                 moves[pick % len(moves)]()
 
@@ -183,15 +186,15 @@ class Protocol(RuleBasedStateMachine):
         picks=PICKS,
     )
     def rest(self, seconds: float, resets: bool, patient: bool, picks: bytes) -> None:
-        """Everything settles, or time passes while it does not."""
+        """Let everything settle, or let time pass before it does."""
         if resets:
-            self.world.producer.reset()
+            self.simulation.producer.reset()
         if patient:
-            self.world.wait_patiently()
+            self.simulation.wait_patiently()
         elif seconds:
-            self.world.wait(seconds)
+            self.simulation.wait(seconds)
         else:
-            self.world.settle()
+            self.simulation.settle()
         self.drift(picks)
 
     @rule(
@@ -200,11 +203,11 @@ class Protocol(RuleBasedStateMachine):
         picks=PICKS,
     )
     def starve(self, seconds: float, heard: slice, picks: bytes) -> None:
-        """The prefill engine lacks pages, and decode is heard everywhere, somewhere or nowhere."""
-        self.world.starve(seconds, heard)
+        """Let the prefill engine lack pages; renewals and heartbeats arrive at some ranks only."""
+        self.simulation.starve(seconds, heard)
         self.drift(picks)
 
-    # What goes wrong, or is given up.
+    # Aborts and failures.
 
     @rule(
         who=st.sampled_from(["abort", "preempt", "abort A", "abort B", "handshakes"]),
@@ -212,24 +215,28 @@ class Protocol(RuleBasedStateMachine):
         picks=PICKS,
     )
     def give_up(self, who: str, index: int, picks: bytes) -> None:
-        world = self.world
+        simulation = self.simulation
         if who == "preempt":
-            _one(world.producer.at(At.RUNNING), index, world.producer.preempt)
+            _one(simulation.producer.at(PrefillState.RUNNING), index, simulation.producer.preempt)
         elif who == "abort":
-            _one(world.producer.at(At.WAITING, At.RUNNING), index, world.producer.abort)
+            _one(
+                simulation.producer.at(PrefillState.WAITING, PrefillState.RUNNING),
+                index,
+                simulation.producer.abort,
+            )
         elif who == "handshakes":
-            for rank in (r for e in world.consumers for r in e.ranks):
-                for load_id in rank.shaking[index % 2 :]:
+            for rank in (r for e in simulation.consumers for r in e.ranks):
+                for load_id in rank.handshakes[index % 2 :]:
                     rank.answer(load_id, HandshakeError("nobody answers"))
         else:
-            engine = world.consumers["AB".index(who[-1])]
+            engine = simulation.consumers["AB".index(who[-1])]
             _one(list(engine.requests.values()), index, engine.abort)
         self.drift(picks)
 
     @rule(index=st.integers(0, 7), failing=st.booleans(), picks=PICKS)
     def harm(self, index: int, failing: bool, picks: bytes) -> None:
         error = TransportError("a cable was pulled")
-        fabric = self.world.fabric
+        fabric = self.simulation.fabric
         _one(
             fabric.transfers, index, lambda transfer: fabric.fail(transfer, error, failing=failing)
         )
@@ -247,39 +254,39 @@ class Protocol(RuleBasedStateMachine):
         picks=PICKS,
     )
     def disturb(self, what: str, how: str, messages: bool, index: int, picks: bytes) -> None:
-        world = self.world
+        simulation = self.simulation
         if what == "restart P":
             severs, failing = how != "nothing breaks", how == "links are failing"
-            world.restart_producer(
+            simulation.restart_producer(
                 severs=severs, failing=failing, messages=messages, gracefully=index == 0
             )
             if index == 1:
-                world.fresh(drafter=False, ordered=False)
+                simulation.fresh(drafter=False, ordered=False)
         elif what == "part":
-            for rank in (r for e in world.consumers for r in e.ranks[index % 2 :]):
-                rank.part(failing=how == "links are failing")
+            for rank in (r for e in simulation.consumers for r in e.ranks[index % 2 :]):
+                rank.handle_producer_death(failing=how == "links are failing")
         elif what == "stray":
             for how in ("incarnation", "generation", "slot"):
-                world.stray(index, how)
+                simulation.stray(index, how)
         elif what == "echo":
-            for rank in (r for e in world.consumers for r in e.ranks):
+            for rank in (r for e in simulation.consumers for r in e.ranks):
                 rank.echo(events=2 + 3 * index)
         else:
-            world.restart_consumer("AB".index(what[-1]), messages=messages)
+            simulation.restart_consumer("AB".index(what[-1]), messages=messages)
         self.drift(picks)
 
     @invariant()
-    def ledger(self) -> None:
-        if hasattr(self, "world"):
-            check_ledger(self.world)
+    def scheduler_holds(self) -> None:
+        if hasattr(self, "simulation"):
+            check_scheduler_holds(self.simulation)
 
     def teardown(self) -> None:
-        # Where something failed already, that is what is to be heard of.
-        if hasattr(self, "world") and sys.exc_info()[0] is None:
-            self.world.finish()
+        # After a failure, report that failure and nothing else.
+        if hasattr(self, "simulation") and sys.exc_info()[0] is None:
+            self.simulation.finish()
 
 
 def _one(things: Sequence[T], index: int, act: Callable[[T], None]) -> None:
-    """Act on one of them, if there is any."""
+    """Act on one of these, if there are any."""
     if things:
         act(things[index % len(things)])

@@ -1,8 +1,8 @@
-"""The model's prefill engine: a scheduler, ranks with a device each, and the real machines in them.
+"""The simulated prefill engine: a scheduler, ranks with a device each, and the real state machines.
 
-The delays are vLLM's: orders reach the ranks with a step's metadata, a step's results are there
-when every rank's device has passed its sampled token, a drafter runs after that, and up to two
-steps are scheduled ahead of their results.
+The delays are vLLM's: orders reach the ranks with a step's metadata; a step's results are available
+when every rank's device has sampled its token; a drafter runs after that; and up to two steps are
+scheduled ahead of their results.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from kvferry.core.messages import (
     decode_notes,
 )
 from kvferry.core.security import TicketKey
-from tests.core.lifecycle.book import Book, Cause
 from tests.core.lifecycle.fabric import Content, Message, require
-from tests.core.proving import proved
+from tests.core.lifecycle.protocol_table import Cause, ProtocolTable
+from tests.core.ticket_proofs import proved
 
 PAGES = 4
-"""How many pages an engine's cache has, besides the hole."""
+"""Pages of an engine's cache, without the null page."""
 LEASE = 10.0
 LOAD_TIMEOUT = 25.0
-"""More than leases: a load may wait longer, and then its hold is renewed."""
+"""Longer than a lease, so that holds of waiting loads need renewal."""
 STEPS_AHEAD = 2
 BLOCK = 4
 ENGINE = "prefill"
 
 
-class At(enum.Enum):
-    """Where a request stands in its scheduler."""
+class PrefillState(enum.Enum):
+    """The state of a request in the prefill scheduler."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -55,16 +55,16 @@ class At(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Prompt:
+class PrefillRequest:
     """A request to the prefill engine.
 
     Attributes:
-        uid: unique in a run; ``id`` comes back.
-        size: pages that it needs.
-        chunks: steps that it takes.
-        drafter: whether a drafter writes its pages once more after the last step's results.
+        uid: unique in a run; values of ``id`` are reused.
+        size: how many pages it needs.
+        chunks: how many steps it takes.
+        drafter: whether a drafter writes its pages again after the results of the last step.
         remote: whether another engine will decode it.
-        errs: it ends otherwise than stopped or length-capped.
+        errs: whether it ends with an error, so that no ticket is made.
     """
 
     uid: int
@@ -74,7 +74,7 @@ class Prompt:
     drafter: bool
     remote: bool
     errs: bool
-    at: At = At.WAITING
+    at: PrefillState = PrefillState.WAITING
     epoch: int = 0
     chunk: int = 0
     pages: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class Prompt:
 
     @property
     def generation(self) -> int:
-        """Of its hold; 0 if it has none."""
+        """Return the generation of the hold; 0 without a hold."""
         return 0 if self.hold is None else self.hold.generation
 
     @property
@@ -90,23 +90,23 @@ class Prompt:
         return [self.uid * 100 + i for i in range(self.size * BLOCK - 1)]
 
     def content(self, index: int) -> Content:
-        """What its page ``index`` holds when all is written."""
+        """Return the content of page ``index`` when it is complete."""
         return Content(owner=self.uid, number=index, final=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Issue:
-    """A ticket, and what the world knows of it."""
+class IssuedTicket:
+    """A ticket, with its request and its producer."""
 
     ticket: Ticket
-    prompt: Prompt
+    prompt: PrefillRequest
     producer: Producer
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """A request's part in a step."""
 
-    prompt: Prompt
+    prompt: PrefillRequest
     epoch: int
     pages: tuple[int, ...]
     last: bool
@@ -114,15 +114,15 @@ class Work(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Step:
-    """What the scheduler sends to every rank, and what they report.
+    """What the scheduler sends to every rank, and what the ranks report.
 
     Attributes:
-        asks: whether they are to say of which holds they hear nothing.
-        ages: what the book of each rank says of its holds then.
+        asks: whether the ranks are to report silent holds.
+        ages: the ages of each rank's holds at that time, by the protocol table.
     """
 
     orders: HoldOrders
-    work: list[Work]
+    work: list[StepWork]
     asks: bool = False
     silent: dict[int, list[Silence]] = field(default_factory=dict)
     ages: dict[int, dict[Hold, float]] = field(default_factory=dict)
@@ -130,22 +130,22 @@ class Step:
 
 
 class ProducerRank:
-    """One rank: its memory, its device's queue, its keeper, and the book about it."""
+    """One rank: its memory, its device's queue, its holds, and the protocol table for them."""
 
     def __init__(
         self,
         rank: int,
         slots: int,
         incarnation: Incarnation,
-        keeper: type[WorkerHolds],
+        worker_holds: type[WorkerHolds],
         now: Callable[[], float],
         strict: bool,
     ) -> None:
         self.rank = rank
         self.words = [0] * slots
         self.pages: list[Content | None] = [None] * (PAGES + 1)
-        self.keeper = keeper(self.words, incarnation)
-        self.book = Book(incarnation)
+        self.worker_holds = worker_holds(self.words, incarnation)
+        self.table = ProtocolTable(incarnation)
         self.inbox: deque[Step] = deque()
         self.stream: deque[Callable[[], None]] = deque()
         self.passed: list[Hold] = []
@@ -153,19 +153,19 @@ class ProducerRank:
         self._strict = strict
 
     def now(self) -> float:
-        """Its own clock."""
+        """Return the time of the rank's own clock."""
         return self._now()
 
     def launch(self) -> None:
-        """Take a step: apply its orders, queue its work, collect what is reported with it."""
+        """Run a step: apply its orders, queue its work, collect its reports."""
         step = self.inbox.popleft()
         self._apply(step.orders)
         for work in step.work:
             self._queue_writes(work, final=work.last and not work.prompt.drafter)
         if step.asks:
-            step.silent[self.rank] = self.keeper.silent(self._now(), GONE_SECONDS, PAGES)
-            step.ages[self.rank] = self.book.ages(self._now())
-        sent = self.keeper.take_sent()
+            step.silent[self.rank] = self.worker_holds.silent(self._now(), GONE_SECONDS, PAGES)
+            step.ages[self.rank] = self.table.ages(self._now())
+        sent = self.worker_holds.take_sent()
         self.stream.append(partial(step.outputs.__setitem__, self.rank, sent))
         for work in step.work:
             if work.last and work.prompt.drafter:
@@ -173,71 +173,79 @@ class ProducerRank:
         self._check()
 
     def device(self) -> None:
-        """The device does the next thing in its queue."""
+        """Let the device do the next work in its queue."""
         self.stream.popleft()()
 
     @property
     def due(self) -> bool:
-        """Whether a tick finds anything."""
+        """Return whether ``tick`` has something to do."""
         now = self._now()
-        deadlines = (s.deadline for s in self.book.standing.values())
+        deadlines = (s.deadline for s in self.table.active.values())
         return bool(self.passed) or any(d is not None and d <= now for d in deadlines)
 
     def tick(self) -> None:
-        """Pages that became ready, leases that are over."""
+        """Mark pages that the device has finished as ready, and expire leases."""
         now = self._now()
         for hold in self.passed:
-            self.keeper.ready(hold, now)
-            self.book.passed(hold, now)
+            self.worker_holds.ready(hold, now)
+            self.table.passed(hold, now)
         self.passed.clear()
-        expired, expected = self.keeper.expire(now), self.book.expire(now)
+        expired, expected = self.worker_holds.expire(now), self.table.expire(now)
         same = sorted(expired or ()) == sorted(expected)
         require(same or not self._strict, "expired", expired, "not", expected)
         self._check()
 
     def hear(self, message: Message) -> None:
-        """A notification arrives."""
+        """Handle a notification."""
         now = self._now()
         for note, origin in zip(decode_notes(message.payload), message.origins, strict=True):
             if isinstance(note, Renewal):
-                verdict, expected = self.keeper.renew(note, now), self.book.renewed(note, now)
+                verdict, expected = (
+                    self.worker_holds.renew(note, now),
+                    self.table.renewed(note, now),
+                )
             elif isinstance(note, Heartbeat):
-                verdict, expected = self.keeper.heartbeat(note, now), self.book.beaten(note, now)
+                verdict, expected = (
+                    self.worker_holds.heartbeat(note, now),
+                    self.table.heartbeat(note, now),
+                )
             else:
-                verdict, expected = self.keeper.release(note), self.book.heard(note, origin)
+                verdict, expected = self.worker_holds.release(note), self.table.heard(note, origin)
             require(verdict is expected or not self._strict, "verdict", verdict, "not", expected)
         self._check()
 
     def _check(self) -> None:
-        """The slot words are the table's, and as many holds stand."""
+        """Compare slot words, the number of holds and their ages with the protocol table."""
         if self._strict:
-            words = self.book.words(len(self.words))
+            words = self.table.words(len(self.words))
             require(self.words == words, "slot words", self.words, "are to be", words)
-            require(self.keeper.held == len(self.book.standing), "held", self.keeper.held)
-            for hold, age in self.book.ages(self._now()).items():
-                require(self.keeper.age(hold, self._now()) == age, "an age is to be", age)
+            require(
+                self.worker_holds.held == len(self.table.active), "held", self.worker_holds.held
+            )
+            for hold, age in self.table.ages(self._now()).items():
+                require(self.worker_holds.age(hold, self._now()) == age, "an age is to be", age)
 
     def _apply(self, orders: HoldOrders) -> None:
         now = self._now()
-        self.keeper.apply(orders, now)
+        self.worker_holds.apply(orders, now)
         for hold in orders.drops:
-            self.book.end(hold, Cause(why="dropped"))
+            self.table.end(hold, Cause(why="dropped"))
         for request, hold in orders.take_ons:
-            self.book.take_on(request, hold)
+            self.table.take_on(request, hold)
         for hold, lease in orders.ready:
-            self.book.order(hold, lease, now)
+            self.table.order(hold, lease, now)
             self.stream.append(partial(self.passed.append, hold))
         for hold in orders.ends:
-            self.book.end(hold, Cause(why="reset"))
+            self.table.end(hold, Cause(why="reset"))
 
-    def _queue_writes(self, work: Work, *, final: bool) -> None:
+    def _queue_writes(self, work: StepWork, *, final: bool) -> None:
         for index, page in enumerate(work.pages):
             content = work.prompt.content(index)._replace(final=final)
             self.stream.append(partial(self.pages.__setitem__, page, content))
 
 
 class Producer:
-    """One life of the prefill engine."""
+    """One incarnation of the prefill engine."""
 
     def __init__(
         self,
@@ -245,30 +253,30 @@ class Producer:
         ranks: int,
         slots: int,
         max_held: int | None,
-        ledger: type[SchedulerHolds],
-        keeper: type[WorkerHolds],
+        scheduler_holds: type[SchedulerHolds],
+        worker_holds: type[WorkerHolds],
         rank: type[ProducerRank],
         pressure: type[BlockPressure],
         strict: bool,
         clock: Callable[[], float],
-        issues: list[Issue],
+        issues: list[IssuedTicket],
     ) -> None:
         self.incarnation = random_incarnation()
         self.ticket_key = TicketKey()
         self.slots = slots
         self.max_held = max_held
-        self.ledger = ledger(slots, max_pages=max_held)
+        self.scheduler_holds = scheduler_holds(slots, max_pages=max_held)
         self.pressure = pressure(PAGES, ranks)
         self.orphaned: list[Hold] = []
         self._clock = clock
         self._ages: dict[int, dict[Hold, float]] = {}
         self.ranks = [
-            rank(i, slots, self.incarnation, keeper, skewed(clock, 1000.0 * i), strict)
+            rank(i, slots, self.incarnation, worker_holds, skewed(clock, 1000.0 * i), strict)
             for i in range(ranks)
         ]
         self.payloads = _payloads(self)
         self.issues = issues
-        self.requests: dict[RequestId, Prompt] = {}
+        self.requests: dict[RequestId, PrefillRequest] = {}
         self.free = list(range(1, PAGES + 1))
         self.steps: deque[Step] = deque()
         self.reported: dict[RequestId, set[int]] = defaultdict(set)
@@ -277,11 +285,11 @@ class Producer:
 
     # The scheduler.
 
-    def at(self, *where: At) -> list[Prompt]:
-        """Requests that stand there, oldest first."""
+    def at(self, *where: PrefillState) -> list[PrefillRequest]:
+        """Return the requests in these states, oldest first."""
         return [prompt for prompt in self.requests.values() if prompt.at in where]
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: PrefillRequest) -> None:
         self.requests[prompt.id] = prompt
 
     @property
@@ -289,13 +297,13 @@ class Producer:
         return len(self.steps) < STEPS_AHEAD
 
     def schedule(self) -> None:
-        """A step: who fits is taken in, who runs goes on, and the ranks hear what they must."""
-        for prompt in self.at(At.WAITING):
+        """Schedule a step: admit requests that fit, continue running ones, and send the orders."""
+        for prompt in self.at(PrefillState.WAITING):
             if prompt.size <= len(self.free):
                 self._take_in(prompt)
-        work = [self._next_chunk(p) for p in self.at(At.RUNNING) if p.chunk < p.chunks]
+        work = [self._next_chunk(p) for p in self.at(PrefillState.RUNNING) if p.chunk < p.chunks]
         asks = self._relieve()
-        step = Step(orders=self.ledger.drain(), work=work, asks=asks)
+        step = Step(orders=self.scheduler_holds.drain(), work=work, asks=asks)
         self.given_up.update(step.orders.ends)
         self._check_limit()
         self.steps.append(step)
@@ -307,90 +315,98 @@ class Producer:
         return bool(self.steps) and len(self.steps[0].outputs) == len(self.ranks)
 
     def process(self) -> None:
-        """The oldest step's results are there: requests finish, and pages come back."""
+        """Process the results of the oldest step: finish requests and take pages back."""
         step = self.steps.popleft()
         if step.asks:
             self.pressure.answered(step.silent)
             self._ages = step.ages
         for work in step.work:
-            current = work.prompt.at is At.RUNNING and work.prompt.epoch == work.epoch
+            current = work.prompt.at is PrefillState.RUNNING and work.prompt.epoch == work.epoch
             if work.last and current:
                 self._finish(work.prompt)
         for rank, sent in step.outputs.items():
             for request in sent:
                 self._hear_sent(rank, request)
 
-    def preempt(self, prompt: Prompt) -> None:
-        """Its pages are wanted by others; it starts again, with the hold that it has."""
+    def preempt(self, prompt: PrefillRequest) -> None:
+        """Preempt a request: it gives up its pages, keeps its hold and starts again."""
         self._free(prompt)
-        prompt.at, prompt.chunk, prompt.epoch = At.WAITING, 0, prompt.epoch + 1
+        prompt.at, prompt.chunk, prompt.epoch = PrefillState.WAITING, 0, prompt.epoch + 1
 
-    def abort(self, prompt: Prompt) -> None:
-        """It ends before there is a ticket: its pages are free at once."""
+    def abort(self, prompt: PrefillRequest) -> None:
+        """End a request before it has a ticket: its pages are free at once."""
         had = prompt.hold is not None
-        require(self.ledger.drop(prompt.id) is had, "dropped a request that has no hold, or not")
+        require(
+            self.scheduler_holds.drop(prompt.id) is had,
+            "dropped a request that has no hold, or not",
+        )
         self._free(prompt)
         self._forget(prompt)
 
     def reset(self) -> None:
-        """``reset_cache``."""
-        self.ledger.reset()
-        self.reset_holds.update(p.hold for p in self.at(At.HELD) if p.hold is not None)
+        """Reset the prefix cache."""
+        self.scheduler_holds.reset()
+        self.reset_holds.update(p.hold for p in self.at(PrefillState.HELD) if p.hold is not None)
 
     def shut_down(self) -> None:
-        """The process ends in good order: no read that ends later may be valid."""
+        """Shut down in order: no read that ends later may be valid."""
         for rank in self.ranks:
-            rank.keeper.end_all()
-            require(rank.keeper.held == 0 and not any(rank.words), "held after the shutdown")
-            for request in rank.keeper.take_sent():
+            rank.worker_holds.end_all()
+            require(rank.worker_holds.held == 0 and not any(rank.words), "held after the shutdown")
+            for request in rank.worker_holds.take_sent():
                 self._check_sent(rank.rank, request)
 
     @property
-    def starved(self) -> Prompt | None:
-        """Who waits for pages, at the head of the queue."""
-        return next((p for p in self.at(At.WAITING) if p.size > len(self.free)), None)
+    def starved(self) -> PrefillRequest | None:
+        """Return the first request that waits for pages, if any."""
+        return next((p for p in self.at(PrefillState.WAITING) if p.size > len(self.free)), None)
 
     # Inside.
 
     def _relieve(self) -> bool:
-        """Give up holds whose consumer is gone, if somebody waits; whether to ask the ranks."""
+        """Give up silent holds if a request waits for pages; return whether to ask the ranks."""
         silent, waits = self.pressure.take_silent(), self.starved
         if waits is None:
             return False
-        for each in self.ledger.give_up(silent, self.pressure.enough(waits.size)):
+        for each in self.scheduler_holds.give_up(silent, self.pressure.enough(waits.size)):
             youngest = min(ages.get(each.hold, 0.0) for ages in self._ages.values())
             require(youngest >= GONE_SECONDS, "given up, though its consumer lives:", each)
             self.orphaned.append(each.hold)
-        return self.pressure.ask(self._clock(), held=self.ledger.ticketed)
+        return self.pressure.ask(self._clock(), held=self.scheduler_holds.ticketed)
 
     def _check_limit(self) -> None:
-        """Clients cannot pin the whole cache: not when the ranks have heard what is given up."""
-        kept = {page for p in self.at(At.HELD) if p.hold not in self.given_up for page in p.pages}
+        """Check that no more pages are held than the limit, without those that were given up."""
+        kept = {
+            page
+            for p in self.at(PrefillState.HELD)
+            if p.hold not in self.given_up
+            for page in p.pages
+        }
         limit = PAGES if self.max_held is None else self.max_held
         require(len(kept) <= limit, "more pages held than allowed:", kept)
 
-    def _take_in(self, prompt: Prompt) -> None:
+    def _take_in(self, prompt: PrefillRequest) -> None:
         prompt.pages = tuple(self.free.pop() for _ in range(prompt.size))
-        prompt.at = At.RUNNING
+        prompt.at = PrefillState.RUNNING
         if prompt.remote:
-            hold = self.ledger.take_on(prompt.id)
+            hold = self.scheduler_holds.take_on(prompt.id)
             require(prompt.hold in (None, hold), "another hold after preemption", prompt)
             prompt.hold, prompt.remote = hold, hold is not None
 
-    def _next_chunk(self, prompt: Prompt) -> Work:
+    def _next_chunk(self, prompt: PrefillRequest) -> StepWork:
         prompt.chunk += 1
         last = prompt.chunk == prompt.chunks
-        return Work(prompt, prompt.epoch, prompt.pages, last)
+        return StepWork(prompt, prompt.epoch, prompt.pages, last)
 
-    def _finish(self, prompt: Prompt) -> None:
+    def _finish(self, prompt: PrefillRequest) -> None:
         if prompt.errs or prompt.hold is None:
             self.abort(prompt)
             return
-        hold = self.ledger.ticket(prompt.id, LEASE, frozenset(prompt.pages))
+        hold = self.scheduler_holds.ticket(prompt.id, LEASE, frozenset(prompt.pages))
         require(hold == prompt.hold, "a ticket for another hold", prompt)
-        prompt.at = At.HELD
+        prompt.at = PrefillState.HELD
         ticket = _ticket(self, prompt, prompt.hold)
-        self.issues.append(Issue(ticket=ticket, prompt=prompt, producer=self))
+        self.issues.append(IssuedTicket(ticket=ticket, prompt=prompt, producer=self))
 
     def _hear_sent(self, rank: int, request: RequestId) -> None:
         self._check_sent(rank, request)
@@ -399,41 +415,43 @@ class Producer:
             self._give_back(self.requests[request])
 
     def _check_sent(self, rank: int, request: RequestId) -> None:
-        held = request in self.requests and self.requests[request].at is At.HELD
+        held = request in self.requests and self.requests[request].at is PrefillState.HELD
         require(held, "reported sent, but the scheduler has no such held request:", request)
         require(rank not in self.reported[request], "reported sent twice by one rank:", request)
 
-    def _give_back(self, prompt: Prompt) -> None:
+    def _give_back(self, prompt: PrefillRequest) -> None:
         for rank in self.ranks:
             stands = any(word >> 1 == prompt.generation for word in rank.words)
-            require(not stands, "pages given back under a standing slot word", rank.rank, prompt)
-            over = prompt.hold in rank.book.over
+            require(
+                not stands, "pages given back while their slot word is valid", rank.rank, prompt
+            )
+            over = prompt.hold in rank.table.over
             require(over, "pages given back that a consumer may still read", rank.rank, prompt)
-        self.ledger.sent(prompt.id)
+        self.scheduler_holds.sent(prompt.id)
         del self.reported[prompt.id]
         self._free(prompt)
         self._forget(prompt)
 
-    def _free(self, prompt: Prompt) -> None:
+    def _free(self, prompt: PrefillRequest) -> None:
         self.free.extend(prompt.pages)
         prompt.pages = ()
 
-    def _forget(self, prompt: Prompt) -> None:
-        prompt.at = At.OVER
+    def _forget(self, prompt: PrefillRequest) -> None:
+        prompt.at = PrefillState.OVER
         del self.requests[prompt.id]
 
 
 def skewed(clock: Callable[[], float], seconds: float) -> Callable[[], float]:
-    """Another rank's clock: no two can be compared."""
+    """Return a clock of another rank, whose times cannot be compared with the first one's."""
     return lambda: clock() + seconds
 
 
 def tokens_digest(tokens: Sequence[int]) -> bytes:
-    """Both sides' digest of a prompt; no LoRA, no images, no salt."""
+    """Return the digest of a prompt without LoRA, images or salt."""
     return digest(tokens, None)
 
 
-def _ticket(producer: Producer, prompt: Prompt, hold: Hold) -> Ticket:
+def _ticket(producer: Producer, prompt: PrefillRequest, hold: Hold) -> Ticket:
     ticket = Ticket(
         engine=ENGINE,
         incarnation=producer.incarnation,

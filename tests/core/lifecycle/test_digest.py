@@ -1,4 +1,4 @@
-"""The digest: what two engines compute of one prompt, and only of that one."""
+"""``digest``: equal for equal prompts, different for different ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from kvferry.core.lifecycle.digest import DIGEST_BYTES, digest
 
 
-def test_it_is_blake2b_over_little_endian_tokens_and_msgpack() -> None:
+def test_the_digest_is_blake2b_over_little_endian_tokens_and_msgpack() -> None:
     expected = hashlib.blake2b(
         struct.pack("<3q", 1, 2, 1 << 40) + msgspec.msgpack.encode(("lora", None)),
         digest_size=DIGEST_BYTES,
@@ -21,12 +21,12 @@ def test_it_is_blake2b_over_little_endian_tokens_and_msgpack() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", ">i8", "uint16"])
-def test_an_array_is_as_good_as_a_list(dtype: str) -> None:
+def test_an_array_has_the_same_digest_as_a_list(dtype: str) -> None:
     tokens = [1, 300, 65535 // 2]
     assert digest(np.array(tokens, dtype=dtype)) == digest(tokens)
 
 
-def test_every_token_counts_and_so_do_the_others() -> None:
+def test_every_token_and_every_extra_value_changes_the_digest() -> None:
     all_different = [
         digest([]),
         digest([0]),
@@ -44,5 +44,5 @@ def test_every_token_counts_and_so_do_the_others() -> None:
     assert {len(d) for d in all_different} == {DIGEST_BYTES}
 
 
-def test_the_order_of_a_mapping_does_not_count() -> None:
+def test_the_order_of_a_mapping_does_not_change_the_digest() -> None:
     assert digest([1], {"a": 1, "b": 2}) == digest([1], {"b": 2, "a": 1})

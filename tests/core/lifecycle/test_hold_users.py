@@ -1,4 +1,4 @@
-"""Who uses a hold, and what says "done" about it."""
+"""``HoldUsers``: which requests share a hold, and which load sends "done"."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ticket(
     )
 
 
-def test_the_only_user_says_done_itself() -> None:
+def test_the_only_user_of_a_hold_sends_done() -> None:
     users = HoldUsers()
     users.add(A, ticket())
     assert users.order(A) is False
@@ -43,7 +43,7 @@ def test_the_only_user_says_done_itself() -> None:
     assert len(users) == 0
 
 
-def test_known_users_share_and_done_is_ordered_after_the_last() -> None:
+def test_known_users_share_a_hold_and_done_is_ordered_after_the_last() -> None:
     users = HoldUsers()
     users.add(A, ticket())
     users.add(B, ticket())
@@ -57,7 +57,7 @@ def test_known_users_share_and_done_is_ordered_after_the_last() -> None:
     assert len(users) == 0
 
 
-def test_the_last_says_done_itself_if_the_others_are_over() -> None:
+def test_the_last_user_sends_done_if_the_others_are_over() -> None:
     users = HoldUsers()
     users.add(A, ticket())
     users.add(B, ticket())
@@ -68,7 +68,7 @@ def test_the_last_says_done_itself_if_the_others_are_over() -> None:
     assert users.take_unused() == []
 
 
-def test_who_comes_while_the_only_one_loads_leaves_done_to_it() -> None:
+def test_a_user_added_while_the_first_loads_leaves_done_to_the_first() -> None:
     users = HoldUsers()
     users.add(A, ticket())
     assert users.order(A) is False
@@ -80,7 +80,7 @@ def test_who_comes_while_the_only_one_loads_leaves_done_to_it() -> None:
     assert len(users) == 0
 
 
-def test_who_has_siblings_on_the_way_never_says_done() -> None:
+def test_a_user_with_siblings_never_sends_done() -> None:
     users = HoldUsers()
     users.add(A, ticket())
     assert users.order(A, siblings=True) is True
@@ -88,7 +88,7 @@ def test_who_has_siblings_on_the_way_never_says_done() -> None:
     assert users.take_unused() == [ticket()]
 
 
-def test_done_that_is_not_yet_ordered_waits_for_who_comes() -> None:
+def test_done_that_is_not_ordered_yet_waits_for_a_new_user() -> None:
     users = HoldUsers()
     users.add(A, ticket())
     users.order(A, siblings=True)
@@ -100,8 +100,7 @@ def test_done_that_is_not_yet_ordered_waits_for_who_comes() -> None:
     assert users.take_unused() == [ticket()]
 
 
-def test_holds_are_told_apart() -> None:
-    """By slot and generation, and by the life of the engine that has them."""
+def test_holds_with_another_generation_incarnation_or_engine_are_not_shared() -> None:
     users = HoldUsers()
     tickets = (ticket(), ticket(8), ticket(incarnation=6), ticket(engine="another"))
     for request, one in zip((A, B, C, D), tickets, strict=True):
@@ -110,8 +109,8 @@ def test_holds_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_done_is_ordered_with_a_ticket_that_was_proven(first: bool) -> None:
-    """Two tickets name one hold, and one of them another address: a client wrote that."""
+def test_done_is_ordered_with_a_ticket_that_loaded(first: bool) -> None:
+    """Of two tickets for one hold, a client has altered the address in one."""
     users, good, bad = HoldUsers(), ticket(), ticket(host="10.6.6.6")
     pair = [(A, good, True), (B, bad, False)]
     for request, one, _ in pair if first else pair[::-1]:
@@ -123,7 +122,7 @@ def test_done_is_ordered_with_a_ticket_that_was_proven(first: bool) -> None:
     assert users.take_unused() == [good]
 
 
-def test_what_is_not_counted_is_over_already() -> None:
+def test_ending_an_unknown_user_changes_nothing() -> None:
     users = HoldUsers()
     users.over(A, loaded=True)
     assert users.take_unused() == []
@@ -133,11 +132,13 @@ EVENTS = st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "order", "ove
 
 
 @given(st.lists(EVENTS, max_size=40))
-def test_done_is_said_once_and_to_the_loss_of_nobody_known(events: list[tuple[str, str]]) -> None:
-    """By a load that is the only one known when it is ordered, or by an order when all are over."""
+def test_done_is_sent_once_and_not_before_all_known_users_are_over(
+    events: list[tuple[str, str]],
+) -> None:
+    """A load that is the only user when it is ordered sends it; else it is ordered at the end."""
     users = HoldUsers()
     is_ordered: dict[RequestId, bool] = {}
-    used = said = False
+    used = is_done_sent = False
     for name, event in events:
         request = RequestId(name)
         if event == "add" and request not in is_ordered:
@@ -147,14 +148,14 @@ def test_done_is_said_once_and_to_the_loss_of_nobody_known(events: list[tuple[st
             is_ordered[request] = True
             alone = not users.order(request)
             assert alone is (len(is_ordered) == 1)
-            said = said or alone
+            is_done_sent = is_done_sent or alone
         elif event == "over" and is_ordered.get(request):
             users.over(request, loaded=True)
             del is_ordered[request]
-            if said and not is_ordered:
-                used = said = False
+            if is_done_sent and not is_ordered:
+                used = is_done_sent = False
         elif event == "drain":
-            is_due = used and not said and not is_ordered
+            is_due = used and not is_done_sent and not is_ordered
             assert users.pending is is_due
             assert len(users.take_unused()) == is_due
             used = used and not is_due

@@ -1,4 +1,4 @@
-"""Holds, slot words, and the random numbers that are never used twice."""
+"""``Hold``, its slot words, and random generations and incarnations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvferry.core.lifecycle.holds import NOTHING, Hold, random_generation, rando
 from kvferry.core.messages import GENERATION_LIMIT, MAX_SLOTS
 
 
-def test_a_word_says_whose_it_is_and_whether_it_may_be_read() -> None:
+def test_a_slot_word_has_the_generation_and_a_ready_bit() -> None:
     hold = Hold(slot=3, generation=5)
     assert (hold.computing, hold.ready) == (0b1010, 0b1011)
     assert hold.stands(hold.computing)
@@ -17,13 +17,13 @@ def test_a_word_says_whose_it_is_and_whether_it_may_be_read() -> None:
 
 
 @pytest.mark.parametrize("generation", [1, 2, 4, GENERATION_LIMIT - 1])
-def test_no_other_word_stands_for_a_hold(generation: int) -> None:
+def test_words_of_other_generations_do_not_stand_for_a_hold(generation: int) -> None:
     hold = Hold(slot=3, generation=5)
     other = Hold(slot=3, generation=generation)
     assert not any(hold.stands(word) for word in (NOTHING, other.computing, other.ready))
 
 
-def test_the_largest_word_fits_in_8_bytes() -> None:
+def test_the_largest_word_fits_into_8_bytes() -> None:
     assert Hold(slot=0, generation=GENERATION_LIMIT - 1).ready == 2**64 - 1
 
 
@@ -40,7 +40,7 @@ def test_holds_are_ordered_by_slot() -> None:
 
 
 @pytest.mark.parametrize("draw", [random_generation, random_incarnation])
-def test_random_numbers_use_63_bits_and_do_not_come_back(draw: type[int]) -> None:
+def test_random_numbers_use_63_bits_and_do_not_repeat(draw: type[int]) -> None:
     drawn = [draw() for _ in range(256)]
     assert len(set(drawn)) == len(drawn)
     assert all(0 < number < GENERATION_LIMIT for number in drawn)

@@ -1,7 +1,7 @@
-"""The model test: the real machines in a world where everything may happen at any time.
+"""The model test: the real state machines with simulated engines, events in any order.
 
-``KVFERRY_MODEL_EXAMPLES=20000 pytest tests/core/lifecycle/test_model.py`` searches longer, and
-elsewhere each time; without it, the search is short and the same every time.
+``KVFERRY_MODEL_EXAMPLES=20000 pytest tests/core/lifecycle/test_model.py`` searches longer, with
+new examples each time; without it, the search is short and always the same.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ SEARCH = settings(
 )
 
 
-def test_protocol_holds() -> None:
+def test_the_protocol_holds_in_every_order_of_events() -> None:
     run_state_machine_as_test(Protocol, settings=SEARCH)

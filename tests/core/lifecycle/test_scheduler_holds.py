@@ -1,4 +1,4 @@
-"""The producer's scheduler half: who gets a hold, and what the workers hear of it."""
+"""``SchedulerHolds``: which requests get a hold, and the orders for the workers."""
 
 from __future__ import annotations
 
@@ -12,192 +12,201 @@ from kvferry.core.lifecycle.scheduler_holds import HoldOrders, SchedulerHolds
 A, B, C = (RequestId(name) for name in "abc")
 
 
-def taken_on(ledger: SchedulerHolds, request: RequestId) -> Hold:
-    hold = ledger.take_on(request)
+def take_on(scheduler_holds: SchedulerHolds, request: RequestId) -> Hold:
+    hold = scheduler_holds.take_on(request)
     assert hold is not None
     return hold
 
 
-def test_a_request_is_taken_on_computed_and_held() -> None:
-    ledger = SchedulerHolds(4)
-    hold = taken_on(ledger, A)
-    assert ledger.drain() == HoldOrders(take_ons=((A, hold),))
-    assert ledger.ticket(A, 30.0) == hold
-    assert ledger.drain() == HoldOrders(ready=((hold, 30.0),))
-    assert ledger.held == 1
-    ledger.sent(A)
-    assert ledger.held == 0
-    assert not ledger.drain()
+def test_a_request_is_taken_on_ticketed_and_sent() -> None:
+    scheduler_holds = SchedulerHolds(4)
+    hold = take_on(scheduler_holds, A)
+    assert scheduler_holds.drain() == HoldOrders(take_ons=((A, hold),))
+    assert scheduler_holds.ticket(A, 30.0) == hold
+    assert scheduler_holds.drain() == HoldOrders(ready=((hold, 30.0),))
+    assert scheduler_holds.held == 1
+    scheduler_holds.sent(A)
+    assert scheduler_holds.held == 0
+    assert not scheduler_holds.drain()
 
 
-def test_preemption_keeps_the_hold_and_says_nothing_again() -> None:
-    ledger = SchedulerHolds(4)
-    hold = taken_on(ledger, A)
-    ledger.drain()
-    assert ledger.take_on(A) == hold
-    assert not ledger.drain()
+def test_a_preempted_request_keeps_its_hold_without_a_new_order() -> None:
+    scheduler_holds = SchedulerHolds(4)
+    hold = take_on(scheduler_holds, A)
+    scheduler_holds.drain()
+    assert scheduler_holds.take_on(A) == hold
+    assert not scheduler_holds.drain()
 
 
-def test_requests_get_slots_and_generations_of_their_own() -> None:
-    ledger = SchedulerHolds(64)
-    holds = [taken_on(ledger, RequestId(f"r{i}")) for i in range(64)]
+def test_requests_get_distinct_slots_and_generations() -> None:
+    scheduler_holds = SchedulerHolds(64)
+    holds = [take_on(scheduler_holds, RequestId(f"r{i}")) for i in range(64)]
     assert {hold.slot for hold in holds} == set(range(64))
     assert len({hold.generation for hold in holds}) == 64
 
 
-def test_two_lives_of_an_engine_share_no_generation() -> None:
-    lives = [SchedulerHolds(8), SchedulerHolds(8)]
-    drawn = [[taken_on(life, RequestId(f"r{i}")).generation for i in range(8)] for life in lives]
+def test_two_incarnations_of_an_engine_share_no_generation() -> None:
+    incarnations = [SchedulerHolds(8), SchedulerHolds(8)]
+    drawn = [
+        [take_on(incarnation, RequestId(f"r{i}")).generation for i in range(8)]
+        for incarnation in incarnations
+    ]
     assert not set(drawn[0]) & set(drawn[1])
 
 
-def test_without_a_slot_there_is_no_hold() -> None:
-    ledger = SchedulerHolds(1)
-    taken_on(ledger, A)
-    assert ledger.take_on(B) is None
-    assert ledger.ticket(B, 30.0) is None
-    assert not ledger.drop(B)
+def test_without_a_free_slot_there_is_no_hold() -> None:
+    scheduler_holds = SchedulerHolds(1)
+    take_on(scheduler_holds, A)
+    assert scheduler_holds.take_on(B) is None
+    assert scheduler_holds.ticket(B, 30.0) is None
+    assert not scheduler_holds.drop(B)
 
 
-def test_the_slot_of_what_was_sent_is_free_again() -> None:
-    ledger = SchedulerHolds(1)
-    hold = taken_on(ledger, A)
-    ledger.ticket(A, 30.0)
-    assert ledger.take_on(B) is None
-    ledger.sent(A)
-    again = taken_on(ledger, B)
+def test_the_slot_of_a_sent_request_is_free_again() -> None:
+    scheduler_holds = SchedulerHolds(1)
+    hold = take_on(scheduler_holds, A)
+    scheduler_holds.ticket(A, 30.0)
+    assert scheduler_holds.take_on(B) is None
+    scheduler_holds.sent(A)
+    again = take_on(scheduler_holds, B)
     assert again.slot == hold.slot
     assert again.generation != hold.generation
 
 
-def test_the_slot_of_a_drop_is_free_when_the_workers_have_been_told() -> None:
-    ledger = SchedulerHolds(1)
-    hold = taken_on(ledger, A)
-    ledger.drain()
-    assert ledger.drop(A)
-    assert ledger.held == 0
-    assert ledger.take_on(B) is None
-    assert ledger.drain() == HoldOrders(drops=(hold,))
-    assert taken_on(ledger, B).slot == hold.slot
+def test_the_slot_of_a_dropped_request_is_free_once_the_order_is_drained() -> None:
+    scheduler_holds = SchedulerHolds(1)
+    hold = take_on(scheduler_holds, A)
+    scheduler_holds.drain()
+    assert scheduler_holds.drop(A)
+    assert scheduler_holds.held == 0
+    assert scheduler_holds.take_on(B) is None
+    assert scheduler_holds.drain() == HoldOrders(drops=(hold,))
+    assert take_on(scheduler_holds, B).slot == hold.slot
 
 
-def test_what_the_workers_never_heard_of_is_not_dropped_there() -> None:
-    ledger = SchedulerHolds(1)
-    taken_on(ledger, A)
-    assert ledger.drop(A)
-    assert not ledger.drain()
-    assert ledger.take_on(B) is not None
+def test_a_drop_before_the_take_on_was_drained_makes_no_order() -> None:
+    scheduler_holds = SchedulerHolds(1)
+    take_on(scheduler_holds, A)
+    assert scheduler_holds.drop(A)
+    assert not scheduler_holds.drain()
+    assert scheduler_holds.take_on(B) is not None
 
 
-def test_a_ticket_is_made_once_and_then_the_request_cannot_be_dropped() -> None:
-    ledger = SchedulerHolds(4)
-    assert ledger.ticket(A, 30.0) is None
-    taken_on(ledger, A)
-    ledger.ticket(A, 30.0)
-    assert ledger.ticket(A, 30.0) is None
-    assert ledger.drop(A) is False
-    assert ledger.held == 1
+def test_a_ticket_is_made_once_and_its_request_cannot_be_dropped() -> None:
+    scheduler_holds = SchedulerHolds(4)
+    assert scheduler_holds.ticket(A, 30.0) is None
+    take_on(scheduler_holds, A)
+    scheduler_holds.ticket(A, 30.0)
+    assert scheduler_holds.ticket(A, 30.0) is None
+    assert scheduler_holds.drop(A) is False
+    assert scheduler_holds.held == 1
 
 
-def test_an_id_that_is_still_held_is_not_taken_on_again() -> None:
-    ledger = SchedulerHolds(4)
-    taken_on(ledger, A)
-    ledger.ticket(A, 30.0)
-    assert ledger.take_on(A) is None
-    ledger.sent(A)
-    assert ledger.take_on(A) is not None
+def test_a_request_id_that_is_still_held_is_not_taken_on_again() -> None:
+    scheduler_holds = SchedulerHolds(4)
+    take_on(scheduler_holds, A)
+    scheduler_holds.ticket(A, 30.0)
+    assert scheduler_holds.take_on(A) is None
+    scheduler_holds.sent(A)
+    assert scheduler_holds.take_on(A) is not None
 
 
-def test_sent_is_about_tickets_only() -> None:
-    ledger = SchedulerHolds(4)
-    taken_on(ledger, A)
-    ledger.sent(A)
-    ledger.sent(B)
-    assert ledger.held == 1
+def test_sent_is_ignored_for_requests_without_a_ticket() -> None:
+    scheduler_holds = SchedulerHolds(4)
+    take_on(scheduler_holds, A)
+    scheduler_holds.sent(A)
+    scheduler_holds.sent(B)
+    assert scheduler_holds.held == 1
 
 
-def test_a_reset_gives_up_tickets_once_and_computing_requests_not() -> None:
-    ledger = SchedulerHolds(4)
-    late, early = taken_on(ledger, A), taken_on(ledger, B)
-    taken_on(ledger, C)
-    ledger.ticket(B, 30.0)
-    ledger.ticket(A, 30.0)
-    ledger.drain()
-    ledger.reset()
-    ledger.reset()
-    assert ledger.drain() == HoldOrders(ends=(late, early))
-    assert ledger.held == 3
-    assert not ledger.drain()
-    ledger.reset()
-    assert ledger.drain().ends == (late, early)  # whatever the workers did meanwhile
+def test_a_reset_ends_ticketed_holds_and_keeps_computing_ones() -> None:
+    scheduler_holds = SchedulerHolds(4)
+    late, early = take_on(scheduler_holds, A), take_on(scheduler_holds, B)
+    take_on(scheduler_holds, C)
+    scheduler_holds.ticket(B, 30.0)
+    scheduler_holds.ticket(A, 30.0)
+    scheduler_holds.drain()
+    scheduler_holds.reset()
+    scheduler_holds.reset()
+    assert scheduler_holds.drain() == HoldOrders(ends=(late, early))
+    assert scheduler_holds.held == 3
+    assert not scheduler_holds.drain()
+    scheduler_holds.reset()
+    assert scheduler_holds.drain().ends == (
+        late,
+        early,
+    )  # repeated, since no request was sent meanwhile
 
 
-class Limited:
-    """A ledger that may hold four pages."""
+class LimitedHarness:
+    """``SchedulerHolds`` limited to four pages."""
 
     def __init__(self) -> None:
-        self.ledger = SchedulerHolds(16, max_pages=4)
+        self.scheduler_holds = SchedulerHolds(16, max_pages=4)
 
     def hold(self, name: str, *pages: int) -> Hold | None:
-        taken_on(self.ledger, RequestId(name))
-        return self.ledger.ticket(RequestId(name), 30.0, frozenset(pages))
+        take_on(self.scheduler_holds, RequestId(name))
+        return self.scheduler_holds.ticket(RequestId(name), 30.0, frozenset(pages))
 
     def ends(self) -> tuple[Hold, ...]:
-        return self.ledger.drain().ends
+        return self.scheduler_holds.drain().ends
 
 
-def test_the_oldest_ticket_goes_first_when_too_much_is_held() -> None:
-    bench = Limited()
-    oldest, older = bench.hold("a", 1, 2), bench.hold("b", 3, 4)
-    assert not bench.ends()
-    newest = bench.hold("c", 5, 6)
-    assert bench.ends() == (oldest,)
+def test_the_oldest_tickets_are_evicted_when_too_many_pages_are_held() -> None:
+    harness = LimitedHarness()
+    oldest, older = harness.hold("a", 1, 2), harness.hold("b", 3, 4)
+    assert not harness.ends()
+    newest = harness.hold("c", 5, 6)
+    assert harness.ends() == (oldest,)
     assert newest is not None
-    bench.hold("d", 7, 8, 9, 10)
-    assert bench.ends() == (older, newest)
-    assert (bench.ledger.take_evicted(), bench.ledger.take_evicted()) == (["a", "b", "c"], [])
+    harness.hold("d", 7, 8, 9, 10)
+    assert harness.ends() == (older, newest)
+    assert (harness.scheduler_holds.take_evicted(), harness.scheduler_holds.take_evicted()) == (
+        ["a", "b", "c"],
+        [],
+    )
 
 
-def test_what_was_given_up_is_sent_later_and_counts_once() -> None:
-    bench = Limited()
-    bench.hold("a", 1, 2)
-    bench.hold("b", 3, 4)
-    bench.hold("c", 5, 6)
-    bench.ledger.sent(RequestId("a"))
-    bench.ledger.sent(RequestId("b"))
-    bench.hold("d", 7, 8)
-    assert bench.ledger.take_evicted() == ["a"]
+def test_an_evicted_request_that_is_sent_later_counts_once() -> None:
+    harness = LimitedHarness()
+    harness.hold("a", 1, 2)
+    harness.hold("b", 3, 4)
+    harness.hold("c", 5, 6)
+    harness.scheduler_holds.sent(RequestId("a"))
+    harness.scheduler_holds.sent(RequestId("b"))
+    harness.hold("d", 7, 8)
+    assert harness.scheduler_holds.take_evicted() == ["a"]
 
 
-def test_what_a_reset_gave_up_is_not_evicted_as_well() -> None:
-    """Its pages come back anyway, and nobody is told that too much was held."""
-    bench = Limited()
-    holds = bench.hold("a", 1, 2), bench.hold("b", 3, 4)
-    bench.ledger.reset()
-    assert bench.ends() == holds
-    bench.hold("c", 5, 6)
-    assert bench.ledger.take_evicted() == []
-    assert not bench.ends()
+def test_holds_that_a_reset_ended_are_not_evicted() -> None:
+    """Their pages are freed anyway, so they are not reported as evicted."""
+    harness = LimitedHarness()
+    holds = harness.hold("a", 1, 2), harness.hold("b", 3, 4)
+    harness.scheduler_holds.reset()
+    assert harness.ends() == holds
+    harness.hold("c", 5, 6)
+    assert harness.scheduler_holds.take_evicted() == []
+    assert not harness.ends()
 
 
 def test_pages_that_several_requests_share_count_once() -> None:
-    bench = Limited()
+    harness = LimitedHarness()
     for number in range(8):
-        bench.hold(f"r{number}", 1, 2, 3)
-    assert not bench.ends()
+        harness.hold(f"r{number}", 1, 2, 3)
+    assert not harness.ends()
     for number in range(7):
-        bench.ledger.sent(RequestId(f"r{number}"))
-    bench.hold("other", 4, 5)
-    assert bench.ledger.take_evicted() == ["r7"]
+        harness.scheduler_holds.sent(RequestId(f"r{number}"))
+    harness.hold("other", 4, 5)
+    assert harness.scheduler_holds.take_evicted() == ["r7"]
 
 
-def test_a_request_with_more_pages_than_may_be_held_gets_no_ticket() -> None:
-    bench = Limited()
-    kept = bench.hold("a", 1)
-    assert not bench.ledger.fits(5)
-    assert bench.hold("b", 2, 3, 4, 5, 6) is None
-    assert bench.ledger.drop(RequestId("b"))
-    assert kept not in bench.ends()
+def test_a_request_with_more_pages_than_the_limit_gets_no_ticket() -> None:
+    harness = LimitedHarness()
+    kept = harness.hold("a", 1)
+    assert not harness.scheduler_holds.fits(5)
+    assert harness.hold("b", 2, 3, 4, 5, 6) is None
+    assert harness.scheduler_holds.drop(RequestId("b"))
+    assert kept not in harness.ends()
 
 
 ANY = Hold(slot=0, generation=1)
@@ -212,17 +221,17 @@ ANY = Hold(slot=0, generation=1)
         HoldOrders(ends=(ANY,)),
     ],
 )
-def test_orders_of_any_kind_are_orders(orders: HoldOrders) -> None:
+def test_orders_of_any_kind_are_true(orders: HoldOrders) -> None:
     assert orders
     assert not HoldOrders()
 
 
-def test_orders_travel_to_the_workers() -> None:
-    ledger = SchedulerHolds(4)
-    taken_on(ledger, A)
-    ledger.ticket(A, 30.0)
-    ledger.reset()
-    orders = ledger.drain()
+def test_orders_can_be_pickled() -> None:
+    scheduler_holds = SchedulerHolds(4)
+    take_on(scheduler_holds, A)
+    scheduler_holds.ticket(A, 30.0)
+    scheduler_holds.reset()
+    orders = scheduler_holds.drain()
     assert orders.take_ons
     assert orders.ready
     assert orders.ends

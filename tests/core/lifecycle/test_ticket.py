@@ -1,4 +1,4 @@
-"""The ticket: what a stranger may write into it, and what the handshake must confirm."""
+"""``Ticket``: the bounds of its values, and the check against the handshake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
 from kvferry.core.memory import Region
 from kvferry.core.messages import GENERATION_LIMIT, Coordinates, RankPayload
 
-GOOD = Ticket(
+TICKET = Ticket(
     engine="prefill",
     incarnation=99,
     request="r",
@@ -32,7 +32,7 @@ GOOD = Ticket(
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "complaint"),
     [
         ({"engine": ""}, "engine has 0 characters"),
         ({"request": "r" * 257}, "request has 257 characters"),
@@ -56,9 +56,9 @@ GOOD = Ticket(
         ({"pages": ((1,), (3, 4, 3))}, "group 1 names block 3 more than once"),
     ],
 )
-def test_a_value_out_of_bounds_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(TicketError, match=named):
-        replace(GOOD, **changes)
+def test_a_value_out_of_bounds_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(TicketError, match=complaint):
+        replace(TICKET, **changes)
 
 
 @pytest.mark.parametrize(
@@ -79,23 +79,23 @@ def test_a_value_out_of_bounds_is_refused_by_name(changes: dict[str, Any], named
         {"pages": ((module.MAX_PAGE,), (0,))},
     ],
 )
-def test_the_bounds_themselves_are_allowed(changes: dict[str, Any]) -> None:
-    assert replace(GOOD, **changes) != GOOD
+def test_values_at_the_bounds_are_allowed(changes: dict[str, Any]) -> None:
+    assert replace(TICKET, **changes) != TICKET
 
 
 def test_too_many_pages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_TICKET_PAGES", 5)
-    assert replace(GOOD, pages=((1, 2, 3), (4, 5))) != GOOD
+    assert replace(TICKET, pages=((1, 2, 3), (4, 5))) != TICKET
     with pytest.raises(TicketError, match="6 block ids; 5 are allowed"):
-        replace(GOOD, pages=((1, 2, 3), (4, 5, 6)))
+        replace(TICKET, pages=((1, 2, 3), (4, 5, 6)))
 
 
-def test_a_ticket_travels() -> None:
-    assert msgspec.convert(msgspec.to_builtins(GOOD), Ticket) == GOOD
+def test_a_ticket_survives_msgspec() -> None:
+    assert msgspec.convert(msgspec.to_builtins(TICKET), Ticket) == TICKET
 
 
 def payloads(ranks: int = 1, pages: tuple[int, int] = (8, 2), slots: int = 4) -> list[RankPayload]:
-    """A producer of so many ranks, with two groups."""
+    """Return the payloads of a producer with two groups."""
     groups = (Group(kind=GroupKind.PAGED, block_tokens=4),) * 2
     fields = tuple(
         Field(
@@ -135,13 +135,13 @@ def check(ticket: Ticket, ranks: list[RankPayload]) -> None:
     check_against(ticket, ranks, page_limits(ranks))
 
 
-def test_the_handshake_may_confirm_all_of_it() -> None:
-    check(GOOD, payloads())
-    check(replace(GOOD, tp_size=3), payloads(ranks=3))
+def test_a_ticket_that_fits_the_handshake_is_accepted() -> None:
+    check(TICKET, payloads())
+    check(replace(TICKET, tp_size=3), payloads(ranks=3))
 
 
 @pytest.mark.parametrize(
-    ("changes", "shape", "named"),
+    ("changes", "shape", "complaint"),
     [
         ({"incarnation": 98}, {}, "another life of engine 'prefill'"),
         ({}, {"ranks": 2}, "tp_size 1, the handshake 2"),
@@ -151,29 +151,29 @@ def test_the_handshake_may_confirm_all_of_it() -> None:
         ({}, {"pages": (8, 1)}, "group 1 names block 1; the producer has 1"),
     ],
 )
-def test_what_the_handshake_denies_is_refused(
-    changes: dict[str, Any], shape: dict[str, Any], named: str
+def test_a_ticket_that_contradicts_the_handshake_is_refused(
+    changes: dict[str, Any], shape: dict[str, Any], complaint: str
 ) -> None:
-    with pytest.raises(TicketError, match=named):
-        check(replace(GOOD, **changes), payloads(**shape))
+    with pytest.raises(TicketError, match=complaint):
+        check(replace(TICKET, **changes), payloads(**shape))
 
 
-def test_one_rank_of_another_life_is_enough_to_refuse() -> None:
+def test_one_rank_of_another_incarnation_is_enough_to_refuse() -> None:
     ranks = payloads(ranks=2)
     ranks[1] = msgspec.structs.replace(ranks[1], incarnation=98)
     with pytest.raises(TicketError, match="now 98"):
-        check(replace(GOOD, tp_size=2), ranks)
+        check(replace(TICKET, tp_size=2), ranks)
 
 
-def test_the_smallest_rank_bounds_the_pages_and_one_without_the_group_does_not() -> None:
+def test_the_rank_with_the_fewest_pages_of_a_group_bounds_block_ids() -> None:
     small, large = payloads(pages=(7, 2))[0], payloads(pages=(8, 2))[0]
     with pytest.raises(TicketError, match="names block 7"):
-        check(GOOD, [large, small])
-    elsewhere = replace(large.layout, fields=large.layout.fields[1:])
-    check(GOOD, [large, msgspec.structs.replace(large, layout=elsewhere)])
+        check(TICKET, [large, small])
+    without_group = replace(large.layout, fields=large.layout.fields[1:])
+    check(TICKET, [large, msgspec.structs.replace(large, layout=without_group)])
 
 
-def test_blocks_of_a_group_that_no_rank_has_a_field_of_are_nobody_s_concern() -> None:
+def test_block_ids_of_a_group_without_fields_are_not_bounded() -> None:
     one = payloads()[0]
     without = replace(one.layout, fields=one.layout.fields[:1])
-    check(GOOD, [msgspec.structs.replace(one, layout=without)])
+    check(TICKET, [msgspec.structs.replace(one, layout=without)])

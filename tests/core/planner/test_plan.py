@@ -1,4 +1,4 @@
-"""Who reads from whom, and what is refused."""
+"""``make_plan``: which ranks read which, by how many strips, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout
 from kvferry.core.planner.plan import Plan, make_plan
 from kvferry.core.planner.token_blocks import share_tokens
 from tests.core.layouts import DIM, heads, layout, model, paged, stacked
-from tests.core.oracle import World
-from tests.core.worlds import worlds
+from tests.core.planner.engine_pairs import engine_pairs
+from tests.core.planner.oracle import EnginePair
 
 
 def engine(*shards: tuple[int, int]) -> list[Layout]:
-    """One rank per shard range, each with K of one layer."""
+    """Return one rank per shard range, each with K of one layer."""
     return [layout(heads(shard=shard)) for shard in shards]
 
 
-def replicas(count: int, context: int = 1) -> list[Layout]:
-    """Ranks that all hold one head, of every token or in turns."""
+def replicated(count: int, context: int = 1) -> list[Layout]:
+    """Return ranks that all hold one head, of every token or by context parallelism."""
     groups = [paged(16, ContextParallel(size=context, rank=i % context)) for i in range(count)]
     return [layout(heads(shard=(0, 1)), groups=[group]) for group in groups]
 
 
 def plans(local: Sequence[Layout], remote: Sequence[Layout]) -> list[Plan]:
-    """The plan of every local rank."""
+    """Return the plan of every local rank."""
     return [make_plan(local, remote, rank) for rank in range(len(local))]
 
 
 def reads(local: Sequence[Layout], remote: Sequence[Layout]) -> list[dict[int, tuple[int, int]]]:
-    """Per local rank, which range of the first field it reads from which remote rank."""
+    """Return, per local rank, the range of the first field by the remote rank it is read from."""
     return [
         {source.remote: source.matches[0].overlaps[0].shard for source in found.sources}
         for found in plans(local, remote)
@@ -63,8 +63,8 @@ def test_three_ranks_read_from_two() -> None:
         (4, 4, [0, 1, 2, 3]),
     ],
 )
-def test_replicas_share_the_load(local: int, remote: int, read: list[int]) -> None:
-    found = plans(replicas(local), replicas(remote))
+def test_replicated_ranks_are_read_evenly(local: int, remote: int, read: list[int]) -> None:
+    found = plans(replicated(local), replicated(remote))
     assert [[source.remote for source in one.sources] for one in found] == [[r] for r in read]
 
 
@@ -74,29 +74,29 @@ def test_replicated_heads_are_read_at_the_same_relative_position() -> None:
     assert [list(read) for read in reads(engine((0, 1), (1, 2)), two_heads)] == [[0], [2]]
 
 
-def test_a_replica_that_nobody_reads_is_told_by_one() -> None:
-    found = plans(replicas(2), replicas(8))
+def test_a_rank_that_is_not_read_is_notified_by_one_rank() -> None:
+    found = plans(replicated(2), replicated(8))
     assert [one.notified_ranks for one in found] == [(1, 2, 3), (5, 6, 7)]
     assert {one.readers for one in found} == {(1,) * 8}
 
 
-def test_a_rank_without_a_cache_is_told_too() -> None:
+def test_a_rank_without_fields_is_notified() -> None:
     found = plans([layout(heads()), layout()], [layout(), layout(heads())])
     assert [[source.remote for source in one.sources] for one in found] == [[1], []]
     assert [one.notified_ranks for one in found] == [(0,), ()]
 
 
-def test_pipeline_stages_are_found_by_key() -> None:
+def test_pipeline_stages_are_paired_by_field_keys() -> None:
     whole = [layout(heads("0"), heads("1", region=1), heads("2", region=2))]
     stages = [layout(heads("0")), layout(heads("1"), heads("2", region=1))]
     assert [list(read) for read in reads(whole, stages)] == [[0, 1]]
     assert [list(read) for read in reads(stages, whole)] == [[0], [0]]
 
 
-def test_shares_of_a_context_are_all_read() -> None:
-    assert [list(read) for read in reads(replicas(1), replicas(2, context=2))] == [[0, 1]]
-    assert [list(read) for read in reads(replicas(2, context=2), replicas(2))] == [[0], [1]]
-    assert [list(read) for read in reads(replicas(2, context=2), replicas(4, context=2))] == [
+def test_all_context_parallel_ranks_are_read() -> None:
+    assert [list(read) for read in reads(replicated(1), replicated(2, context=2))] == [[0, 1]]
+    assert [list(read) for read in reads(replicated(2, context=2), replicated(2))] == [[0], [1]]
+    assert [list(read) for read in reads(replicated(2, context=2), replicated(4, context=2))] == [
         [0],
         [3],
     ]
@@ -106,7 +106,7 @@ def test_shares_of_a_context_are_all_read() -> None:
     st.tuples(st.integers(1, 5), st.integers(1, 4)),
     st.tuples(st.integers(1, 5), st.integers(1, 4)),
 )
-def test_contexts_share_tokens_exactly_if_some_token_is_in_both(
+def test_share_tokens_is_true_exactly_if_both_ranks_hold_some_token(
     one: tuple[int, int], other: tuple[int, int]
 ) -> None:
     for a in (ContextParallel(size=one[0], interleave=one[1], rank=r) for r in range(one[0])):
@@ -118,14 +118,14 @@ def test_contexts_share_tokens_exactly_if_some_token_is_in_both(
             assert share_tokens(a, b) == common
 
 
-@given(worlds())
-def test_overlaps_cover_a_field_once(world: World) -> None:
-    for rank, one in enumerate(plans(world.local, world.remote)):
-        for f in world.local[rank].fields:
+@given(engine_pairs())
+def test_overlaps_cover_each_field_once(pair: EnginePair) -> None:
+    for rank, one in enumerate(plans(pair.local, pair.remote)):
+        for f in pair.local[rank].fields:
             parts: dict[int, list[tuple[int, int]]] = {}
             for source in one.sources:
                 for match in source.matches:
-                    turn = world.remote[source.remote].groups[match.remote_group].context.rank
+                    turn = pair.remote[source.remote].groups[match.remote_group].context.rank
                     mine = [o.shard for o in match.overlaps if o.local.key == f.key]
                     parts.setdefault(turn, []).extend(mine)
             for shards in filter(None, parts.values()):
@@ -133,41 +133,45 @@ def test_overlaps_cover_a_field_once(world: World) -> None:
                 assert sorted(indices) == list(range(*f.shard_range))
 
 
-def strips(found: Plan) -> list[int]:
-    """Strips per sub-block, of every batch of every source."""
+def count_strips(found: Plan) -> list[int]:
+    """Return the number of strips per sub-block, of every batch of every source."""
     batches = [b for source in found.sources for match in source.matches for b in match.batches]
     return [len(batch.local) for batch in batches]
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 def test_k_and_v_of_a_layer_are_one_strip_between_equal_layouts(order: str) -> None:
-    assert strips(make_plan([model(5, order=order)], [model(5, order=order)], 0)) == [5]
+    assert count_strips(make_plan([model(5, order=order)], [model(5, order=order)], 0)) == [5]
 
 
-def test_all_layers_are_one_strip_where_a_page_holds_them_all() -> None:
-    assert strips(make_plan([stacked(5)], [stacked(5)], 0)) == [1]
+def test_all_layers_of_a_page_are_one_strip() -> None:
+    assert count_strips(make_plan([stacked(5)], [stacked(5)], 0)) == [1]
 
 
-def test_heads_stay_together_in_hnd() -> None:
+def test_adjacent_heads_are_one_strip_in_hnd() -> None:
     halves = [model(5, shard=(0, 2)), model(5, shard=(2, 4))]
-    assert strips(make_plan([model(5)], halves, 0)) == [10, 10]
-    assert strips(make_plan(halves, [model(5)], 1)) == [10]
+    assert count_strips(make_plan([model(5)], halves, 0)) == [10, 10]
+    assert count_strips(make_plan(halves, [model(5)], 1)) == [10]
 
 
-def test_tokens_stay_together_between_blocks_of_other_sizes() -> None:
+def test_adjacent_tokens_are_one_strip_between_blocks_of_different_sizes() -> None:
     small = layout(heads(order="NHD", block=16), groups=[paged(16)])
     large = layout(heads(order="NHD", block=64), groups=[paged(64)])
-    assert strips(make_plan([small], [large], 0)) == strips(make_plan([large], [small], 0)) == [1]
+    assert (
+        count_strips(make_plan([small], [large], 0))
+        == count_strips(make_plan([large], [small], 0))
+        == [1]
+    )
 
 
-def test_packed_rows_are_one_strip_and_single_ones_are_not() -> None:
+def test_rows_shared_by_k_and_v_are_one_strip_only_if_both_are_read() -> None:
     both = [replace_field(heads(name, packed=2), offset=i * 8) for i, name in enumerate("kv")]
-    assert strips(make_plan([layout(*both)], [layout(*both)], 0)) == [1]
-    assert strips(make_plan([layout(both[0])], [layout(both[0])], 0)) == [4 * 16]
+    assert count_strips(make_plan([layout(*both)], [layout(*both)], 0)) == [1]
+    assert count_strips(make_plan([layout(both[0])], [layout(both[0])], 0)) == [4 * 16]
 
 
 def state(shard: tuple[int, int], sizes: dict[str, int]) -> Layout:
-    """A Mamba page: parts of several sizes, one after the other."""
+    """Return a layout with a Mamba page: parts of several sizes, one after the other."""
     fields: list[Field] = []
     total = sum((shard[1] - shard[0]) * unit for unit in sizes.values())
     offset = 0
@@ -191,19 +195,19 @@ def state(shard: tuple[int, int], sizes: dict[str, int]) -> Layout:
     return layout(*fields, groups=[Group(kind=GroupKind.STATE, block_tokens=0)])
 
 
-def test_the_parts_of_a_state_are_one_strip_where_both_pages_are_equal() -> None:
+def test_the_parts_of_a_state_are_one_strip_between_equal_pages() -> None:
     sizes = {"x": 3, "b": 1, "ssm": 20}
     whole, halves = state((0, 4), sizes), [state((0, 2), sizes), state((2, 4), sizes)]
-    assert strips(make_plan([whole], [whole], 0)) == [1]
-    assert strips(make_plan(halves, [whole], 0)) == [1, 1, 1]
+    assert count_strips(make_plan([whole], [whole], 0)) == [1]
+    assert count_strips(make_plan(halves, [whole], 0)) == [1, 1, 1]
 
 
-def test_neighbours_in_different_regions_stay_apart() -> None:
+def test_adjacent_bytes_of_different_regions_are_separate_strips() -> None:
     two = layout(heads("k", pages=1), heads("v", region=1, pages=1), gap=0)
-    assert strips(make_plan([two], [two], 0)) == [2]
+    assert count_strips(make_plan([two], [two], 0)) == [2]
 
 
-def test_axes_without_common_digits_are_walked_one_by_one() -> None:
+def test_axes_with_incommensurable_dims_have_one_strip_per_entry() -> None:
     def tiled(coarse: int, fine: int) -> Layout:
         f = heads(shard=(0, 12), order="NHD", block=1)
         shard = axis((coarse, fine * 8), (fine, 8))
@@ -215,21 +219,21 @@ def test_axes_without_common_digits_are_walked_one_by_one() -> None:
         )
 
     found = make_plan([tiled(3, 4)], [tiled(4, 3)], 0)
-    assert sum(strips(found)) == 1 + 12
+    assert sum(count_strips(found)) == 1 + 12
 
 
-def test_a_plan_does_not_grow_with_pages() -> None:
+def test_the_size_of_a_plan_does_not_depend_on_the_number_of_pages() -> None:
     few = make_plan([model(3, pages=10)], [model(3, order="NHD", pages=10)], 0)
     many = make_plan([model(3, pages=100_000)], [model(3, order="NHD", pages=100_000)], 0)
-    assert strips(few) == strips(many)
+    assert count_strips(few) == count_strips(many)
 
 
-def test_a_plan_is_made_once_for_layers_that_are_alike() -> None:
+def test_equal_layers_have_equal_numbers_of_strips() -> None:
     one, many = (make_plan([model(n)], [model(n, order="NHD")], 0) for n in (1, 4))
-    assert [count * 4 for count in strips(one)] == strips(many)
+    assert [count * 4 for count in count_strips(one)] == count_strips(many)
 
 
-def renamed(f: Field, **changes: object) -> list[Layout]:
+def changed(f: Field, **changes: object) -> list[Layout]:
     return [layout(replace_field(f, **changes))]
 
 
@@ -253,24 +257,24 @@ MISMATCHES = [
 
 
 @pytest.mark.parametrize(("change", "message"), MISMATCHES)
-def test_refuses_engines_that_do_not_match(change: dict[str, object], message: str) -> None:
+def test_fields_that_do_not_match_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError) as refusal:
-        make_plan([layout(heads())], renamed(heads(), **change), 0)
+        make_plan([layout(heads())], changed(heads(), **change), 0)
     assert message in str(refusal.value)
     assert "'k'" in str(refusal.value)
 
 
-def test_refuses_a_remote_field_that_nobody_wants() -> None:
+def test_a_field_that_only_remote_ranks_have_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'v' is held by remote ranks 0 \[0, 4\), 1 \[0, 4\) and"):
         make_plan([layout(heads())], [layout(heads(), heads("v", region=1))] * 2, 0)
 
 
-def test_refuses_a_gap_between_ranks() -> None:
+def test_a_gap_between_the_shards_of_remote_ranks_is_refused() -> None:
     with pytest.raises(PlanError, match=r"no remote rank has \[1, 3\)"):
         make_plan(engine((0, 4)), engine((0, 1), (3, 4)), 0)
 
 
-def test_refuses_what_only_the_remote_side_holds() -> None:
+def test_a_part_of_a_field_that_only_remote_ranks_hold_is_refused() -> None:
     message = (
         r"field 'k': remote rank 1 holds \[3, 6\), and no local rank has \[4, 5\); "
         r"local ranks that hold a part: 0 \[0, 4\), 1 \[5, 6\)"
@@ -279,42 +283,42 @@ def test_refuses_what_only_the_remote_side_holds() -> None:
         make_plan(engine((0, 4), (5, 6)), engine((0, 3), (3, 6)), 0)
 
 
-def test_refuses_a_share_of_a_context_that_only_the_remote_side_holds() -> None:
+def test_a_context_rank_that_only_the_remote_engine_has_is_refused() -> None:
     with pytest.raises(PlanError, match=r"no local rank has \[0, 1\) of context rank 1 of 2"):
-        make_plan(replicas(2, context=2)[:1], replicas(1), 0)
+        make_plan(replicated(2, context=2)[:1], replicated(1), 0)
 
 
-def turns(size: int, *interleaves: int) -> list[Layout]:
-    """Ranks that deal out tokens, each in runs of its own length."""
+def interleaved(size: int, *interleaves: int) -> list[Layout]:
+    """Return context-parallel ranks, each with an interleave of its own."""
     contexts = [
         ContextParallel(size=size, rank=i % size, interleave=n) for i, n in enumerate(interleaves)
     ]
     return [layout(heads(shard=(0, 1)), groups=[paged(16, one)]) for one in contexts]
 
 
-def test_refuses_an_engine_whose_ranks_deal_out_tokens_differently() -> None:
-    one, other = turns(2, 4, 4), turns(2, 4, 2)
+def test_ranks_of_one_engine_with_different_interleaves_are_refused() -> None:
+    one, other = interleaved(2, 4, 4), interleaved(2, 4, 2)
     for local, remote in ((other, one), (one, other)):
         with pytest.raises(PlanError, match=r"context interleave is 4 on .* rank 0 and 2 on"):
             make_plan(local, remote, 0)
 
 
-def test_how_tokens_are_dealt_out_says_nothing_where_one_rank_has_all() -> None:
-    assert [list(read) for read in reads(turns(1, 4, 2), turns(1, 8, 1))] == [[0], [1]]
+def test_the_interleave_is_ignored_without_context_parallelism() -> None:
+    assert [list(read) for read in reads(interleaved(1, 4, 2), interleaved(1, 8, 1))] == [[0], [1]]
 
 
 def draft(key: str = "d", *, region: int = 0, draft: bool = True) -> Field:
     return replace_field(heads(key, region=region), draft=draft)
 
 
-def test_draft_layers_that_one_engine_has_are_left_out() -> None:
+def test_draft_layers_of_only_one_engine_are_not_read() -> None:
     plain, drafted = layout(heads("k")), layout(heads("k"), draft(region=1))
     for local, remote in (([drafted], [plain]), ([plain], [drafted])):
         [source] = make_plan(local, remote, 0).sources
         assert [o.local.key for match in source.matches for o in match.overlaps] == ["k"]
 
 
-def test_a_rank_that_has_only_draft_layers_nobody_reads_is_told() -> None:
+def test_a_rank_with_only_unread_draft_layers_is_notified() -> None:
     found = make_plan([layout(heads("k"))], [layout(heads("k")), layout(draft())], 0)
     assert [source.remote for source in found.sources] == [0]
     assert (found.notified_ranks, found.readers) == ((1,), (1, 1))
@@ -326,7 +330,7 @@ def test_equal_draft_layers_are_read() -> None:
     assert [o.local.key for match in source.matches for o in match.overlaps] == ["k", "d"]
 
 
-def test_refuses_draft_layers_that_differ() -> None:
+def test_different_draft_layers_are_refused() -> None:
     one = layout(heads("k"), draft("d", region=1), draft("e", region=2))
     other = layout(heads("k"), draft("d", region=1))
     with pytest.raises(
@@ -339,32 +343,32 @@ def test_refuses_draft_layers_that_differ() -> None:
         make_plan([other], [one], 0)
 
 
-def test_refuses_a_field_that_is_a_draft_s_on_one_side_only() -> None:
+def test_a_field_that_is_a_draft_layer_on_one_rank_only_is_refused() -> None:
     one, other = layout(draft("k")), layout(draft("k", draft=False))
     for local, remote in (([one], [other]), ([other], [one]), ([one, other], [other])):
         with pytest.raises(PlanError, match=r"'k' is of draft layers on \w+ rank 0 and not on"):
             make_plan(local, remote, 0)
 
 
-def test_refuses_a_missing_share_of_a_context() -> None:
+def test_a_missing_context_rank_is_refused() -> None:
     with pytest.raises(PlanError, match=r"has \[0, 1\) of context rank 1 of 2; .*: none"):
-        make_plan(replicas(1), replicas(1, context=2), 0)
+        make_plan(replicated(1), replicated(1, context=2), 0)
 
 
-def test_refuses_ranks_that_take_turns_in_different_ways() -> None:
-    odd = [*replicas(2, context=2), *replicas(1)]
+def test_ranks_of_one_engine_with_different_context_sizes_are_refused() -> None:
+    odd = [*replicated(2, context=2), *replicated(1)]
     with pytest.raises(PlanError, match="context size is 2 on remote rank 0 and 1 on remote rank"):
-        make_plan(replicas(1), odd, 0)
+        make_plan(replicated(1), odd, 0)
 
 
-def test_refuses_a_group_of_another_kind() -> None:
+def test_groups_of_different_kinds_are_refused() -> None:
     one = replace_field(heads(block=1, order="NHD"), tokens=())
     as_state = [layout(one, groups=[Group(kind=GroupKind.STATE, block_tokens=0)])]
     with pytest.raises(PlanError, match="group kind is 'paged' on local rank 0 and 'state' on"):
         make_plan([layout(one, groups=[paged(1)])], as_state, 0)
 
 
-def packed(shard: tuple[int, int] = (0, 4), *, block: int = 16, unit: int = 64) -> Layout:
+def opaque(shard: tuple[int, int] = (0, 4), *, block: int = 16, unit: int = 64) -> Layout:
     f = Field(
         key="k",
         group=0,
@@ -380,20 +384,20 @@ def packed(shard: tuple[int, int] = (0, 4), *, block: int = 16, unit: int = 64) 
     return layout(f, groups=[Group(kind=GroupKind.OPAQUE, block_tokens=block)])
 
 
-def test_opaque_pages_only_move_between_equal_layouts() -> None:
-    assert strips(make_plan([packed()], [packed()], 0)) == [1]
+def test_opaque_pages_are_read_only_between_equal_layouts() -> None:
+    assert count_strips(make_plan([opaque()], [opaque()], 0)) == [1]
     with pytest.raises(PlanError, match="tokens of a block is 16 on local rank 0 and 32"):
-        make_plan([packed()], [packed(block=32)], 0)
+        make_plan([opaque()], [opaque(block=32)], 0)
     with pytest.raises(PlanError, match="packed as 'tiles' and only moves whole"):
-        make_plan([packed()], [packed((0, 2)), packed((2, 4))], 0)
+        make_plan([opaque()], [opaque((0, 2)), opaque((2, 4))], 0)
     with pytest.raises(PlanError, match=r"\[0, 4\) in 64 bytes and remote rank 0 \[0, 4\) in 32"):
-        make_plan([packed()], [packed(unit=32)], 0)
-    other = layout(replace_field(packed().fields[0], packing="rows"), groups=packed().groups)
+        make_plan([opaque()], [opaque(unit=32)], 0)
+    other = layout(replace_field(opaque().fields[0], packing="rows"), groups=opaque().groups)
     with pytest.raises(PlanError, match="packing is 'tiles' on local rank 0 and 'rows'"):
-        make_plan([packed()], [other], 0)
+        make_plan([opaque()], [other], 0)
 
 
-def test_refuses_what_would_need_a_copy_per_byte() -> None:
+def test_layouts_that_need_a_copy_per_byte_are_refused() -> None:
     def bytewise(order: str) -> Layout:
         block, dim = 1 << 12, 1 << 12
         inner = {"td": axis((dim, 1)), "dt": axis((dim, block))}[order]
@@ -412,13 +416,13 @@ def test_refuses_what_would_need_a_copy_per_byte() -> None:
         )
         return layout(f, groups=[paged(block)])
 
-    assert strips(make_plan([bytewise("dt")], [bytewise("dt")], 0)) == [1]
+    assert count_strips(make_plan([bytewise("dt")], [bytewise("dt")], 0)) == [1]
     with pytest.raises(PlanError, match="field 'k': the two layouts share no runs longer"):
         make_plan([bytewise("td")], [bytewise("dt")], 0)
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "local", "remote"),
+    ("local_first", "remote_first", "local", "remote"),
     [
         ((2, 4), (3, 4), 1, 0),
         ((1, 2), (1, 4), 0, 0),
@@ -426,16 +430,16 @@ def test_refuses_what_would_need_a_copy_per_byte() -> None:
         ((1, 4), (3, 4), 2, 0),
     ],
 )
-def test_a_shard_is_found_where_its_range_says(
-    here: tuple[int, int], there: tuple[int, int], local: int, remote: int
+def test_a_shard_is_located_by_its_range(
+    local_first: tuple[int, int], remote_first: tuple[int, int], local: int, remote: int
 ) -> None:
-    """The first head that both have is head ``local`` of one and head ``remote`` of the other."""
+    """The first common head is head ``local`` of one rank and head ``remote`` of the other."""
 
     def ranks(first: tuple[int, int], base: int) -> list[Layout]:
         rest = [(head, head + 1) for head in range(4) if not first[0] <= head < first[1]]
         return [layout(heads(shard=shard), base=base) for shard in (first, *rest)]
 
-    found = make_plan(ranks(here, 1 << 32), ranks(there, 1 << 40), 0)
+    found = make_plan(ranks(local_first, 1 << 32), ranks(remote_first, 1 << 40), 0)
     [batch] = next(each for each in found.sources if each.remote == 0).matches[0].batches
     head = 16 * DIM
     assert (int(batch.local[0]) - (1 << 32), int(batch.remote[0]) - (1 << 40)) == (
@@ -445,8 +449,8 @@ def test_a_shard_is_found_where_its_range_says(
 
 
 @pytest.mark.parametrize("where", ["tokens", "shard", "inner"])
-def test_refuses_an_axis_that_shares_no_runs(where: str) -> None:
-    """It is refused before all of its entries are counted out, whichever axis it is."""
+def test_axes_without_common_runs_are_refused(where: str) -> None:
+    """They are refused before all their entries are walked, on any axis."""
     near, far = 1 << 11, (1 << 11) + 1
 
     def walked(first: int, second: int) -> Layout:
@@ -468,26 +472,26 @@ def test_refuses_an_axis_that_shares_no_runs(where: str) -> None:
         state = Group(kind=GroupKind.STATE, block_tokens=0)
         return layout(f, groups=[paged(near * far) if where == "tokens" else state])
 
-    assert strips(make_plan([walked(near, far)], [walked(near, far)], 0)) == [1]
+    assert count_strips(make_plan([walked(near, far)], [walked(near, far)], 0)) == [1]
     with pytest.raises(PlanError, match="field 'k': the two layouts share no runs longer"):
         make_plan([walked(near, far)], [walked(far, near)], 0)
 
 
-def test_refuses_a_rank_that_is_not_there() -> None:
+def test_an_unknown_local_rank_is_refused() -> None:
     with pytest.raises(PlanError, match="there is no local rank 1: there are 1"):
         make_plan(engine((0, 1)), engine((0, 1)), 1)
 
 
-def test_every_rank_refuses_what_one_cannot_read() -> None:
+def test_every_local_rank_refuses_what_one_of_them_cannot_read() -> None:
     local, remote = engine((0, 2), (2, 4)), engine((0, 2))
     for rank in (0, 1):
         with pytest.raises(PlanError, match=r"local rank 1 holds \[2, 4\)"):
             make_plan(local, remote, rank)
 
 
-@given(worlds())
-def test_strips_that_move_together_never_touch(world: World) -> None:
-    for source in make_plan(world.local, world.remote, 0).sources:
+@given(engine_pairs())
+def test_strips_of_one_batch_are_never_adjacent(pair: EnginePair) -> None:
+    for source in make_plan(pair.local, pair.remote, 0).sources:
         for match in source.matches:
             starts: set[object] = set()
             ends: set[object] = set()

@@ -1,4 +1,4 @@
-"""Keys, networks, and whom they admit."""
+"""``Access``, keys and networks: which peers are admitted."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ def keyed() -> Access:
     return Access(own=OWN, peers=frozenset({PEER.public}))
 
 
-def test_a_public_key_follows_from_the_secret_one() -> None:
+def test_a_public_key_is_derived_from_the_secret_one() -> None:
     assert KeyPair.of(OWN.secret.hex(), "here") == OWN
     assert len({OWN.public, OWN.secret, PEER.public, PEER.secret}) == 4
     assert {len(OWN.public), len(OWN.secret)} == {32}
 
 
-def test_a_secret_key_is_never_shown() -> None:
+def test_a_secret_key_is_not_shown() -> None:
     assert repr(OWN.secret)[2:-1] not in repr(OWN)
     with pytest.raises(SecretError, match="here holds 63 characters") as refused:
         KeyPair.of(OWN.secret.hex()[1:], "here")
     assert OWN.secret.hex()[1:] not in str(refused.value)
 
 
-def test_lists_of_public_keys_have_comments() -> None:
+def test_lists_of_public_keys_may_have_comments() -> None:
     lines = ["# ours", "", PEER.public.hex(), f" {OTHER.public.hex().upper()} "]
     assert public_keys(lines, "here") == {PEER.public, OTHER.public}
 
 
 @pytest.mark.parametrize("line", ["nonsense", "0" * 63, "0" * 65, "g" * 64])
-def test_a_line_that_is_no_key_is_named(line: str) -> None:
+def test_a_line_that_is_no_key_is_refused_with_its_number(line: str) -> None:
     with pytest.raises(SecretError, match=f"line 2 of here is no public key: it has {len(line)}"):
         public_keys(["# two:", line], "here")
 
@@ -55,14 +55,16 @@ def test_too_many_keys_are_refused() -> None:
         (["0.0.0.0/0"], ["8.8.8.8"], ["::1", "no address", ""]),
     ],
 )
-def test_networks(networks: list[str], inside: list[str], outside: list[str]) -> None:
+def test_networks_contain_their_addresses(
+    networks: list[str], inside: list[str], outside: list[str]
+) -> None:
     allowed = Networks.of(networks)
     assert [address for address in inside if address not in allowed] == []
     assert [address for address in outside if address in allowed] == []
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1/8", "prefill", "", "10.0.0.0/33", "300.0.0.0/8"])
-def test_what_is_no_network_is_named(text: str) -> None:
+def test_an_invalid_network_is_refused(text: str) -> None:
     with pytest.raises(
         SecretError, match=f"{re.escape(repr(text))} in allowed_peers is no network"
     ):
@@ -88,12 +90,12 @@ def test_this_host_and_private_networks_are_nearby(address: str) -> None:
         *("2001:db8::1", "::ffff:8.8.8.8", "0.0.0.0", "::", "255.255.255.255", "no address", ""),
     ],
 )
-def test_nothing_else_is_nearby(address: str) -> None:
+def test_other_addresses_are_not_nearby(address: str) -> None:
     assert not NEARBY.allows(address)
 
 
-def test_a_host_with_a_public_address_is_near_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its addresses are: here the loopback address stands for a public one."""
+def test_a_host_with_a_public_address_is_nearby_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test the loopback address stands for a public one."""
     only_this = Networks(Networks.of(["192.0.2.0/24"]).networks, this_host=True)
     assert "127.0.0.1" in only_this
     assert "10.255.255.254" not in only_this
@@ -106,12 +108,12 @@ def test_a_host_with_a_public_address_is_near_to_itself(monkeypatch: pytest.Monk
     assert "127.0.0.1" not in only_this
 
 
-def test_an_empty_list_of_networks_is_a_mistake() -> None:
+def test_an_empty_list_of_networks_is_refused() -> None:
     with pytest.raises(SecretError, match="allowed_peers is empty"):
         Networks.of([])
 
 
-def test_keys_and_peers_come_together() -> None:
+def test_keys_and_peers_must_be_set_together() -> None:
     with pytest.raises(SecretError, match="curve_peers without curve_secret_key"):
         Access(peers=frozenset({PEER.public}))
     with pytest.raises(SecretError, match="curve_secret_key without curve_peers admits nobody"):
@@ -119,7 +121,7 @@ def test_keys_and_peers_come_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("access", "key", "words"),
+    ("access", "key", "message"),
     [
         (OPEN, PEER.public, "encrypted, and this engine has no keys: set curve_secret_key"),
         (keyed(), b"", "its tickets name no key, and this engine has keys"),
@@ -127,12 +129,14 @@ def test_keys_and_peers_come_together() -> None:
     ],
     ids=["no keys here", "no key there", "another's key"],
 )
-def test_who_may_not_be_asked(access: Access, key: bytes, words: str) -> None:
-    with pytest.raises(AdmissionError, match=words):
+def test_a_peer_that_may_not_be_connected_to_is_refused(
+    access: Access, key: bytes, message: str
+) -> None:
+    with pytest.raises(AdmissionError, match=message):
         access.check_server(key)
 
 
-def test_who_may_be_asked() -> None:
+def test_a_peer_that_may_be_connected_to_is_accepted() -> None:
     OPEN.check_server(b"")
     keyed().check_server(PEER.public)
     assert (OPEN.public, keyed().public) == (b"", OWN.public)

@@ -1,4 +1,4 @@
-"""Proofs of tickets: what fits, what does not, and what a fingerprint is."""
+"""Proofs of tickets, valid and invalid, and fingerprints of keys."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def refusal(proof: Proof | None, published: bytes) -> str:
     return str(raised.value)
 
 
-def test_what_was_proved_fits_also_after_a_trip_as_json() -> None:
+def test_a_proof_is_valid_also_after_json() -> None:
     again = json.loads(json.dumps(SAID, sort_keys=True, indent=1))
     check(replace(proof(), content=content_of(again)), KEY.public)
 
 
-def test_a_proof_that_another_build_made() -> None:
-    """What is signed, and what stands in memory, is the same in every build."""
+def test_a_proof_of_another_build_is_valid() -> None:
+    """The signed bytes and the fingerprint are the same in every build."""
     known = Proof(
         key=bytes.fromhex("03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"),
         content=content_of(SAID),
@@ -67,12 +67,12 @@ def test_a_proof_that_another_build_made() -> None:
     assert fingerprint(known.key).hex() == "7e538c9bd0d5ffa7fa17f1e142d7e0f6"
 
 
-def test_every_key_is_another() -> None:
+def test_every_ticket_key_is_different() -> None:
     assert len({TicketKey().public for _ in range(10)}) == 10
 
 
 @given(where=st.sampled_from(["key", "content", "signature"]), data=st.data())
-def test_no_bit_of_a_proof_can_be_changed(where: str, data: st.DataObject) -> None:
+def test_a_proof_with_a_changed_bit_is_refused(where: str, data: st.DataObject) -> None:
     value = bytearray(getattr(proof(), where))
     bit = data.draw(st.integers(0, 8 * len(value) - 1))
     value[bit // 8] ^= 1 << bit % 8
@@ -85,33 +85,33 @@ def test_a_proof_of_another_content_or_key_is_refused() -> None:
     assert "another key" in refusal(proof(key=OTHER), KEY.public)
 
 
-def test_a_missing_proof_is_refused_where_the_engine_publishes_a_key() -> None:
+def test_a_missing_proof_is_refused_if_the_engine_publishes_a_key() -> None:
     assert "the proof was taken away" in refusal(None, KEY.public)
     assert "publishes none" in refusal(proof(), b"")
     check(None, b"")
 
 
-def test_a_signature_of_something_else_is_no_proof() -> None:
-    """The hash alone, without the context."""
+def test_a_signature_without_the_context_is_refused() -> None:
+    """Only the hash was signed."""
     signed = KEY._private.sign(content_of(SAID))
     assert "altered" in refusal(replace(proof(), signature=signed), KEY.public)
 
 
 @pytest.mark.parametrize(
-    ("field", "size", "named"),
+    ("field", "size", "message"),
     [
         ("key", TICKET_KEY_BYTES, "ticket_key"),
         ("content", CONTENT_BYTES, "content"),
         ("signature", PROOF_BYTES, "proof"),
     ],
 )
-def test_a_part_of_another_length_is_refused_by_name(field: str, size: int, named: str) -> None:
+def test_a_part_of_the_wrong_length_is_refused_by_name(field: str, size: int, message: str) -> None:
     for length in (0, size - 1, size + 1):
-        with pytest.raises(TicketError, match=f"{named} has {length} bytes; it has {size}"):
+        with pytest.raises(TicketError, match=f"{message} has {length} bytes; it has {size}"):
             replace(proof(), **{field: bytes(length)})
 
 
-def test_what_cannot_be_written_as_json_is_refused() -> None:
+def test_content_that_json_cannot_encode_is_refused() -> None:
     with pytest.raises(TicketError, match="cannot be proved"):
         content_of({"tokens": object()})
     deep: list[Any] = []
@@ -123,13 +123,13 @@ def test_what_cannot_be_written_as_json_is_refused() -> None:
         content_of({"kvferry": "\ud800"})
 
 
-def test_a_fingerprint_names_one_key() -> None:
+def test_a_fingerprint_identifies_one_key() -> None:
     assert len(fingerprint(KEY.public)) == FINGERPRINT_BYTES
     assert fingerprint(KEY.public) != fingerprint(OTHER.public)
     assert any(fingerprint(bytes(TICKET_KEY_BYTES)))
 
 
-def test_the_library_is_imported_when_it_is_needed() -> None:
+def test_the_crypto_library_is_imported_only_when_needed() -> None:
     code = (
         "import sys; import kvferry.core.endpoint, kvferry.core.security; "
         "print('cryptography' in sys.modules)"

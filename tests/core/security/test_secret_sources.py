@@ -1,4 +1,4 @@
-"""Where secrets come from, and that no message shows one."""
+"""Sources of secrets; no message shows a secret."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.core.security import Secret, read_secret
 HIDDEN = "correct horse battery staple"
 
 
-def test_a_file_holds_a_secret(tmp_path: Path) -> None:
+def test_a_secret_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "ticket.secret"
     path.write_text(f"  {HIDDEN}\n")
     path.chmod(0o600)
@@ -20,7 +20,7 @@ def test_a_file_holds_a_secret(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
-def test_a_file_that_others_can_read_is_told(tmp_path: Path, mode: int) -> None:
+def test_a_file_that_others_can_read_is_reported(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "ticket.secret"
     path.write_text(HIDDEN)
     path.chmod(mode)
@@ -29,13 +29,13 @@ def test_a_file_that_others_can_read_is_told(tmp_path: Path, mode: int) -> None:
     )
 
 
-def test_the_environment_holds_a_secret() -> None:
+def test_a_secret_is_read_from_the_environment() -> None:
     got = read_secret("env:KVFERRY_TEST", {"KVFERRY_TEST": f"{HIDDEN}\n"})
     assert got == Secret(text=HIDDEN, place="env:KVFERRY_TEST")
 
 
 @pytest.mark.parametrize(
-    ("place", "words"),
+    ("source", "message"),
     [
         ("env:KVFERRY_TEST", "env:KVFERRY_TEST is empty or not set"),
         ("file:nowhere/at/all", "cannot be read (No such file or directory)"),
@@ -45,13 +45,13 @@ def test_the_environment_holds_a_secret() -> None:
         ("", "a text of 0 characters"),
     ],
 )
-def test_a_place_that_holds_nothing_is_named(place: str, words: str) -> None:
+def test_a_source_without_a_secret_is_named(source: str, message: str) -> None:
     with pytest.raises(SecretError) as refused:
-        read_secret(place, {})
-    assert words in str(refused.value)
+        read_secret(source, {})
+    assert message in str(refused.value)
 
 
-def test_a_secret_instead_of_a_place_is_not_shown() -> None:
+def test_a_secret_given_instead_of_a_source_is_not_shown() -> None:
     with pytest.raises(SecretError, match="a text of 28 characters") as refused:
         read_secret(HIDDEN)
     assert HIDDEN not in str(refused.value)

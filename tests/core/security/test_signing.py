@@ -1,4 +1,4 @@
-"""Signatures of tickets: what fits, what does not, and how secrets are replaced."""
+"""Signatures of tickets, valid and invalid, and the replacement of secrets."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def secrets(*texts: str) -> TicketSecrets:
     return TicketSecrets.of(texts)
 
 
-def test_what_was_signed_fits_also_after_a_trip_as_json() -> None:
+def test_a_signature_is_valid_also_after_json() -> None:
     signature = secrets(NEW).sign(SAID)
     assert len(signature) == 32
     secrets(NEW).check(json.loads(json.dumps(SAID, sort_keys=True)), signature)
 
 
-def test_a_secret_is_replaced_without_a_refusal() -> None:
-    """Old; old with new; new with old; new: each understands the one before and after it."""
+def test_a_secret_can_be_replaced_without_a_refusal() -> None:
+    """Steps: old; old and new; new and old; new. Each accepts signatures of its neighbours."""
     steps = [secrets(OLD), secrets(OLD, NEW), secrets(NEW, OLD), secrets(NEW)]
     for one, next_one in itertools.pairwise(steps):
         next_one.check(SAID, one.sign(SAID))
@@ -41,12 +41,12 @@ def test_a_secret_is_replaced_without_a_refusal() -> None:
         steps[3].check(SAID, steps[0].sign(SAID))
 
 
-def test_another_secret_does_not_fit() -> None:
+def test_a_signature_with_another_secret_is_refused() -> None:
     with pytest.raises(TicketError, match="signs with none of the 1 ticket_secrets of this one"):
         secrets(NEW).check(SAID, secrets(OLD).sign(SAID))
 
 
-def test_no_signature_is_refused_with_the_remedy() -> None:
+def test_a_missing_signature_is_refused_with_the_remedy() -> None:
     with pytest.raises(TicketError, match="not signed, and this engine has ticket_secrets"):
         secrets(NEW).check(SAID, b"")
 
@@ -60,7 +60,7 @@ contents = st.dictionaries(st.text(), values, max_size=4)
 
 
 @given(one=contents, other=contents)
-def test_only_what_is_equal_has_an_equal_signature(
+def test_only_equal_content_has_equal_signatures(
     one: dict[str, Any], other: dict[str, Any]
 ) -> None:
     mine = secrets(NEW)
@@ -82,24 +82,24 @@ def test_a_single_change_anywhere_is_refused(data: st.DataObject) -> None:
 
 
 @given(signature=st.binary(min_size=1, max_size=80))
-def test_no_made_up_signature_fits(signature: bytes) -> None:
+def test_random_signatures_are_refused(signature: bytes) -> None:
     with pytest.raises(TicketError, match="altered or made up"):
         secrets(NEW, OLD).check(SAID, signature)
 
 
-@pytest.mark.parametrize("said", [{"x": {1, 2}}, {"x": b"y"}, {1: 2, "x": 3}])
-def test_what_json_has_no_word_for_is_a_ticket_error(said: Any) -> None:
+@pytest.mark.parametrize("content", [{"x": {1, 2}}, {"x": b"y"}, {1: 2, "x": 3}])
+def test_content_that_json_cannot_encode_is_a_ticket_error(content: Any) -> None:
     with pytest.raises(TicketError, match="cannot be signed"):
-        secrets(NEW).check(said, b"x")
+        secrets(NEW).check(content, b"x")
 
 
-def test_text_that_cannot_be_encoded_can_be_signed() -> None:
-    """Users choose what requests are called; making a ticket must not raise."""
+def test_text_with_lone_surrogates_can_be_signed() -> None:
+    """Users choose request ids, so making a ticket must not raise."""
     assert secrets(NEW).sign({"request": "\ud800"})
 
 
 @pytest.mark.parametrize(
-    ("texts", "words"),
+    ("texts", "message"),
     [
         ([], "0 ticket secrets; 1 to 8"),
         ([f"{n} is a secret of bytes" for n in range(9)], "9 ticket secrets"),
@@ -107,8 +107,8 @@ def test_text_that_cannot_be_encoded_can_be_signed() -> None:
         ([NEW, OLD, NEW], "stands twice"),
     ],
 )
-def test_secrets_that_are_none(texts: list[str], words: str) -> None:
-    with pytest.raises(SecretError, match=words):
+def test_invalid_secrets_are_refused(texts: list[str], message: str) -> None:
+    with pytest.raises(SecretError, match=message):
         secrets(*texts)
 
 

@@ -1,4 +1,4 @@
-"""The books that ``BaseTransport`` keeps, and what it refuses, over a driver that moves nothing."""
+"""``BaseTransport``: its bookkeeping and its refusals, with a driver that moves no bytes."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Transfer:
     status: Status
 
 
-class Books(BaseTransport[int, str, Connection, Transfer]):
-    """Remembers what its hooks were called with. An address is a peer's name."""
+class RecordingTransport(BaseTransport[int, str, Connection, Transfer]):
+    """A transport that records the calls of its hooks. An address is a peer's name."""
 
     interface_version = (1, 0)
     grace_seconds = 0.01
@@ -132,12 +132,12 @@ class Books(BaseTransport[int, str, Connection, Transfer]):
         self.calls.append(("close", len(transfers)))
 
     def of(self, name: str) -> list[tuple[object, ...]]:
-        """The calls of one hook, without its name."""
+        """Return the arguments of all calls of one hook."""
         return [call[1:] for call in self.calls if call[0] == name]
 
 
-class Connected(Books):
-    """With a registered region and a peer."""
+class Connected(RecordingTransport):
+    """A transport with a registered region and a peer."""
 
     def __init__(self, capabilities: Capabilities = ALL) -> None:
         super().__init__(capabilities)
@@ -156,58 +156,58 @@ def _copies(nbytes: int = 8) -> Copies:
 # Memory.
 
 
-def test_a_region_is_registered_once_and_given_back_with_what_was_got_for_it() -> None:
-    books = Books()
+def test_a_region_is_registered_once_and_deregistered_with_its_handle() -> None:
+    transport = RecordingTransport()
     for _ in range(2):
-        books.register(HERE)
-    assert books.of("register") == [(HERE,)]
-    books.deregister(HERE)
-    assert books.of("deregister") == [(HERE, HERE.address)]
+        transport.register(HERE)
+    assert transport.of("register") == [(HERE,)]
+    transport.deregister(HERE)
+    assert transport.of("deregister") == [(HERE, HERE.address)]
     with pytest.raises(TransportUsageError, match="is not registered"):
-        books.deregister(HERE)
+        transport.deregister(HERE)
 
 
-def test_a_kind_of_memory_that_it_does_not_have_is_refused() -> None:
-    books = Books()
+def test_an_unsupported_kind_of_memory_is_refused() -> None:
+    transport = RecordingTransport()
     with pytest.raises(TransportUnsupportedError, match="books reaches cpu memory, not cuda"):
-        books.register(replace(HERE, kind="cuda"))
-    assert books.calls == []
+        transport.register(replace(HERE, kind="cuda"))
+    assert transport.calls == []
 
 
-def test_what_an_unfinished_transfer_uses_is_not_deregistered() -> None:
-    books = Connected()
-    books.register(MORE)
-    transfer = books.start()
+def test_a_region_that_an_unfinished_transfer_uses_is_not_deregistered() -> None:
+    transport = Connected()
+    transport.register(MORE)
+    transfer = transport.start()
     with pytest.raises(TransportUsageError, match="an unfinished transfer uses"):
-        books.deregister(HERE)
-    books.deregister(MORE)
-    books.cancel(transfer)
-    books.poll([])  # one that it is not asked about
+        transport.deregister(HERE)
+    transport.deregister(MORE)
+    transport.cancel(transfer)
+    transport.poll([])  # one that it is not asked about
     with pytest.raises(TransportUsageError, match="an unfinished transfer uses"):
-        books.deregister(HERE)
-    books.poll([transfer])
-    books.deregister(HERE)
+        transport.deregister(HERE)
+    transport.poll([transfer])
+    transport.deregister(HERE)
 
 
 # Connections.
 
 
-def test_addresses_of_equal_identity_lead_to_one_peer() -> None:
-    books = Books()
-    first, other = books.connect(b"a1"), books.connect(b"b1")
-    assert (books.connect(b"a2"), books.connect(b"b2")) == (first, other)
-    assert books.of("connect") == [("a1",), ("b1",)]
-    assert books.of("refresh") == [("a2",), ("b2",)]
-    books.disconnect(first)
-    assert books.connect(b"a3") not in (first, other)
+def test_addresses_of_equal_identity_are_one_peer() -> None:
+    transport = RecordingTransport()
+    first, other = transport.connect(b"a1"), transport.connect(b"b1")
+    assert (transport.connect(b"a2"), transport.connect(b"b2")) == (first, other)
+    assert transport.of("connect") == [("a1",), ("b1",)]
+    assert transport.of("refresh") == [("a2",), ("b2",)]
+    transport.disconnect(first)
+    assert transport.connect(b"a3") not in (first, other)
 
 
-def test_two_that_connect_to_one_peer_at_once_get_one_connection() -> None:
-    books = Books()
-    books.connecting = threading.Barrier(2)
+def test_two_concurrent_connects_to_one_peer_share_a_connection() -> None:
+    transport = RecordingTransport()
+    transport.connecting = threading.Barrier(2)
     found: list[PeerId] = []
     threads = [
-        threading.Thread(target=lambda name=name: found.append(books.connect(name)))
+        threading.Thread(target=lambda name=name: found.append(transport.connect(name)))
         for name in (b"a1", b"a2", b"b1")
     ]
     for thread in threads:
@@ -215,52 +215,54 @@ def test_two_that_connect_to_one_peer_at_once_get_one_connection() -> None:
     # The barrier opens when two of them connect: one to a, and the one to b, which is not held up.
     for thread in threads:
         thread.join(20)
-    assert len(books.of("connect")) == 2
+    assert len(transport.of("connect")) == 2
     assert len(set(found)) == 2
     assert len(found) == 3
 
 
-def test_an_address_that_is_none_leaves_nothing_behind() -> None:
-    books = Books()
+def test_a_refused_address_leaves_nothing_behind() -> None:
+    transport = RecordingTransport()
     with pytest.raises(ConnectError):
-        books.connect(b"")
-    books.connecting.abort()
+        transport.connect(b"")
+    transport.connecting.abort()
     with pytest.raises(threading.BrokenBarrierError):
-        books.connect(b"a")
-    books.connecting = threading.Barrier(1)
-    books.connect(b"a")
-    assert books.of("refresh") == []
+        transport.connect(b"a")
+    transport.connecting = threading.Barrier(1)
+    transport.connect(b"a")
+    assert transport.of("refresh") == []
 
 
-def test_disconnect_ends_the_unfinished_transfers_of_that_peer_only() -> None:
-    books = Connected()
-    other = books.connect(b"other")
-    mine, theirs = books.start(), books.read(other, _copies())
-    books.disconnect(books.peer)
-    assert books.of("disconnect") == [("peer", 1)]
-    ended, pending = books.poll([mine, theirs])
+def test_disconnect_ends_only_the_unfinished_transfers_of_that_peer() -> None:
+    transport = Connected()
+    other = transport.connect(b"other")
+    mine, theirs = transport.start(), transport.read(other, _copies())
+    transport.disconnect(transport.peer)
+    assert transport.of("disconnect") == [("peer", 1)]
+    ended, pending = transport.poll([mine, theirs])
     assert ended.state is State.FAILED
     assert isinstance(ended.error, PeerLostError)
     assert pending.state is State.PENDING
-    with pytest.raises(TransportUsageError, match=rf"no peer {books.peer}; connected: \[{other}\]"):
-        books.disconnect(books.peer)
+    with pytest.raises(
+        TransportUsageError, match=rf"no peer {transport.peer}; connected: \[{other}\]"
+    ):
+        transport.disconnect(transport.peer)
 
 
 def test_a_peer_whose_transfers_do_not_end_stays_connected() -> None:
-    books = Connected()
-    books.stuck = True
-    transfer = books.start()
+    transport = Connected()
+    transport.stuck = True
+    transfer = transport.start()
     with pytest.raises(TransportError, match=r"bytes may still move to or from peer, 0\.01 s"):
-        books.disconnect(books.peer)
-    assert books.of("disconnect") == []
-    assert books.poll([transfer])[0].state is State.FAILING
-    books.stuck = False
-    books.disconnect(books.peer)
-    assert books.poll([transfer])[0].state is State.FAILED
+        transport.disconnect(transport.peer)
+    assert transport.of("disconnect") == []
+    assert transport.poll([transfer])[0].state is State.FAILING
+    transport.stuck = False
+    transport.disconnect(transport.peer)
+    assert transport.poll([transfer])[0].state is State.FAILED
 
 
 class SettlesAtDisconnect(Connected):
-    """Its transfers have ended as far as they do when they are FAILING."""
+    """A transport whose transfers fail when their peer is disconnected."""
 
     def _end_transfers(self, transfers: Sequence[Transfer], error: TransportError) -> bool:
         for one in transfers:
@@ -269,26 +271,26 @@ class SettlesAtDisconnect(Connected):
 
 
 @pytest.mark.parametrize("settles", [True, False])
-def test_transfers_may_become_final_with_the_end_of_their_connection(settles: bool) -> None:
-    books = SettlesAtDisconnect()
-    books.settles, books.stuck = settles, True
-    transfer = books.start()
+def test_failing_transfers_may_become_final_when_their_connection_ends(settles: bool) -> None:
+    transport = SettlesAtDisconnect()
+    transport.settles, transport.stuck = settles, True
+    transfer = transport.start()
     if not settles:
         with pytest.raises(TransportError, match="they stay failing; disconnect again"):
-            books.disconnect(books.peer)
-        assert books.poll([transfer])[0].state is State.FAILING
-        books.settles = True
-    books.disconnect(books.peer)
-    assert books.poll([transfer])[0].state is State.FAILED
+            transport.disconnect(transport.peer)
+        assert transport.poll([transfer])[0].state is State.FAILING
+        transport.settles = True
+    transport.disconnect(transport.peer)
+    assert transport.poll([transfer])[0].state is State.FAILED
 
 
 # Transfers.
 
 
-def test_a_driver_gets_a_request_that_has_been_checked() -> None:
-    books = Connected()
-    transfer = books.write(books.peer, _copies(), b"said")
-    request = books._transfers[transfer].transfer.request
+def test_the_hook_gets_a_checked_request() -> None:
+    transport = Connected()
+    transfer = transport.write(transport.peer, _copies(), b"said")
+    request = transport._transfers[transfer].transfer.request
     assert (set(request.local), set(request.remote)) == ({HERE}, {THERE})
     assert (request.notify, request.write, request.connection.name) == (b"said", True, "peer")
 
@@ -308,151 +310,160 @@ def test_a_driver_gets_a_request_that_has_been_checked() -> None:
         (replace(_copies(), nbytes=np.zeros(2, np.uint64)), "must be uint64 of shape"),
     ],
 )
-def test_mistakes_reach_no_driver(copies: Copies, reason: str) -> None:
-    books = Connected()
+def test_invalid_copies_are_refused_before_the_hook_is_called(copies: Copies, reason: str) -> None:
+    transport = Connected()
     with pytest.raises(TransportUsageError, match=reason):
-        books.read(books.peer, copies)
-    assert not books._transfers
-    books.deregister(HERE)
+        transport.read(transport.peer, copies)
+    assert not transport._transfers
+    transport.deregister(HERE)
 
 
-def test_the_scratch_of_the_bounds_check_grows() -> None:
-    books, n = Connected(), 10_000
+def test_the_scratch_memory_of_the_bounds_check_grows() -> None:
+    transport, n = Connected(), 10_000
     pairs = [(HERE.address, THERE.address, 8)] * n
     copies = copies_between(pairs, local=HERE, remote=THERE)
-    books.read(books.peer, copies)
+    transport.read(transport.peer, copies)
     copies.nbytes[-1] = 4097
     with pytest.raises(TransportUsageError, match=f"copy {n - 1} leaves"):
-        books.read(books.peer, copies)
+        transport.read(transport.peer, copies)
 
 
-def test_an_op_that_it_does_not_have_is_refused_closed_or_not() -> None:
-    books = Connected(replace(ALL, ops=frozenset({"read"})))
+def test_an_unsupported_operation_is_refused_even_when_closed() -> None:
+    transport = Connected(replace(ALL, ops=frozenset({"read"})))
     for _ in range(2):
         with pytest.raises(TransportUnsupportedError, match="Connected cannot write; it can read"):
-            books.write(books.peer, _copies())
-        books.close()
+            transport.write(transport.peer, _copies())
+        transport.close()
 
 
-def test_a_transfer_may_have_failed_when_it_is_started() -> None:
-    books = Connected()
-    books.born = Status(state=State.FAILED, error=PeerLostError("gone"))
-    transfer = books.start()
-    assert books.poll([transfer, transfer]) == [books.born] * 2
-    books.forget(transfer)
+def test_a_transfer_may_fail_when_it_is_started() -> None:
+    transport = Connected()
+    transport.born = Status(state=State.FAILED, error=PeerLostError("gone"))
+    transfer = transport.start()
+    assert transport.poll([transfer, transfer]) == [transport.born] * 2
+    transport.forget(transfer)
     with pytest.raises(TransportUsageError, match=f"no transfer {transfer}"):
-        books.poll([transfer])
-    assert books.start() != transfer
+        transport.poll([transfer])
+    assert transport.start() != transfer
 
 
 @pytest.mark.parametrize("state", State)
 def test_only_final_transfers_are_forgotten(state: State) -> None:
-    books = Connected()
-    books.born, books.stuck = Status(state=state), True
-    transfer = books.start()
+    transport = Connected()
+    transport.born, transport.stuck = Status(state=state), True
+    transfer = transport.start()
     if state.final:
-        books.forget(transfer)
-        assert not books._transfers
+        transport.forget(transfer)
+        assert not transport._transfers
         return
     with pytest.raises(TransportUsageError, match=f"transfer {transfer} is not final"):
-        books.forget(transfer)
+        transport.forget(transfer)
 
 
-def test_cancel_fails_what_is_unfinished_and_nothing_else() -> None:
-    books = Connected()
-    transfer = books.start()
+def test_cancel_fails_unfinished_transfers_only() -> None:
+    transport = Connected()
+    transfer = transport.start()
     with pytest.raises(TransportUsageError, match="is not final"):
-        books.forget(transfer)
-    books.cancel(transfer)
-    (status,) = books.poll([transfer])
+        transport.forget(transfer)
+    transport.cancel(transfer)
+    (status,) = transport.poll([transfer])
     assert isinstance(status.error, TransferCancelledError)
-    books.cancel(transfer)
-    assert books.poll([transfer]) == [status]
+    transport.cancel(transfer)
+    assert transport.poll([transfer]) == [status]
     with pytest.raises(TransportUsageError, match="no transfer"):
-        books.cancel(TransferId(99))
+        transport.cancel(TransferId(99))
 
 
-def test_without_the_capability_cancel_changes_nothing() -> None:
-    books = Connected(replace(ALL, cancel=False))
-    transfer = books.start()
-    books.cancel(transfer)
-    assert books.poll([transfer])[0].state is State.PENDING
+def test_cancel_without_the_capability_changes_nothing() -> None:
+    transport = Connected(replace(ALL, cancel=False))
+    transfer = transport.start()
+    transport.cancel(transfer)
+    assert transport.poll([transfer])[0].state is State.PENDING
 
 
-def test_one_transfer_more_than_the_limit_is_refused_and_those_that_ended_do_not_count() -> None:
-    books = Connected(replace(ALL, max_outstanding=2))
-    first, _ = books.start(), books.start()
+def test_a_transfer_beyond_the_limit_is_refused_and_ended_ones_do_not_count() -> None:
+    transport = Connected(replace(ALL, max_outstanding=2))
+    first, _ = transport.start(), transport.start()
     with pytest.raises(TransportError, match="2 transfers are unfinished, and books takes 2"):
-        books.start()
-    books.cancel(first)
-    books.start()
+        transport.start()
+    transport.cancel(first)
+    transport.start()
 
 
 # Notifications.
 
 
-def test_notifications_go_to_connected_peers_and_a_peer_that_is_gone_is_no_error() -> None:
-    books = Connected()
-    books.notify(books.peer, b"one")
-    books._peers[books.peer].gone = True
-    books.notify(books.peer, b"two")
-    assert books.of("notify") == [("peer", b"one"), ("peer", b"two")]
+def test_notifications_go_to_connected_peers_and_a_lost_peer_is_no_error() -> None:
+    transport = Connected()
+    transport.notify(transport.peer, b"one")
+    transport._peers[transport.peer].gone = True
+    transport.notify(transport.peer, b"two")
+    assert transport.of("notify") == [("peer", b"one"), ("peer", b"two")]
     with pytest.raises(TransportUsageError, match="no peer"):
-        books.notify(PeerId(99), b"x")
+        transport.notify(PeerId(99), b"x")
 
 
 @pytest.mark.parametrize(("payload", "said"), [(b"", "0"), (b"123456789", "9"), ("text", "str")])
 def test_an_invalid_payload_is_refused(payload: bytes, said: str) -> None:
-    books = Connected()
-    for send in (lambda: books.notify(books.peer, payload), lambda: books.start(8, payload)):
+    transport = Connected()
+    for send in (
+        lambda: transport.notify(transport.peer, payload),
+        lambda: transport.start(8, payload),
+    ):
         with pytest.raises(TransportUsageError, match=f"is 1 to 8 bytes; this one: {said}"):
             send()
-    books.notify(books.peer, b"12345678")
-    assert books.of("notify") == [("peer", b"12345678")]
+    transport.notify(transport.peer, b"12345678")
+    assert transport.of("notify") == [("peer", b"12345678")]
 
 
-def test_without_notifications_no_hook_is_called() -> None:
-    books = Connected(replace(ALL, max_notification=0))
-    books.inbox = [Notification(sender="nobody", payload=b"x")]
-    assert books.notifications() == []
+def test_without_the_capability_no_notification_hook_is_called() -> None:
+    transport = Connected(replace(ALL, max_notification=0))
+    transport.inbox = [Notification(sender="nobody", payload=b"x")]
+    assert transport.notifications() == []
     with pytest.raises(TransportUnsupportedError, match="no notifications"):
-        books.notify(books.peer, b"x")
+        transport.notify(transport.peer, b"x")
 
 
-# The end.
+# Close.
 
 
 def test_a_transport_is_usable_until_its_end_which_comes_once() -> None:
-    books = Books()
-    books._check_usable()
-    assert books._end()
-    assert not books._end()
+    transport = RecordingTransport()
+    transport._check_usable()
+    assert transport._end()
+    assert not transport._end()
     with pytest.raises(TransportUsageError, match="books is closed"):
-        books._check_usable()
+        transport._check_usable()
 
 
 def test_a_fork_may_not_use_a_transport_and_does_not_close_it() -> None:
-    books = Books()
+    transport = RecordingTransport()
     child = os.fork()
     if child == 0:
         try:
-            books.poll([])
+            transport.poll([])
         except TransportUsageError as exc:
-            books.close()
-            os._exit(0 if "fork" in str(exc) and not books._end() and not books.calls else 1)
+            transport.close()
+            os._exit(
+                0 if "fork" in str(exc) and not transport._end() and not transport.calls else 1
+            )
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    books.poll([])
+    transport.poll([])
 
 
-def test_close_ends_everything_once_even_if_it_raises() -> None:
-    books = Connected()
-    books.start()
-    books.stuck = True
+def test_close_ends_everything_once_even_if_a_hook_raises() -> None:
+    transport = Connected()
+    transport.start()
+    transport.stuck = True
     with pytest.raises(TransportError, match=r"closed, but bytes may still land, 0\.01 s"):
-        books.close()
-    books.close()
-    assert books.of("close") == [(1,)]
+        transport.close()
+    transport.close()
+    assert transport.of("close") == [(1,)]
     with pytest.raises(TransportUsageError, match="books is closed"):
-        books.poll([])
-    assert (books.name, books.capabilities, books.path(books.peer)) == ("books", ALL, "")
+        transport.poll([])
+    assert (transport.name, transport.capabilities, transport.path(transport.peer)) == (
+        "books",
+        ALL,
+        "",
+    )

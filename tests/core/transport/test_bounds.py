@@ -1,4 +1,4 @@
-"""Batches that are malformed, or of which a copy leaves its segment's regions, are refused."""
+"""Malformed batches, and copies outside of their segment's regions, are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OUTSIDE = [
 
 @pytest.mark.parametrize(("local", "remote", "nbytes"), OUTSIDE)
 @pytest.mark.parametrize("neighbours", [0, 100])
-def test_refuses_a_copy_outside_its_regions(
+def test_a_copy_outside_its_regions_is_refused(
     local: int, remote: int, nbytes: int, neighbours: int
 ) -> None:
     memory = np.zeros(SIZE, np.uint8)
@@ -51,7 +51,7 @@ def test_refuses_a_copy_outside_its_regions(
         check(copies)
 
 
-def test_checks_each_copy_against_its_own_segment() -> None:
+def test_each_copy_is_checked_against_its_own_segment() -> None:
     memory = np.zeros(SIZE, np.uint8)
     whole = region_of(memory)
     half = Region(address=whole.address, nbytes=SIZE // 2)
@@ -68,7 +68,7 @@ def test_checks_each_copy_against_its_own_segment() -> None:
         check(outside)
 
 
-def test_refuses_more_bytes_than_can_be_counted() -> None:
+def test_more_bytes_than_can_be_counted_are_refused() -> None:
     region = Region(address=4096, nbytes=1 << 62)
     with pytest.raises(TransportUsageError, match="bytes together"):
         check(batch(region, region, [0, 0], [0, 0], [1 << 62, 1 << 62]))
@@ -91,14 +91,14 @@ def segments_of(*edges: tuple[int, int]) -> tuple[Segment, ...]:
         segments_of((0, 4), (4, 3)),
     ],
 )
-def test_refuses_segments_that_do_not_cover_the_copies(segments: tuple[Segment, ...]) -> None:
+def test_segments_that_do_not_cover_the_copies_are_refused(segments: tuple[Segment, ...]) -> None:
     zeros = np.full(3, 4096, np.uint64)
     copies = Copies(local=zeros, remote=zeros, nbytes=np.ones(3, np.uint64), segments=segments)
     with pytest.raises(TransportUsageError):
         check(copies)
 
 
-def test_refuses_arrays_of_another_type_or_length() -> None:
+def test_arrays_of_another_type_or_length_are_refused() -> None:
     good = np.full(1, 4096, np.uint64)
     signed: U64Array = good.astype(np.int64)
     for bad in (signed, good[:0], good.reshape(1, 1)):

@@ -1,4 +1,4 @@
-"""Drivers by name, with distributions made up in a temporary folder."""
+"""The registry of drivers, with distributions made in a temporary folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def function() -> None: ...
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Install a distribution with one driver; and, optionally, a module."""
+    """Install a distribution with one driver and, if given, a module."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     site = tmp_path / "site"
     site.mkdir()
@@ -84,14 +84,14 @@ def said_by(name: str, **options: object) -> str:
     return str(caught.value)
 
 
-def test_finds_loopback() -> None:
+def test_loopback_is_found() -> None:
     (info,) = [one for one in installed() if one.name == "loopback"]
     assert info.distribution == "kvferry"
     assert info.entry_point == "kvferry.drivers.loopback:LoopbackTransport"
     assert load("loopback") is LoopbackTransport
 
 
-def test_creates_with_options(install: Install) -> None:
+def test_a_driver_is_created_with_its_options(install: Install) -> None:
     install("good", "fake_good:Good", source=GOOD)
     for options, colour in (({"colour": "blue"}, "blue"), ({}, "red"), (None, "red")):
         transport = create("good", options)
@@ -99,7 +99,7 @@ def test_creates_with_options(install: Install) -> None:
         transport.close()
 
 
-def test_lists_without_importing(install: Install) -> None:
+def test_drivers_are_listed_without_importing_them(install: Install) -> None:
     install("broken", "fake_broken:Driver", source="raise RuntimeError('imported')")
     assert installed() == [
         DriverInfo(
@@ -113,14 +113,14 @@ def test_lists_without_importing(install: Install) -> None:
     assert "fake_broken" not in sys.modules
 
 
-def test_loads_only_the_one_that_is_named(install: Install) -> None:
+def test_only_the_named_driver_is_imported(install: Install) -> None:
     install("broken", "fake_broken:Driver", source="raise RuntimeError('imported')")
     install("good", "fake_good:Good", source=GOOD)
     assert load("good").__name__ == "Good"
     assert "fake_broken" not in sys.modules
 
 
-def test_what_is_installed_while_running_is_found_and_nothing_is_cached_on_disk(
+def test_a_driver_installed_while_running_is_found_without_a_cache_on_disk(
     install: Install, tmp_path: Path
 ) -> None:
     assert "no driver 'good'" in said_by("good")
@@ -131,14 +131,14 @@ def test_what_is_installed_while_running_is_found_and_nothing_is_cached_on_disk(
     assert not (tmp_path / "cache").exists()
 
 
-def test_an_unknown_name_lists_the_known_ones(install: Install) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(install: Install) -> None:
     install("good", "fake_good:Good", source=GOOD)
     said = said_by("goood")
     for part in ("'goood'", "good, loopback, nixl", "'kvferry.drivers'", "install"):
         assert part in said
 
 
-def test_a_driver_that_cannot_be_imported(install: Install) -> None:
+def test_a_driver_that_cannot_be_imported_is_refused(install: Install) -> None:
     install("needy", "fake_needy:Driver", source="import a_library_that_is_missing")
     with pytest.raises(DriverError, match="install what it needs, or reinstall") as caught:
         create("needy")
@@ -150,7 +150,7 @@ def test_a_driver_that_cannot_be_imported(install: Install) -> None:
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
-def test_another_major_version_names_both(install: Install) -> None:
+def test_another_major_version_is_refused_with_both_versions(install: Install) -> None:
     install("future", "fake_good:Future", source=GOOD)
     said = said_by("future")
     assert "version 2.3 of the transport interface" in said
@@ -160,14 +160,14 @@ def test_another_major_version_names_both(install: Install) -> None:
     assert "interface_version 'one', not two numbers" in said_by("vague")
 
 
-def test_something_that_is_no_transport(install: Install) -> None:
+def test_an_entry_point_that_is_no_transport_is_refused(install: Install) -> None:
     install("function", "fake_partial:function", source=PARTIAL)
     assert "not a subclass of kvferry.core.transport.Transport" in said_by("function")
     install("partial", "fake_partial:Partial")
     assert "lacks address, capabilities, connect" in said_by("partial")
 
 
-def test_two_distributions_with_one_name(install: Install) -> None:
+def test_two_distributions_with_one_driver_name_are_refused(install: Install) -> None:
     install("twin", "fake_twin:Driver", distribution="kvferry-one", source="raise OSError")
     install("twin", "fake_twin:Driver", distribution="kvferry-two")
     said = said_by("twin")
@@ -180,7 +180,7 @@ def test_two_distributions_with_one_name(install: Install) -> None:
     ]
 
 
-def test_options_that_are_refused(install: Install) -> None:
+def test_invalid_options_are_refused(install: Install) -> None:
     install("good", "fake_good:Good", source=GOOD)
     assert "unexpected keyword argument 'color'; its options are: colour" in said_by(
         "good", color="red"
@@ -190,14 +190,14 @@ def test_options_that_are_refused(install: Install) -> None:
     assert "unknown field `threds`" in said_by("loopback", threds=3)
 
 
-def test_a_driver_that_does_not_start(install: Install) -> None:
+def test_a_driver_that_raises_when_created_is_refused(install: Install) -> None:
     install("unlucky", "fake_good:Unlucky", source=GOOD)
     with pytest.raises(DriverError, match=r"does not start: OSError: no such device") as caught:
         create("unlucky")
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_describes_what_works_and_why_the_rest_does_not(install: Install) -> None:
+def test_drivers_are_described_with_the_reason_if_they_do_not_work(install: Install) -> None:
     install("good", "fake_good:Good", source=GOOD)
     install("hollow", "fake_good:Hollow")
     install("needy", "fake_needy:Driver", source="import a_library_that_is_missing")
@@ -220,7 +220,7 @@ def test_describes_what_works_and_why_the_rest_does_not(install: Install) -> Non
     assert "kvferry-two" in str(reasons["twin"])
 
 
-def test_one_distribution_found_twice_is_one_driver(
+def test_a_distribution_found_twice_is_one_driver(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("good", "fake_good:Good", source=GOOD)

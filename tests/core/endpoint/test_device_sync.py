@@ -1,0 +1,70 @@
+"""``DeviceSync``: loads wait until the device has finished with their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry.core.endpoint.device_sync import DeviceSync
+from kvferry.core.endpoint.load import Load
+from kvferry.core.errors import (
+    DeadlineError,
+    EndpointClosedError,
+    KVFerryError,
+)
+from kvferry.core.lifecycle.holds import RequestId
+from tests.core.endpoint.samples import sample_load
+
+
+class Device:
+    """A ``DeviceSync`` with a clock of the test's, and the loads that it has begun."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.begun: list[tuple[str, KVFerryError | None]] = []
+        self.device_sync = DeviceSync(self._begin, clock=lambda: self.now, patience=10.0)
+
+    def _begin(self, load: Load, error: KVFerryError | None) -> None:
+        self.begun.append((load.request, error))
+
+    def add(self, request: str, passed: Callable[[], bool]) -> None:
+        self.device_sync.add(sample_load(request), passed)
+
+
+def test_loads_begin_in_order_as_the_device_finishes() -> None:
+    device, passed = Device(), {"a": False, "b": True}
+    for request in "ab":
+        device.add(request, lambda request=request: passed[request])  # type: ignore[misc]
+    assert not device.device_sync.progress()
+    assert len(device.device_sync) == 2
+    passed["a"] = True
+    assert device.device_sync.progress()
+    assert device.begun == [("a", None), ("b", None)]
+    assert not device.device_sync.progress()
+
+
+def test_a_load_fails_when_the_device_takes_longer_than_its_patience() -> None:
+    device = Device()
+    device.add("a", lambda: False)
+    device.now = 5.0
+    device.add("b", lambda: False)
+    device.now = 9.9
+    assert not device.device_sync.progress()
+    device.now = 10.0
+    assert device.device_sync.progress()
+    [(request, error)] = device.begun
+    assert request == "a"
+    assert isinstance(error, DeadlineError)
+    assert "after 10 s" in str(error)
+    assert len(device.device_sync) == 1
+
+
+def test_one_waiting_load_or_all_of_them_can_be_given_up() -> None:
+    device = Device()
+    for request in "abc":
+        device.add(request, lambda: False)
+    device.device_sync.give_up(RequestId("b"))
+    assert [request for request, _ in device.begun] == ["b"]
+    device.device_sync.give_up()
+    assert [request for request, _ in device.begun] == ["b", "a", "c"]
+    assert all(isinstance(error, EndpointClosedError) for _, error in device.begun)
+    assert len(device.device_sync) == 0

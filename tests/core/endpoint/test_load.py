@@ -1,0 +1,78 @@
+"""``LoadState``: what is known and measured of one load."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kvferry.core.endpoint.load import LoadState
+from kvferry.core.endpoint.transfers import Outcome
+from kvferry.core.errors import (
+    EndpointClosedError,
+    StaleError,
+)
+from kvferry.core.lifecycle.loads import LoadId
+from kvferry.core.metrics import Stage
+from tests.core.endpoint.samples import sample_load
+
+
+def outcome(**how: Any) -> Outcome:
+    parts: dict[str, Any] = {
+        "error": None, "copies": 2, "nbytes": 10, "begun": 5.0, "seconds": 3.0, "post_seconds": 1.0,
+        **how,
+    }  # fmt: skip
+    return Outcome(**parts)
+
+
+def test_bytes_of_several_ranks_are_summed_and_the_longest_times_kept() -> None:
+    state = LoadState(load_id=LoadId(1), load=sample_load(), begun=1.0, handshake_succeeded=2.0)
+    state.add(outcome())
+    state.add(outcome(begun=4.0, seconds=7.0, post_seconds=2.5))
+    state.add(outcome(begun=0.0, seconds=100.0, post_seconds=50.0))  # never posted
+    assert (state.copies, state.nbytes) == (6, 30)
+    times = state.check_seconds, state.post_seconds, state.transfer_seconds
+    assert times == (3.0, 2.5, 4.5)
+
+
+def test_the_record_of_a_failed_load_names_the_stage() -> None:
+    state = LoadState(load_id=LoadId(1), load=sample_load(), begun=1.0, handshake_succeeded=1.5)
+    record = state.record(None, None)
+    assert (record.request, record.engine, record.reached, record.path) == (
+        "d-1", "prefill", False, "",
+    )  # fmt: skip
+    assert (record.error, record.stage, record.reads, record.tokens) == (None, None, True, 8 - 2)
+    assert (record.handshake_seconds, record.fence_seconds) == (0.5, 0.0)
+    assert record.seconds > 0
+    error = StaleError("late")
+    for stage in Stage:
+        assert state.record(error, stage).stage is stage
+    state.failed_at = Stage.WAIT
+    assert state.record(error, Stage.TRANSFER).stage is Stage.WAIT
+    state.handshake_succeeded = 0.0
+    assert state.record(error, Stage.HANDSHAKE).handshake_seconds == 0.0
+    assert state.record(error, Stage.HANDSHAKE).error is error
+
+
+def test_the_record_of_a_load_that_reads_nothing_has_no_tokens() -> None:
+    nothing = sample_load(ranges=(None, None))
+    assert not nothing.reads
+    record = LoadState(load_id=LoadId(1), load=nothing, begun=0.0).record(None, None)
+    assert (record.tokens, record.reads) == (0, False)
+
+
+def test_holes_do_not_count_as_pages_and_remote_pages_are_the_tickets() -> None:
+    state = LoadState(load_id=LoadId(1), load=sample_load(), begun=0.0)
+    assert state.pages == 2
+    [remote] = state.request.remote
+    assert (remote.ids.tolist(), remote.first_index) == ([1, 2], 4)
+    assert state.request.ranges == sample_load().ranges
+    assert state.request is state.request
+    with pytest.raises(EndpointClosedError, match="handshake is not over"):
+        _ = state.known_peer
+
+
+def test_a_load_can_be_copied_with_other_values() -> None:
+    assert dataclasses.replace(sample_load(), report=False).report is False
+    assert sample_load().report

@@ -1,0 +1,320 @@
+"""Metrics and log lines of endpoints, for loads that succeed and loads that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+
+from kvferry.core.endpoint import EndpointOptions
+from kvferry.core.errors import TransportError
+from kvferry.core.handshake import HandshakeServer
+from kvferry.core.lifecycle.holds import RequestId, random_incarnation
+from kvferry.core.messages import encode
+from kvferry.core.metrics import (
+    BYTES,
+    COPIES,
+    EXPIRED,
+    FAILURES,
+    IGNORED,
+    LATE,
+    LOAD_SECONDS,
+    LOST_PEERS,
+    PEERS_DOWN,
+    PEERS_UP,
+    PULLS,
+    QUARANTINED,
+    REFUSED,
+    STAGE_SECONDS,
+    STALE,
+    UNREACHED,
+    UNTOLD,
+    Stage,
+)
+from kvferry.core.transport import Capabilities, PeerId, Quiescence, State, Status, TransferId
+from kvferry.core.transport.copies import Copies
+from tests.core.endpoint.engines import (
+    Clock,
+    RecordingTransport,
+    Shape,
+    engine,
+    eventually,
+    until,
+)
+from tests.core.endpoint.metric_totals import MetricTotals
+
+PAGE_BYTES = 4 * 4 * 8 * 4  # tokens, heads, elements, bytes of each
+
+
+def test_a_load_is_counted_by_the_rank_that_read_it() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        decode.pull("d-1", prefill.serve("p-1", [1, 2], 8), [3, 4])
+        assert not decode.outcome("d-1").failed
+        prefill.released("p-1")
+        totals = MetricTotals(decode)
+        assert totals.of(BYTES) == {("prefill", "memcpy"): 2 * 2 * PAGE_BYTES}
+        assert totals.of(COPIES) == {("prefill", "memcpy"): 2}
+        assert totals.of(PULLS) == {("prefill", "memcpy"): 1}
+        assert totals.of(PEERS_UP) == {("0",): 1}
+        [seconds] = totals.of(LOAD_SECONDS)[()]
+        stages = {stage: value for (stage,), [value] in totals.of(STAGE_SECONDS).items()}
+        assert set(stages) == set(Stage)
+        inside = [stages[each] for each in Stage if each not in (Stage.WAIT, Stage.HANDSHAKE)]
+        assert 0 < sum(inside) <= seconds
+        assert stages[Stage.HANDSHAKE] > 0
+        assert stages[Stage.FENCE] > 0
+        assert stages[Stage.WAIT] == 0.0
+        failure_metrics = (FAILURES, STALE, REFUSED, LOST_PEERS, UNTOLD, PEERS_DOWN)
+        assert not any(totals.of(metric) for metric in failure_metrics)
+        assert MetricTotals(prefill).all() == {}
+
+
+def test_there_are_no_new_metrics_while_nothing_happens() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        for number in range(2):
+            decode.pull(f"d-{number}", prefill.serve(f"p-{number}", [1], 4), [3])
+            assert not decode.outcome(f"d-{number}").failed
+            prefill.released(f"p-{number}")
+            figures = decode.ranks[0].endpoint.take_figures() or {}
+            assert ("peers_up" in figures) == (number == 0)
+            assert decode.ranks[0].endpoint.take_figures() is None
+        assert prefill.ranks[0].endpoint.take_figures() is None
+
+
+def test_the_wait_of_a_request_for_pages_is_measured() -> None:
+    driver = RecordingTransport()
+    with (
+        engine("prefill") as prefill,
+        engine("decode", transport=lambda: driver) as decode,
+    ):
+        ticket = prefill.serve("p-1", [1], 4)
+        decode.prepare(ticket)
+        eventually(lambda: driver.open_connections == 1, "the producer is reached ahead")
+        decode.pull("d-1", ticket, [2])
+        assert not decode.outcome("d-1").failed
+        [waited] = MetricTotals(decode).of(STAGE_SECONDS)[(Stage.WAIT,)]
+        assert waited > 0
+
+
+def test_an_expired_lease_and_the_late_read_are_counted() -> None:
+    clock = Clock()
+    with engine("prefill", Shape(tp=2), clock=clock) as prefill, engine("decode") as decode:
+        producer, consumer = MetricTotals(prefill), MetricTotals(decode)
+        ticket = prefill.serve("p-1", [1], 4)
+        clock.skip(31.0)
+        prefill.released("p-1")
+        assert producer.of(EXPIRED) == {(): 2}, "each rank counts its own lease"
+        decode.pull("d-1", ticket, [2])
+        assert decode.outcome("d-1").failed
+        assert consumer.of(FAILURES) == {("prefill", "fence", "stale"): 1}
+        assert consumer.of(STALE) == {("prefill",): 1}
+        assert not consumer.of(BYTES)
+        eventually(lambda: producer.total(IGNORED) == 2, "both ranks are told that the load failed")
+        # The second rank is not read if the first has been found stale by then.
+        assert producer.total(LATE) in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"incarnation": random_incarnation()}, "restarted"), ({"pages": ((1, 99),)}, "mismatch")],
+)
+def test_a_ticket_that_the_handshake_denies_is_counted_once(
+    change: dict[str, Any], reason: str
+) -> None:
+    with engine("prefill") as prefill, engine("decode", Shape(tp=2)) as decode:
+        ticket = dataclasses.replace(prefill.serve("p-1", [1, 2], 8), **change)
+        decode.pull("d-1", ticket, [3, 4])
+        assert decode.outcome("d-1").failed
+        totals = MetricTotals(decode)
+        assert totals.of(REFUSED) == {(reason,): 1}
+        assert totals.total(FAILURES) == 2
+        assert {labels[1:] for labels in totals.of(FAILURES)} == {("handshake", "ticket")}
+
+
+def test_a_producer_is_down_while_it_is_unreachable_and_up_again_afterwards() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        totals, port = MetricTotals(decode), prefill.server.port
+        prefill.server.close()
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        assert decode.outcome("d-1").failed
+        assert totals.of(FAILURES) == {(UNREACHED, "handshake", "unreachable"): 1}
+        assert totals.of(PEERS_DOWN) == {("0",): 1}
+        assert not totals.of(PEERS_UP)
+        with HandshakeServer(
+            [encode(rank.endpoint.payload) for rank in prefill.ranks],
+            engine="prefill",
+            incarnation=prefill.incarnation,
+            port=port,
+        ):
+            decode.pull("d-2", prefill.serve("p-2", [1], 4), [2])
+            assert not decode.outcome("d-2").failed
+        assert totals.of(PEERS_DOWN) == {("0",): 0}
+        assert totals.of(PEERS_UP) == {("0",): 1}
+
+
+def test_a_producer_that_dies_is_down_until_it_is_forgotten() -> None:
+    clock = Clock()
+    options = EndpointOptions(liveness_interval=5.0, engine_ttl=600.0)
+    with (
+        engine("prefill") as prefill,
+        engine("decode", options=options, clock=clock) as decode,
+    ):
+        totals = MetricTotals(decode)
+        prefill.compute("p-1", [1], 4)
+        ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
+        decode.pull("d-1", ticket, [2])
+        eventually(lambda: totals.of(PEERS_UP) == {("0",): 1}, "it is connected")
+        prefill.server.close()
+        assert decode.outcome("d-1").failed
+        assert totals.of(FAILURES) == {("prefill", "check", "peer_lost"): 1}
+        assert totals.of(LOST_PEERS) == {("prefill",): 1}
+        assert totals.of(PEERS_UP) == {("0",): 0}
+        assert totals.of(PEERS_DOWN) == {("0",): 1}
+        clock.skip(601.0)
+        eventually(lambda: totals.of(PEERS_DOWN) == {("0",): 0}, "it is forgotten")
+
+
+def test_a_producer_that_is_idle_is_neither_up_nor_down() -> None:
+    clock = Clock()
+    options = EndpointOptions(liveness_interval=0, engine_ttl=600.0)
+    with (
+        engine("prefill") as prefill,
+        engine("decode", options=options, clock=clock) as decode,
+    ):
+        totals = MetricTotals(decode)
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        assert not decode.outcome("d-1").failed
+        clock.skip(601.0)
+        eventually(lambda: totals.of(PEERS_UP) == {("0",): 0}, "it is released")
+        assert not totals.of(PEERS_DOWN)
+        assert not totals.of(LOST_PEERS)
+
+
+class NotQuiescingTransport(RecordingTransport):
+    """A transport whose page reads do not end and whose disconnects fail until the test says so."""
+
+    not_quiesced = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pages: set[TransferId] = set()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        after = Quiescence.AFTER_DISCONNECT
+        return dataclasses.replace(super().capabilities, quiescence=after)
+
+    def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
+        transfer = super().read(peer, copies, notify)
+        if notify is None:
+            self._pages.add(transfer)
+        return transfer
+
+    def poll(self, transfers: list[TransferId]) -> list[Status]:  # type: ignore[override]
+        error = TransportError("the cable is out")
+        statuses = super().poll(transfers)
+        failing = Status(state=State.FAILING, error=error)
+        final = failing if self.not_quiesced else Status(state=State.FAILED, error=error)
+        return [
+            final if each in self._pages else status
+            for each, status in zip(transfers, statuses, strict=True)
+        ]
+
+    def disconnect(self, peer: PeerId) -> None:
+        if self.not_quiesced:
+            raise TransportError("still copying")
+        super().disconnect(peer)
+
+
+def test_pages_that_may_still_be_written_are_quarantined(caplog: pytest.LogCaptureFixture) -> None:
+    driver, clock = NotQuiescingTransport(), Clock()
+    with (
+        engine("prefill") as prefill,
+        engine("decode", transport=lambda: driver, clock=clock) as decode,
+    ):
+        totals = MetricTotals(decode)
+        decode.pull("d-1", prefill.serve("p-1", [1, 2, 3], 12), [4, 5, 6])
+        eventually(lambda: totals.of(QUARANTINED) == {("0",): 3}, "the pages are quarantined")
+        assert not decode.ranks[0].endpoint.healthy
+        assert decode.ranks[0].endpoint.pending == 1, "and not given back"
+        driver.not_quiesced = False
+        clock.skip(60.0)
+        assert decode.outcome("d-1").failed
+        assert totals.of(FAILURES) == {("prefill", "transfer", "transport"): 1}
+        eventually(lambda: totals.of(QUARANTINED) == {("0",): 0}, "they have quiesced")
+    [line] = [r.getMessage() for r in caplog.records if "did not fall silent" in r.getMessage()]
+    assert "prefill" in line
+    assert "(stage disconnect, cause transport): still copying; the pages" in line
+    assert "restart the engine if that lasts" in line
+    assert not any(record.exc_info for record in caplog.records)
+
+
+class PathlessTransport(RecordingTransport):
+    """A transport whose ``path`` raises."""
+
+    def path(self, peer: PeerId) -> str:
+        raise RuntimeError("a driver's bug")
+
+
+def test_a_load_is_counted_without_a_path_if_the_driver_raises() -> None:
+    with engine("prefill") as prefill, engine("decode", transport=PathlessTransport) as decode:
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
+        assert not decode.outcome("d-1").failed
+        assert MetricTotals(decode).of(PULLS) == {("prefill", ""): 1}
+
+
+class NoNotificationsTransport(RecordingTransport):
+    """A transport that cannot send notifications."""
+
+    def notify(self, peer: PeerId, payload: bytes) -> None:
+        raise TransportError("the queue is full")
+
+
+def test_a_release_that_could_not_be_sent_is_counted_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        engine("prefill") as prefill,
+        engine("decode", transport=NoNotificationsTransport) as decode,
+    ):
+        decode.pull("d-1", prefill.serve("p-1", [1], 4), [], nothing=True)
+        until(decode.ranks[0].endpoint, lambda results: bool(results.loads))
+        assert MetricTotals(decode).of(UNTOLD) == {("prefill",): 1}
+    [line] = [r.getMessage() for r in caplog.records if "not told" in r.getMessage()]
+    assert "(stage release, cause transport): the queue is full; their leases end them" in line
+
+
+def test_a_failed_load_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The line names request, peer, stage, cause and remedy."""
+    with engine("prefill") as prefill, engine("decode") as decode:
+        ticket = dataclasses.replace(prefill.serve("p-1", [1], 4), pages=((99,),))
+        decode.pull("d-1", ticket, [2])
+        assert decode.outcome("d-1").failed
+        port = prefill.server.port
+    [line] = [r.getMessage() for r in caplog.records if "d-1" in r.getMessage()]
+    assert line == (
+        f"request d-1: not loaded from engine prefill at 127.0.0.1 port {port} (stage handshake, "
+        "cause ticket): group 0 names block 99; the producer has 16 (prefill again, and let the "
+        "router pass kv_transfer_params on as they are)"
+    )
+
+
+def test_an_aborted_load_is_not_logged_as_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        caplog.at_level(logging.INFO),
+        engine("prefill") as prefill,
+        engine("decode") as decode,
+    ):
+        prefill.compute("p-1", [1], 4)
+        ticket = prefill.finish("p-1", [1], 4, computed=False, order=False)
+        decode.pull("d-1", ticket, [2])
+        decode.ranks[0].endpoint.abort(RequestId("d-1"))
+        assert decode.outcome("d-1").failed
+        [labels] = MetricTotals(decode).of(FAILURES)
+    assert labels[2] == "given_up"
+    [found] = [r for r in caplog.records if "d-1" in r.getMessage()]
+    assert found.levelno == logging.INFO

@@ -1,0 +1,311 @@
+"""``Peers``: which are up, how many are kept, and how much memory they take."""
+
+from __future__ import annotations
+
+import os
+import queue
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.core.endpoint import EndpointOptions, peers
+from kvferry.core.endpoint.handshakes import PeerKey, memory_of
+from kvferry.core.endpoint.liveness import LivenessChecks
+from kvferry.core.endpoint.peers import PeerMemoryBudget, PeerStatus, most_peers
+from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
+from kvferry.core.handshake.sockets import Context
+from kvferry.core.layout import Layout
+from kvferry.core.lifecycle.holds import Incarnation, RequestId
+from kvferry.core.messages import (
+    Coordinates,
+    PayloadRequest,
+    Payloads,
+    Pong,
+    RankPayload,
+    decode_payload,
+    decode_request,
+    encode,
+)
+from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
+from kvferry.core.planner.plan import make_plan
+from kvferry.core.transport import PeerId
+from tests.core.endpoint.engines import Engine, RecordingTransport, engine, eventually
+from tests.core.endpoint.loads import load
+from tests.core.messages import payload
+
+
+class PeerStatusHarness:
+    """A ``PeerStatus``, and the gauges that it sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.values: dict[object, float] = {}
+        self.updates = 0
+        self.status = PeerStatus(self, lambda: self.now, 10.0)  # type: ignore[arg-type]
+
+    def set(self, metric: object, value: float) -> None:
+        self.values[metric] = value
+        self.updates += 1
+
+    @property
+    def up_and_down(self) -> tuple[float, float]:
+        return self.values[PEERS_UP], self.values[PEERS_DOWN]
+
+
+def test_engines_count_as_up_by_incarnation_and_as_down_by_name() -> None:
+    harness = PeerStatusHarness()
+    harness.status.connected("a", ("a", 1))
+    harness.status.connected("a", ("a", 2))
+    assert harness.up_and_down == (2, 0)
+    harness.status.lost("a")
+    harness.status.lost("b")
+    assert harness.up_and_down == (2, 2)
+    harness.status.released(("a", 1))
+    harness.status.released(("never", 1))
+    assert harness.up_and_down == (1, 2)
+    harness.status.connected("a", ("a", 3))
+    assert harness.up_and_down == (2, 1)
+
+
+def test_an_engine_that_is_down_is_forgotten_after_a_while() -> None:
+    harness = PeerStatusHarness()
+    for now, name in ((0.0, "a"), (4.0, "b"), (5.0, "a")):
+        harness.now = now
+        harness.status.lost(name)
+    updates = harness.updates
+    harness.status.progress(13.9)
+    assert harness.updates == updates, "no gauge is set while nothing changes"
+    harness.status.progress(14.0)
+    assert harness.up_and_down == (0, 1)
+    harness.status.progress(15.0)
+    assert harness.up_and_down == (0, 0)
+
+
+def test_the_number_of_remembered_engines_that_are_down_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "MAX_DOWN", 2)
+    harness = PeerStatusHarness()
+    for name in "abac":
+        harness.status.lost(name)
+    assert harness.up_and_down == (0, 2)
+    harness.status.connected("a", "a")
+    assert harness.up_and_down == (1, 1), "the one that was lost longest ago is forgotten"
+
+
+def test_objects_that_several_peers_keep_are_counted_once() -> None:
+    budget = PeerMemoryBudget()
+    budget.add({1: 10, 2: 5})
+    budget.add({1: 12, 3: 7})
+    assert budget.nbytes == 22
+    budget.remove({1: 10, 2: 5})
+    assert budget.nbytes == 17
+    budget.remove({1: 12, 3: 7})
+    assert budget.nbytes == 0
+    budget.add({1: 12})
+    assert budget.nbytes == 12
+
+
+def test_engines_with_the_same_layout_share_their_fields() -> None:
+    def receive(address: int) -> tuple[dict[int, int], Layout]:
+        one = payload()
+        regions = (msgspec.structs.replace(one, layout=one.layout).layout.regions[0],)
+        moved = one.layout.with_regions((replace(regions[0], address=address),))
+        data = encode(msgspec.structs.replace(one, layout=moved))
+        got = decode_payload(data)
+        made = make_plan([one.layout], [got.layout], 0)
+        published.append((got, made))
+        return dict(memory_of([got], [len(data)], made)), got.layout
+
+    published: list[object] = []
+    budget = PeerMemoryBudget()
+    (first, layout), (second, other) = receive(1 << 20), receive(1 << 21)
+    assert layout.fields is other.fields
+    budget.add(first)
+    before = budget.nbytes
+    budget.add(second)
+    assert 0 < budget.nbytes - before < sum(second.values())
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [(16, 2), (4, 1), (1024, 128), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024)],
+)
+def test_the_number_of_peers_is_bounded_by_the_file_limit(
+    files: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    assert most_peers() == limit
+
+
+def test_the_least_recently_used_idle_peer_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "most_peers", lambda: 2)
+    driver = RecordingTransport()
+    with ExitStack() as stack:
+        producers = [stack.enter_context(engine(name)) for name in ("one", "two", "three")]
+        decode = stack.enter_context(engine("decode", transport=lambda: driver))
+        for number, each in enumerate([producers[0], producers[1], producers[0], producers[2]], 1):
+            assert load(each, decode, number) is None
+        eventually(lambda: driver.open_connections == 2, "one peer was released")
+        before = set(driver.connected)
+        assert load(producers[0], decode, 5) is None
+        assert driver.connected == before  # the one that was used last was not
+
+
+def test_a_new_peer_is_refused_while_all_others_are_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "most_peers", lambda: 1)
+    with engine("one") as one, engine("two") as two, engine("decode") as decode:
+        assert load(one, decode, 1) is None
+        one.compute("p-2", [2], 4)
+        decode.pull("d-2", one.finish("p-2", [2], 4, computed=False, order=False), [2])
+        error = load(two, decode, 3)
+        assert isinstance(error, ConnectError)
+        assert "there is no room for another engine: with it 1 are in use" in str(error)
+        one.step()
+        assert not decode.outcome("d-2").failed
+        eventually(lambda: load(two, decode, 4) is None, "it has room, and is asked again")
+
+
+def test_memory_for_what_peers_publish_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = RecordingTransport()
+    with engine("one") as one, engine("two") as two, engine("decode") as decode:
+        assert load(one, decode, 1) is None
+        monkeypatch.setattr(peers, "MAX_KEPT_BYTES", 100)
+        error = load(two, decode, 2)
+        assert isinstance(error, ConnectError)
+        assert "of 100" in str(error)
+        monkeypatch.undo()
+        assert load(two, decode, 3) is None
+    assert driver.open_connections == 0
+
+
+class AnyAddressTransport(RecordingTransport):
+    """A transport for which every address is another peer."""
+
+    def connect(self, address: bytes) -> PeerId:
+        made = PeerId(1000 + len(self.connected))
+        self.connected.add(made)
+        return made
+
+    def disconnect(self, peer: PeerId) -> None:
+        self.disconnected.add(peer)
+
+
+@contextmanager
+def any_engine(like: Engine, *more: RankPayload) -> Iterator[int]:
+    """Serve a side channel that answers as whatever engine it is asked for; yield its port.
+
+    It publishes the first rank of ``like``, and the ranks in ``more``.
+    """
+    published = like.ranks[0].endpoint.payload
+    context: Context = zmq.Context()
+    ended = threading.Event()
+
+    def answer() -> None:
+        with context.socket(zmq.ROUTER) as channel:
+            channel.linger = 0
+            ports.append(channel.bind_to_random_port("tcp://127.0.0.1"))
+            bound.set()
+            while not ended.is_set():
+                if channel.poll(50):
+                    routing_id, question = channel.recv_multipart()
+                    asked = decode_request(question)
+                    mine = [
+                        encode(
+                            msgspec.structs.replace(
+                                each,
+                                engine=asked.engine,
+                                address=f"{asked.engine}, rank {each.rank}".encode(),
+                            )
+                        )
+                        for each in (published, *more)
+                    ]
+                    pong = Pong(incarnation=published.incarnation)
+                    said = Payloads(ranks=mine) if isinstance(asked, PayloadRequest) else pong
+                    channel.send_multipart([routing_id, encode(said)])
+
+    ports: list[int] = []
+    bound = threading.Event()
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert bound.wait(20)
+    yield ports[0]
+    ended.set()
+    thread.join()
+    context.destroy(0)
+
+
+def test_hundreds_of_claimed_engine_names_take_few_threads_and_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "MAX_PEERS", 25)
+    driver = AnyAddressTransport()
+    with (
+        engine("prefill") as prefill,
+        engine("decode", transport=lambda: driver) as decode,
+        any_engine(prefill) as port,
+    ):
+        ticket = prefill.serve("p-1", [1], 4)
+        threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        for number in range(400):
+            decode.pull(f"d-{number}", replace(ticket, engine=f"e-{number}", port=port), [2])
+        for number in range(400):
+            decode.ranks[0].endpoint.abort(RequestId(f"d-{number}"))
+        eventually(lambda: not decode.ranks[0].endpoint.pending, "all are over", 100)
+        eventually(lambda: len(driver.connected) > 25, "more were connected")
+        eventually(lambda: 0 < driver.open_connections <= 25, "most are given up")
+        eventually(lambda: threading.active_count() <= threads + 1, "one thread checks all peers")
+        # Two for each that is watched, and four where the other end is, in this process too.
+        eventually(lambda: len(os.listdir("/proc/self/fd")) < files + 25 * 4 + 10, "few are open")
+
+
+def test_an_engine_whose_ranks_differ_in_groups_is_refused_alone() -> None:
+    with engine("prefill") as prefill, engine("decode") as decode:
+        one = prefill.ranks[0].endpoint.payload
+        more = replace(one.layout, groups=one.layout.groups * 2)
+        other = msgspec.structs.replace(
+            one, rank=1, coordinates=Coordinates(tp=1), layout=more, address=b"elsewhere"
+        )
+        with any_engine(prefill, other) as port:
+            ticket = replace(prefill.serve("p-1", [1], 4), engine="odd", port=port)
+            decode.pull("d-1", ticket, [1])
+            error = decode.outcome("d-1").failed[RequestId("d-1")]
+        assert isinstance(error, HandshakeError)
+        assert "rank 0 has 1 groups, rank 1 2" in str(error)
+        assert load(prefill, decode, 2) is None
+        assert decode.ranks[0].endpoint.healthy
+
+
+def test_a_silent_producer_does_not_delay_the_detection_of_another_ones_death() -> None:
+    options = EndpointOptions(liveness_interval=30.0, liveness_misses=3)
+    with (
+        engine("one") as one,
+        engine("two") as two,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        checks, lost = LivenessChecks(options), queue.SimpleQueue[KVFerryError]()
+
+        def start_check(name: str, port: int, incarnation: int) -> Callable[[], None]:
+            key = PeerKey(name, "127.0.0.1", port)
+            return checks.start(key, "127.0.0.1", Incarnation(incarnation), lost=lost.put)
+
+        start_check("silent", silent.getsockname()[1], 1)
+        start_check("one", one.server.port, one.incarnation)
+        stop = start_check("two", two.server.port, two.incarnation)
+        one.server.close()
+        assert "engine one missed 3 of 3 pings: nobody listens" in str(lost.get(timeout=20))
+        stop()
+        stop()
+        checks.close()
+        checks.close()

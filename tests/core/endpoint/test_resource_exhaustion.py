@@ -1,0 +1,55 @@
+"""A process that gets no more threads or file descriptors: loads fail, and never the endpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+import pytest
+
+from kvferry.core.errors import ConnectError, HandshakeError, KVFerryError
+from tests.core.endpoint.engines import engine
+from tests.core.endpoint.loads import load
+from tests.core.resource_limits import no_threads
+
+
+@pytest.mark.parametrize(
+    ("name", "error_type"),
+    [
+        ("kvferry-handshake", HandshakeError),
+        ("kvferry-resolve", HandshakeError),
+        ("kvferry-liveness", ConnectError),
+        ("kvferry-driver-call", None),
+    ],
+)
+def test_a_load_that_gets_no_thread_fails_or_does_without_and_the_next_succeeds(
+    name: str, error_type: type[KVFerryError] | None
+) -> None:
+    with engine("prefill", host="localhost") as prefill, engine("decode") as decode:
+        with no_threads(name) as refused:
+            error = load(prefill, decode, 1)
+        assert refused
+        if error_type is None:
+            assert error is None
+        else:
+            assert isinstance(error, error_type)
+            assert "ulimit" in str(error)
+        assert load(prefill, decode, 2) is None
+        assert decode.ranks[0].endpoint.healthy
+
+
+def test_a_load_that_gets_no_file_descriptor_fails_and_the_next_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_files() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with engine("prefill") as prefill, engine("decode") as decode:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socketpair", no_files)
+            error = load(prefill, decode, 1)
+        assert isinstance(error, ConnectError)
+        assert "Too many open files; let this process have more files" in str(error)
+        assert load(prefill, decode, 2) is None
+        assert decode.ranks[0].endpoint.healthy

@@ -1,0 +1,156 @@
+"""The holds of one producer rank by the table in docs/protocol.md, to compare the real ones with.
+
+``words`` is what the slot table must contain; ``over`` is why each hold ended, so that for a page
+that was given back, or a read that was found stale, the reason can be checked.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
+from kvferry.core.lifecycle.worker_holds import NoteOutcome
+from kvferry.core.messages import Heartbeat, Release, Renewal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a hold ended; for a release, also the engine and its requests that released it."""
+
+    why: str
+    engine: str = ""
+    origins: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, kw_only=True)
+class ActiveHold:
+    """A hold that has not ended."""
+
+    request: RequestId
+    lease: float | None = None
+    deadline: float | None = None
+    is_ready: bool = False
+    said: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Consumer engine to rank to the request for which the rank sent its release."""
+    claims: set[tuple[str, int]] = field(default_factory=set)
+    """Consumer engines that claim the hold, with the incarnation of each."""
+    alive: float = 0.0
+    """When the hold was ordered or became ready, whichever is later."""
+    renewed: float = -math.inf
+    """When an engine without heartbeats last renewed the hold."""
+
+
+class ProtocolTable:
+    """The holds of one rank, by the table."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._incarnation = incarnation
+        self.active: dict[Hold, ActiveHold] = {}
+        self.over: dict[Hold, Cause] = {}
+        self.expired: dict[int, Hold] = {}
+        """Slot to the last hold there whose lease expired."""
+        self._signs: dict[tuple[str, int], float] = {}
+        """When each consumer engine last renewed a hold or sent a heartbeat."""
+
+    def words(self, slots: int) -> list[int]:
+        """Return the words that the slot table must contain."""
+        words = [NOTHING] * slots
+        for hold, active in self.active.items():
+            words[hold.slot] = hold.generation << 1 | active.is_ready
+        return words
+
+    def take_on(self, request: RequestId, hold: Hold) -> None:
+        self.active[hold] = ActiveHold(request=request)
+
+    def order(self, hold: Hold, lease: float, now: float) -> None:
+        if hold in self.active:
+            self.active[hold].lease = lease
+            self.active[hold].deadline = now + lease
+            self.active[hold].alive = now
+
+    def passed(self, hold: Hold, now: float) -> None:
+        active = self.active.get(hold)
+        if active is not None and active.lease is not None:
+            active.is_ready, active.deadline = True, now + active.lease
+            active.alive = max(active.alive, now)
+
+    def renewed(self, renewal: Renewal, now: float) -> NoteOutcome:
+        """Apply a renewal and return its outcome; it extends the lease of ready pages only."""
+        active = self.active.get(Hold(slot=renewal.slot, generation=renewal.generation))
+        if active is None or renewal.incarnation != self._incarnation:
+            return NoteOutcome.UNKNOWN
+        if active.is_ready and active.lease is not None:
+            active.deadline = now + active.lease
+        if renewal.engine:
+            active.claims.add((renewal.engine, renewal.life))
+            self._signs[renewal.engine, renewal.life] = now
+        else:
+            active.renewed = now
+        return NoteOutcome.RENEWED
+
+    def heartbeat(self, heartbeat: Heartbeat, now: float) -> NoteOutcome:
+        """Apply a heartbeat, which counts for engines that claim an active hold."""
+        claimant = heartbeat.engine, heartbeat.life
+        claims = any(claimant in active.claims for active in self.active.values())
+        if heartbeat.incarnation != self._incarnation or not claims:
+            return NoteOutcome.UNKNOWN
+        self._signs[claimant] = now
+        return NoteOutcome.RENEWED
+
+    def ages(self, now: float) -> dict[Hold, float]:
+        """Return, for each hold with a ticket, the time since the last sign of life."""
+        ages = {}
+        for hold, active in self.active.items():
+            if active.lease is not None:
+                claimed = (self._signs[claimant] for claimant in active.claims)
+                signs = [active.alive, active.renewed + active.lease / 3, *claimed]
+                ages[hold] = max(0.0, now - max(signs))
+        return ages
+
+    def expire(self, now: float) -> list[RequestId]:
+        holds = self.active.items()
+        late = {h: s.request for h, s in holds if s.deadline is not None and s.deadline <= now}
+        for hold in late:
+            self.expired[hold.slot] = hold
+            self.end(hold, Cause(why="expired"))
+        return list(late.values())
+
+    def fresh(self, hold: Hold, now: float) -> bool:
+        """Return whether a hold's pages are ready and more than half of its lease is left."""
+        active = self.active.get(hold)
+        if active is None or active.deadline is None or active.lease is None:
+            return False
+        return active.is_ready and active.deadline - now > active.lease / 2
+
+    def end(self, hold: Hold, cause: Cause) -> None:
+        if self.active.pop(hold, None) is not None:
+            self.over[hold] = cause
+
+    def heard(self, release: Release, origin: int) -> NoteOutcome:
+        """Apply a "done" or "abandon" and return its outcome."""
+        hold = Hold(slot=release.slot, generation=release.generation)
+        active = self.active.get(hold)
+        if active is None or release.incarnation != self._incarnation:
+            return self._unheard(release, hold)
+        said = active.said.setdefault(release.engine, {})
+        if release.rank in said:
+            return NoteOutcome.REPEATED
+        said[release.rank] = origin
+        if len(said) < release.expected:
+            return NoteOutcome.COUNTED
+        cause = Cause(why="released", engine=release.engine, origins=frozenset(said.values()))
+        self.end(hold, cause)
+        return NoteOutcome.ENDED
+
+    def _unheard(self, release: Release, hold: Hold) -> NoteOutcome:
+        """Return the outcome for a hold that has ended: ``LATE`` if its lease expired before."""
+        late = not release.abandoned and self.expired.get(hold.slot) == hold
+        ours = release.incarnation == self._incarnation
+        return NoteOutcome.LATE if late and ours else NoteOutcome.UNKNOWN
+
+    def knows(self, hold: Hold, engine: str, rank: int) -> bool:
+        """Return whether a consumer rank need not release a hold any more."""
+        if hold in self.over:
+            return True
+        return hold in self.active and rank in self.active[hold].said.get(engine, {})

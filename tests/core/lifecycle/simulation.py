@@ -1,0 +1,522 @@
+"""The simulation of the model test: a prefill engine, two decode engines, and what connects them.
+
+``Simulation`` runs the real state machines on a fake transport and a fake clock. ``moves`` returns
+every step that can happen next; other methods are what users do and what fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from kvferry.core.lifecycle.hold_users import HoldUsers
+from kvferry.core.lifecycle.holds import Hold, RequestId
+from kvferry.core.lifecycle.loads import Loads, RemoteRank
+from kvferry.core.lifecycle.reclamation import GONE_SECONDS, BlockPressure
+from kvferry.core.lifecycle.renewals import Renewals
+from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
+from kvferry.core.lifecycle.worker_holds import WorkerHolds
+from kvferry.core.messages import Release, encode
+from kvferry.core.transport import State
+from tests.core.lifecycle.consumer import Consumer, UncountedHoldUsers
+from tests.core.lifecycle.consumer_rank import ConsumerRank
+from tests.core.lifecycle.decode_requests import DecodeRequest, DecodeState
+from tests.core.lifecycle.fabric import Fabric, Message, require
+from tests.core.lifecycle.invariants import check_end, check_rest, check_scheduler_holds
+from tests.core.lifecycle.producer import (
+    LEASE,
+    IssuedTicket,
+    PrefillRequest,
+    PrefillState,
+    Producer,
+    ProducerRank,
+)
+from tests.core.lifecycle.rank_renewals import Wait, is_renewal
+
+IDS = [RequestId(f"request-{i}") for i in range(4)]
+"""Few, so that they are reused."""
+
+_BIT = 1 << 40
+"""Flipped to make another incarnation or generation."""
+
+Plan = tuple[tuple[RemoteRank, ...], ...]
+"""Per consumer rank, the producer ranks that it reads or notifies."""
+
+Move = Callable[[], None]
+
+
+def _plan(*ranks: str) -> Plan:
+    """Parse a plan: per consumer rank the ranks that it reads, then "+" and those it notifies."""
+    return tuple(
+        tuple(
+            RemoteRank(rank=int(digit), reads=reads)
+            for part, reads in zip((*text.split("+"), ""), (True, False), strict=False)
+            for digit in part
+        )
+        for text in ranks
+    )
+
+
+PLANS: dict[int, tuple[Plan, ...]] = {
+    1: (_plan("0"), _plan("0", "0")),
+    2: (_plan("01"), _plan("0+1"), _plan("0", "1"), _plan("01", "01"), _plan("0", "0+1")),
+    3: (_plan("01", "1+2"), _plan("012"), _plan("0+12"), _plan("01", "12")),
+}
+"""Plans by the number of producer ranks: equal, split, merged, overlapping, with unread ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """The classes that a simulation is made of; a planted fault replaces one of them.
+
+    With ``strict``, every slot word and outcome is also compared with the table in
+    docs/protocol.md. Without it, only violations of the invariants count.
+    """
+
+    scheduler_holds: type[SchedulerHolds] = SchedulerHolds
+    worker_holds: type[WorkerHolds] = WorkerHolds
+    loads: type[Loads] = Loads
+    producer_rank: type[ProducerRank] = ProducerRank
+    renewals: type[Renewals] = Renewals
+    users: type[HoldUsers] = HoldUsers
+    consumer_rank: type[ConsumerRank] = ConsumerRank
+    producer: type[Producer] = Producer
+    pressure: type[BlockPressure] = BlockPressure
+    strict: bool = True
+
+
+class Simulation:
+    """The engines, what is under way between them, and the clock."""
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        plans: tuple[Plan, Plan],
+        slots: int,
+        components: Components,
+        max_held: int | None = None,
+        is_older: bool = False,
+        old: str = "",
+    ) -> None:
+        self.components = components
+        self._is_older = is_older
+        self.now = 0.0
+        self.silent = False
+        self.fabric = Fabric()
+        self.issues: list[IssuedTicket] = []
+        self._ranks, self.slots, self._max_held = ranks, slots, max_held
+        self._uids, self._lives = itertools.count(1), itertools.count(1)
+        self._old = old
+        self._forged: set[int] = set()
+        self.producer = self._new_producer()
+        self.consumers = [
+            self._new_consumer(name, plan) for name, plan in zip("AB", plans, strict=True)
+        ]
+        self._plans = plans
+
+    # What can happen next.
+
+    def moves(self) -> list[Move]:
+        """Return every step that some part of the simulation can take now."""
+        return [
+            *self._client_moves(),
+            *self._producer_moves(),
+            *self._fabric_moves(),
+            *self._consumer_moves(),
+        ]
+
+    def _client_moves(self) -> Iterator[Move]:
+        """Yield new requests and tickets, while the engines are idle."""
+        if len(self.producer.at(PrefillState.WAITING, PrefillState.RUNNING)) == 0:
+            for drafter in (False, True):
+                yield partial(self.ask, size=2, drafter=drafter)
+        for issue in self.issues[-2:]:
+            stands = issue.ticket.hold in self.producer.ranks[0].table.active
+            for engine in self.consumers if stands else ():
+                if len(engine.requests) == 0:
+                    yield partial(self.hand, engine, issue)
+
+    def _producer_moves(self) -> Iterator[Move]:
+        producer = self.producer
+        if producer.can_schedule and producer.requests:
+            yield producer.schedule
+        if producer.can_process:
+            yield producer.process
+        for rank in producer.ranks:
+            if rank.inbox:
+                yield rank.launch
+            if rank.stream:
+                yield rank.device
+            if rank.due:
+                yield rank.tick
+
+    def _fabric_moves(self) -> Iterator[Move]:
+        for transfer in self.fabric.transfers:
+            for pick in (0, 1):
+                yield partial(self.fabric.land, transfer, pick)
+        for message in self.fabric.messages:
+            yield partial(self.deliver, message)
+
+    def _consumer_moves(self) -> Iterator[Move]:
+        for engine in self.consumers:
+            if engine.can_schedule and (engine.requests or engine.pending):
+                yield engine.schedule
+            if engine.can_process:
+                yield engine.process
+            for request in engine.at(DecodeState.READY):
+                yield partial(engine.finish, request)
+            for rank in engine.ranks:
+                yield from self._consumer_rank_moves(rank)
+
+    def _consumer_rank_moves(self, rank: ConsumerRank) -> Iterator[Move]:
+        if rank.inbox:
+            yield rank.launch
+        if any(t.state is not State.PENDING for t in rank.transfers):
+            yield rank.poll
+        for load_id in () if self.silent else rank.handshakes:
+            yield partial(rank.answer, load_id)
+        if len(rank.loads) or rank.rank_renewals.waiting:
+            yield rank.tick
+
+    def deliver(self, message: Message) -> None:
+        """Deliver a notification to the producer that runs now."""
+        self.fabric.messages.remove(message)
+        require(
+            self._forged.isdisjoint(message.origins), "a message about a forged ticket:", message
+        )
+        self.producer.ranks[message.rank].hear(message)
+
+    # What clients and engines do.
+
+    def ask(
+        self,
+        *,
+        size: int,
+        drafter: bool,
+        chunks: int = 1,
+        remote: bool = True,
+        errs: bool = False,
+    ) -> None:
+        """Add a request to the prefill engine, if an id is free."""
+        free = [i for i in IDS if i not in self.producer.requests]
+        if free:
+            prompt = PrefillRequest(
+                uid=next(self._uids),
+                id=free[0],
+                size=size,
+                chunks=chunks,
+                drafter=drafter,
+                remote=remote,
+                errs=errs,
+            )
+            self.producer.add(prompt)
+
+    def hand(
+        self,
+        engine: Consumer,
+        issue: IssuedTicket,
+        *,
+        cached: int = 0,
+        fits: bool = True,
+        forged: bool = False,
+        sample: bool = False,
+    ) -> None:
+        """Add a request with a ticket to a decode engine, if an id is free there."""
+        free = [i for i in IDS if i not in engine.requests]
+        if free:
+            request = DecodeRequest(
+                uid=next(self._uids),
+                id=free[0],
+                issue=issue,
+                cached=min(cached, issue.prompt.size),
+                prompt_fits=fits,
+                forged=forged,
+                sample=sample,
+            )
+            if forged:
+                self._forged.add(request.uid)
+            engine.add(request)
+
+    def fresh(self, *, drafter: bool, ordered: bool) -> IssuedTicket | None:
+        """Return a new ticket, if the prefill engine has room for the request.
+
+        With ``ordered``, its ranks have the order for it, and their devices have not gone on.
+        """
+        issued = len(self.issues)
+        self.ask(size=2, drafter=drafter)
+        self.compute(tail=False)
+        if ordered and self.producer.can_schedule:
+            self.producer.schedule()
+            for rank in self.producer.ranks:
+                while rank.inbox:
+                    rank.launch()
+        return self.issues[-1] if len(self.issues) > issued else None
+
+    def compute(self, *, tail: bool) -> None:
+        """Run the prefill engine alone until it makes a ticket; with ``tail``, one step more."""
+        issued = len(self.issues)
+        for _ in range(6):
+            if len(self.issues) == issued:
+                self._producer_step(tail=False)
+        if tail:
+            self._producer_step(tail=True)
+
+    def pull(self, engine: Consumer, items: int, ranks: slice = slice(None)) -> None:
+        """Run some ranks of a decode engine alone until ``items`` items have landed on each.
+
+        With ``items`` below 0, handshakes are not answered until a later call.
+        """
+        self.silent = items < 0
+        if engine.can_schedule:
+            engine.schedule()
+        for rank in engine.ranks[ranks]:
+            while rank.inbox:
+                rank.launch()
+            for load_id in () if self.silent else list(rank.handshakes):
+                rank.answer(load_id)
+            for _ in range(items):
+                self._land_one(rank)
+            rank.poll()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+    def wait_patiently(self) -> None:
+        """Let more than a lease pass, while every renewal arrives in time."""
+        self._renew()
+        kept = [
+            (wait, rank)
+            for wait, ranks in self._renewed()
+            for rank in ranks
+            if rank.table.fresh(wait.request.issue.ticket.hold, rank.now())
+        ]
+        for _ in range(10):
+            self.wait(LEASE / 6)
+            self._renew()
+        for wait, rank in kept:
+            hold = wait.request.issue.ticket.hold
+            cause = rank.table.over.get(hold)
+            expired = cause is not None and cause.why == "expired"
+            waited = wait.renewal is not None and rank.rank not in wait.settled
+            require(not (expired and waited), "expired, although it was renewed:", hold)
+
+    def starve(self, seconds: float, heard: slice) -> None:
+        """Let requests wait for pages for some seconds.
+
+        Meanwhile renewals and heartbeats arrive only at the ranks in ``heard``.
+        """
+        for _ in IDS:
+            if self.producer.starved is None:
+                self.ask(size=2, drafter=False)
+                self._producer_step(tail=True)
+        for _ in range(3):  # asked in the second step at the latest, answered in the third
+            self._producer_step(tail=True)
+        ranks = self.producer.ranks[heard]
+        kept = self._claimed(ranks)
+        for second in range(int(seconds) + 1):
+            self.wait(1.0 if second else 0.0)
+            self._claim(ranks)
+        kept = [hold for hold in self._claimed(ranks) if hold in kept]
+        waits, left = self.producer.starved, self._lost()
+        orphaned = len(self.producer.orphaned)
+        for _ in range(3):
+            self._producer_step(tail=True)
+        given_up = self.producer.orphaned[orphaned:]
+        require(not set(kept) & set(given_up), "given up, though a consumer waits for it:", kept)
+        helped = given_up or waits is None or waits.at is not PrefillState.WAITING
+        require(bool(helped) or not left, "kept, though it is silent and pages are lacking:", left)
+
+    def _lost(self) -> list[Hold]:
+        """Return the ticketed holds that are silent on every rank."""
+        books = [(rank.table.ages(rank.now()), rank) for rank in self.producer.ranks]
+        return [
+            prompt.hold
+            for prompt in self.producer.at(PrefillState.HELD)
+            if prompt.hold is not None and prompt.hold not in self.producer.given_up
+            if all(ages.get(prompt.hold, 0.0) >= GONE_SECONDS for ages, _ in books)
+        ]
+
+    def _claimed(self, ranks: list[ProducerRank]) -> list[Hold]:
+        """Return the holds that consumers renew on one of these ranks."""
+        return [
+            wait.request.issue.ticket.hold
+            for wait, renewed in self._renewed()
+            if any(rank in ranks and rank.rank not in wait.settled for rank in renewed)
+        ]
+
+    def _claim(self, ranks: list[ProducerRank]) -> None:
+        """Send renewals and heartbeats, and deliver them to these ranks."""
+        self._land_renewals()
+        numbers = {rank.rank for rank in ranks}
+        for message in [m for m in self.fabric.messages if is_renewal(m)]:
+            if message.rank in numbers:
+                self.deliver(message)
+        for producer_rank in self.producer.ranks:
+            producer_rank.tick()
+
+    def _renewed(self) -> Iterator[tuple[Wait, list[ProducerRank]]]:
+        """Yield what is renewed at the producer that runs now, with the ranks."""
+        for engine in self.consumers:
+            for rank in engine.ranks:
+                for wait in rank.rank_renewals.renewed():
+                    if wait.request.issue.producer is self.producer:
+                        yield wait, [self.producer.ranks[p.rank] for p in rank.remote_ranks]
+
+    def _renew(self) -> None:
+        """Send and deliver renewals only; then expire leases."""
+        self._claim(self.producer.ranks)
+
+    def _land_renewals(self) -> None:
+        """Post the renewals that are due, and let their reads land."""
+        for engine in self.consumers:
+            for rank in engine.ranks:
+                rank.tick()
+                for transfer in [t for t in rank.transfers if t.op is None]:
+                    while not transfer.state.final:
+                        self.fabric.land(transfer, 0)
+                rank.poll()
+
+    def _producer_step(self, *, tail: bool) -> None:
+        producer = self.producer
+        if producer.can_schedule:
+            producer.schedule()
+        for rank in producer.ranks:
+            while rank.inbox:
+                rank.launch()
+        streams = [rank.stream for rank in producer.ranks]
+        while any(streams) and (tail or not producer.can_process):
+            next(stream for stream in streams if stream).popleft()()
+        while producer.can_process:
+            producer.process()
+        for rank in producer.ranks if tail else ():
+            rank.tick()
+
+    def _land_one(self, rank: ConsumerRank) -> None:
+        running = [t for t in rank.transfers if not t.state.final]
+        if running:
+            self.fabric.land(running[0], 0)
+
+    # Failures.
+
+    def restart_producer(
+        self, *, severs: bool, failing: bool, messages: bool, gracefully: bool
+    ) -> None:
+        """Restart the prefill engine at the same addresses.
+
+        With ``severs``, connections break; otherwise they lead to the new incarnation. With
+        ``messages``, so do messages under way. With ``gracefully``, it was shut down before.
+        """
+        if gracefully:
+            self.producer.shut_down()
+        for engine in self.consumers:
+            for rank in engine.ranks if severs else ():
+                rank.sever(failing=failing)
+        if not messages:
+            self.fabric.messages.clear()
+        self.producer = self._new_producer()
+
+    def restart_consumer(self, index: int, *, messages: bool) -> None:
+        """Restart a decode engine under its name."""
+        old = self.consumers[index]
+        old.crash()
+        if not messages:
+            self.fabric.messages = [m for m in self.fabric.messages if m.sender != old.name]
+        self.consumers[index] = self._new_consumer(old.name, self._plans[index])
+
+    def stray(self, index: int, how: str) -> None:
+        """Deliver a release that differs from a hold in incarnation, generation or slot."""
+        holds = [p.hold for p in self.producer.requests.values() if p.hold is not None]
+        if not holds:
+            return
+        hold = holds[index % len(holds)]
+        release = Release(
+            incarnation=self.producer.incarnation ^ (_BIT if how == "incarnation" else 0),
+            slot=hold.slot + (how == "slot"),
+            generation=hold.generation ^ (_BIT if how == "generation" else 0),
+            engine="A",
+            rank=0,
+            expected=1,
+        )
+        for rank in self.producer.ranks:
+            stray = Message(sender="A", rank=rank.rank, payload=encode([release]), origins=(0,))
+            rank.hear(stray)
+
+    # Rest.
+
+    def settle(self) -> None:
+        """Run until nothing is under way, without letting time pass."""
+        calm = 0
+        for _ in range(60):
+            self._round()
+            check_scheduler_holds(self)
+            calm = 0 if self._under_way() else calm + 1
+            if calm > 3:
+                break
+        require(calm > 3, "no rest")
+        check_rest(self)
+
+    def _round(self) -> None:
+        """Let everything proceed as far as it can."""
+        self._producer_step(tail=True)
+        for engine in self.consumers:
+            self.pull(engine, items=8)
+            for request in engine.at(DecodeState.READY):
+                engine.finish(request)
+            while engine.can_process:
+                engine.process()
+            for rank in engine.ranks:
+                rank.tick()
+        while self.fabric.messages:
+            self.deliver(self.fabric.messages[0])
+
+    def _under_way(self) -> bool:
+        producer = self.producer
+        waiting = [p for p in producer.at(PrefillState.WAITING) if p.size <= len(producer.free)]
+        working = any(rank.stream or rank.passed for rank in producer.ranks)
+        loads = any(engine.requests or engine.pending for engine in self.consumers)
+        moving = self.fabric.transfers or self.fabric.messages
+        return bool(waiting or producer.at(PrefillState.RUNNING) or working or loads or moving)
+
+    def finish(self) -> None:
+        """Let everything end, leases too; then check that nothing is left."""
+        self.settle()
+        for _ in range(len(IDS) + 1):
+            if self.producer.requests:
+                self.wait(LEASE + 1)
+                self.settle()
+        check_end(self)
+
+    # Inside.
+
+    def _new_producer(self) -> Producer:
+        return self.components.producer(
+            ranks=self._ranks,
+            slots=self.slots,
+            max_held=self._max_held,
+            scheduler_holds=self.components.scheduler_holds,
+            worker_holds=self.components.worker_holds,
+            rank=self.components.producer_rank,
+            pressure=self.components.pressure,
+            strict=self.components.strict,
+            clock=lambda: self.now,
+            issues=self.issues,
+        )
+
+    def _new_consumer(self, name: str, plan: Plan) -> Consumer:
+        return Consumer(
+            name,
+            plan,
+            rank=self.components.consumer_rank,
+            loads=self.components.loads,
+            renewals=self.components.renewals,
+            users=UncountedHoldUsers if self._is_older and name == "B" else self.components.users,
+            uids=self._uids,
+            life=0 if name == self._old else next(self._lives),
+            fabric=self.fabric,
+            producer=lambda: self.producer,
+            clock=lambda: self.now,
+        )

@@ -1,0 +1,393 @@
+"""Properties of the planner that hold for every pair of engines, as checks of one pair.
+
+``test_properties`` checks random pairs; ``test_planted_faults`` uses the same checks on a planner
+with faults. The expected results are computed from the layouts by brute force.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+from msgspec.structs import replace as replace_field
+
+from kvferry.core.errors import KVFerryError, PageError, PlanError
+from kvferry.core.layout import (
+    ELEMENT_BYTES,
+    HOLE,
+    MAX_KEY,
+    ContextParallel,
+    Field,
+    Group,
+    GroupKind,
+    Layout,
+)
+from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies, unwritten_spans
+from kvferry.core.planner.plan import Plan, make_plan
+from tests.core.planner.engine_pairs import POOL
+from tests.core.planner.oracle import (
+    ZERO,
+    EnginePair,
+    check_rank,
+    entries,
+    field_offsets,
+    is_wanted,
+    pages,
+    poison,
+    tokens_of_page,
+    zero,
+)
+
+Layouts = tuple[Layout, ...]
+
+
+def plans(pair: EnginePair) -> list[Plan]:
+    """Return the plan of every local rank."""
+    return [make_plan(pair.local, pair.remote, rank) for rank in range(len(pair.local))]
+
+
+def refused(error: type[KVFerryError], call: Callable[..., object], *args: object) -> str | None:
+    """Return the message with which a call is refused, or ``None`` if it is not."""
+    try:
+        call(*args)
+    except error as refusal:
+        return str(refusal)
+    return None
+
+
+# Which ranks are notified.
+
+
+def check_producers_are_told(pair: EnginePair) -> None:
+    """Check that every remote rank gets "done" from as many local ranks as their plans say."""
+    found = plans(pair)
+    assert len({one.readers for one in found}) == 1
+    assert len(found[0].readers) == len(pair.remote)
+    told: list[set[int]] = [set() for _ in pair.remote]
+    for one in found:
+        read = [source.remote for source in one.sources]
+        assert read == sorted(set(read))
+        assert list(one.notified_ranks) == sorted(set(one.notified_ranks) - set(read))
+        for rank in (*read, *one.notified_ranks):
+            told[rank].add(one.rank)
+    assert [len(ranks) for ranks in told] == list(found[0].readers)
+    assert all(told)
+
+
+def check_replicas_share(pair: EnginePair) -> None:
+    """Check that replicated remote ranks are read as evenly as possible."""
+    found = plans(pair)
+    for key in {f.key for layout in pair.local for f in layout.fields}:
+        holders = _holders(pair.remote, key)
+        if len({_content(pair.remote[rank], key) for rank in holders}) == 1:
+            readers = {rank: 0 for rank in holders}
+            for one in found:
+                for source in one.sources:
+                    matched = (o for match in source.matches for o in match.overlaps)
+                    if any(o.local.key == key for o in matched):
+                        readers[source.remote] += 1
+            assert max(readers.values()) - min(readers.values()) <= 1, (key, readers)
+
+
+def _holders(layouts: Sequence[Layout], key: str) -> list[int]:
+    return [rank for rank, one in enumerate(layouts) if any(f.key == key for f in one.fields)]
+
+
+def _content(layout: Layout, key: str) -> tuple[tuple[int, int], ContextParallel]:
+    [f] = [f for f in layout.fields if f.key == key]
+    return f.shard_range, layout.groups[f.group].context
+
+
+# What is refused.
+
+
+def fit(local: Layouts, remote: Layouts) -> bool:
+    """Return whether two engines hold the same indices of the same tokens of the same fields."""
+    near, far = _drafts(local), _drafts(remote)
+    left_out = (near if not far else set()) | (far if not near else set())
+    horizon = _horizon((*local, *remote))
+    here, there = (
+        {key: some for key, some in _held(one, horizon).items() if key not in left_out}
+        for one in (local, remote)
+    )
+    return here == there
+
+
+def _drafts(layouts: Layouts) -> set[str]:
+    return {f.key for one in layouts for f in one.fields if f.draft}
+
+
+def _horizon(layouts: Layouts) -> int:
+    """Return a number of tokens that includes some of every context rank."""
+    return math.lcm(*(g.context.size * g.context.interleave for one in layouts for g in one.groups))
+
+
+def _held(layouts: Layouts, horizon: int) -> dict[str, set[tuple[int, int]]]:
+    held: dict[str, set[tuple[int, int]]] = {}
+    for one in layouts:
+        for f in one.fields:
+            context = one.groups[f.group].context
+            mine = (
+                (token, index)
+                for token in range(horizon)
+                if token // context.interleave % context.size == context.rank
+                for index in range(*f.shard_range)
+            )
+            held.setdefault(f.key, set()).update(mine)
+    return held
+
+
+def check_missing_rank(pair: EnginePair, rng: Random) -> None:
+    """Check that without one rank of either engine all ranks refuse, or all read right."""
+    local, remote = list(pair.local), list(pair.remote)
+    side = rng.choice([local, remote])
+    rank = rng.randrange(len(side))
+    side[rank] = replace(side[rank], fields=())
+    check_refused_or_right(replace(pair, local=tuple(local), remote=tuple(remote)), rng)
+
+
+def check_refused_or_right(pair: EnginePair, rng: Random) -> None:
+    """Check that all ranks refuse unless the engines fit, and otherwise that a rank reads right."""
+    if fit(pair.local, pair.remote):
+        check_rank(pair, rng.randrange(len(pair.local)))
+    else:
+        check_refused(pair)
+
+
+def check_refused(pair: EnginePair) -> None:
+    """Check that every rank refuses, and names the field and a rank."""
+    for rank in range(len(pair.local)):
+        refusal = refused(PlanError, make_plan, pair.local, pair.remote, rank)
+        assert refusal is not None, f"rank {rank} has a plan for engines that do not fit"
+        assert "field '" in refusal
+        assert "rank" in refusal
+
+
+def check_misfits(pair: EnginePair, rng: Random) -> None:
+    """Check that all ranks refuse when one field of one rank is changed."""
+    local, remote = list(pair.local), list(pair.remote)
+    side, other = rng.choice([(local, remote), (remote, local)])
+    ranks = [rank for rank, one in enumerate(side) if one.fields]
+    if not ranks:
+        return
+    rank = rng.choice(ranks)
+    f = rng.choice(side[rank].fields)
+    if f.key not in {g.key for one in other for g in one.fields}:
+        return
+    alter = rng.choice([_other_type, _other_entry, _other_key, _other_draft, _other_states])
+    side[rank] = alter(side[rank], f)
+    altered = replace(pair, local=tuple(local), remote=tuple(remote))
+    if altered != pair:
+        check_refused(altered)
+
+
+def _with(layout: Layout, f: Field, changed: Field) -> Layout:
+    return replace(layout, fields=tuple(changed if one is f else one for one in layout.fields))
+
+
+def _other_type(layout: Layout, f: Field) -> Layout:
+    alike = [
+        name
+        for name, size in ELEMENT_BYTES.items()
+        if size == ELEMENT_BYTES[f.dtype] and name != f.dtype
+    ]
+    return _with(layout, f, replace_field(f, dtype=alike[0]))
+
+
+def _other_entry(layout: Layout, f: Field) -> Layout:
+    size = ELEMENT_BYTES[f.dtype]
+    if f.unit == size or f.packing:
+        return _other_type(layout, f)
+    return _with(layout, f, replace_field(f, unit=f.unit - size))
+
+
+def _other_key(layout: Layout, f: Field) -> Layout:
+    return _with(layout, f, replace_field(f, key=f.key[: MAX_KEY - 1] + "?"))
+
+
+def _other_draft(layout: Layout, f: Field) -> Layout:
+    return _with(layout, f, replace_field(f, draft=not f.draft))
+
+
+def _other_states(layout: Layout, f: Field) -> Layout:
+    """Add a token to every entry, where the layout stays valid."""
+    group = layout.groups[f.group]
+    if group.kind is GroupKind.PAGED or group.context.size > 1:
+        return _other_type(layout, f)
+    return _with(layout, f, replace_field(f, tokens_per_state=f.tokens_per_state + 1))
+
+
+# Page lists.
+
+
+def check_damaged_lists(pair: EnginePair, rng: Random) -> None:
+    """Check that a page list with missing pages or holes is refused, or all bytes are right."""
+    request = pair.request
+    side, lists = rng.choice([("local", request.local), ("remote", request.remote)])
+    group = rng.randrange(len(lists))
+    damaged = tuple(_damaged(one, rng) if i == group else one for i, one in enumerate(lists))
+    altered = replace(
+        request,
+        local=damaged if side == "local" else request.local,
+        remote=damaged if side == "remote" else request.remote,
+    )
+    for rank in range(len(pair.local)):
+        refusal = refused(PageError, check_rank, replace(pair, request=altered), rank)
+        assert refusal is None or f"{side} group {group}: " in refusal
+
+
+def _damaged(one: Pages, rng: Random) -> Pages:
+    ids = one.ids.tolist()
+    if not ids:
+        return one
+    at = rng.randrange(len(ids))
+    return rng.choice(
+        [
+            pages(ids[:at], one.first_index),
+            pages(ids[at:], one.first_index + at),
+            pages([*ids[:at], HOLE, *ids[at + 1 :]], one.first_index),
+        ]
+    )
+
+
+def check_strange_ids(pair: EnginePair, rng: Random) -> None:
+    """Check that a page id out of range is refused by each rank that would read the page."""
+    rank = rng.randrange(len(pair.local))
+    found = make_plan(pair.local, pair.remote, rank)
+    for source in found.sources:
+        for number in range(len(pair.request.remote)):
+            strange = rng.choice([-1, 1 << 40])
+            remote = list(pair.request.remote)
+            remote[number] = Pages(
+                ids=np.full_like(remote[number].ids, strange),
+                first_index=remote[number].first_index,
+            )
+            request = replace(pair.request, remote=tuple(remote))
+            refusal = refused(PageError, build_copies, source, request)
+            wanted = _reads(pair, found, source.remote, number)
+            assert wanted == (refusal is not None)
+            assert refusal is None or f"{strange}; ids lie in 1 to" in refusal
+
+
+def _reads(pair: EnginePair, found: Plan, remote: int, group: int) -> bool:
+    """Return whether a rank reads something of a remote group from a remote rank."""
+    [source] = [source for source in found.sources if source.remote == remote]
+    return any(
+        match.remote_group == group and match.local_group == near
+        for match in source.matches
+        for near, wanted in enumerate(pair.request.ranges)
+        if wanted is not None and len(build_copies(source, _only(pair.request, near)))
+    )
+
+
+def _only(request: ReadRequest, group: int) -> ReadRequest:
+    ranges = (one if i == group else None for i, one in enumerate(request.ranges))
+    return replace(request, ranges=tuple(ranges))
+
+
+# What is zeroed.
+
+
+def check_nothing_wanted_is_zeroed(pair: EnginePair, rng: Random) -> None:
+    """Check that no requested byte is zeroed.
+
+    Groups that are read from several groups are left out: their blocks may end at different tokens.
+    """
+    rank = rng.randrange(len(pair.local))
+    layout, found = pair.local[rank], make_plan(pair.local, pair.remote, rank)
+    memory = poison(layout)
+    zero(unwritten_spans(layout, found, pair.request), layout, memory)
+    from_: dict[int, set[tuple[int, int]]] = {}
+    for source in found.sources:
+        for match in source.matches:
+            meets = match.remote_group, match.pairing.remote.block_tokens
+            from_.setdefault(match.local_group, set()).add(meets)
+    for f in layout.fields:
+        wanted = pair.request.ranges[f.group]
+        if wanted is None or len(from_.get(f.group, ())) != 1 or f.key in _drafts(pair.local):
+            continue
+        one = replace(layout, fields=(f,))
+        for entry in entries(one, {f.key: 0}, pair.request.local):
+            if is_wanted(entry, wanted):
+                assert (memory[entry.region][entry.where] != ZERO).all(), (f.key, entry)
+
+
+# The number of copies.
+
+
+def check_equal_layouts_move_whole(pair: EnginePair, rng: Random) -> None:
+    """Check that between equal engines each contiguous piece of the loaded pages is one copy."""
+    local = pair.local
+    remote = tuple(_moved(one) for one in local)
+    rank = rng.randrange(len(local))
+    lists = tuple(_shuffled(one, rng) for one in pair.request.local)
+    request = replace(pair.request, remote=lists)
+    [*sources] = make_plan(local, remote, rank).sources
+    if [source.remote for source in sources] != [rank]:
+        return  # a replicated rank is read instead
+    found = build_copies(sources[0], request)
+    pieces = sum(_pieces(local[rank], request, group) for group in range(len(local[rank].groups)))
+    assert len(found) == pieces
+
+
+def _moved(layout: Layout) -> Layout:
+    """Return the layout at other addresses."""
+    regions = tuple(replace(one, address=one.address + (1 << 50)) for one in layout.regions)
+    return replace(layout, regions=regions)
+
+
+def _shuffled(one: Pages, rng: Random) -> Pages:
+    """Return a list of as many other pages, no two of them adjacent."""
+    held = [page for page in one.ids.tolist() if page != HOLE]
+    free = [page for page in range(1, POOL) if page not in held]
+    taken: list[int] = []
+    for page in one.ids.tolist():
+        fitting = [p for p in free if not taken or abs(p - taken[-1]) > 1]
+        taken.append(rng.choice(fitting) if page != HOLE else HOLE)
+        free = [p for p in free if p != taken[-1]]
+    return pages(taken, one.first_index)
+
+
+def _pieces(layout: Layout, request: ReadRequest, group: int) -> int:
+    """Return the number of contiguous runs of a group's fields in all requested pages."""
+    wanted = request.ranges[group]
+    fields = [f for f in layout.fields if f.group == group]
+    if wanted is None or not fields:
+        return 0
+    covered: dict[int, set[int]] = {}
+    for f in fields:
+        here = (field_offsets(f) + f.offset).ravel().tolist()
+        covered.setdefault(f.region, set()).update(here)
+    runs = sum(byte - 1 not in some for some in covered.values() for byte in some)
+    return runs * len(_wanted_pages(layout.groups[group], wanted))
+
+
+def _wanted_pages(group: Group, wanted: tuple[int, int]) -> list[int]:
+    if group.kind is GroupKind.STATE:
+        return [0] if wanted[1] else []
+    size = group.block_tokens * group.context.size
+    return [
+        index
+        for index in range(wanted[0] // size, -(-wanted[1] // size))
+        if any(wanted[0] <= token < wanted[1] for token in tokens_of_page(group, index))
+    ]
+
+
+def _right(pair: EnginePair, rng: Random) -> None:
+    check_rank(pair, rng.randrange(len(pair.local)))
+
+
+CHECKS: dict[str, Callable[[EnginePair, Random], None]] = {
+    "every byte is right": _right,
+    "producers are notified": lambda pair, _: check_producers_are_told(pair),
+    "replicated ranks are read evenly": lambda pair, _: check_replicas_share(pair),
+    "a missing rank": check_missing_rank,
+    "changed fields are refused": check_misfits,
+    "damaged page lists": check_damaged_lists,
+    "page ids out of range": check_strange_ids,
+    "nothing requested is zeroed": check_nothing_wanted_is_zeroed,
+    "equal layouts need the fewest copies": check_equal_layouts_move_whole,
+}
