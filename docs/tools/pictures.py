@@ -1,8 +1,8 @@
 """Draw the pictures of this documentation: ``python -m docs.tools.pictures``.
 
-What the pictures claim about the code is in tables here (``LOAD``, ``HOLD``, ``EXAMPLE``,
-``READS``, ``COPIES``), and ``tests/docs/test_pictures.py`` compares the tables with the code. Its
-tests fail, too, if a file in ``docs/pictures`` differs from what this script draws.
+What the pictures claim about the code is in tables here (``LOAD``, ``HOLD``, ``HOLD_REPORTED``,
+``EXAMPLE``, ``READS``, ``COPIES``), and ``tests/docs/test_pictures.py`` compares the tables with
+the code. Its tests fail, too, if a file in ``docs/pictures`` differs from what this script draws.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "pictures"
 LOAD: Mapping[tuple[str, str], str] = {
     ("handshake", "read"): "the ticket says “computed”",
     ("handshake", "check"): "otherwise",
-    ("handshake", "failed"): "no handshake, or given up",
+    ("handshake", "failed"): "no handshake, ticket refused, or given up",
     ("check", "read"): "the word says ready",
     ("check", "wait"): "still computing",
     ("wait", "check"): "ask again",
@@ -46,16 +46,22 @@ LOAD: Mapping[tuple[str, str], str] = {
 }
 """When a load that reads from one producer rank changes its state, by (state, next state)."""
 
-HOLD: Mapping[tuple[str, str], str] = {
-    ("free", "computing"): "take on",
-    ("computing", "free"): "drop: the request ends without a ticket",
-    ("computing", "ticketed"): "the ticket is made",
-    ("ticketed", "ready"): "the device has passed all work",
-    ("ready", "ready"): "renewal: the lease starts anew",
-    ("ticketed", "free"): "over",
-    ("ready", "free"): "over",
+HOLD: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("free", "computing"): ("take on",),
+    ("computing", "free"): ("drop", "done", "abandon"),
+    ("computing", "ticketed"): ("ticket",),
+    ("ticketed", "ready"): ("passed",),
+    ("ready", "ready"): ("renew",),
+    ("ticketed", "free"): ("done", "abandon", "expire", "give up"),
+    ("ready", "free"): ("done", "abandon", "expire", "give up"),
 }
-"""When a hold changes its state on a prefill rank, by (state, next state)."""
+"""The events that change the state of a hold on a prefill rank, by (state, next state).
+
+"ticket" is the order that tells the rank of the ticket; the scheduler made the ticket before.
+"""
+
+HOLD_REPORTED = frozenset({"done", "abandon", "expire", "give up"})
+"""The events that end a hold and have its request reported as sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +220,7 @@ class _Sequence:
 
 def request() -> str:
     """Return, as SVG, one request from the end of its prefill to the release of its pages."""
-    height = 1066
+    height = 1138
     drawing = Drawing(800, height, "One request, from the end of prefill to the release of pages")
     for (name, colour), x in zip(LIFELINES, COLUMNS, strict=True):
         drawing.line([(x, 60), (x, height - 14)], colour=RULE, dashed=True, thick=1)
@@ -225,21 +231,26 @@ def request() -> str:
     rows = _Sequence(drawing, 66)
     rows.note(PREFILL_W, "slot word: computing,\nsince the request was\ntaken on")
     rows.note(
-        PREFILL_S, "vLLM: request_finished.\nMakes, proves and signs\nthe ticket; pins the blocks"
+        PREFILL_S,
+        "vLLM: request_finished.\nMakes and proves the ticket;\nkeeps the blocks",
+        width=184,
     )
     rows.message(PREFILL_S, ROUTER, "ticket")
-    rows.message(PREFILL_S, PREFILL_W, "hold, lease")
-    rows.note(PREFILL_W, "the device has passed all\nwork: slot word := ready,\nthe lease starts")
     rows.message(ROUTER, DECODE_S, "request with the ticket", gap=8)
-    rows.note(DECODE_S, "checks form, signature\nand prompt digest", width=148)
+    rows.note(DECODE_S, "checks form and\nprompt digest", width=148)
     rows.message(DECODE_S, DECODE_W, "ticket", gap=8)
     rows.message(DECODE_W, PREFILL_S, "handshake over the side channel, once per engine")
     rows.message(
-        PREFILL_S, DECODE_W, "layouts of all ranks, key that proves tickets", reply=True, gap=6
+        PREFILL_S,
+        DECODE_W,
+        "layouts of all ranks, lease, key that proves tickets",
+        reply=True,
+        gap=6,
     )
     rows.note(
         DECODE_W,
-        "plans who reads what, connects,\nreads the fingerprint,\nverifies the proof",
+        "checks that the engines fit,\nplans who reads what,\nverifies the proof,\n"
+        "connects, reads the fingerprint",
         width=212,
     )
     rows.message(DECODE_W, PREFILL_W, "renewals until the fence,\na heartbeat every second")
@@ -247,12 +258,18 @@ def request() -> str:
     rows.message(DECODE_S, DECODE_W, "load: tokens, pages", gap=8)
     rows.note(DECODE_W, "zeroes what no read writes,\ncomputes the copies", width=190)
     rows.message(PREFILL_W, DECODE_W, "read: the pages, one-sided", data=True)
-    rows.note(DECODE_W, "all data has arrived", width=150)
-    rows.message(PREFILL_W, DECODE_W, "fence: the slot word, one-sided", data=True)
+    rows.message(PREFILL_S, PREFILL_W, "hold, lease: a step later,\noften after the fence")
+    rows.note(
+        PREFILL_W,
+        "the lease starts; when the\ndevice has done all work:\nslot word := ready,\n"
+        "the lease starts anew",
+    )
+    rows.note(DECODE_W, "all data of this\nrank has arrived", width=150)
+    rows.message(PREFILL_W, DECODE_W, "fence: slot word, one-sided", data=True)
     rows.message(DECODE_W, PREFILL_W, "“done”, bound to that read", gap=8)
     rows.note(DECODE_W, "the word names this hold:\nthe pages were held throughout", width=212)
     rows.message(DECODE_W, DECODE_S, "received", gap=8)
-    rows.note(DECODE_S, "decode goes on", width=120)
+    rows.note(DECODE_S, "all ranks have reported:\ndecode goes on", width=158)
     rows.note(PREFILL_W, "“done” from every rank that\nreads: slot word := 0", width=190, gap=8)
     rows.message(PREFILL_W, PREFILL_S, "sent", gap=8)
     rows.note(PREFILL_S, "all workers have said so:\nvLLM frees the blocks")
@@ -272,40 +289,39 @@ def load() -> str:
     )
     drawing.box(196, 18, 440, 222, dashed=True, fill="#fafbfc")
     drawing.text(208, 38, "for each prefill rank that this rank reads from", size=12, colour=FAINT)
-    for x, y, name, small in (
-        (214, 162, "Check", "reads the slot word"),
-        (372, 162, "Wait", "a moment"),
-        (372, 72, "Read", "reads the pages"),
-        (520, 72, "Fence", "reads the word"),
+    for x, y, width, height, name, small in (
+        (214, 162, 132, 54, "Check", "reads the slot word"),
+        (372, 162, 104, 54, "Wait", "a moment"),
+        (372, 66, 104, 66, "Read", "reads the pages"),
+        (520, 66, 104, 66, "Fence", "reads the word,\nsays “done”"),
     ):
-        width = 132 if name == "Check" else 104
-        drawing.label(x, y, width, 54, name, small=small, fill=DECODE_FILL, stroke=DECODE)
+        drawing.label(x, y, width, height, name, small=small, fill=DECODE_FILL, stroke=DECODE)
     drawing.line([(140, 116), (180, 99), (372, 99)], arrow=True)
     drawing.text(252, 92, LOAD["handshake", "read"], size=12, anchor="middle", halo=True)
     drawing.line([(140, 146), (170, 180), (214, 180)], arrow=True)
     drawing.text(152, 200, LOAD["handshake", "check"], size=12)
-    drawing.line([(300, 162), (372, 118)], arrow=True)
+    drawing.line([(300, 162), (372, 121)], arrow=True)
     drawing.text(348, 150, LOAD["check", "read"], size=12)
     drawing.line([(346, 180), (372, 180)], arrow=True)
     drawing.line([(372, 202), (346, 202)], arrow=True)
     drawing.text(359, 232, "still computing: ask again", size=12, anchor="middle", halo=True)
     drawing.line([(476, 99), (520, 99)], arrow=True)
-    drawing.text(498, 62, LOAD["read", "fence"], size=12, anchor="middle", halo=True)
+    drawing.text(498, 58, LOAD["read", "fence"], size=12, anchor="middle", halo=True)
     drawing.label(
         668,
-        64,
+        57,
         118,
-        70,
+        84,
         "Received",
-        small="“done” is said,\ndecode goes on",
+        small="decode goes on\nwhen all its ranks\nhave reported",
         fill=DECODE_FILL,
         stroke=DECODE,
     )
     drawing.line([(624, 99), (668, 99)], arrow=True)
     drawing.text(
         727,
-        154,
-        "the word still names\nthe hold, and all\nranks are over",
+        160,
+        "the word still names\nthe hold, on each of\nthese prefill ranks",
         size=12,
         anchor="middle",
     )
@@ -329,20 +345,24 @@ def load() -> str:
         halo=True,
     )
     drawing.label(
-        652,
-        316,
-        134,
-        84,
+        646,
+        308,
+        144,
+        100,
         "Failed",
-        small="“abandon” is said;\nvLLM recomputes\nor fails",
+        small="“abandon” is said\nif prefill is connected;\nvLLM recomputes\nor fails",
         fill=FAILED_FILL,
         stroke=FAILED,
     )
-    drawing.line([(536, 358), (652, 358)], arrow=True, colour=FAILED)
-    drawing.text(594, 330, "no byte can\nland any more", size=12, anchor="middle", halo=True)
-    drawing.line([(79, 158), (79, 430), (719, 430), (719, 400)], arrow=True, colour=FAILED)
+    drawing.line([(536, 358), (646, 358)], arrow=True, colour=FAILED)
+    drawing.text(591, 330, "no byte can\nland any more", size=12, anchor="middle", halo=True)
+    drawing.line([(79, 158), (79, 430), (719, 430), (719, 408)], arrow=True, colour=FAILED)
     drawing.text(
-        90, 300, "no handshake, or\ngiven up before:\nnothing is under way", size=12, halo=True
+        90,
+        300,
+        "no handshake, ticket refused,\nor given up before:\nnothing is under way",
+        size=12,
+        halo=True,
     )
     return drawing.svg()
 
@@ -358,31 +378,35 @@ def hold() -> str:
     ):
         drawing.label(x, 96, 132, 74, name, small=word, fill=fill, stroke=stroke)
     for start, end, text in (
-        (150, 202, HOLD["free", "computing"]),
-        (334, 402, "the ticket\nis made"),
-        (534, 652, "the device has\npassed all work"),
+        (150, 202, "take on"),
+        (334, 402, "hears of\nthe ticket"),
+        (534, 652, "the device has\ndone all work"),
     ):
         drawing.line([(start, 133), (end, 133)], arrow=True)
         lines = text.count("\n")
         drawing.text((start + end) / 2, 118 - lines * 16, text, size=12, anchor="middle", halo=True)
     drawing.line([(694, 96), (674, 34), (762, 34), (742, 96)], smooth=True, arrow=True)
-    drawing.text(790, 30, HOLD["ready", "ready"], size=12, anchor="end")
-    drawing.line([(268, 170), (268, 214), (110, 214), (110, 170)], arrow=True)
+    drawing.text(790, 30, "renewal: the lease starts anew", size=12, anchor="end")
+    drawing.line([(244, 170), (244, 206), (110, 206), (110, 170)], arrow=True)
     drawing.text(
-        190,
-        234,
-        "drop: the request ends without a ticket;\nnothing is reported",
+        177,
+        226,
+        "drop: the request ends\nwithout a ticket;\nnothing is reported",
         size=12,
         anchor="middle",
         halo=True,
     )
-    drawing.line([(718, 170), (718, 286), (62, 286), (62, 170)], arrow=True)
-    drawing.line([(468, 170), (468, 286)])
+    ends = {"computing": 292, "ticketed": 468, "ready": 718}
+    for (state, after), events in HOLD.items():
+        if after == "free" and not HOLD_REPORTED.isdisjoint(events):
+            drawing.line([(ends[state], 170), (ends[state], 286)])
+    drawing.line([(ends["ready"], 286), (62, 286), (62, 170)], arrow=True)
+    drawing.text(302, 232, "“done” or “abandon”\ncame before the order", size=12)
     drawing.text(
         400,
         310,
-        "over: the first decode engine of which every rank has said “done” or “abandon”,\n"
-        "the lease has ended, or prefill gives the hold up.\n"
+        "over: from one decode engine, every rank that reads here has said “done” or “abandon”;\n"
+        "or, not in Computing: the lease has ended, or prefill gives the hold up.\n"
         "First the word becomes 0, then the request is reported sent, once.",
         size=12,
         anchor="middle",
@@ -410,7 +434,7 @@ def overview() -> str:
     drawing.label(336, 14, 128, 34, "router", stroke=RULE, fill=NEUTRAL_FILL, size=13)
     drawing.line([(138, 60), (138, 31), (336, 31)], arrow=True)
     drawing.line([(464, 31), (662, 31), (662, 60)], arrow=True)
-    drawing.text(400, 68, "ticket: which pages, until when", size=12, anchor="middle")
+    drawing.text(400, 68, "ticket: which pages, and where", size=12, anchor="middle")
     for y in (179, 231):
         drawing.line([(242, y), (558, y)], arrow=True, colour=DECODE, thick=3)
     drawing.text(400, 170, "one-sided reads of pages, then a fence", size=12, anchor="middle")
