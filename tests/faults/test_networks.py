@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.core.endpoint.engines import eventually
-from tests.drivers.networks import ADDRESSES, DEVICE, Networks, two_networks
+from tests.drivers.network_namespaces import ADDRESSES, DEVICE, Networks, two_networks
 from tests.faults.cells import CABLE, STAGES, Cell
 from tests.faults.stages import LEASE, Remote, consume, produce, remote
 
@@ -51,7 +51,7 @@ def test_a_cable_that_is_pulled(networks: Networks, prefill: Remote, stage: str)
         cell.write(outcome)
         assert (outcome == "loaded") is (stage == "finishing")
         assert is_right or outcome != "loaded"
-    networks.mend()
+    networks.restore()
     eventually(lambda: prefill.ask("held") == 0, "the pages are given back")
     with remote(consume, "never", "ucx", SETTINGS, networked=True) as other:
         assert other.answer() == "ready"

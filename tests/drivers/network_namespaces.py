@@ -1,8 +1,8 @@
-"""Two hosts on one machine: two networks with addresses of their own, and a cable between them.
+"""Two hosts on one machine: two network namespaces, joined by a pair of virtual devices (veth).
 
-This thread is in one of them (and so is whatever it starts: threads, processes); the other one's
-thread runs what it is given. Each also has a ``/sys`` of its own, where libraries look up network
-devices.
+The calling thread enters one namespace, and so do the threads and processes that it starts.
+``Networks.far`` runs a call in the other namespace. Each has a ``/sys`` of its own, where libraries
+look up network devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 Side = Literal["near", "far"]
 
 DEVICE = "kvferry0"
-"""What both ends of the cable are called."""
+"""The name of the device at both ends of the link."""
 ADDRESSES: dict[Side, str] = {"near": "10.77.0.1", "far": "10.77.0.2"}
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x0002_0000, 0x4000_0000
@@ -38,20 +38,20 @@ _HERE = Path("/proc/thread-self/ns")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Networks:
-    """The two networks."""
+    """The link between the two namespaces."""
 
     _far: ThreadPoolExecutor
 
     def far(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call something in the other network, and wait for it."""
+        """Return the result of a call in the other namespace."""
         return self._far.submit(call, *args, **kwargs).result()
 
     def cut(self, side: Side) -> None:
-        """Take the link of one side down: the other one sees that there is no carrier."""
+        """Take the device of one side down; the other side loses its carrier."""
         self._set(side, "down")
 
-    def mend(self) -> None:
-        """Bring both links up, and wait until they are. Addresses are as they were."""
+    def restore(self) -> None:
+        """Bring both devices up and wait for their carrier. Addresses stay as they were."""
         for side in ADDRESSES:
             self._set(side, "up")
         _wait_for_carrier()
@@ -66,9 +66,9 @@ class Networks:
 
 @contextmanager
 def two_networks() -> Iterator[Networks]:
-    """Take this thread into a network of its own, with another one at the end of a cable.
+    """Move this thread into a network namespace that is linked to another one.
 
-    Skips the test where that is not permitted.
+    Skip the test where that is not permitted.
     """
     if shutil.which("ip") is None:
         pytest.skip("networks are made with the program ip (iproute2), which is not installed")
@@ -80,7 +80,7 @@ def two_networks() -> Iterator[Networks]:
             _ip("link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", there)
             _address("near")
             networks.far(_address, "far")
-            networks.mend()
+            networks.restore()
             yield networks
     except PermissionError as exc:
         pytest.skip(f"a network of one's own is not permitted here ({exc}): run as root")
@@ -113,7 +113,7 @@ def _address(side: Side) -> None:
 
 
 def _wait_for_carrier() -> None:
-    """The kernel takes up to a second to notice."""
+    """Wait until the device has a carrier, which takes the kernel up to a second."""
     state = Path(f"/sys/class/net/{DEVICE}/operstate")
     deadline = time.monotonic() + _CARRIER_SECONDS
     while state.read_text(encoding="utf-8").strip() != "up":

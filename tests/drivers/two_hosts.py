@@ -1,7 +1,7 @@
-"""What a driver that leads to other hosts does when the network between two of them fails.
+"""Tests of a driver between two hosts, and of its behaviour when the link between them is cut.
 
-For subclasses in modules of tests, as ``TransportContract``; and the fixtures with which that suite
-has its processes on another host.
+As with ``TransportContract``, a test module subclasses them. ``PeersOnOtherHost`` has the fixtures
+that run the peer processes of the conformance suite on the other host.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvferry.testing.contract.settings import ContractSettings
 from kvferry.testing.contract.workbench import MIB, Workbench, settings_of
 from kvferry.testing.memory import pattern
 from kvferry.testing.peers import Process, Spares, TransportPeer
-from tests.drivers.networks import Networks, Side, two_networks
+from tests.drivers.network_namespaces import Networks, Side, two_networks
 
 
-class FarAway(ContractSettings):
-    """Every process of a test is on another host than the test."""
+class PeersOnOtherHost(ContractSettings):
+    """Run every peer process on another host than the test."""
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
@@ -34,52 +34,56 @@ class FarAway(ContractSettings):
     @pytest.fixture(scope="class")
     @classmethod
     def lasting_process(cls, networks: Networks) -> Iterator[Process]:
-        with _far_away(cls, networks) as process:
+        with _process_on_other_host(cls, networks) as process:
             yield process
 
     @pytest.fixture(scope="class")
     @classmethod
     def spares(cls, networks: Networks) -> Iterator[Spares]:
-        spares = Spares(lambda: _far_away(cls, networks, wait=False))
+        spares = Spares(lambda: _process_on_other_host(cls, networks, wait=False))
         yield spares
         spares.end()
 
     @pytest.fixture
     def remote(self, shared_process: Process) -> TransportPeer:
-        """What a host does with itself needs no cable."""
+        """Only the peer on the other host: peers on this host do not use the link."""
         return shared_process
 
 
-def _far_away(tests: type[ContractSettings], networks: Networks, *, wait: bool = True) -> Process:
+def _process_on_other_host(
+    tests: type[ContractSettings], networks: Networks, *, wait: bool = True
+) -> Process:
     made = settings_of(tests)
     return networks.far(Process, made.factory, made.options, made.memory, MIB, wait=wait)
 
 
-class CutLinkTests(FarAway):
-    """A link that is cut, on either side: known in time, quiet when final, and back again.
+class CutLinkTests(PeersOnOtherHost):
+    """A cut link is noticed in time, final transfers are quiet, and a restored link works again.
 
     Attributes:
-        noticed_within: seconds until a transfer has to be known to fail after its link was cut.
+        noticed_within: seconds after a cut within which a transfer has to be reported as failing.
     """
 
     noticed_within: ClassVar[float]
 
     @pytest.fixture
     def process(self, lab: Workbench, networks: Networks) -> Iterator[Process]:
-        """None is started ahead: a link that is down at that time has no device to start with."""
-        with _far_away(type(self), networks) as process:
+        """Start the process now, not ahead of time: it cannot start while the link is down."""
+        with _process_on_other_host(type(self), networks) as process:
             process.meanwhile = lab.turn
             process.patience = lab.settings.patience
             yield process
 
     @pytest.fixture(params=["near", "far"])
     def side(self, request: pytest.FixtureRequest, networks: Networks) -> Iterator[Side]:
-        """Whose link is cut; whole again afterwards."""
+        """The side whose link the test cuts; the link is restored afterwards."""
         side: Side = request.param
         yield side
-        networks.mend()
+        networks.restore()
 
-    def test_both_ways_with_a_notification(self, lab: Workbench, process: Process) -> None:
+    def test_reads_and_writes_arrive_with_their_notifications(
+        self, lab: Workbench, process: Process
+    ) -> None:
         lab.works(process)
         peer = lab.transport.connect(process.address())
         for op in lab.ops:
@@ -88,7 +92,7 @@ class CutLinkTests(FarAway):
             assert [seen.payload for seen in process.notifications(1)] == [b"arrived"]
         np.testing.assert_array_equal(lab.mine.get(), process.get())
 
-    def test_cut_in_the_middle(
+    def test_transfer_fails_when_link_is_cut_during_it(
         self, lab: Workbench, process: Process, networks: Networks, op: str, side: Side
     ) -> None:
         peer = lab.transport.connect(process.address())
@@ -96,13 +100,13 @@ class CutLinkTests(FarAway):
         if lab.refuses(op, peer, copies):
             return
         transfer = lab.start(op, peer, copies)
-        assert lab.until(lambda: self._begun(lab, process, op)), "no byte has arrived"
-        assert lab.state(transfer) is State.PENDING, "it was over before the link was cut"
+        assert lab.until(lambda: self._has_moved_bytes(lab, process, op)), "no byte has arrived"
+        assert lab.state(transfer) is State.PENDING, "the transfer ended before the link was cut"
         networks.cut(side)
-        self._fails(lab, peer, transfer)
-        self._comes_back(lab, process, networks, peer, transfer)
+        self._expect_failure(lab, peer, transfer)
+        self._expect_recovery(lab, process, networks, peer, transfer)
 
-    def test_cut_before_a_transfer(
+    def test_transfer_fails_when_link_was_cut_before_it(
         self, lab: Workbench, process: Process, networks: Networks, op: str, side: Side
     ) -> None:
         peer = lab.transport.connect(process.address())
@@ -111,14 +115,14 @@ class CutLinkTests(FarAway):
         lab.works(process)
         networks.cut(side)
         transfer = lab.start(op, peer, lab.whole(process), b"x" if lab.notifies else None)
-        self._fails(lab, peer, transfer)
-        self._comes_back(lab, process, networks, peer, transfer)
+        self._expect_failure(lab, peer, transfer)
+        self._expect_recovery(lab, process, networks, peer, transfer)
         assert process.notifications(1, 0.2) == []
 
-    def test_whatever_one_does_while_it_is_cut(
+    def test_calls_while_link_is_cut_raise_nothing(
         self, lab: Workbench, process: Process, networks: Networks, side: Side
     ) -> None:
-        """Outcomes are states, not exceptions, also of what is begun when the failure is known."""
+        """Transfers that start after the failure is known fail by their state, too."""
         peer = lab.transport.connect(process.address())
         lab.works(process)
         networks.cut(side)
@@ -128,49 +132,47 @@ class CutLinkTests(FarAway):
             status = lab.known(transfers[-1], seconds=self.noticed_within)
             assert status.state in (State.FAILING, State.FAILED), status
             if lab.notifies:
-                lab.transport.notify(peer, b"who hears this?")
-        networks.mend()
+                lab.transport.notify(peer, b"may be lost")
+        networks.restore()
         lab.transport.disconnect(peer)
         assert {lab.state(transfer) for transfer in transfers} == {State.FAILED}
         lab.works(process)
 
-    def test_cut_before_connecting(
+    def test_link_cut_before_connecting_fails_connect_or_first_transfer(
         self, lab: Workbench, process: Process, networks: Networks, side: Side
     ) -> None:
-        """``connect`` says so, or the first transfer does."""
         address = process.address()
         networks.cut(side)
         with contextlib.suppress(ConnectError):
             peer = lab.transport.connect(address)
             transfer = lab.start(lab.an_op, peer, lab.whole(process))
-            self._fails(lab, peer, transfer)
-            self._comes_back(lab, process, networks, peer, transfer)
-        networks.mend()
+            self._expect_failure(lab, peer, transfer)
+            self._expect_recovery(lab, process, networks, peer, transfer)
+        networks.restore()
         lab.works(process)
 
-    def test_cut_and_back_between_transfers(
+    def test_link_cut_and_restored_between_transfers_is_harmless(
         self, lab: Workbench, process: Process, networks: Networks, side: Side
     ) -> None:
-        """Nothing was under way: nobody need know."""
         lab.works(process)
         networks.cut(side)
-        networks.mend()
+        networks.restore()
         lab.works(process)
 
     @staticmethod
-    def _begun(lab: Workbench, process: Process, op: str) -> bool:
+    def _has_moved_bytes(lab: Workbench, process: Process, op: str) -> bool:
         if op == "read":
             return bool(lab.mine.get(0, 8).any())
         return not process.get()[:8].any()  # this side's memory holds zeros
 
-    def _fails(self, lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
+    def _expect_failure(self, lab: Workbench, peer: PeerId, transfer: TransferId) -> None:
         status = lab.known(transfer, seconds=self.noticed_within)
         assert status.state in (State.FAILING, State.FAILED), status
-        # An error says that nothing is proven, as long as the link is down.
+        # While the link is down, disconnect may raise: it cannot prove that the transfer is quiet.
         with contextlib.suppress(TransportError):
             lab.settled(transfer, peer)
 
-    def _comes_back(
+    def _expect_recovery(
         self,
         lab: Workbench,
         process: Process,
@@ -178,12 +180,12 @@ class CutLinkTests(FarAway):
         peer: PeerId,
         transfer: TransferId,
     ) -> None:
-        """What is final stays so when the link is back; what is not becomes it; and all works."""
+        """A final transfer changes nothing once the link is back, any other becomes final."""
         quiet = lab.state(transfer) is State.FAILED
         theirs, mine = process.get(), pattern(MIB, 12)
         if quiet:
             lab.mine.put(mine)
-        networks.mend()
+        networks.restore()
         if not quiet:
             assert lab.settled(transfer, peer).state is State.FAILED
             theirs = process.get()

@@ -1,4 +1,4 @@
-"""An agent without NIXL: it remembers what it was asked, and fails as it is told."""
+"""An agent without NIXL that records calls and fails on request."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from kvferry.drivers.nixl.agent import Agent, Handle, Registration, Telemetry, T
 
 
 class FakeAgent(Agent):
-    """What tests look at and set.
+    """An agent that records calls and fails on request.
 
     Attributes:
-        registered: the ranges that are registered, by registration.
+        registered: the registered ranges, by registration.
         refused: ranges that ``register`` refuses.
-        answers: what ``post`` and then each ``check`` of a part does: ended, or not, or an error.
-        posted: the parts.
+        answers: for each chunk, what ``post`` and then each ``check`` returns (whether the chunk
+            has ended) or raises. By default, a chunk ends when it is posted.
+        posted: the chunks that were posted.
         gone: what ``prepare`` raises.
         held: the handles that were not released.
-        sent: notifications.
-        must_not_post: as ``Agent`` has it.
-        known: the metadata that it has got, and not been told to forget.
-        closed: whether it has been.
+        sent: the notifications, each with the name of its recipient.
+        must_not_post: see ``Agent``.
+        known: the metadata that was added and not removed.
+        closed: whether ``close`` was called.
     """
 
     must_not_post = False

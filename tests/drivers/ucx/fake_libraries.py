@@ -1,4 +1,4 @@
-"""Small libraries that say of themselves that they are a UCX."""
+"""Small shared libraries that claim to be UCX."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ NEEDS_COMPILER = pytest.mark.skipif(
     shutil.which("cc") is None, reason="a C compiler, cc, makes the libraries that are found"
 )
 
-SAYS = """
+VERSION_CODE = """
 void ucp_get_version(unsigned *major, unsigned *minor, unsigned *patch) {{
     *major = {0}; *minor = {1}; *patch = {2};
 }}
 """
-CRASHES = "__attribute__((constructor)) static void fall(void) {{ __builtin_trap(); }}"
-NEEDS = "void ucs_here(void); void needs(void) {{ ucs_here(); }}"
-NEEDED = "void ucs_here(void) {}"
+CRASHING_CODE = "__attribute__((constructor)) static void fall(void) {{ __builtin_trap(); }}"
+DEPENDENT_CODE = "void ucs_here(void); void needs(void) {{ ucs_here(); }}"
+DEPENDENCY_CODE = "void ucs_here(void) {}"
 
 
-def compiled(path: Path, code: str, *arguments: str) -> Path:
-    """A shared library of some C; under its own name for whoever needs it."""
+def compile_library(path: Path, code: str, *arguments: str) -> Path:
+    """Compile C code into a shared library whose soname is its file name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(
         [
@@ -47,25 +47,27 @@ def compiled(path: Path, code: str, *arguments: str) -> Path:
     return path
 
 
-def ucp(folder: Path, version: Version, code: str = SAYS) -> Path:
-    """A libucp of that version."""
-    return compiled(folder / "libucp.so.0", code.format(*version))
+def ucp(folder: Path, version: Version, code: str = VERSION_CODE) -> Path:
+    """Make a libucp of that version."""
+    return compile_library(folder / "libucp.so.0", code.format(*version))
 
 
 def with_rdma(library: Path) -> Path:
-    """The library, with a module for InfiniBand beside it."""
-    compiled(library.parent / "ucx" / "libuct_ib.so.0", "")
+    """Put a module for InfiniBand beside the library and return the library."""
+    compile_library(library.parent / "ucx" / "libuct_ib.so.0", "")
     return library
 
 
-def in_halves(folder: Path, version: Version) -> Path:
-    """A libucp that needs another library of its folder, and does not say where that is."""
-    needed = compiled(folder / "libucs.so.0", NEEDED)
-    return compiled(folder / "libucp.so.0", (SAYS + NEEDS).format(*version), str(needed))
+def with_dependency(folder: Path, version: Version) -> Path:
+    """Make a libucp that needs another library of its folder without naming the folder."""
+    needed = compile_library(folder / "libucs.so.0", DEPENDENCY_CODE)
+    return compile_library(
+        folder / "libucp.so.0", (VERSION_CODE + DEPENDENT_CODE).format(*version), str(needed)
+    )
 
 
 def wheel(folder: Path, version: str = "1.22.0") -> Path:
-    """What pip makes of the wheel libucx, as far as finding it goes. Importing it is a failure."""
+    """Make the files of the installed wheel libucx that are looked for. Importing it fails."""
     package = folder / "libucx"
     (package / "lib" / "ucx").mkdir(parents=True)
     (package / "__init__.py").write_text("raise AssertionError('it was imported')\n")

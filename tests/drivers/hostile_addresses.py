@@ -1,11 +1,11 @@
-"""Addresses with a valid digest and something hostile inside, tried on a process that is replaced.
+"""Try addresses with a valid digest and hostile contents on a process, and count the outcomes.
 
-Run by hand, from the root of the repository::
+Run it from the root of the repository::
 
-    python -m tests.drivers.hostile ucx 10000      # a consumer that connects
-    python -m tests.drivers.hostile ucx-host 10000 # a host that hears a hello
-    python -m tests.drivers.hostile nixl 10000
-    python -m tests.drivers.hostile loopback 10000
+    python -m tests.drivers.hostile_addresses ucx 10000         # in a client that connects
+    python -m tests.drivers.hostile_addresses ucx-server 10000  # in a server that gets a hello
+    python -m tests.drivers.hostile_addresses nixl 10000
+    python -m tests.drivers.hostile_addresses loopback 10000
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ OPTIONS: dict[str, dict[str, object]] = {
     "nixl": {},
     "loopback": {},
 }
-RENEWED_AFTER = 500
-"""Addresses, after which another process is taken: connections leave descriptors behind in NIXL."""
+ADDRESSES_PER_PROCESS = 500
+"""Addresses tried on one process: in NIXL, connections leave file descriptors behind."""
 ANSWER_SECONDS = 30.0
-"""How long one address may take before its process counts as hanging."""
+"""Seconds without an answer after which a process counts as hanging."""
 READ_SECONDS = 0.2
-_DRAWS = 200
+MAX_DRAWS = 200
 SETTLE_SECONDS = 0.01
 EXTREMES = (0, 1, 2, 0x1F, 0x20, 0x3F, 0x40, 0x7F, 0x80, 0xFE, 0xFF)
 WORDS = (0, 1, 0xFFFF, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 
 
-# What is sent.
+# Hostile addresses.
 
 
-class Blobs:
-    """Makes wrong blobs out of right ones: what a C library alone reads."""
+class BlobMutator:
+    """Makes malformed blobs from valid ones. Only the C library reads the contents of a blob."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -80,10 +80,10 @@ class Blobs:
         ]
 
     def changed(self, right: bytes, check: Callable[[bytes], object]) -> bytes:
-        """Change a blob in one to four places; every other time so that it passes a check."""
+        """Change a blob in one to four places; half of the time, so that it passes a check."""
         wanted = self.random.random() < 0.5
         wrong = bytearray(right)
-        for _ in range(_DRAWS):
+        for _ in range(MAX_DRAWS):
             wrong = bytearray(right)
             for _ in range(self.random.choice([1, 1, 1, 2, 4])):
                 self.random.choice(self._changes)(wrong)
@@ -131,8 +131,8 @@ def _passes(wrong: bytearray, check: Callable[[bytes], object]) -> bool:
     return True
 
 
-def of_ucx(right: bytes, blobs: Blobs) -> bytes:
-    """Return an address of the ucx driver with a wrong blob in it, and the digest of that."""
+def of_ucx(right: bytes, blobs: BlobMutator) -> bytes:
+    """Return an address of the ucx driver with a malformed blob and a digest that matches it."""
     from kvferry.drivers.ucx import address as wire
 
     address = wire.decode(right)
@@ -146,17 +146,18 @@ def of_ucx(right: bytes, blobs: Blobs) -> bytes:
     return wire.encode(msgspec.structs.replace(address, **changes))
 
 
-def of_ucx_host(right: bytes, blobs: Blobs) -> bytes:
-    """Return a wrong address of a worker, as a hello carries it."""
+def of_ucx_server(right: bytes, blobs: BlobMutator) -> bytes:
+    """Return a malformed worker address, as a hello carries it."""
     from kvferry.drivers.ucx import address as wire
 
     return blobs.changed(wire.decode(right).worker, check_worker_address)
 
 
-def of_nixl(right: bytes, blobs: Blobs) -> bytes:
-    """Return an address of the nixl driver with wrong metadata in it, and the digest of that.
+def of_nixl(right: bytes, blobs: BlobMutator) -> bytes:
+    """Return an address of the nixl driver with malformed metadata and a digest that matches it.
 
-    Each has a name of its own: NIXL takes no other address under that of one that it refused.
+    Each address has its own agent name: once NIXL refused an address, it refuses every other one
+    with the same name.
     """
     from kvferry.drivers.nixl import address as wire
     from kvferry.drivers.nixl.agent_metadata import parsed
@@ -172,31 +173,31 @@ def of_nixl(right: bytes, blobs: Blobs) -> bytes:
     )
 
 
-def of_loopback(right: bytes, blobs: Blobs) -> bytes:
-    """Return an address of the loopback driver with wrong values in it."""
+def of_loopback(right: bytes, blobs: BlobMutator) -> bytes:
+    """Return an address of the loopback driver with changed values."""
     return Mutator(blobs.random.randrange(1 << 32)).packed(right)
 
 
-WRONG: dict[str, Callable[[bytes, Blobs], bytes]] = {
+MUTATIONS: dict[str, Callable[[bytes, BlobMutator], bytes]] = {
     "ucx": of_ucx,
-    "ucx-host": of_ucx_host,
+    "ucx-server": of_ucx_server,
     "nixl": of_nixl,
     "loopback": of_loopback,
 }
 
 
-# The process that they are tried on.
+# The process that the addresses are tried on.
 
 
 def main(side: str) -> None:
-    """Answer each address that comes in with a word for what became of it."""
-    driver = side.removesuffix("-host")
+    """Read addresses from standard input and answer each with its outcome."""
+    driver = side.removesuffix("-server")
     module, _, name = FACTORIES[driver].partition(":")
     transport = getattr(__import__(module, fromlist=[name]), name)(**OPTIONS[driver])
     buffer = np.zeros(4096, np.uint8)
     transport.register(region_of(buffer))
-    tried = _heard if side.endswith("-host") else _connected
-    # What C libraries print is no answer.
+    tried = try_hello if side.endswith("-server") else try_connect
+    # C libraries may print to standard output, so answers go to a duplicate of it.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         while head := sys.stdin.buffer.read(4):
@@ -205,7 +206,7 @@ def main(side: str) -> None:
             answers.flush()
 
 
-def _connected(transport: Transport, data: bytes, local: Region) -> str:
+def try_connect(transport: Transport, data: bytes, local: Region) -> str:
     try:
         peer = transport.connect(data)
     except ConnectError:
@@ -215,7 +216,7 @@ def _connected(transport: Transport, data: bytes, local: Region) -> str:
     except Exception as exc:  # noqa: BLE001 - what it is, is said
         return f"wrong error: {type(exc).__name__}: {exc}"
     try:
-        _read(transport, peer, local)
+        read_registered_memory(transport, peer, local)
     except TransportError:
         pass
     except Exception as exc:  # noqa: BLE001 - likewise
@@ -225,8 +226,8 @@ def _connected(transport: Transport, data: bytes, local: Region) -> str:
     return "connected"
 
 
-def _read(transport: Any, peer: PeerId, local: Region) -> None:
-    """Read eight bytes of what the peer registered, which has a driver unpack its keys."""
+def read_registered_memory(transport: Any, peer: PeerId, local: Region) -> None:
+    """Read eight bytes of each region of the peer, so that the driver unpacks its keys."""
     found = getattr(transport, "_client", None)
     peers = transport._peers if found is None else found.peers
     for region in list(peers[peer].regions)[:2]:
@@ -236,8 +237,8 @@ def _read(transport: Any, peer: PeerId, local: Region) -> None:
             time.sleep(0.0005)
 
 
-def _heard(transport: Any, worker: bytes, local: Region) -> str:
-    """Let a host hear a hello with this worker address, and cut the caller off again."""
+def try_hello(transport: Any, worker: bytes, local: Region) -> str:
+    """Let a server receive a hello with this worker address, and close the connection again."""
     from kvferry.drivers.ucx import messages
 
     del local
@@ -262,12 +263,12 @@ def _heard(transport: Any, worker: bytes, local: Region) -> str:
 
 
 @dataclass(slots=True)
-class Tried:
-    """A process that addresses are tried on; another one takes its place when it ends.
+class TargetProcess:
+    """A process that addresses are tried on; it is replaced when it ends.
 
     Attributes:
-        side: a key of ``WRONG``.
-        deaths: how often it ended, by its exit status, with the address of each.
+        side: a key of ``MUTATIONS``.
+        deaths: the exit status of every process that ended, and the address that ended it.
     """
 
     side: str
@@ -276,8 +277,8 @@ class Tried:
     _process: subprocess.Popen[bytes] | None = None
 
     def outcome(self, data: bytes) -> str:
-        """Try an address; what became of it, ``died: ...`` among others."""
-        if self._tried % RENEWED_AFTER == 0:
+        """Return the outcome of trying an address, such as ``refused`` or ``died: ...``."""
+        if self._tried % ADDRESSES_PER_PROCESS == 0:
             self.close()
         self._tried += 1
         process = self._process = self._process or self._started()
@@ -286,7 +287,7 @@ class Tried:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(struct.pack("<I", len(data)) + data)
             process.stdin.flush()
-        # Not select, which takes no descriptor above 1023.
+        # select takes no descriptor above 1023.
         ready = wait([process.stdout.fileno()], ANSWER_SECONDS)
         answer = process.stdout.readline().decode().strip() if ready else ""
         if answer:
@@ -307,7 +308,7 @@ class Tried:
             self._process = None
 
     def _started(self) -> subprocess.Popen[bytes]:
-        code = f"from tests.drivers.hostile import main; main({self.side!r})"
+        code = f"from tests.drivers.hostile_addresses import main; main({self.side!r})"
         return subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
@@ -324,9 +325,9 @@ def _status(code: int) -> str:
 
 
 @contextlib.contextmanager
-def honest(side: str) -> Iterator[Callable[[], bytes]]:
-    """A peer whose address is changed: what gives it. It is replaced, too, when it ends."""
-    driver = side.removesuffix("-host")
+def honest_peer(side: str) -> Iterator[Callable[[], bytes]]:
+    """Yield a function that returns the valid address of a peer, replaced when its process ends."""
+    driver = side.removesuffix("-server")
     made: list[Process] = []
 
     def address() -> bytes:
@@ -345,13 +346,13 @@ def honest(side: str) -> Iterator[Callable[[], bytes]]:
                 one.end()
 
 
-def counted(side: str, count: int, seed: int = 1) -> tuple[Counter[str], Tried]:
-    """Try so many wrong addresses; what became of them."""
-    blobs, found, tried = Blobs(seed), Counter[str](), Tried(side)
-    with honest(side) as right, contextlib.closing(tried):
+def try_addresses(side: str, count: int, seed: int = 1) -> tuple[Counter[str], TargetProcess]:
+    """Try a number of hostile addresses and return the count of each outcome."""
+    blobs, found, tried = BlobMutator(seed), Counter[str](), TargetProcess(side)
+    with honest_peer(side) as right, contextlib.closing(tried):
         before = right()
         for _ in range(count):
-            found[tried.outcome(WRONG[side](before, blobs))] += 1
+            found[tried.outcome(MUTATIONS[side](before, blobs))] += 1
             if right() != before:
                 found["the honest peer died"] += 1
                 before = right()
@@ -359,7 +360,7 @@ def counted(side: str, count: int, seed: int = 1) -> tuple[Counter[str], Tried]:
 
 
 if __name__ == "__main__":
-    outcomes, process = counted(sys.argv[1], int(sys.argv[2]))
+    outcomes, process = try_addresses(sys.argv[1], int(sys.argv[2]))
     sys.stdout.write(json.dumps(dict(outcomes.most_common()), indent=1) + "\n")
     for status, data in process.deaths:
         sys.stdout.write(f"{status} {data.hex()}\n")
