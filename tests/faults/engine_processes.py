@@ -1,4 +1,4 @@
-"""Engines in processes of their own, to which things happen."""
+"""Producers and consumers in processes of their own, which take commands."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
 from tests.core.endpoint.engines import LAYERS, Engine, Shape, engine, eventually, expected
-from tests.faults.cable import staged
+from tests.faults.cable import staged_transport
 
 TOKENS = 8
-HELD = [1, 2]
-"""The producer's pages of a request."""
-OTHERS = [5, 6]
-"""Those of another one."""
+HELD_PAGES = [1, 2]
+"""The producer's pages of the request under test."""
+OTHER_PAGES = [5, 6]
+"""The producer's pages of another request."""
 LEASE = 3.0
-"""Short: where nobody says that a hold is over, its end is waited for."""
-LONG = 60.0
-"""Ends in no test: only a word gives these pages back."""
+"""Seconds; short, because tests wait until the lease of a hold that is not released ends."""
+LONG_LEASE = 60.0
+"""Seconds; no test lasts as long, so only a release gives the pages back."""
 OPTIONS = EndpointOptions(
     lease=LEASE, handshake_timeout=5.0, load_timeout=15.0, liveness_interval=1.0, liveness_misses=3
 )
-PATIENT = replace(OPTIONS, handshake_timeout=60.0, load_timeout=120.0, liveness_interval=60.0)
-"""Nothing ends a load but what happens to it."""
+LONG_TIMEOUTS = replace(OPTIONS, handshake_timeout=60.0, load_timeout=120.0, liveness_interval=60.0)
+"""Timeouts that no test reaches: only a fault ends a load."""
 SHAPE = Shape(pages=16)
 
 _processes = multiprocessing.get_context("forkserver")
@@ -50,14 +50,14 @@ _processes.set_forkserver_preload([__name__])
 
 
 @dataclass(kw_only=True)
-class Remote:
-    """An engine in a process of its own."""
+class EngineProcess:
+    """An engine in a process of its own, and the pipe for its commands."""
 
     process: BaseProcess
     pipe: Connection
 
     def ask(self, *order: object) -> Any:
-        """Let it do something, and wait for the answer."""
+        """Send a command with its arguments and return the answer."""
         self.pipe.send(order)
         return self.answer()
 
@@ -75,19 +75,20 @@ class Remote:
 
 
 @contextlib.contextmanager
-def remote(
+def engine_process(
     target: Callable[..., None], *arguments: object, networked: bool = False
-) -> Iterator[Remote]:
-    """Run ``target(pipe, *arguments)`` in a process, and kill it in the end.
+) -> Iterator[EngineProcess]:
+    """Run ``target(pipe, *arguments)`` in a process, and kill it at the end.
 
-    ``networked``: in the network of this thread, which costs a second; otherwise in the first one.
+    If ``networked``, the process runs in the network namespace of this thread, which takes a second
+    longer; otherwise, in the namespace in which the fork server was started.
     """
     processes = multiprocessing.get_context("spawn") if networked else _processes
     ours, theirs = processes.Pipe()
     process = processes.Process(target=target, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
-    made = Remote(process=process, pipe=ours)
+    made = EngineProcess(process=process, pipe=ours)
     try:
         yield made
     finally:
@@ -95,29 +96,31 @@ def remote(
         ours.close()
 
 
-class Produced:
-    """A producer, and what it does when it is asked to by name."""
+class ProducerCommands:
+    """Commands of a producer process: each public method is one."""
 
     def __init__(self, prefill: Engine) -> None:
         self.prefill = prefill
-        prefill.ledger = SchedulerHolds(SHAPE.pages, max_pages=len(HELD))
+        prefill.ledger = SchedulerHolds(SHAPE.pages, max_pages=len(HELD_PAGES))
         self._sent: Counter[str] = Counter()
 
     def serve(self, request: str, lease: float) -> Ticket:
         self.count()
-        return serve(self.prefill, request, lease)
+        return serve_request(self.prefill, request, lease)
 
-    def promise(self, request: str, lease: float) -> Ticket:
-        """One whose pages are never ready: a drafter is still at work, and never ends."""
+    def serve_uncomputed(self, request: str, lease: float) -> Ticket:
+        """Return a ticket whose pages never become ready, as if a draft model never finished."""
         self.count()
-        self.prefill.compute(request, HELD, TOKENS)
-        return self.prefill.finish(request, HELD, TOKENS, computed=False, lease=lease, order=False)
+        self.prefill.compute(request, HELD_PAGES, TOKENS)
+        return self.prefill.finish(
+            request, HELD_PAGES, TOKENS, computed=False, lease=lease, order=False
+        )
 
     def held(self) -> int:
         return sum(rank.endpoint.held for rank in self.prefill.ranks)
 
     def count(self) -> dict[str, int]:
-        """How often each request was reported sent so far."""
+        """Return how often each request was reported as sent so far."""
         for rank in self.prefill.ranks:
             sent = rank.endpoint.results().sent
             self._sent.update(sent)
@@ -126,42 +129,42 @@ class Produced:
         return dict(self._sent)
 
     def reset(self) -> None:
-        """Give all pages up."""
+        """Give up the holds of all pages."""
         self.prefill.ledger.reset()
         self.prefill.step()
 
-    def reuse(self, spin: float = 0.0) -> None:
-        """Give all pages up, and let another request have them as soon as they are back.
+    def reuse_pages(self, spin: float = 0.0) -> None:
+        """Give up all holds, and overwrite the pages as soon as they are released.
 
-        After so many seconds, in which this process lets no other thread of it do anything.
+        For ``spin`` seconds before, keep the other threads of this process from running.
         """
         until = time.perf_counter() + spin
         while time.perf_counter() < until:
             pass
         self.reset()
-        self.scribble()
+        self.overwrite_pages()
 
-    def crowd(self, request: str) -> None:
-        """Take another request on, with other pages: not both may be held."""
-        self.prefill.compute(request, OTHERS, TOKENS)
-        self.prefill.finish(request, OTHERS, TOKENS, lease=LEASE)
-        self.scribble(without=request)
+    def hold_other_pages(self, request: str) -> None:
+        """Take on another request with other pages, which exceeds the limit of held pages."""
+        self.prefill.compute(request, OTHER_PAGES, TOKENS)
+        self.prefill.finish(request, OTHER_PAGES, TOKENS, lease=LEASE)
+        self.overwrite_pages(without=request)
 
-    def scribble(self, without: str = "") -> None:
-        """Another request's pages lie there now, once nothing but ``without`` is held."""
-        eventually(lambda: self.held() == bool(without), "the pages are back")
+    def overwrite_pages(self, without: str = "") -> None:
+        """Overwrite the pages as another request would, once only ``without`` is held."""
+        eventually(lambda: self.held() == bool(without), "the pages are released")
         self.count()
         for rank in self.prefill.ranks:
-            rank.cache[:, HELD] += 1.0
+            rank.cache[:, HELD_PAGES] += 1.0
 
-    def babble(self) -> None:
-        """Noise in the slot table."""
+    def corrupt_slot_table(self) -> None:
+        """Fill the slot table with random bytes."""
         table = self.prefill.ranks[0].endpoint.payload.slots
         noise = random.Random(1).randbytes(table.nbytes)
         ctypes.memmove(table.address, noise, table.nbytes)
 
 
-def produce(
+def run_producer(
     pipe: Connection,
     port: int = 0,
     name: str = "prefill",
@@ -169,33 +172,33 @@ def produce(
     settings: Mapping[str, object] = MappingProxyType({}),
     host: str = "127.0.0.1",
 ) -> None:
-    """A producer that does what it is told; ``settings`` are its driver's."""
+    """Run a producer that takes commands; ``settings`` are those of its driver."""
 
     def transport() -> Transport:
         return create(driver, settings)
 
     with engine(name, SHAPE, options=OPTIONS, host=host, port=port, transport=transport) as prefill:
-        produced = Produced(prefill)
+        commands = ProducerCommands(prefill)
         pipe.send(prefill.server.port)
         while (order := pipe.recv()) is not None:
             name, *rest = order
-            pipe.send(getattr(produced, name)(*rest))
+            pipe.send(getattr(commands, name)(*rest))
 
 
-def serve(prefill: Engine, request: str, lease: float = LEASE) -> Ticket:
-    """A ticket whose lease is short."""
-    prefill.compute(request, HELD, TOKENS)
-    return prefill.finish(request, HELD, TOKENS, lease=lease)
+def serve_request(prefill: Engine, request: str, lease: float = LEASE) -> Ticket:
+    """Compute a request and return its ticket, by default with a short lease."""
+    prefill.compute(request, HELD_PAGES, TOKENS)
+    return prefill.finish(request, HELD_PAGES, TOKENS, lease=lease)
 
 
-def consume(
+def run_consumer(
     pipe: Connection,
     stage: str,
     driver: str = "loopback",
     settings: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """A consumer that, once, stops at a stage until it is told to go on."""
-    made = staged(driver, settings)
+    """Run a consumer that stops once at a stage until it gets a message to go on."""
+    made = staged_transport(driver, settings)
 
     def stop() -> None:
         pipe.send("here")
@@ -211,12 +214,14 @@ def consume(
             stop()
         decode.pull("d-1", ticket, pages)
         failed = decode.outcome("d-1").failed.get(RequestId("d-1"))
-        pipe.send((type(failed).__name__ if failed else "loaded", right(decode, pages)))
+        pipe.send(
+            (type(failed).__name__ if failed else "loaded", has_expected_tokens(decode, pages))
+        )
         pipe.recv()
 
 
-def right(decode: Engine, pages: list[int]) -> bool:
-    """Whether these pages hold what a producer computed for the first of its requests."""
+def has_expected_tokens(decode: Engine, pages: list[int]) -> bool:
+    """Return whether these pages hold what a producer computed for its first request."""
     (rank,) = decode.ranks
     return all(
         np.array_equal(rank.tokens(pages, layer)[:TOKENS], expected(decode.shape, TOKENS, layer, 0))
@@ -224,6 +229,6 @@ def right(decode: Engine, pages: list[int]) -> bool:
     )
 
 
-def shaking() -> bool:
-    """Whether a handshake of this process is under way."""
+def handshake_in_progress() -> bool:
+    """Return whether a handshake of this process is under way."""
     return any(thread.name.startswith("kvferry-handshake") for thread in threading.enumerate())

@@ -1,4 +1,4 @@
-"""A cable between two networks that is pulled: TCP of the kernel, UCX, and a real side channel."""
+"""A link between two network namespaces is cut during a load over UCX and TCP."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import pytest
 from tests.core.endpoint.engines import eventually
 from tests.drivers.network_namespaces import ADDRESSES, DEVICE, Networks, two_networks
 from tests.faults.cells import CABLE, STAGES, Cell
-from tests.faults.stages import LEASE, Remote, consume, produce, remote
+from tests.faults.engine_processes import (
+    LEASE,
+    EngineProcess,
+    engine_process,
+    run_consumer,
+    run_producer,
+)
 
 pytestmark = [pytest.mark.faults, pytest.mark.ucx, pytest.mark.timeout(180)]
 
 LOCAL = [3, 4]
-# One kernel serves both hosts: UCX would take their loopback devices for one and the same.
+# Both hosts share one kernel: UCX would take their loopback devices for the same one.
 SETTINGS = {"transports": ["tcp"], "devices": [DEVICE], "deadline_seconds": 2.0}
 
 
@@ -26,26 +32,28 @@ def networks() -> Iterator[Networks]:
 
 
 @pytest.fixture
-def prefill(networks: Networks) -> Iterator[Remote]:
-    """A producer on the other host."""
+def prefill(networks: Networks) -> Iterator[EngineProcess]:
+    """A producer in the other network namespace."""
     arguments = (0, "prefill", "ucx", SETTINGS, ADDRESSES["far"])
     with ExitStack() as stack:
-        far = remote(produce, *arguments, networked=True)
-        made: Remote = networks.far(far.__enter__)
-        stack.push(far)
+        process = engine_process(run_producer, *arguments, networked=True)
+        made: EngineProcess = networks.far(process.__enter__)
+        stack.push(process)
         made.answer()
         yield made
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_cable_that_is_pulled(networks: Networks, prefill: Remote, stage: str) -> None:
+def test_load_across_cut_link_is_correct_or_fails(
+    networks: Networks, prefill: EngineProcess, stage: str
+) -> None:
     cell = Cell(side="producer", fault="cut off", stage=stage, driver=CABLE)
-    with remote(consume, stage, "ucx", SETTINGS, networked=True) as decode:
+    with engine_process(run_consumer, stage, "ucx", SETTINGS, networked=True) as decode:
         assert decode.answer() == "ready"
         decode.pipe.send((prefill.ask("serve", "p-1", LEASE), LOCAL))
         assert decode.answer() == "here"
         networks.cut("far")
-        cell.strikes()
+        cell.start_clock()
         decode.pipe.send("go on")
         outcome, is_right = decode.answer()
         cell.write(outcome)
@@ -53,7 +61,7 @@ def test_a_cable_that_is_pulled(networks: Networks, prefill: Remote, stage: str)
         assert is_right or outcome != "loaded"
     networks.restore()
     eventually(lambda: prefill.ask("held") == 0, "the pages are given back")
-    with remote(consume, "never", "ucx", SETTINGS, networked=True) as other:
+    with engine_process(run_consumer, "never", "ucx", SETTINGS, networked=True) as other:
         assert other.answer() == "ready"
         other.pipe.send((prefill.ask("serve", "p-2", LEASE), LOCAL))
         assert other.answer() == ("loaded", True)
