@@ -1,4 +1,4 @@
-"""Transfers under way: cancelled, disconnected, closed."""
+"""Faults of cancel, disconnect and close while transfers are in flight."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.testing.factories import Failing
+from tests.testing.correct_drivers import FailingUntilDisconnect
 from tests.testing.planted.base import Watched, caught_by, connection_of, failed, transfer_of
 
 
 @caught_by("test_cancel_ends_a_transfer_early")
-class CannotCancelAndSaysItCan(LoopbackTransport):
+class ClaimsToCancel(LoopbackTransport):
     """``cancel`` has no effect."""
 
     def cancel(self, transfer: TransferId) -> None:
@@ -29,8 +29,8 @@ class CannotCancelAndSaysItCan(LoopbackTransport):
 
 
 @caught_by("test_quiet_after_a_cancel")
-class IsFinalBeforeItIsQuiet(Watched):
-    """A cancelled transfer is FAILED at once, and goes on."""
+class CancelledIsFinalBeforeQuiet(Watched):
+    """A cancelled transfer is FAILED at once and still moves bytes."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -46,7 +46,7 @@ class IsFinalBeforeItIsQuiet(Watched):
 
 @caught_by("test_quiet_after_disconnect")
 class DisconnectDoesNotWait(Watched):
-    """``disconnect`` forgets the peer, and its transfers go on."""
+    """``disconnect`` forgets the peer while its transfers go on."""
 
     def disconnect(self, peer: PeerId) -> None:
         self._check_usable()
@@ -59,8 +59,8 @@ class DisconnectDoesNotWait(Watched):
 
 
 @caught_by("test_disconnect_leaves_other_peers_alone")
-class DisconnectsEverybody(LoopbackTransport):
-    """Whoever is disconnected takes the other peers along."""
+class DisconnectsAllPeers(LoopbackTransport):
+    """``disconnect`` disconnects all other peers, too."""
 
     def disconnect(self, peer: PeerId) -> None:
         super().disconnect(peer)
@@ -69,8 +69,8 @@ class DisconnectsEverybody(LoopbackTransport):
 
 
 @caught_by("test_cancel_leaves_other_transfers_alone")
-class CancelsEverything(LoopbackTransport):
-    """``cancel`` ends what was begun later, too."""
+class CancelsLaterTransfers(LoopbackTransport):
+    """``cancel`` also cancels the transfers that were begun later."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
@@ -90,7 +90,7 @@ class CancelsEverything(LoopbackTransport):
 
 @caught_by("test_quiet_after_close")
 class CloseDoesNotWait(LoopbackTransport):
-    """``close`` leaves work running. (The second one ends it, or memory would go under it.)"""
+    """``close`` leaves transfers running; a second ``close`` ends them before memory is freed."""
 
     def close(self) -> None:
         if self._owner.closed:
@@ -100,8 +100,8 @@ class CloseDoesNotWait(LoopbackTransport):
 
 
 @caught_by("test_cancel_ends_a_transfer_early")
-class SaysThatThePeerWasLost(Watched):
-    """A transfer that was cancelled fails as if its peer were gone."""
+class CancelReportsLostPeer(Watched):
+    """A cancelled transfer fails with ``PeerLostError``."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         lost = PeerLostError("lost")
@@ -109,8 +109,8 @@ class SaysThatThePeerWasLost(Watched):
 
 
 @caught_by("test_disconnect_fails_what_is_in_flight")
-class SaysThatItFailed(Watched):
-    """A transfer that ``disconnect`` has ended does not say so."""
+class DisconnectReportsOtherError(Watched):
+    """A transfer that ``disconnect`` ended does not fail with ``PeerLostError``."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         lost = isinstance(status.error, PeerLostError)
@@ -118,24 +118,24 @@ class SaysThatItFailed(Watched):
 
 
 @caught_by("test_killed_before_a_transfer")
-class DeregistersUnderTheFailing(Failing):
-    """What is failing is taken to be over when memory is deregistered."""
+class DeregistersMemoryOfFailingTransfer(FailingUntilDisconnect):
+    """Memory of a failing transfer can be deregistered."""
 
     def deregister(self, region: Region) -> None:
         LoopbackTransport.deregister(self, region)
 
 
 @caught_by("test_killed_before_a_transfer")
-class ForgetsTheFailing(Failing):
-    """What is failing is taken to be over when it is forgotten."""
+class ForgetsFailingTransfer(FailingUntilDisconnect):
+    """A failing transfer can be forgotten."""
 
     def forget(self, transfer: TransferId) -> None:
         LoopbackTransport.forget(self, transfer)
 
 
 @caught_by("test_cancel_does_not_wait_for_the_end")
-class WaitsForTheEndOfACancel(LoopbackTransport):
-    """``cancel`` returns when the transfer is final, which takes a while."""
+class CancelWaitsForTheEnd(LoopbackTransport):
+    """``cancel`` returns only when the transfer is final."""
 
     def cancel(self, transfer: TransferId) -> None:
         running = not transfer_of(self, transfer).final
@@ -145,8 +145,8 @@ class WaitsForTheEndOfACancel(LoopbackTransport):
 
 
 @caught_by("test_a_stopped_peer_that_is_disconnected_holds_nobody_up")
-class DisconnectHoldsEverybodyUp(LoopbackTransport):
-    """``disconnect`` takes its time, and keeps a lock that all transfers need."""
+class DisconnectBlocksAllTransfers(LoopbackTransport):
+    """``disconnect`` holds a lock for long that all transfers need."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -163,8 +163,8 @@ class DisconnectHoldsEverybodyUp(LoopbackTransport):
 
 
 @caught_by("test_peers_come_and_go_beside_transfers")
-class ConnectLooksAtWhatOthersChange(LoopbackTransport):
-    """``connect`` goes through the transfers while others begin and end."""
+class ConnectIteratesWithoutLock(LoopbackTransport):
+    """``connect`` iterates over the transfers without a lock while other threads change them."""
 
     def connect(self, address: bytes) -> PeerId:
         for _ in self._transfers:

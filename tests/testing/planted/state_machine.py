@@ -1,4 +1,4 @@
-"""Faults that take an odd sequence of calls."""
+"""Faults that only unusual sequences of calls show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.testing.planted.base import caught_by, connection_of
 
 
 @caught_by("test_any_order_of_calls_does_what_the_model_does")
-class ForgetsThatItWasDeregisteredOnce(LoopbackTransport):
+class DeregistersARegionOnlyOnce(LoopbackTransport):
     """A region that was deregistered and registered again cannot be deregistered again."""
 
     def __init__(self, **options: object) -> None:

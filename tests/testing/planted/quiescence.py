@@ -1,7 +1,7 @@
-"""Bytes that land after the end.
+"""Faults of quiescence: bytes that land after a transfer is final.
 
-A thread writes into the target when the driver has said that nothing will: what a NIC, a socket or
-a queue does that nobody has asked whether it is done.
+A thread writes into the target although the driver has reported that the transfer is quiet, as a
+NIC, a socket or a queue does whose completion was not awaited.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _STAGED = b"staged" * 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """What is to land: the first copy of a transfer."""
+class LateCopy:
+    """The first copy of a transfer, which lands late."""
 
     op: str
     peer: PeerId
@@ -51,7 +51,7 @@ class Batch:
     copies: Copies
 
     def land(self) -> None:
-        """Move it, with a transport of its own."""
+        """Move the copy, with a transport of its own."""
         device = LoopbackTransport()
         moved = False
         with contextlib.suppress(TransportError):
@@ -60,19 +60,19 @@ class Batch:
             moved = device.poll([transfer])[0].state is not State.FAILED
         device.close()
         if self.op == "read" and not moved:
-            # The peer is gone; what had arrived was staged somewhere.
+            # The peer is gone: write bytes that could have been staged on this side.
             ctypes.memmove(int(self.copies.local[0]), _STAGED, len(_STAGED))
 
 
-class Late(Watched):
-    """Base: remembers what it has begun, so that some of it can land again."""
+class LateBytes(Watched):
+    """Base class: records the first copy of every transfer, so that it can land late."""
 
     op = "read"
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
         self._addresses: dict[PeerId, bytes] = {}
-        self._batches: dict[TransferId, Batch] = {}
+        self._batches: dict[TransferId, LateCopy] = {}
         self._landing: list[threading.Thread] = []
 
     def connect(self, address: bytes) -> PeerId:
@@ -81,12 +81,12 @@ class Late(Watched):
         return peer
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return self._begun("read", super().read, peer, copies, notify)
+        return self._begin("read", super().read, peer, copies, notify)
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
-        return self._begun("write", super().write, peer, copies, notify)
+        return self._begin("write", super().write, peer, copies, notify)
 
-    def _begun(
+    def _begin(
         self,
         op: str,
         begin: Callable[[PeerId, Copies, bytes | None], TransferId],
@@ -98,21 +98,21 @@ class Late(Watched):
         if op == self.op and copies.total:
             part = cut(copies, slice(1))
             part = replace(part, segments=tuple(one for one in part.segments if one.stop)[:1])
-            self._batches[transfer] = Batch(
+            self._batches[transfer] = LateCopy(
                 op=op, peer=peer, address=self._addresses[peer], copies=part
             )
         return transfer
 
-    def land_later(self, transfer: TransferId) -> None:
-        """Let a transfer's first copy land once more."""
+    def land_repeatedly(self, transfer: TransferId) -> None:
+        """Let the first copy of a transfer land again."""
         batch = self._batches.pop(transfer, None)
         if batch is None:
             return
 
-        self.go_on(batch.land)
+        self._repeat_in_thread(batch.land)
 
-    def go_on(self, land: Callable[[], None]) -> None:
-        """Do it again and again for a while."""
+    def _repeat_in_thread(self, land: Callable[[], None]) -> None:
+        """Call a function repeatedly for a while, in a thread."""
 
         def late() -> None:
             for _ in range(_TIMES):
@@ -123,57 +123,57 @@ class Late(Watched):
         thread.start()
         self._landing.append(thread)
 
-    def land_those(self, peer: PeerId | None = None) -> None:
-        """Let what is unfinished land, of one peer or of all."""
+    def land_unfinished(self, peer: PeerId | None = None) -> None:
+        """Let the unfinished transfers of one peer, or of all, land late."""
         for transfer, batch in list(self._batches.items()):
             if batch.peer == (peer or batch.peer) and not transfer_of(self, transfer).final:
-                self.land_later(transfer)
+                self.land_repeatedly(transfer)
 
     def close(self) -> None:
-        # The test's memory must outlive the threads, whatever else is wrong.
+        # The memory of the test must outlive the threads.
         super().close()
         for thread in self._landing:
             thread.join()
 
 
-class LateAfterCancel(Late):
-    """Base."""
+class LateAfterCancel(LateBytes):
+    """Base class: bytes land after ``cancel``."""
 
     def cancel(self, transfer: TransferId) -> None:
         if not transfer_of(self, transfer).final:
-            self.land_later(transfer)
+            self.land_repeatedly(transfer)
         super().cancel(transfer)
 
 
 @caught_by("test_quiet_after_a_cancel")
 class LandsAReadAfterCancel(LateAfterCancel):
-    """A batch that was under way goes on when the read is FAILED."""
+    """A read that is FAILED by ``cancel`` still moves a copy."""
 
 
 @caught_by("test_quiet_after_a_cancel")
 class LandsAWriteAfterCancel(LateAfterCancel):
-    """A batch that was under way goes on when the write is FAILED."""
+    """A write that is FAILED by ``cancel`` still moves a copy."""
 
     op = "write"
 
 
 @caught_by("test_quiet_after_a_cancel")
-class LandsWhatWasUnderWayOnly(Late):
-    """What is cancelled at once is quiet; what has moved some bytes already is not."""
+class LandsOnlyWhatHadBegun(LateBytes):
+    """A transfer that is cancelled at once is quiet; one that has moved bytes is not."""
 
     def cancel(self, transfer: TransferId) -> None:
         job = transfer_of(self, transfer)
         if not job.final and job.position > job.limit * job.running:
-            self.land_later(transfer)
+            self.land_repeatedly(transfer)
         super().cancel(transfer)
 
 
-class LateAfterDisconnect(Late):
-    """Base."""
+class LateAfterDisconnect(LateBytes):
+    """Base class: bytes land after ``disconnect``."""
 
     def disconnect(self, peer: PeerId) -> None:
         connection_of(self, peer)
-        self.land_those(peer)
+        self.land_unfinished(peer)
         super().disconnect(peer)
 
 
@@ -189,12 +189,12 @@ class LandsAWriteAfterDisconnect(LateAfterDisconnect):
     op = "write"
 
 
-class LateAfterClose(Late):
-    """Base: the first ``close`` does not wait for its threads. The second one does."""
+class LateAfterClose(LateBytes):
+    """Base class: the first ``close`` does not wait for its threads, the second does."""
 
     def close(self) -> None:
         if self._peers:
-            self.land_those()
+            self.land_unfinished()
             LoopbackTransport.close(self)
         else:
             super().close()
@@ -212,46 +212,46 @@ class LandsAWriteAfterClose(LateAfterClose):
     op = "write"
 
 
-class LateAfterDone(Late):
-    """Base."""
+class LateAfterDone(LateBytes):
+    """Base class: bytes land after DONE."""
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         if status.state is State.DONE:
-            self.land_later(transfer)
+            self.land_repeatedly(transfer)
         return status
 
 
 @caught_by("test_quiet_after_done")
-class SendsAReadTwice(LateAfterDone):
-    """A part that was sent again, because its receipt was late, lands after DONE."""
+class LandsAReadAgainAfterDone(LateAfterDone):
+    """A part whose acknowledgement was late is sent again and lands after DONE."""
 
 
 @caught_by("test_quiet_after_done")
-class SendsAWriteTwice(LateAfterDone):
-    """A part that was sent again, because its receipt was late, lands after DONE."""
+class LandsAWriteAgainAfterDone(LateAfterDone):
+    """A part whose acknowledgement was late is sent again and lands after DONE."""
 
     op = "write"
 
 
-class LateAfterFailure(Late):
-    """Base."""
+class LateAfterFailure(LateBytes):
+    """Base class: bytes land after a failure."""
 
     kinds: tuple[type[TransportError], ...] = (TransportError,)
 
     def seen(self, transfer: TransferId, status: Status) -> Status:
         if status.state is State.FAILED and type(status.error) in self.kinds:
-            self.land_later(transfer)
+            self.land_repeatedly(transfer)
         return status
 
 
 @caught_by("test_quiet_after_a_failure")
 class LandsAReadAfterAFailure(LateAfterFailure):
-    """One part fails, which ends the transfer, and another one lands."""
+    """One part fails, which ends the transfer, and another part still lands."""
 
 
 @caught_by("test_quiet_after_a_failure")
 class LandsAWriteAfterAFailure(LateAfterFailure):
-    """One part fails, which ends the transfer, and another one lands."""
+    """One part fails, which ends the transfer, and another part still lands."""
 
     op = "write"
 
@@ -261,17 +261,17 @@ class LandsAWriteAfterAFailure(LateAfterFailure):
         return status
 
     def _lands_unregistered(self, transfer: TransferId) -> None:
-        # The peer has taken its memory back, and would refuse it to a transport.
+        # The peer has deregistered its memory, so a transport would refuse the copy.
         batch = self._batches.pop(transfer, None)
         if batch is None:
             return
         reach = self._peers[batch.peer].memory
         assert isinstance(reach, OtherProcess)
-        self.go_on(partial(_poke, reach.pid, batch))
+        self._repeat_in_thread(partial(_write_repeatedly, reach.pid, batch))
 
 
-def _poke(process: int, batch: Batch) -> None:
-    """Write into a process without asking anybody, for as long as there is one."""
+def _write_repeatedly(process: int, batch: LateCopy) -> None:
+    """Write into the memory of a process as long as it lives, without its driver."""
     size = np.minimum(batch.copies.nbytes[:1], np.uint64(4096))
     local, remote = (
         np.stack([one[:1], size], 1) for one in (batch.copies.local, batch.copies.remote)
@@ -280,22 +280,22 @@ def _poke(process: int, batch: Batch) -> None:
 
 
 @caught_by("test_quiet_after_the_peer_was_killed")
-class LandsWhatADeadPeerHadSent(LateAfterFailure):
-    """What had arrived of a dead peer is copied to where it belongs when it has FAILED."""
+class LandsBytesOfADeadPeer(LateAfterFailure):
+    """Bytes that arrived from a dead peer are copied to the target after FAILED."""
 
     kinds = (PeerLostError,)
 
 
 @caught_by("test_quiet_after_the_peer_has_closed")
-class LandsWhatAPeerHadSentBeforeItClosed(LateAfterFailure):
-    """What had arrived of a peer that closed is copied to where it belongs when it has FAILED."""
+class LandsBytesOfAClosedPeer(LateAfterFailure):
+    """Bytes that arrived from a peer that closed are copied to the target after FAILED."""
 
     kinds = (PeerLostError,)
 
 
 @caught_by("test_quiet_after_a_cancel")
-class LandsAfterItWasFailing(Late):
-    """It promises to be quiet after ``disconnect``, says so, and is not."""
+class LandsAfterDisconnectOfFailing(LateBytes):
+    """A failing transfer is FAILED after ``disconnect``, as promised, but not quiet."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -314,4 +314,4 @@ class LandsAfterItWasFailing(Late):
         super().disconnect(peer)
         for transfer, batch in list(self._batches.items()):
             if batch.peer == peer:
-                self.land_later(transfer)
+                self.land_repeatedly(transfer)

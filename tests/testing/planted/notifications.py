@@ -1,4 +1,4 @@
-"""Notifications that come early, twice, or to somebody else."""
+"""Faults of notifications: sent early, twice, altered, or to another peer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.testing.planted.base import Altered, caught_by, connection_of, cut, transfer_of
+from tests.testing.planted.base import AlteredTransfers, caught_by, connection_of, cut, transfer_of
 
 
 @caught_by("test_a_bound_one_arrives_after_all_bytes")
-class NotifiesFirst(LoopbackTransport):
-    """A bound notification is sent when the transfer begins."""
+class NotifiesWhenTheTransferBegins(LoopbackTransport):
+    """A bound notification is sent when its transfer begins."""
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         if notify is not None:
@@ -32,7 +32,7 @@ class NotifiesFirst(LoopbackTransport):
 
 @caught_by("test_a_bound_one_does_not_overtake_a_long_transfer")
 class NotifiesWithTheFirstPart(LoopbackTransport):
-    """A transfer is split in two, and the notification goes with the first."""
+    """A transfer is split in two, and its notification is sent with the first part."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         first = copies.segments[0].stop if copies.segments else 0
@@ -43,18 +43,18 @@ class NotifiesWithTheFirstPart(LoopbackTransport):
 
 
 @caught_by("test_a_bound_one_comes_with_every_transfer")
-class SaysNothingWhereNothingMoved(Altered):
-    """A transfer of no bytes loses its notification."""
+class DropsNotificationOfEmptyTransfer(AlteredTransfers):
+    """The notification of a transfer without bytes is not sent."""
 
-    def altered(
+    def alter(
         self, peer: PeerId, copies: Copies, notify: bytes | None
     ) -> tuple[PeerId, Copies, bytes | None]:
         return peer, copies, notify if copies.total else None
 
 
 @caught_by("test_cancel_ends_a_transfer_early")
-class NotifiesOfAFailure(LoopbackTransport):
-    """A bound notification is sent at the end, whichever it is."""
+class NotifiesWhenTheTransferFails(LoopbackTransport):
+    """A bound notification is sent at the end, even if the transfer failed."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -73,7 +73,7 @@ class NotifiesOfAFailure(LoopbackTransport):
 
 
 @caught_by("test_only_the_peer_that_is_named_gets_it")
-class NotifiesEverybody(LoopbackTransport):
+class NotifiesAllPeers(LoopbackTransport):
     """Every peer gets every notification."""
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
@@ -83,16 +83,16 @@ class NotifiesEverybody(LoopbackTransport):
 
 
 @caught_by("test_each_arrives_once_in_order_and_says_from_whom")
-class HandsThemOutBackwards(LoopbackTransport):
-    """The newest notification comes first."""
+class ReversesNotifications(LoopbackTransport):
+    """``notifications`` returns the newest first."""
 
     def notifications(self) -> list[Notification]:
         return super().notifications()[::-1]
 
 
 @caught_by("test_each_arrives_once_in_order_and_says_from_whom")
-class HandsThemOutTwice(LoopbackTransport):
-    """What was handed out once is handed out again."""
+class DeliversNotificationsTwice(LoopbackTransport):
+    """``notifications`` returns every notification twice."""
 
     def notifications(self) -> list[Notification]:
         fresh = super().notifications()
@@ -101,15 +101,15 @@ class HandsThemOutTwice(LoopbackTransport):
 
 
 @caught_by("test_each_arrives_once_in_order_and_says_from_whom")
-class NamesTheReceiver(LoopbackTransport):
-    """The sender of a notification is given as the transport that got it."""
+class NamesTheReceiverAsSender(LoopbackTransport):
+    """The sender of a notification is named as the transport that received it."""
 
     def notifications(self) -> list[Notification]:
         return [replace(one, sender=self.name) for one in super().notifications()]
 
 
 @caught_by("test_from_1_byte_to_the_limit")
-class EndsThemAtAZero(LoopbackTransport):
+class CutsPayloadsAtAZero(LoopbackTransport):
     """A payload is taken for a C string."""
 
     def notifications(self) -> list[Notification]:
@@ -119,18 +119,18 @@ class EndsThemAtAZero(LoopbackTransport):
 
 
 @caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
-class DropsEmptyOnes(Altered):
-    """An empty notification is taken, and not sent."""
+class DropsEmptyNotifications(AlteredTransfers):
+    """An empty notification is accepted and not sent."""
 
-    def altered(
+    def alter(
         self, peer: PeerId, copies: Copies, notify: bytes | None
     ) -> tuple[PeerId, Copies, bytes | None]:
         return peer, copies, notify or None
 
 
 @caught_by("test_from_1_byte_to_the_limit")
-class CutsTheLongest(LoopbackTransport):
-    """A payload as long as the limit loses its last byte to a terminator."""
+class CutsTheLongestPayload(LoopbackTransport):
+    """A payload of the greatest length loses its last byte."""
 
     def notifications(self) -> list[Notification]:
         limit = self.capabilities.max_notification
@@ -138,8 +138,8 @@ class CutsTheLongest(LoopbackTransport):
 
 
 @caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
-class TakesMoreThanItSays(LoopbackTransport):
-    """One byte more than ``max_notification`` is sent all the same."""
+class ExceedsMaxNotification(LoopbackTransport):
+    """A payload one byte longer than ``max_notification`` is sent."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -147,8 +147,8 @@ class TakesMoreThanItSays(LoopbackTransport):
 
 
 @caught_by("test_other_lengths_are_refused_and_nothing_has_moved")
-class LooksAtThePayloadLast(LoopbackTransport):
-    """A transfer whose notification is refused has moved its bytes."""
+class ChecksPayloadLast(LoopbackTransport):
+    """A transfer whose notification is refused moves its bytes first."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         if notify is not None:
@@ -157,8 +157,8 @@ class LooksAtThePayloadLast(LoopbackTransport):
 
 
 @caught_by("test_each_arrives_once_in_order_and_says_from_whom")
-class HandsOutTheLatest(LoopbackTransport):
-    """Of several that came together only the last is handed out."""
+class DeliversOnlyTheLastNotification(LoopbackTransport):
+    """Of several notifications that arrived, only the last is returned."""
 
     def notifications(self) -> list[Notification]:
         return super().notifications()[-1:]
@@ -166,7 +166,7 @@ class HandsOutTheLatest(LoopbackTransport):
 
 @caught_by("test_senders_are_told_apart")
 class NamesTheFirstSender(LoopbackTransport):
-    """Whoever sends, the sender is the one that was heard first."""
+    """Every notification names the first sender."""
 
     def notifications(self) -> list[Notification]:
         found = super().notifications()
@@ -176,8 +176,8 @@ class NamesTheFirstSender(LoopbackTransport):
 
 
 @caught_by("test_only_the_peer_that_is_named_gets_it")
-class TellsTheNewestPeer(LoopbackTransport):
-    """What is bound to a transfer goes to whoever was connected last."""
+class NotifiesTheNewestPeer(LoopbackTransport):
+    """A bound notification is sent to the peer that was connected last."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         connection_of(self, peer)
@@ -189,8 +189,8 @@ class TellsTheNewestPeer(LoopbackTransport):
         return transfer
 
 
-class Tells(LoopbackTransport):
-    """Base: sends what is bound to a transfer itself."""
+class BindsItself(LoopbackTransport):
+    """Base class: sends bound notifications itself."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -204,8 +204,8 @@ class Tells(LoopbackTransport):
 
 
 @caught_by("test_disconnect_fails_what_is_in_flight")
-class TellsAtDisconnect(Tells):
-    """A peer that is disconnected is told of everything that was under way."""
+class DisconnectSendsBoundNotifications(BindsItself):
+    """``disconnect`` sends the notifications of unfinished transfers."""
 
     def disconnect(self, peer: PeerId) -> None:
         connection_of(self, peer)
@@ -216,8 +216,8 @@ class TellsAtDisconnect(Tells):
 
 
 @caught_by("test_close_with_work_in_flight")
-class TellsAtClose(Tells):
-    """``close`` sends what is bound to transfers that it has ended."""
+class CloseSendsBoundNotifications(BindsItself):
+    """``close`` sends the notifications of the transfers that it ended."""
 
     def close(self) -> None:
         for peer, payload in self._unsaid.values():
@@ -228,8 +228,8 @@ class TellsAtClose(Tells):
 
 
 @caught_by("test_quiet_after_a_failure")
-class TellsOfAFailure(Tells):
-    """What a transfer that failed by itself was to say is said."""
+class FailureSendsBoundNotification(BindsItself):
+    """A transfer that failed by itself still sends its notification."""
 
     def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         statuses = super().poll(transfers)
@@ -240,8 +240,8 @@ class TellsOfAFailure(Tells):
 
 
 @caught_by("test_a_stopped_peer_does_not_keep_notify_waiting")
-class WaitsForAReader(LoopbackTransport):
-    """``notify`` returns when the peer's socket has taken it."""
+class NotifyWaitsForThePeer(LoopbackTransport):
+    """``notify`` returns only when the socket of the peer has taken the notification."""
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
         super().notify(peer, payload)

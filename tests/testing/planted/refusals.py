@@ -1,4 +1,4 @@
-"""Registration and bounds."""
+"""Faults of registration and of bounds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvferry.core.transport import (
 )
 from kvferry.core.transport.copies import Copies, Segment
 from kvferry.drivers.loopback import LoopbackTransport
-from tests.testing.planted.base import Altered, caught_by, connection_of, cut, first_of
+from tests.testing.planted.base import AlteredTransfers, caught_by, connection_of, cut, first_of
 
 
 @caught_by("test_a_copy_outside_its_region_is_refused")
-class ClipsToTheRegion(Altered):
-    """What leaves a region is shortened to it."""
+class ClipsCopiesToTheRegion(AlteredTransfers):
+    """A copy that leaves its region is shortened, not refused."""
 
     def copies(self, copies: Copies) -> Copies:
         nbytes = copies.nbytes.copy()
@@ -40,10 +40,10 @@ class ClipsToTheRegion(Altered):
 
 
 @caught_by("test_each_copy_must_lie_in_its_own_segments_regions")
-class TakesAnyRegion(Altered):
-    """Bounds are those of the largest registered region around."""
+class TakesAnyRegion(AlteredTransfers):
+    """A copy need only lie in the largest registered region around its own."""
 
-    def altered(
+    def alter(
         self, peer: PeerId, copies: Copies, notify: bytes | None
     ) -> tuple[PeerId, Copies, bytes | None]:
         known = self._peers[peer].regions if peer in self._peers else {}
@@ -65,8 +65,8 @@ class TakesAnyRegion(Altered):
 
 
 @caught_by("test_each_copy_must_lie_in_its_own_segments_regions")
-class KnowsRegionsByTheirAddress(Altered):
-    """Of two local regions that begin at one address, the larger one's bounds hold for both."""
+class IdentifiesRegionsByAddress(AlteredTransfers):
+    """Of two local regions at one address, the bounds of the larger hold for both."""
 
     def copies(self, copies: Copies) -> Copies:
         segments = tuple(replace(one, local=self._largest(one.local)) for one in copies.segments)
@@ -78,8 +78,8 @@ class KnowsRegionsByTheirAddress(Altered):
 
 
 @caught_by("test_segments_that_do_not_cover_the_copies_are_refused")
-class IgnoresCopiesWithoutASegment(Altered):
-    """Copies that no segment covers are left out."""
+class IgnoresCopiesWithoutASegment(AlteredTransfers):
+    """Copies that no segment covers are skipped, not refused."""
 
     def copies(self, copies: Copies) -> Copies:
         last = max((one.stop for one in copies.segments), default=0)
@@ -87,8 +87,8 @@ class IgnoresCopiesWithoutASegment(Altered):
 
 
 @caught_by("test_local_memory_that_was_deregistered_is_refused")
-class KeepsWhatWasDeregistered(LoopbackTransport):
-    """``deregister`` does nothing but check."""
+class DeregisterHasNoEffect(LoopbackTransport):
+    """``deregister`` checks its argument and does nothing else."""
 
     def deregister(self, region: Region) -> None:
         self._check_usable()
@@ -97,8 +97,8 @@ class KeepsWhatWasDeregistered(LoopbackTransport):
 
 
 @caught_by("test_a_region_in_use_is_not_deregistered")
-class DeregistersWhatIsInUse(LoopbackTransport):
-    """A transfer in flight loses its memory."""
+class DeregistersMemoryInUse(LoopbackTransport):
+    """Memory of a transfer in flight can be deregistered."""
 
     def deregister(self, region: Region) -> None:
         self._check_usable()
@@ -109,7 +109,7 @@ class DeregistersWhatIsInUse(LoopbackTransport):
 
 @caught_by("test_registering_again_has_no_effect")
 class CountsRegistrations(LoopbackTransport):
-    """What was registered twice has to be deregistered twice."""
+    """A region that was registered twice must be deregistered twice."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -125,26 +125,26 @@ class CountsRegistrations(LoopbackTransport):
             super().deregister(region)
 
 
-@caught_by("test_a_kind_that_is_not_among_the_capabilities_is_refused")
-class TakesAnyKind(LoopbackTransport):
-    """Device memory is registered as if it were the host's."""
+@caught_by("test_unsupported_memory_kind_is_refused")
+class RegistersAnyMemoryKind(LoopbackTransport):
+    """Device memory is registered as if it were host memory."""
 
     def register(self, region: Region) -> None:
         super().register(replace(region, kind="cpu"))
 
 
-@caught_by("test_what_is_not_registered_is_not_deregistered")
-class DeregistersAnything(LoopbackTransport):
-    """What was never registered is deregistered without a word."""
+@caught_by("test_deregistering_unregistered_memory_is_refused")
+class DeregistersUnregisteredMemory(LoopbackTransport):
+    """Deregistering memory that was never registered does not raise."""
 
     def deregister(self, region: Region) -> None:
         if region in self._registered:
             super().deregister(region)
 
 
-@caught_by("test_what_another_peer_registered_is_refused")
-class KnowsNoPeersApart(LoopbackTransport):
-    """What any peer has registered may be read from all of them."""
+@caught_by("test_regions_of_another_peer_are_refused")
+class MixesRegionsOfPeers(LoopbackTransport):
+    """Memory that one peer registered may be read from every peer."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         found = connection_of(self, peer)
@@ -153,9 +153,9 @@ class KnowsNoPeersApart(LoopbackTransport):
         return super().read(peer, copies, notify)
 
 
-@caught_by("test_what_another_peer_registered_is_refused")
-class TakesRemoteForLocal(LoopbackTransport):
-    """A peer's region will do as the local one."""
+@caught_by("test_regions_of_another_peer_are_refused")
+class AcceptsRemoteRegionAsLocal(LoopbackTransport):
+    """A region of a peer is accepted as a local region."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         known = {region for one in self._peers.values() for region in one.regions}
@@ -165,8 +165,8 @@ class TakesRemoteForLocal(LoopbackTransport):
         return super().read(peer, copies, notify)
 
 
-class AnyDevice(Altered):
-    """Base: a region is known by address and length, whichever device it is of."""
+class IgnoresDevice(AlteredTransfers):
+    """Base class: regions are compared by address and length, without their device."""
 
     side = "local"
 
@@ -179,20 +179,20 @@ class AnyDevice(Altered):
 
 
 @caught_by("test_local_memory_that_is_not_registered_is_refused")
-class KnowsNoLocalDevice(AnyDevice):
-    """Memory of another device at the same address is taken for that which is registered."""
+class IgnoresLocalDevice(IgnoresDevice):
+    """A local region of another device at a registered address is accepted."""
 
 
 @caught_by("test_remote_memory_that_the_peer_did_not_register_is_refused")
-class KnowsNoRemoteDevice(AnyDevice):
-    """Memory of another device at the same address is taken for that which is registered."""
+class IgnoresRemoteDevice(IgnoresDevice):
+    """A remote region of another device at a registered address is accepted."""
 
     side = "remote"
 
 
 @caught_by("test_a_region_in_use_is_not_deregistered")
-class HoldsItsFirstRegionOnly(LoopbackTransport):
-    """Of a transfer with several regions, only the first counts as used."""
+class OnlyFirstRegionIsInUse(LoopbackTransport):
+    """Of a transfer with several regions, only the first counts as in use."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         transfer = super().read(peer, copies, notify)
@@ -202,8 +202,8 @@ class HoldsItsFirstRegionOnly(LoopbackTransport):
 
 
 @caught_by("test_a_region_in_use_is_not_deregistered")
-class HoldsEverything(LoopbackTransport):
-    """While anything is under way, nothing may be deregistered."""
+class AllRegionsAreInUse(LoopbackTransport):
+    """While any transfer is under way, no region can be deregistered."""
 
     def deregister(self, region: Region) -> None:
         if any(not job.final for _, _, job in self._transfers.values()):
@@ -212,8 +212,8 @@ class HoldsEverything(LoopbackTransport):
 
 
 @caught_by("test_remote_memory_that_the_peer_did_not_register_is_refused")
-class HoldsWhatWasRefused(LoopbackTransport):
-    """The local region of a transfer that was refused counts as used for ever."""
+class RefusedTransferKeepsRegionInUse(LoopbackTransport):
+    """The local region of a refused transfer counts as in use for ever."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -232,8 +232,8 @@ class HoldsWhatWasRefused(LoopbackTransport):
 
 
 @caught_by("test_one_copy_outside_among_many_is_refused")
-class LooksAtTheEndsOnly(Altered):
-    """Copies are taken to be in order: if the first and the last are inside, all are."""
+class ChecksFirstAndLastCopyOnly(AlteredTransfers):
+    """Only the first and the last copy are checked against the bounds."""
 
     def copies(self, copies: Copies) -> Copies:
         if len(copies) < 3:
@@ -246,8 +246,8 @@ class LooksAtTheEndsOnly(Altered):
 
 
 @caught_by("test_segments_without_copies_must_name_known_regions_too")
-class LooksAtFullSegmentsOnly(Altered):
-    """Segments without copies are dropped before anybody looks at their regions."""
+class ChecksFullSegmentsOnly(AlteredTransfers):
+    """The regions of segments without copies are not checked."""
 
     def copies(self, copies: Copies) -> Copies:
         full = tuple(one for one in copies.segments if one.stop > one.start)
@@ -256,7 +256,7 @@ class LooksAtFullSegmentsOnly(Altered):
 
 @caught_by("test_overlapping_regions_are_separate")
 class RefusesOverlaps(LoopbackTransport):
-    """Memory that is registered already may not be registered as a part."""
+    """A part of a registered region cannot be registered."""
 
     def register(self, region: Region) -> None:
         if any(one != region and one.contains(region) for one in self._registered):
@@ -265,8 +265,8 @@ class RefusesOverlaps(LoopbackTransport):
 
 
 @caught_by("test_overlapping_regions_are_separate")
-class DeregistersTheParts(LoopbackTransport):
-    """What lies within a region goes with it."""
+class DeregistersRegionsWithin(LoopbackTransport):
+    """Deregistering a region also deregisters the regions within it."""
 
     def deregister(self, region: Region) -> None:
         super().deregister(region)

@@ -1,4 +1,4 @@
-"""Correct drivers of other kinds than loopback: what they lack, the suite must let them lack."""
+"""Correct drivers that can do less than loopback, or do it otherwise; the suite must pass them."""
 
 from __future__ import annotations
 
@@ -37,49 +37,49 @@ from kvferry.testing.memory import Bytes, CpuBuffer
 
 ODD = "odd"
 _ODD_DEVICE = 7
-_LONG_SECONDS = 3600.0
+_DELAY_SECONDS = 3600.0
 
 
-class Limited(LoopbackTransport):
-    """Base: can do as much as its attributes say."""
+class LimitedTransport(LoopbackTransport):
+    """Base class: a driver with the capabilities that its attributes name."""
 
     ops: ClassVar[frozenset[str]] = frozenset({"read", "write"})
-    longest: ClassVar[int] = 1 << 16
+    max_notification: ClassVar[int] = 1 << 16
     cancels: ClassVar[bool] = True
-    at_once: ClassVar[int | None] = None
+    max_outstanding: ClassVar[int | None] = None
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
         self._capabilities = replace(
             self._capabilities,
             ops=self.ops,
-            max_notification=self.longest,
+            max_notification=self.max_notification,
             cancel=self.cancels,
-            max_outstanding=self.at_once,
+            max_outstanding=self.max_outstanding,
         )
 
 
-class Modest(Limited):
-    """Reads only, two at once, carries no notifications and cannot cancel."""
+class ReadOnly(LimitedTransport):
+    """Only reads, two at once, and can neither notify nor cancel."""
 
     ops = frozenset({"read"})
-    longest = 0
+    max_notification = 0
     cancels = False
-    at_once = 2
+    max_outstanding = 2
 
 
-class Writer(Limited):
-    """Writes only, one at once, and says at most 8 bytes."""
+class WriteOnly(LimitedTransport):
+    """Only writes, one at once, and carries notifications of at most 8 bytes."""
 
     ops = frozenset({"write"})
-    longest = 8
-    at_once = 1
+    max_notification = 8
+    max_outstanding = 1
 
 
-class Manual(Limited):
-    """Moves nothing, says nothing and hears nothing but while it is polled; says single bytes."""
+class ProgressOnlyInPoll(LimitedTransport):
+    """Transfers and notifications, of single bytes, make progress only within ``poll``."""
 
-    longest = 1
+    max_notification = 1
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -116,16 +116,16 @@ class Manual(Limited):
 
 
 class Blocking(LoopbackTransport):
-    """``read`` and ``write`` return when everything has been moved."""
+    """``read`` and ``write`` return when all bytes have been moved."""
 
     def _start(self, request: TransferRequest[LoopbackConnection]) -> LoopbackTransfer:
         transfer = super()._start(request)
-        self._workers.wait_final([transfer], time.monotonic() + _LONG_SECONDS)
+        self._workers.wait_final([transfer], time.monotonic() + _DELAY_SECONDS)
         return transfer
 
 
-class Failing(LoopbackTransport):
-    """Cannot prove that a failed transfer is quiet before it has disconnected."""
+class FailingUntilDisconnect(LoopbackTransport):
+    """A failed transfer is proven quiet only by disconnecting."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -163,14 +163,14 @@ class Failing(LoopbackTransport):
         super().forget(transfer)
 
 
-class Meek(Failing, Modest):
-    """As little as there may be: one read at once, failing until it has disconnected."""
+class Minimal(FailingUntilDisconnect, ReadOnly):
+    """The fewest abilities: one read at once, failing until disconnected."""
 
-    at_once = 1
+    max_outstanding = 1
 
 
 class Delegating(Transport):
-    """Implements ``Transport`` alone, without the base: another driver does the work."""
+    """Implements ``Transport`` without ``BaseTransport``, by delegating to loopback."""
 
     def __init__(self, **options: object) -> None:
         self._inner = LoopbackTransport(**options)
@@ -220,10 +220,10 @@ class Delegating(Transport):
         self._inner.close()
 
 
-class ReadsByItself(Delegating):
-    """As small as a driver without the base may be: reads, one at a time, and nothing else.
+class WithoutBase(Delegating):
+    """The smallest driver without ``BaseTransport``: one read at a time, and nothing else.
 
-    It counts, limits and refuses by itself; what it inherits are the defaults of ``Transport``.
+    It does its own bookkeeping, limits and refusals, and inherits only defaults of ``Transport``.
     """
 
     interface_version: ClassVar[tuple[int, int]] = (1, 0)
@@ -285,8 +285,8 @@ class ReadsByItself(Delegating):
         return self._own[transfer]
 
 
-class TwoKinds(LoopbackTransport):
-    """Has memory of a kind of its own, beside the usual one."""
+class TwoMemoryKinds(LoopbackTransport):
+    """Has a memory kind of its own beside ``cpu``."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -320,7 +320,7 @@ def _plain_copies(copies: Copies) -> Copies:
 
 
 class OddBuffer(Buffer):
-    """Memory of that kind: the usual, under another name."""
+    """CPU memory under the name of another memory kind."""
 
     def __init__(self, nbytes: int) -> None:
         self._inner = CpuBuffer(nbytes)
@@ -336,7 +336,7 @@ class OddBuffer(Buffer):
         self._inner.put(data, offset)
 
 
-def late(**options: object) -> FaultyTransport:
-    """Every transfer ends some polls later than it might."""
+def delayed(**options: object) -> FaultyTransport:
+    """Return a driver whose every transfer ends some polls late."""
     every = Schedule(seed=1, rate=1.0, faults=(Fault.DELAY,), polls=5)
     return FaultyTransport(LoopbackTransport(**options), every)

@@ -1,4 +1,4 @@
-"""Close, use after close, fork."""
+"""Faults of close, of use after close, and of forks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.testing.planted.base import (
 
 @caught_by("test_close_twice")
 class ClosesOnce(LoopbackTransport):
-    """The second ``close`` is a mistake."""
+    """The second ``close`` raises."""
 
     def close(self) -> None:
         self._check_usable()
@@ -29,15 +29,15 @@ class ClosesOnce(LoopbackTransport):
 
 @caught_by("test_after_close_every_method_but_close_refuses")
 class AnswersAfterClose(LoopbackTransport):
-    """After ``close`` there are no notifications, which is said without an error."""
+    """After ``close``, ``notifications`` returns none and does not raise."""
 
     def notifications(self) -> list[Notification]:
         return [] if self._owner.closed else super().notifications()
 
 
 @caught_by("test_after_close_the_properties_go_on_answering")
-class NamesNoLibraryAfterClose(LoopbackTransport):
-    """The library is asked for its version, and it is not there any more."""
+class RaisesForLibraryAfterClose(LoopbackTransport):
+    """After ``close``, ``library`` raises because the library is gone."""
 
     @property
     def library(self) -> str:
@@ -46,8 +46,8 @@ class NamesNoLibraryAfterClose(LoopbackTransport):
 
 
 @caught_by("test_closing_one_leaves_others_alone")
-class ClosesWhatIsShared(LoopbackTransport):
-    """Closing the last one that was made ends what all of them share."""
+class ClosesSharedState(LoopbackTransport):
+    """Closing the transport that was made last ends state that all transports share."""
 
     made: list[LoopbackTransport] = []  # noqa: RUF012 - the fault
 
@@ -61,8 +61,8 @@ class ClosesWhatIsShared(LoopbackTransport):
 
 
 @caught_by("test_a_forked_child_is_refused_and_harms_nothing")
-class DoesNotNoticeAFork(LoopbackTransport):
-    """A forked child goes on as if it were its parent."""
+class IgnoresFork(LoopbackTransport):
+    """A forked child may use the transport of its parent."""
 
     def _check_usable(self) -> None:
         if self._owner.closed:
@@ -70,8 +70,8 @@ class DoesNotNoticeAFork(LoopbackTransport):
 
 
 @caught_by("test_what_a_transport_had_registered_is_out_of_reach_once_it_is_closed")
-class StaysReadable(LoopbackTransport):
-    """``close`` leaves its memory registered."""
+class StaysReadableAfterClose(LoopbackTransport):
+    """``close`` leaves the memory registered."""
 
     def close(self) -> None:
         self._registry = RegionRegistry()
@@ -84,8 +84,8 @@ def _shut_down(transport: LoopbackTransport) -> None:
 
 
 @caught_by("test_a_forked_child_is_refused_and_harms_nothing")
-class EndsItsParentsConnections(LoopbackTransport):
-    """``close`` in a fork shuts the parent's sockets down."""
+class CloseInForkShutsSocketsOfParent(LoopbackTransport):
+    """``close`` in a forked child shuts the parent's sockets down."""
 
     def close(self) -> None:
         if os.getpid() != self._owner.pid:
@@ -94,8 +94,8 @@ class EndsItsParentsConnections(LoopbackTransport):
 
 
 @caught_by("test_a_forked_child_is_refused_and_harms_nothing")
-class EndsThemWhenItIsDropped(LoopbackTransport):
-    """A fork that only drops the transport shuts the parent's sockets down."""
+class DropInForkShutsSocketsOfParent(LoopbackTransport):
+    """A forked child that only drops the transport shuts the parent's sockets down."""
 
     def __del__(self) -> None:
         if os.getpid() != self._owner.pid:
@@ -104,7 +104,7 @@ class EndsThemWhenItIsDropped(LoopbackTransport):
 
 @caught_by("test_close_gives_threads_and_descriptors_back")
 class KeepsASocket(LoopbackTransport):
-    """``close`` forgets one of the sockets."""
+    """``close`` leaves one of the sockets open."""
 
     kept: list[socket.socket] = []  # noqa: RUF012 - the fault
 

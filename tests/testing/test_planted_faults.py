@@ -1,8 +1,8 @@
-"""The suite finds faults: each planted one by the test that is named with it.
+"""The conformance suite finds every planted fault, by the test that the fault names.
 
-All of them run in one pytest of their own, which is what a driver's author would run. The process
-that tests share is a correct driver's there, one for all: the fault is on this side. Tests that
-kill a peer, stop it or tell it what to do start one with the fault.
+The suite runs in separate pytest processes, as an author of a driver would run it. The peer process
+that tests share has a correct driver, so that only this side has the fault. Tests that kill a peer,
+stop it or give it commands start a peer with the fault.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import pytest
 
 from tests.testing.planted import CAUGHT_BY, FACTORIES
 
-_SECONDS = 600.0
-_AT_ONCE = 3
-# All of them run within the first one's fixture.
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(_SECONDS)]
+_TIMEOUT_SECONDS = 600.0
+_PROCESSES = 3
+# The fixture of the first test runs the suite for all faults.
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(_TIMEOUT_SECONDS)]
 
 ROOT = Path(__file__).parents[2]
 
-MODULE = """
+MODULE_CODE = """
 import pytest
 from kvferry.testing import TransportContract
 
@@ -41,14 +41,14 @@ del TransportContract
 {classes}
 """
 
-CLASS = """
+CLASS_CODE = """
 class Test{name}(Planted):
     factory = "{factory}"
 """
 
-# Which tests failed in their own body: what breaks a fixture has been found by nobody. One failure
-# of a fault's test is enough.
-REPORT = """
+# Reports the tests that failed in their own body; an error in a fixture does not count. One failure
+# of a fault is enough.
+CONFTEST_CODE = """
 import pytest
 from hypothesis import Phase, settings
 from kvferry.testing.peers import Process
@@ -58,14 +58,14 @@ def correct_process():
     with Process("kvferry.drivers.loopback:LoopbackTransport", {{}}, "cpu", 1 << 20) as process:
         yield process
 
-# Found is enough; nobody reads the shortest program.
+# Hypothesis need not shrink a failing example.
 settings.register_profile("found", phases=[Phase.generate], derandomize=True)
 settings.load_profile("found")
 caught = set()
 
 def pytest_runtest_setup(item):
     if item.cls in caught:
-        pytest.skip("caught already")
+        pytest.skip("already caught")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
@@ -80,33 +80,33 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """``TestFault test`` for each test that failed."""
-    return found(tmp_path_factory.mktemp("planted"), list(CAUGHT_BY))
+    """A line ``TestFault test`` for each test that failed."""
+    return run_suite(tmp_path_factory.mktemp("planted"), list(CAUGHT_BY))
 
 
-def found(folder: Path, faults: Sequence[str]) -> set[str]:
-    """Run the tests that have to find some faults; ``TestFault test`` for each that failed.
+def run_suite(folder: Path, faults: Sequence[str]) -> set[str]:
+    """Run the tests that have to find these faults, and return ``TestFault test`` for each failure.
 
-    Most of their time is waiting, so several run at once.
+    The tests mostly wait, so several processes run at once.
     """
-    parts = [folder / str(part) for part in range(_AT_ONCE)]
-    running = [_started(part, faults[index::_AT_ONCE]) for index, part in enumerate(parts)]
+    parts = [folder / str(part) for part in range(_PROCESSES)]
+    running = [_start_pytest(part, faults[index::_PROCESSES]) for index, part in enumerate(parts)]
     try:
         for one in running:
-            one.wait(_SECONDS)
+            one.wait(_TIMEOUT_SECONDS)
     finally:
         for one in running:
             one.kill()
     return {line for part in parts for line in (part / "report").read_text().splitlines()}
 
 
-def _started(folder: Path, faults: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start_pytest(folder: Path, faults: Sequence[str]) -> subprocess.Popen[bytes]:
     folder.mkdir()
     (folder / "report").touch()
-    classes = "\n".join(CLASS.format(name=name, factory=FACTORIES[name]) for name in faults)
+    classes = "\n".join(CLASS_CODE.format(name=name, factory=FACTORIES[name]) for name in faults)
     module = folder / "test_all.py"
-    module.write_text(MODULE.format(classes=classes))
-    (folder / "conftest.py").write_text(REPORT.format(path=str(folder / "report")))
+    module.write_text(MODULE_CODE.format(classes=classes))
+    (folder / "conftest.py").write_text(CONFTEST_CODE.format(path=str(folder / "report")))
     tests = [f"{module}::Test{name}::{CAUGHT_BY[name]}" for name in faults]
     options = ["-q", f"--rootdir={folder}", "-p", "no:cacheprovider", "-o", "timeout=30"]
     with (folder / "output").open("w") as output:
@@ -119,10 +119,10 @@ def _started(folder: Path, faults: Sequence[str]) -> subprocess.Popen[bytes]:
         )
 
 
-def test_there_are_thirty_at_least() -> None:
+def test_at_least_thirty_faults_are_planted() -> None:
     assert len(CAUGHT_BY) >= 30
 
 
 @pytest.mark.parametrize("fault", CAUGHT_BY)
-def test_a_planted_fault_is_caught(outcomes: set[str], fault: str) -> None:
+def test_planted_fault_is_caught(outcomes: set[str], fault: str) -> None:
     assert f"Test{fault} {CAUGHT_BY[fault]}" in outcomes

@@ -1,4 +1,4 @@
-"""Peers that are stopped: what their kernel has taken lands when they go on."""
+"""Faults with stopped peers: bytes in their kernel's buffers land when they continue."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvferry.core.transport import PeerId, State, Status, TransferId
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback.peer_memory import OtherProcess
 from tests.testing.planted.base import Watched, caught_by
-from tests.testing.planted.landing import Late
+from tests.testing.planted.quiescence import LateBytes
 
 _SHORT = 80
 _GIVES_UP_SECONDS = 20.0
 
 
 def process_of(transport: LoopbackTransport, peer: PeerId) -> int | None:
-    """The process of a peer that is stopped."""
+    """Return the process of a peer."""
     found = transport._peers.get(peer)
     reach = None if found is None else found.memory
     return reach.pid if isinstance(reach, OtherProcess) and is_stopped(reach.pid) else None
@@ -32,12 +32,12 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-class LandsWhenItGoesOn(Late):
-    """Base: what a stopped peer was sent lands when it goes on, and only then."""
+class LandsWhenThePeerContinues(LateBytes):
+    """Base class: bytes that were sent to a stopped peer land when it continues."""
 
     op = "write"
 
-    def land_later(self, transfer: TransferId) -> None:
+    def land_repeatedly(self, transfer: TransferId) -> None:
         batch = self._batches.pop(transfer, None)
         pid = None if batch is None else process_of(self, batch.peer)
         if batch is None or pid is None:
@@ -55,20 +55,20 @@ class LandsWhenItGoesOn(Late):
 
 
 @caught_by("test_a_stopped_peer_keeps_what_was_cancelled_in_use")
-class CancelsWithoutItsPeer(LandsWhenItGoesOn):
-    """A cancelled write is FAILED at once, and not when the peer says so."""
+class CancelDoesNotWaitForThePeer(LandsWhenThePeerContinues):
+    """A cancelled write is FAILED before the peer confirms it."""
 
     def cancel(self, transfer: TransferId) -> None:
         super().cancel(transfer)
-        self.land_later(transfer)
+        self.land_repeatedly(transfer)
 
 
 @caught_by("test_a_stopped_peer_is_disconnected_and_then_quiet_or_failing")
-class IsTiredOfWaiting(LandsWhenItGoesOn):
-    """``disconnect`` says that its deadline has passed, and its transfers are FAILED."""
+class DisconnectTimeoutMeansFailed(LandsWhenThePeerContinues):
+    """``disconnect`` raises at its deadline, but its transfers are FAILED."""
 
     def disconnect(self, peer: PeerId) -> None:
-        self.land_those(peer)
+        self.land_unfinished(peer)
         stopped = process_of(self, peer)
         super().disconnect(peer)
         if stopped is not None:
@@ -76,20 +76,20 @@ class IsTiredOfWaiting(LandsWhenItGoesOn):
 
 
 @caught_by("test_close_beside_a_stopped_peer_is_quiet_or_an_error")
-class ClosesWithoutItsPeers(LandsWhenItGoesOn):
-    """``close`` does not wait for what was sent to a stopped peer, and says nothing of it."""
+class CloseDoesNotWaitForPeers(LandsWhenThePeerContinues):
+    """``close`` neither waits for bytes sent to a stopped peer nor raises."""
 
     def close(self) -> None:
         if self._owner.closed:
             super().close()  # the test's end: its memory must outlive the threads
         else:
-            self.land_those()
+            self.land_unfinished()
             LoopbackTransport.close(self)
 
 
 @caught_by("test_a_stopped_peer_keeps_what_was_cancelled_in_use")
-class DeregistersWhatWasCancelled(Watched):
-    """What is failing until its peer goes on may be deregistered all the same."""
+class DeregistersMemoryOfCancelledTransfer(Watched):
+    """Memory of a transfer that fails until its peer continues can be deregistered."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -107,8 +107,8 @@ class DeregistersWhatWasCancelled(Watched):
 
 
 @caught_by("test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
-class LetsShortOnesPass(LoopbackTransport):
-    """In a queue, a short notification overtakes a long one."""
+class ShortNotificationsOvertake(LoopbackTransport):
+    """Queued short notifications overtake long ones."""
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
         super().notify(peer, payload)
@@ -120,8 +120,8 @@ class LetsShortOnesPass(LoopbackTransport):
 
 
 @caught_by("test_what_a_stopped_peer_was_sent_arrives_whole_and_in_order")
-class DropsWhatDoesNotFit(LoopbackTransport):
-    """What the queue has no room for is dropped without a word."""
+class DropsNotificationsWhenTheQueueIsFull(LoopbackTransport):
+    """Notifications for which the queue has no room are dropped silently."""
 
     def notify(self, peer: PeerId, payload: bytes) -> None:
         with contextlib.suppress(TransportError):

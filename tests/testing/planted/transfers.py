@@ -1,4 +1,4 @@
-"""Bytes that do not arrive where they should."""
+"""Faults of transfers: bytes that do not arrive where they should."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvferry.core.transport import (
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.testing.planted.base import (
-    Altered,
+    AlteredTransfers,
     caught_by,
     cut,
 )
 
 
 @caught_by("test_one_copy")
-class LosesTheLastByte(Altered):
-    """A length is taken for the offset of the last byte."""
+class LosesTheLastByte(AlteredTransfers):
+    """The last byte of every copy is not moved."""
 
     def copies(self, copies: Copies) -> Copies:
         return replace(copies, nbytes=copies.nbytes - (copies.nbytes > 1))
@@ -32,22 +32,22 @@ class LosesTheLastByte(Altered):
 
 @caught_by("test_one_copy")
 class SwapsTheDirection(LoopbackTransport):
-    """A write reads."""
+    """``write`` reads."""
 
     def write(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         return super().read(peer, copies, notify)
 
 
 @caught_by("test_one_byte")
-class SkipsSingleBytes(Altered):
-    """What is smaller than a word is dropped."""
+class DropsSingleBytes(AlteredTransfers):
+    """Copies of single bytes are dropped."""
 
     def copies(self, copies: Copies) -> Copies:
         return replace(copies, nbytes=copies.nbytes * (copies.nbytes >= 4))
 
 
 @caught_by("test_scattered_unaligned_copies_of_every_size")
-class AlignsAddresses(Altered):
+class AlignsAddresses(AlteredTransfers):
     """Remote addresses are rounded down to words."""
 
     def copies(self, copies: Copies) -> Copies:
@@ -55,8 +55,8 @@ class AlignsAddresses(Altered):
 
 
 @caught_by("test_100_000_copies")
-class CountsWith16Bits(Altered):
-    """More than 65,535 copies wrap around."""
+class CountsCopiesWith16Bits(AlteredTransfers):
+    """The number of copies wraps around at 65,536."""
 
     def copies(self, copies: Copies) -> Copies:
         keep = len(copies) if len(copies) < 1 << 16 else len(copies) % (1 << 16)
@@ -64,8 +64,8 @@ class CountsWith16Bits(Altered):
 
 
 @caught_by("test_copies_adjacent_on_one_side_only")
-class MergesWhatTouchesOnOneSide(Altered):
-    """Neighbours on the remote side are taken for neighbours on both."""
+class MergesCopiesAdjacentOnOneSide(AlteredTransfers):
+    """Copies that are adjacent on the remote side are merged as if adjacent on both."""
 
     def copies(self, copies: Copies) -> Copies:
         if len(copies) < 2:
@@ -79,7 +79,7 @@ class MergesWhatTouchesOnOneSide(Altered):
 
 
 @caught_by("test_adjacent_copies")
-class TakesCopiesForAscending(Altered):
+class SortsRemoteAddresses(AlteredTransfers):
     """The remote addresses are sorted, and the local ones are not."""
 
     def copies(self, copies: Copies) -> Copies:
@@ -87,8 +87,8 @@ class TakesCopiesForAscending(Altered):
 
 
 @caught_by("test_overlapping_sources")
-class ReadsASourceOnce(Altered):
-    """A source that was seen before is taken for a copy that was done before."""
+class SkipsRepeatedSources(AlteredTransfers):
+    """A copy whose source was read before is taken for a copy that is already done."""
 
     def copies(self, copies: Copies) -> Copies:
         _, first = np.unique(copies.remote, return_index=True)
@@ -97,16 +97,16 @@ class ReadsASourceOnce(Altered):
 
 
 @caught_by("test_several_regions_in_one_transfer")
-class MovesTheFirstSegment(Altered):
-    """The other segments are forgotten."""
+class MovesOnlyTheFirstSegment(AlteredTransfers):
+    """Only the first segment is moved."""
 
     def copies(self, copies: Copies) -> Copies:
         return cut(copies, slice(copies.segments[0].stop)) if copies.segments else copies
 
 
 @caught_by("test_empty_segments_between_full_ones")
-class StopsAtAnEmptySegment(Altered):
-    """An empty segment is taken for the end."""
+class StopsAtAnEmptySegment(AlteredTransfers):
+    """An empty segment is taken for the end of the batch."""
 
     def copies(self, copies: Copies) -> Copies:
         for segment in copies.segments:
@@ -116,8 +116,8 @@ class StopsAtAnEmptySegment(Altered):
 
 
 @caught_by("test_copies_of_no_bytes")
-class RefusesCopiesOfNoBytes(Altered):
-    """Nothing to do is taken for a mistake."""
+class RefusesCopiesOfNoBytes(AlteredTransfers):
+    """Copies of no bytes are refused."""
 
     def copies(self, copies: Copies) -> Copies:
         if not copies.total:
@@ -125,9 +125,9 @@ class RefusesCopiesOfNoBytes(Altered):
         return copies
 
 
-@caught_by("test_the_callers_arrays_are_free_after_the_call")
-class KeepsTheCallersArrays(LoopbackTransport):
-    """The work begins at the first poll, with arrays that the caller has reused."""
+@caught_by("test_arrays_of_copies_may_be_reused_after_the_call")
+class KeepsArraysUntilPoll(LoopbackTransport):
+    """The transfer begins at the first poll, with arrays that the caller may have reused."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -150,9 +150,9 @@ class KeepsTheCallersArrays(LoopbackTransport):
         super().forget(self._real[transfer])
 
 
-@caught_by("test_the_arrays_may_be_views_with_gaps_and_read_only")
-class TakesArraysForContiguous(Altered):
-    """Numbers are taken from where the array's memory starts, whatever its stride."""
+@caught_by("test_arrays_of_copies_may_be_strided_and_read_only")
+class IgnoresStrides(AlteredTransfers):
+    """Arrays are read from their start as if contiguous, whatever their stride."""
 
     def copies(self, copies: Copies) -> Copies:
         def flat(name: str) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
@@ -163,8 +163,8 @@ class TakesArraysForContiguous(Altered):
 
 
 @caught_by("test_large_transfers")
-class IsDoneBeforeTheRest(LoopbackTransport):
-    """A large transfer is cut in two, and DONE with the first part."""
+class DoneAfterTheFirstPart(LoopbackTransport):
+    """A large transfer is split in two, and DONE with the first part."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         if copies.total <= 32 << 20 or copies.total > 1 << 30:
@@ -176,8 +176,8 @@ class IsDoneBeforeTheRest(LoopbackTransport):
 
 
 @caught_by("test_large_transfers")
-class KeepsTheArraysOfWhatIsLarge(KeepsTheCallersArrays):
-    """What is small is moved at once, and what is large with arrays that the caller has reused."""
+class KeepsArraysOfLargeTransfers(KeepsArraysUntilPoll):
+    """Large transfers begin later, with arrays that the caller may have reused."""
 
     def read(self, peer: PeerId, copies: Copies, notify: bytes | None = None) -> TransferId:
         if self.kept(copies):
@@ -199,9 +199,9 @@ class KeepsTheArraysOfWhatIsLarge(KeepsTheCallersArrays):
             LoopbackTransport.forget(self, transfer)
 
 
-@caught_by("test_the_arrays_of_a_few_copies_are_free_after_the_call")
-class KeepsTheArraysOfAFew(KeepsTheArraysOfWhatIsLarge):
-    """A few copies are looked at when the work begins, and only more of them within the call."""
+@caught_by("test_arrays_of_few_copies_may_be_reused_after_the_call")
+class KeepsArraysOfFewCopies(KeepsArraysOfLargeTransfers):
+    """Batches of few copies begin later, with arrays that the caller may have reused."""
 
     def kept(self, copies: Copies) -> bool:
         return 0 < len(copies) < 8
