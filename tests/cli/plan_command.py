@@ -1,4 +1,4 @@
-"""Small models, and ``kvferry plan`` run on them."""
+"""Run ``kvferry plan`` in this process, on small models."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TINY: dict[str, Any] = {
     "hidden_size": 64,
     "torch_dtype": "bfloat16",
 }
-"""Heads of 8 elements: one head of one token, K and V, has 32 bytes."""
+"""A model with heads of 8 elements: K and V of one head and token have 32 bytes."""
 
 LATENT: dict[str, Any] = TINY | {"kv_lora_rank": 24, "qk_rope_head_dim": 8}
-"""Latents of 32 elements, 64 bytes."""
+"""A model with latents of 32 elements, 64 bytes."""
 
 WINDOWS: dict[str, Any] = TINY | {
     "sliding_window": 20,
@@ -30,8 +30,8 @@ WINDOWS: dict[str, Any] = TINY | {
 }
 
 
-class Ran(NamedTuple):
-    """What a run of the command gave."""
+class CommandResult(NamedTuple):
+    """The exit status and output of a run of the command."""
 
     status: int
     out: str
@@ -39,18 +39,20 @@ class Ran(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What it printed, whatever the width."""
+        """The printed words, independent of the width of the terminal."""
         return " ".join((self.out + self.err).split())
 
 
-def config(folder: Path, content: object) -> str:
-    """The path of a config file with this content."""
+def write_config(folder: Path, content: object) -> str:
+    """Write a config file and return its path."""
     file = folder / "config.json"
     file.write_text(json.dumps(content))
     return str(file)
 
 
-def kvferry(capsys: pytest.CaptureFixture[str], *arguments: str, width: int = 200) -> Ran:
+def run_kvferry(
+    capsys: pytest.CaptureFixture[str], *arguments: str, width: int = 200
+) -> CommandResult:
     """Run the command in this process."""
     status: Any = 0
     with pytest.MonkeyPatch.context() as patch:
@@ -60,15 +62,15 @@ def kvferry(capsys: pytest.CaptureFixture[str], *arguments: str, width: int = 20
             main()
         except SystemExit as exc:
             status = exc.code or 0
-    return Ran(status, *capsys.readouterr())
+    return CommandResult(status, *capsys.readouterr())
 
 
-def planned(
+def make_plan(
     capsys: pytest.CaptureFixture[str], model: Sequence[str], prefill: str, decode: str, *more: str
 ) -> dict[str, Any]:
-    """What ``kvferry plan --json`` says; ``model`` is its path, or empty."""
+    """Return the output of ``kvferry plan --json``; ``model`` has its path, or is empty."""
     sides = ("--prefill", prefill, "--decode", decode)
-    ran = kvferry(capsys, "plan", *model, *sides, "--json", *more)
+    ran = run_kvferry(capsys, "plan", *model, *sides, "--json", *more)
     assert ran.status == 0, ran.err
     found: dict[str, Any] = json.loads(ran.out)
     return found

@@ -1,4 +1,4 @@
-"""What ``kvferry plan`` is given: config files, settings and layouts, right and wrong."""
+"""The inputs of ``kvferry plan``: valid and invalid config files, settings and layouts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.cli.plans import LATENT, TINY, WINDOWS, config, kvferry, planned
+from tests.cli.plan_command import LATENT, TINY, WINDOWS, make_plan, run_kvferry, write_config
 
 Capture = pytest.CaptureFixture[str]
 
-EQUAL = "--prefill=tp=1", "--decode=tp=1"
+EQUAL_ENGINES = "--prefill=tp=1", "--decode=tp=1"
 BYTES_PER_TOKEN = 4 * 4 * 32
 
 
-def test_a_folder_stands_for_the_config_in_it(tmp_path: Path, capsys: Capture) -> None:
-    config(tmp_path, TINY)
-    found = planned(capsys, [str(tmp_path)], "tp=1", "tp=1", "--tokens=16")
+def test_folder_stands_for_its_config_file(tmp_path: Path, capsys: Capture) -> None:
+    write_config(tmp_path, TINY)
+    found = make_plan(capsys, [str(tmp_path)], "tp=1", "tp=1", "--tokens=16")
     assert found["total"]["bytes"] == 16 * BYTES_PER_TOKEN
 
 
@@ -50,10 +50,10 @@ def test_a_folder_stands_for_the_config_in_it(tmp_path: Path, capsys: Capture) -
         ),
     ],
 )
-def test_what_config_files_say_in_other_words(
+def test_equivalent_config_files_give_the_same_bytes(
     tmp_path: Path, capsys: Capture, content: dict[str, Any]
 ) -> None:
-    found = planned(capsys, [config(tmp_path, content)], "tp=1", "tp=1", "--tokens=16")
+    found = make_plan(capsys, [write_config(tmp_path, content)], "tp=1", "tp=1", "--tokens=16")
     assert found["total"]["bytes"] == 16 * BYTES_PER_TOKEN
 
 
@@ -69,27 +69,27 @@ def test_what_config_files_say_in_other_words(
         ),
     ],
 )
-def test_windows_read_their_pages_only(
+def test_windows_read_only_their_pages(
     tmp_path: Path, capsys: Capture, content: dict[str, Any], copies: int
 ) -> None:
-    model = config(tmp_path, TINY | content)
-    # Of 4 pages, a window of 20 tokens before token 64 takes part in 2: 45 to 63.
-    assert planned(capsys, [model], "tp=1", "tp=1", "--tokens=64")["total"]["copies"] == copies
+    model = write_config(tmp_path, TINY | content)
+    # A window of 20 tokens before token 64 has tokens 45 to 63, in 2 of the 4 pages.
+    assert make_plan(capsys, [model], "tp=1", "tp=1", "--tokens=64")["total"]["copies"] == copies
 
 
-def test_what_a_file_leaves_open_is_said(tmp_path: Path, capsys: Capture) -> None:
-    model = config(tmp_path, TINY | {"sliding_window": 20})
-    ran = kvferry(capsys, "plan", model, *EQUAL)
+def test_assumed_windows_are_reported(tmp_path: Path, capsys: Capture) -> None:
+    model = write_config(tmp_path, TINY | {"sliding_window": 20})
+    ran = run_kvferry(capsys, "plan", model, *EQUAL_ENGINES)
     assert (
         "Layers from 0 on keep a window of 20 tokens: the file says 'sliding_window'" in ran.words
     )
     assert "layers 0-3 look back 20 tokens" in ran.words
 
 
-def test_element_types(tmp_path: Path, capsys: Capture) -> None:
-    model = [config(tmp_path, TINY)]
+def test_element_types_set_the_bytes(tmp_path: Path, capsys: Capture) -> None:
+    model = [write_config(tmp_path, TINY)]
     for name, nbytes in (("fp8", 1), ("auto", 2), ("torch.float32", 4)):
-        found = planned(capsys, model, "tp=1", "tp=1", "--tokens=16", f"--dtype={name}")
+        found = make_plan(capsys, model, "tp=1", "tp=1", "--tokens=16", f"--dtype={name}")
         assert found["total"]["bytes"] == 16 * BYTES_PER_TOKEN * nbytes // 2
 
 
@@ -114,17 +114,19 @@ WRONG_MODELS = [
 
 
 @pytest.mark.parametrize(("content", "said"), WRONG_MODELS, ids=[said for _, said in WRONG_MODELS])
-def test_config_files_that_cannot_be_drawn(
+def test_unsupported_models_are_refused(
     tmp_path: Path, capsys: Capture, content: dict[str, Any], said: str
 ) -> None:
-    ran = kvferry(capsys, "plan", config(tmp_path, TINY | content), *EQUAL)
+    ran = run_kvferry(capsys, "plan", write_config(tmp_path, TINY | content), *EQUAL_ENGINES)
     assert ran.status == 1
     assert said in ran.err
     assert ran.err.startswith("kvferry: ")
 
 
-def test_hybrids_are_pointed_to_layouts(tmp_path: Path, capsys: Capture) -> None:
-    ran = kvferry(capsys, "plan", config(tmp_path, TINY | {"ssm_cfg": {"layer": 1}}), *EQUAL)
+def test_hybrids_are_referred_to_layouts(tmp_path: Path, capsys: Capture) -> None:
+    ran = run_kvferry(
+        capsys, "plan", write_config(tmp_path, TINY | {"ssm_cfg": {"layer": 1}}), *EQUAL_ENGINES
+    )
     assert "describe both engines as JSON layouts instead" in ran.err
 
 
@@ -157,24 +159,24 @@ WRONG_SETTINGS = [
 @pytest.mark.parametrize(
     ("content", "settings", "said"), WRONG_SETTINGS, ids=[said for *_, said in WRONG_SETTINGS]
 )
-def test_settings_that_no_engine_has(
+def test_invalid_settings_are_refused(
     tmp_path: Path, capsys: Capture, content: dict[str, Any], settings: str, said: str
 ) -> None:
-    model = config(tmp_path, content)
-    ran = kvferry(capsys, "plan", model, "--prefill=tp=1", f"--decode={settings}")
+    model = write_config(tmp_path, content)
+    ran = run_kvferry(capsys, "plan", model, "--prefill=tp=1", f"--decode={settings}")
     assert ran.status == 1
     assert said in ran.err
     assert "Traceback" not in ran.err
 
 
-def test_settings_need_a_model(tmp_path: Path, capsys: Capture) -> None:
-    ran = kvferry(capsys, "plan", *EQUAL)
+def test_settings_without_model_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    ran = run_kvferry(capsys, "plan", *EQUAL_ENGINES)
     assert (ran.status, "name the model's config.json first" in ran.err) == (1, True)
 
 
-def test_dashes_and_lower_case_will_do(tmp_path: Path, capsys: Capture) -> None:
-    model = config(tmp_path, TINY)
-    ran = kvferry(capsys, "plan", model, "--prefill=block-size=32,layout=nhd", "--decode=tp=1")
+def test_settings_accept_dashes_and_lower_case(tmp_path: Path, capsys: Capture) -> None:
+    model = write_config(tmp_path, TINY)
+    ran = run_kvferry(capsys, "plan", model, "--prefill=block-size=32,layout=nhd", "--decode=tp=1")
     assert "block_size=32,layout=LBNHC" in ran.words
 
 
@@ -188,11 +190,11 @@ def test_dashes_and_lower_case_will_do(tmp_path: Path, capsys: Capture) -> None:
         (b"{}", "does not say what a KV cache is made of"),
     ],
 )
-def test_files_that_are_no_config(
+def test_malformed_config_files_are_refused(
     tmp_path: Path, capsys: Capture, content: bytes, said: str
 ) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    ran = kvferry(capsys, "plan", str(tmp_path), *EQUAL)
+    ran = run_kvferry(capsys, "plan", str(tmp_path), *EQUAL_ENGINES)
     assert (ran.status, said in ran.err) == (1, True)
 
 
@@ -206,38 +208,42 @@ def test_files_that_are_no_config(
         ({"ranks": 5}, "ranks"),
     ],
 )
-def test_files_that_are_no_engine(
+def test_malformed_engine_files_are_refused(
     tmp_path: Path, capsys: Capture, change: dict[str, Any], said: str
 ) -> None:
-    planned(capsys, [config(tmp_path, TINY)], "tp=1", "tp=1", f"--write-layouts={tmp_path}")
+    make_plan(capsys, [write_config(tmp_path, TINY)], "tp=1", "tp=1", f"--write-layouts={tmp_path}")
     file = tmp_path / "prefill.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    ran = kvferry(capsys, "plan", f"--prefill={file}", f"--decode={tmp_path / 'decode.json'}")
+    ran = run_kvferry(capsys, "plan", f"--prefill={file}", f"--decode={tmp_path / 'decode.json'}")
     assert (ran.status, said in ran.err) == (1, True)
 
 
-def test_a_layout_that_leaves_its_region_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    planned(capsys, [config(tmp_path, WINDOWS)], "tp=1", "tp=1", f"--write-layouts={tmp_path}")
+def test_layout_outside_its_region_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    make_plan(
+        capsys, [write_config(tmp_path, WINDOWS)], "tp=1", "tp=1", f"--write-layouts={tmp_path}"
+    )
     file = tmp_path / "prefill.json"
     content = json.loads(file.read_text())
     content["ranks"][0]["regions"][0]["nbytes"] = 100
     file.write_text(json.dumps(content))
-    ran = kvferry(capsys, "plan", f"--prefill={file}", f"--decode={tmp_path / 'decode.json'}")
+    ran = run_kvferry(capsys, "plan", f"--prefill={file}", f"--decode={tmp_path / 'decode.json'}")
     assert ran.status == 1
     assert "of region 0, which has 100" in ran.err
 
 
-def test_layouts_that_cannot_be_written(tmp_path: Path, capsys: Capture) -> None:
+def test_unwritable_layouts_are_reported(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "taken").write_text("")
-    model = config(tmp_path, TINY)
-    ran = kvferry(capsys, "plan", model, *EQUAL, f"--write-layouts={tmp_path / 'taken'}")
+    model = write_config(tmp_path, TINY)
+    ran = run_kvferry(
+        capsys, "plan", model, *EQUAL_ENGINES, f"--write-layouts={tmp_path / 'taken'}"
+    )
     assert (ran.status, "cannot be written" in ran.err) == (1, True)
 
 
-def test_names_from_files_are_no_markup(tmp_path: Path, capsys: Capture) -> None:
-    planned(capsys, [config(tmp_path, TINY)], "tp=1", "tp=1", f"--write-layouts={tmp_path}")
+def test_names_from_files_are_not_parsed_as_markup(tmp_path: Path, capsys: Capture) -> None:
+    make_plan(capsys, [write_config(tmp_path, TINY)], "tp=1", "tp=1", f"--write-layouts={tmp_path}")
     for name in ("prefill", "decode"):
         file = tmp_path / f"{name}.json"
         file.write_text(file.read_text().replace("layers.3.attn", "draft[/red][3]$x$"))
     sides = [f"--{name}={tmp_path / name}.json" for name in ("prefill", "decode")]
-    assert "draft[/red][3]$x$" in kvferry(capsys, "plan", *sides).words
+    assert "draft[/red][3]$x$" in run_kvferry(capsys, "plan", *sides).words
