@@ -1,4 +1,4 @@
-"""NIXL's own Python API, used directly: what the drivers are measured against."""
+"""Transfers by NIXL's own Python API, with which the drivers are compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.drivers.nixl.options import NixlOptions
 
 
 def agent(region: Region, peer: bytes, threads: int) -> tuple[Any, str]:
-    """An agent over UCX that has registered a region, and its peer's name for it.
+    """Return an agent over UCX that has registered a region, and the name of its peer.
 
     Args:
         region: of this process.
@@ -31,11 +31,11 @@ def agent(region: Region, peer: bytes, threads: int) -> tuple[Any, str]:
 
 
 def bare(threads: int) -> Any:
-    """An agent over UCX that knows nobody and has no memory."""
+    """Return an agent over UCX without memory and peers."""
     found = library.load()
     sync = found.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     config = found.api.nixl_agent_config(backends=[], sync_mode=sync)
-    # As the driver does: what spins on one side would take a core from both.
+    # As in the driver: a thread that spins would take a core from both sides.
     with found.patient(NixlOptions().progress_milliseconds):
         made = found.api.nixl_agent(f"direct-{secrets.token_hex(8)}", config)
     made.create_backend("UCX", {"num_threads": str(threads)})
@@ -45,14 +45,14 @@ def bare(threads: int) -> Any:
 def mover(
     agent: Any, name: str, op: str, copies: Copies, notify: bytes = b""
 ) -> Callable[[], float]:
-    """As ``common.mover``, by NIXL's own calls."""
+    """Return a function that transfers as ``common.mover`` does, by NIXL's own calls."""
     local, remote = np.zeros((2, len(copies), 3), np.uint64)
     [segment] = copies.segments
     local[:, 2], remote[:, 2] = segment.local.device, segment.remote.device
     near, far = _kind(segment.local), _kind(segment.remote)
 
     def move() -> float:
-        # Somebody has to fill these arrays, whose form is NIXL's.
+        # Filling these arrays, which have NIXL's form, counts.
         local[:, 0], remote[:, 0] = copies.local, copies.remote
         local[:, 1] = remote[:, 1] = copies.nbytes
         here, there = agent.get_xfer_descs(local, near), agent.get_xfer_descs(remote, far)
@@ -70,5 +70,5 @@ def mover(
 
 
 def _kind(region: Region) -> str:
-    """NIXL's word for it."""
+    """Return NIXL's name of the region's memory kind."""
     return "DRAM" if region.kind == CPU else "VRAM"

@@ -1,4 +1,4 @@
-"""A TCP connection that moves as many bytes and nothing else: what the kernel's TCP gives here."""
+"""Read bytes over a plain TCP connection: the speed of the kernel's TCP, for comparison."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 CHUNK = 1 << 20
-"""Asked of the kernel at once."""
+"""Bytes received in one call."""
 
 
 def serve(buffer: Bytes) -> None:
-    """In the second process: send all of a buffer for every byte that the first one sends."""
+    """In the second process: send a buffer for every byte that the first process sends."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(f"{listener.getsockname()[1]:08x}", buffer.ctypes.data, buffer.nbytes, flush=True)
         connection, _ = listener.accept()
@@ -28,7 +28,7 @@ def serve(buffer: Bytes) -> None:
 
 @contextmanager
 def reader(script: str, *arguments: str) -> Iterator[Callable[[], None]]:
-    """What reads all of another process's buffer, into memory of this one.
+    """Return a function that reads the whole buffer of another process into memory of this one.
 
     Args:
         script: calls ``serve`` when it is given these arguments and ``--serve``.

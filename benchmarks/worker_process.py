@@ -1,4 +1,4 @@
-"""A process of its own for what is measured: nobody else's memory, imports or interpreter lock."""
+"""Measure an object in a process of its own, apart from other memory, imports and locks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Took:
-    """What a call took.
+class Measurement:
+    """The cost of a call.
 
     Attributes:
         seconds: of the clock, and ``cpu``: of this process, all threads.
@@ -27,18 +27,18 @@ class Took:
     nbytes: int
 
 
-def timed(call: Callable[[], object]) -> Took:
-    """Run it once."""
+def timed(call: Callable[[], object]) -> Measurement:
+    """Measure one call."""
     gc.collect(0)
     before = peak(reset=True)
     start, cpu = time.perf_counter(), time.process_time()
     call()
     seconds, spent = time.perf_counter() - start, time.process_time() - cpu
-    return Took(seconds=seconds, cpu=spent, nbytes=max(0, peak() - before))
+    return Measurement(seconds=seconds, cpu=spent, nbytes=max(0, peak() - before))
 
 
 def peak(*, reset: bool = False) -> int:
-    """The most memory that this process had since the last reset, in bytes."""
+    """Return the most memory that this process had since the last reset, in bytes."""
     if reset:
         try:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -48,7 +48,7 @@ def peak(*, reset: bool = False) -> int:
 
 
 def resident() -> int:
-    """The memory that this process has, in bytes."""
+    """Return the memory of this process in bytes."""
     return _status("VmRSS")
 
 
@@ -58,7 +58,7 @@ def _status(name: str) -> int:
     return int(lines[name].split()[0]) << 10
 
 
-class Side:
+class WorkerProcess:
     """An object in a process of its own, whose methods are called from here.
 
     Args:
@@ -73,7 +73,7 @@ class Side:
         theirs.close()
 
     def ask(self, method: str, *arguments: object) -> Any:
-        """Call a method and wait for what it returns.
+        """Call a method and return its result.
 
         Raises:
             SystemExit: it raised; what is on the other process's stderr.
@@ -82,17 +82,17 @@ class Side:
         return self.end()
 
     def begin(self, method: str, *arguments: object) -> None:
-        """Call a method; ``end`` waits for it."""
+        """Start a call of a method; ``end`` waits for its result."""
         self._pipe.send((method, arguments))
 
     def end(self) -> Any:
-        """What the method that was begun returned."""
+        """Return the result of the method that was started."""
         try:
             return self._pipe.recv()
         except (EOFError, ConnectionResetError):
             raise SystemExit("the other process failed; what it says is above") from None
 
-    def __enter__(self) -> Side:
+    def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(
